@@ -14,14 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import ClassVar, Generic, TypeVar
 
 from localllm_backends.contract import BackendFailure, Chunk, SequenceId
 
 Row = TypeVar("Row")
-# Behind an exported block: the size of the draft heads' part of it.
-_TAIL = struct.Struct("<Q")
-
 # Tokens that heads may lag behind before they read them: one sweep over their layers for all, and
 # none for rejected drafts.
 _CATCH_UP_TOKENS = 32
@@ -175,16 +173,17 @@ class FollowingHeads(ABC, Generic[Row]):
         self._lines[sequence] = HeadsLine(n_tokens, [self._zero_row()])
 
 
-def with_heads(data: bytes, heads: bytes) -> bytes:
-    """An exported block with that of its draft heads behind it."""
-    return b"".join([data, heads, _TAIL.pack(len(heads))])
+def joined(*parts: bytes) -> bytes:
+    """An exported block with others behind it: that of its draft heads, or other machines'."""
+    return b"".join([*parts, struct.pack(f"<{len(parts) - 1}Q", *map(len, parts[1:]))])
 
 
-def without_heads(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
-    """What `with_heads` was given; BackendFailure where that can't be."""
-    view = memoryview(data).cast("B")
-    body = len(view) - _TAIL.size
-    n = _TAIL.unpack_from(view, body)[0] if body >= 0 else 0
-    if n > body:
-        raise BackendFailure("this is not an exported KV block of a model with draft heads")
-    return view[: body - n], view[body - n : body]
+def parted(data: bytes | memoryview, n: int) -> list[memoryview]:
+    """The `n` parts that `joined` was given; BackendFailure where that can't be."""
+    view, tail = memoryview(data).cast("B"), struct.Struct(f"<{n - 1}Q")
+    end = len(view) - tail.size
+    sizes = tail.unpack_from(view, end) if end >= 0 else ()
+    first = end - sum(sizes)
+    if first < 0:
+        raise BackendFailure("this is not an exported KV block of as many parts")
+    return [view[a:b] for a, b in pairwise(accumulate((first, *sizes), initial=0))]

@@ -130,8 +130,8 @@ def test_a_damaged_header_never_gets_in(load: Callable[..., Any], data: st.DataO
     backend = _shared(load)
     sequence, _ = start(backend, line(20))
     good = bytearray(backend.export_range(sequence, 0, 20))
-    size = int.from_bytes(good[4:8], "little")
-    at = data.draw(st.integers(0, 7 + size))
+    size = int.from_bytes(good[:4], "little")
+    at = data.draw(st.integers(0, 3 + size))
     good[at] = data.draw(st.integers(0, 255).filter(lambda b: b != good[at]))
     target = backend.new_sequence()
     try:

@@ -25,7 +25,7 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.fingerprints import under_adapters
-from localllm_backends.following import with_heads, without_heads
+from localllm_backends.following import joined, parted
 from localllm_backends.llamacpp.batch import (
     ABORTED,
     Batch,
@@ -315,7 +315,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         ends = ledger.position(sequence, start), ledger.position(sequence, stop)
         data = self._memory.export(sequence, *ends, via, said)
         if self._heads is not None:
-            data = with_heads(data, self._heads.export_range(sequence, start, stop, via))
+            data = joined(data, self._heads.export_range(sequence, start, stop, via))
         return data
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
@@ -328,7 +328,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     ) -> None:
         own, heads = memoryview(data), memoryview(b"")
         if self._heads is not None:
-            own, heads = without_heads(data)
+            own, heads = parted(data, 2)
         first, last, last_position, images, kv = opened(own, self._magic)
         if not first <= start < stop <= last:
             raise BackendFailure("this is not an exported KV block of these tokens")

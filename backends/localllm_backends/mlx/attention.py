@@ -252,14 +252,10 @@ class Attention:
 
     def drop_front(self, drops: Sequence[int]) -> None:
         """Cut `drops[i]` slots off the front of row i."""
-        assert self.planes is not None
-        if len(set(drops)) == 1:
-            self.planes = [p[..., drops[0] :, :] for p in self.planes]
-            return
-        last = self.slots - 1
-        index = mx.minimum(mx.arange(last + 1)[None] + mx.array(list(drops))[:, None], last)
-        index = index[:, None, :, None]
-        self.planes = [mx.take_along_axis(p, index, axis=2) for p in self.planes]
+        kept = []
+        for i, drop in enumerate(drops):
+            kept.append([plane[:, :, drop:] for plane in self.row(i)])
+        self.fill(kept)
 
     def row(self, i: int) -> list[Any]:
         """The slots in use of row `i`, as views."""

@@ -25,13 +25,13 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.fingerprints import under_adapters
-from localllm_backends.following import with_heads, without_heads
+from localllm_backends.following import joined, parted
 from localllm_backends.mlx import backend_type, memory
 from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.kv_export import KvExport
 from localllm_backends.mlx.mtp import MlxHeads, MtpModule
 from localllm_backends.mlx.results import MlxStepResult
-from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Undo
+from localllm_backends.mlx.sequence_cache import SequenceCache, Undo
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
@@ -49,10 +49,7 @@ class Loaded:
     """A checkpoint that was read, and what is known of it: all that a backend is made from."""
 
     model: Any
-    vocabulary: MlxVocabulary
-    layout: Layout
     shapes: Shapes
-    token_bytes: int
     spec: LoadSpec
     folder: Path
     config: dict[str, Any]
@@ -68,15 +65,16 @@ class Loaded:
     left_out: str = ""
 
 
-class MlxBackend(OwnedBackend):
+class MlxBackend(MlxVocabulary, OwnedBackend):
     """One mlx-lm checkpoint. See sequence_cache.py for how its memory is laid out."""
 
     _heads: MlxHeads | None
 
     def __init__(self, loaded: Loaded) -> None:
-        spec, layout, shapes, n_batch = loaded.spec, loaded.layout, loaded.shapes, loaded.n_batch
-        self._vocabulary, self._layout = loaded.vocabulary, layout
-        self._shapes, self._token_bytes = shapes, loaded.token_bytes
+        spec, shapes, n_batch = loaded.spec, loaded.shapes, loaded.n_batch
+        MlxVocabulary.__init__(self, loaded.folder, loaded.config, shapes.n_vocab)
+        self._shapes = shapes
+        self._layout = layout = shapes.layout
         self._take_ownership()
         self._lines: dict[SequenceId, SequenceCache] = {}
         self._next = 0
@@ -96,30 +94,16 @@ class MlxBackend(OwnedBackend):
         mx.set_cache_limit(memory.CACHE_HIGH_BYTES)
         memory.wire(wanted=spec.wired)
         self.capabilities = _capabilities(loaded, self._n_rewind)
-        self.info = _model_info(loaded)
+        self.info = _model_info(loaded, self)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
         self._heads = (
             MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch)
             if loaded.heads is not None
             else None
         )
-        self._exports = KvExport(identity, layout, shapes, self.stepper, self.capabilities.states)
+        self._exports = KvExport(identity, shapes, self.stepper, self.capabilities.states)
         # One to compile what a step needs, one as decoding has it.
         self.drop(self._warm_up(2, 1))
-
-    # --- vocabulary (any thread) ------------------------------------------------------------------
-
-    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._vocabulary.detokenize(tokens)
-
-    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        return self._vocabulary.token_bytes(token, special=special)
-
-    def is_control(self, token: int) -> bool:
-        return self._vocabulary.is_control(token)
 
     # --- sequences --------------------------------------------------------------------------------
 
@@ -198,7 +182,7 @@ class MlxBackend(OwnedBackend):
         self.stepper.undo_ahead_of(line)
         line.leave_batch()
         line.batch.restore(undo.state)
-        line.replay = undo.tokens[: n_tokens - undo.length]
+        line.replay = list(undo.tokens[: n_tokens - undo.length])
         line.length = n_tokens
         line.place(line.computed)
 
@@ -213,7 +197,7 @@ class MlxBackend(OwnedBackend):
         self.stepper.forget_dropped()
         # One line may stay for the next turn of a chat while nobody is served.
         if len(self._lines) <= 1:
-            memory.trim()
+            mx.clear_cache()
 
     def length(self, sequence: SequenceId) -> int:
         return self._line(sequence).length
@@ -252,7 +236,7 @@ class MlxBackend(OwnedBackend):
             kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
             raise kind(f"MLX failed inside a step: {e}") from e
         if self._heads is not None:
-            self._heads.follow(chunks, result.hidden)
+            self._heads.follow(chunks, [part.hidden for part in result.parts])
         return result
 
     def _checked(self, chunks: Sequence[Chunk]) -> list[SequenceCache]:
@@ -273,7 +257,9 @@ class MlxBackend(OwnedBackend):
             raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
         self._check_step(n_tokens, n_outputs)
         if n_tokens > WHOLE_TOKENS:
-            needed = (n_tokens + self.info.n_batch) * self._token_bytes + n_outputs * n_vocab * 4
+            needed = (n_tokens + self.info.n_batch) * self._shapes.sizes()[
+                0
+            ] + n_outputs * n_vocab * 4
             memory.require(needed, f"a step of {n_tokens} tokens")
         return lines
 
@@ -285,11 +271,9 @@ class MlxBackend(OwnedBackend):
         self._check_range(sequence, start, stop)
         line = self._intact_line(sequence)
         data = self._exports.export_range(line, start, stop)
-        return (
-            data
-            if self._heads is None
-            else with_heads(data, self._heads.export_range(sequence, start, stop))
-        )
+        if self._heads is None:
+            return data
+        return joined(data, self._heads.export_range(sequence, start, stop))
 
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
@@ -297,7 +281,7 @@ class MlxBackend(OwnedBackend):
         line = self._line(sequence)
         self._check_follows(sequence, start, stop)
         self._require_cells(stop - start)
-        own, heads = without_heads(data) if self._heads is not None else (data, memoryview(b""))
+        own, heads = parted(data, 2) if self._heads is not None else (data, memoryview(b""))
         self._exports.import_range(line, own, start, stop)
         if self._heads is not None:
             self._heads.import_range(sequence, heads, start, stop)
@@ -329,23 +313,17 @@ class MlxBackend(OwnedBackend):
     # --- facts ------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        kv = state = 0
         lines = [*self._lines.values(), *(self._heads.lines if self._heads is not None else ())]
         batches = {id(line.batch.buffers): line.batch for line in lines}
-        for leaf in chain.from_iterable(batch.leaves for batch in batches.values()):
-            if hasattr(leaf, "planes"):
-                kv += int(leaf.nbytes)
-            else:
-                state += sum(int(a.nbytes) for a in leaf.cache if a is not None)
-        for line in self._lines.values():
-            if line.undo is not None:
-                state += sum(
-                    int(a.nbytes) for a in chain.from_iterable(line.undo.state) if a is not None
-                )
+        leaves = list(chain.from_iterable(batch.leaves for batch in batches.values()))
+        states = [leaf.cache for leaf in leaves if not hasattr(leaf, "planes")]
+        for undo in [line.undo for line in lines if line.undo is not None]:
+            states += undo.state
+        arrays = [a for a in chain.from_iterable(states) if a is not None]
         return MemoryReport(
             weights_bytes=self.info.weights_bytes,
-            kv_bytes=kv,
-            recurrent_bytes=state,
+            kv_bytes=sum(int(leaf.nbytes) for leaf in leaves if hasattr(leaf, "planes")),
+            recurrent_bytes=sum(int(a.nbytes) for a in arrays),
             compute_bytes=int(mx.get_cache_memory()),
             output_bytes=self.stepper.output_bytes,
         )
@@ -372,7 +350,7 @@ class MlxBackend(OwnedBackend):
 
 
 def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
-    layout, heads = loaded.layout, loaded.heads
+    layout, heads = loaded.shapes.layout, loaded.heads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     # Where no layer keeps every token there is nothing that states could be apart from.
     apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
@@ -396,8 +374,8 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
     )
 
 
-def _model_info(loaded: Loaded) -> ModelInfo:
-    words, spec, config = loaded.vocabulary, loaded.spec, loaded.config
+def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
+    spec, config = loaded.spec, loaded.config
     asked = spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
     mark = under_adapters(fingerprint(loaded.folder), spec.adapters)
     return ModelInfo(

@@ -46,9 +46,9 @@ class EmbeddingReader:
             in_rows = MRoPERotaryEmbedding(
                 rope.dims, base=rope.base, mrope_section=section, style=style
             )
-            layer.self_attn.rope = _PlacedRope(rope, in_rows, self)
+            layer.self_attn.rope = _placed(rope, in_rows, self)
         for i in range(n_added):
-            layers[i] = _AddedTo(layers[i], i, self)
+            layers[i] = _added_to(layers[i], i, self)
 
     def give(self, rows: Any, places: Any) -> None:
         """Let the next tokens be these `rows` of embeddings [tokens, width], at those `places`
@@ -84,26 +84,22 @@ class EmbeddingReader:
         return logits
 
 
-class _PlacedRope:
+def _placed(rope: Any, in_rows: Any, reader: EmbeddingReader) -> Callable[..., Any]:
     """A layer's rotary embedding, and the one for positions `in_rows`."""
 
-    def __init__(self, rope: Any, in_rows: Any, reader: EmbeddingReader) -> None:
-        self._rope, self._in_rows, self._reader = rope, in_rows, reader
-
-    def __call__(self, x: Any, offset: Any = 0) -> Any:
-        reader = self._reader
+    def rotated(x: Any, offset: Any = 0) -> Any:
         if reader.places is not None:
-            return self._in_rows.apply_rotary(x, x, reader.places)[0]
-        return self._rope(x, offset=offset if reader.shift is None else offset + reader.shift)
+            return in_rows.apply_rotary(x, x, reader.places)[0]
+        return rope(x, offset=offset if reader.shift is None else offset + reader.shift)
+
+    return rotated
 
 
-class _AddedTo:
+def _added_to(layer: Any, i: int, reader: EmbeddingReader) -> Callable[..., Any]:
     """Layer number `i`, behind which an image may add something."""
 
-    def __init__(self, layer: Any, i: int, reader: EmbeddingReader) -> None:
-        self._layer, self._i, self._reader = layer, i, reader
+    def added_to(*given: Any, **named: Any) -> Any:
+        out = layer(*given, **named)
+        return out + reader.added[i] if reader.added else out
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        out = self._layer(*given, **named)
-        added = self._reader.added
-        return out + added[self._i] if added else out
+    return added_to

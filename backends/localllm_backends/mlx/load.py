@@ -28,7 +28,7 @@ from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, weight_files
 from localllm_backends.mlx.sequence_cache import Layout
 from localllm_backends.mlx.shapes import Shapes
-from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
+from localllm_backends.mlx.vocabulary import read_json
 from localllm_backends.reasons import first_reason
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
@@ -231,7 +231,7 @@ def _read(
         shard(model, config, group)
         weights_bytes = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))
     n_batch = spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
-    layout, shapes = probe(model, spec, n_batch)
+    shapes = probe(model, spec, n_batch)
     heads, left_out = draft_heads(model, spec, folder, config, group)
     n_ctx, n_trained = n_ctx_for(spec, config)
     token_bytes, line_bytes = shapes.sizes()
@@ -242,13 +242,9 @@ def _read(
     )
     weights_bytes = read_weights(model, folder.name, on_progress)
     weights_bytes += read_weights(heads, folder.name, None) if heads is not None else 0
-    vocabulary = MlxVocabulary(folder, config, shapes.n_vocab)
     return Loaded(
         model,
-        vocabulary,
-        layout,
         shapes,
-        token_bytes,
         spec,
         folder,
         config,
@@ -305,18 +301,17 @@ def shard(model: Any, config: dict[str, Any], group: Any) -> None:
     model.shard(group)
 
 
-def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
+def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
     """The memory this model wants and the exact shapes it will have, without computing anything:
     MLX knows the shapes of arrays it has not computed. LoadError where the asked KV type can't be
     had."""
     caches, slack = list(make_prompt_cache(model)), min(n_batch, _REWIND_TOKENS)
-    layout = Layout(caches, KvFormat(), slack)
-    shapes = Shapes.of(model, layout)
-    own = own_type(shapes.kv_array) if shapes.kv_array is not None else "f32"
+    shapes = Shapes.of(model, Layout(caches, KvFormat(), slack))
+    own = own_type(shapes.kv[0]) if shapes.kv else "f32"
     asked = spec.kv_type_k
     if asked in QUANTISED_BITS:
         quantised = None
-        group = group_size_for(shapes.widths) if layout.attention and not layout.windows else None
+        group = group_size_for(shapes.widths) if shapes.kv and not shapes.layout.windows else None
         if group is not None:
             quantised = _quantised(
                 model, Layout(caches, KvFormat(QUANTISED_BITS[asked], group), slack)
@@ -327,7 +322,7 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
                 "(sliding windows, latent attention and heads that 32 does not divide can't); it "
                 f"is kept as {own}"
             )
-        layout, shapes = quantised
+        shapes = quantised
     # "f16" is the contract's word for "not quantised": MLX then keeps what the model computes, and
     # info says what.
     elif asked not in ("f16", own):
@@ -338,13 +333,13 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
             "be had"
         )
     kv_type = asked if asked in QUANTISED_BITS else own
-    return layout, replace(shapes, kv_type=kv_type)
+    return replace(shapes, kv_type=kv_type)
 
 
-def _quantised(model: Any, layout: Layout) -> tuple[Layout, Shapes] | None:
+def _quantised(model: Any, layout: Layout) -> Shapes | None:
     """None where the model can't work with such memory: some attention code reads keys and values
     as arrays, and fails while the graph is built, before any work."""
     try:
-        return layout, Shapes.of(model, layout)
+        return Shapes.of(model, layout)
     except Exception:
         return None

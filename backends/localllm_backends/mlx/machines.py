@@ -159,15 +159,9 @@ def _address_of(destination: str) -> str:
     host = _destination(destination).rpartition("@")[2]
     if _is_local(host):
         return "127.0.0.1"
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        asked = subprocess.run(
-            ["ssh", "-G", destination], capture_output=True, text=True, check=False
-        )
-        host = next(
-            (x.split()[1] for x in asked.stdout.splitlines() if x.startswith("hostname ")), host
-        )
+    asked = subprocess.run(["ssh", "-G", destination], capture_output=True, text=True, check=False)
+    lines = asked.stdout.splitlines()
+    host = next((x.split()[1] for x in lines if x.startswith("hostname ")), host)
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except OSError as e:
@@ -208,14 +202,11 @@ class Follower:
         self._process = subprocess.Popen(
             _command(machine, program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._into, self._out = self._process.stdin, self._process.stdout
 
     def send(self, frame: Frame, body: bytes | memoryview = b"") -> None:
         """OtherMachineError where it has gone."""
         try:
-            write_frame(self._into, frame, body)
+            write_frame(self._process.stdin, frame, body)
         except (OSError, ValueError) as e:
             raise OtherMachineError(
                 f"{self.machine.name} is gone ({self._exit_reason()})", HINT
@@ -223,7 +214,7 @@ class Follower:
 
     def receive(self) -> tuple[Frame, bytes]:
         """Its next frame. OtherMachineError where it has gone, or says that it can't."""
-        received = read_frame(self._out)
+        received = read_frame(self._process.stdout)
         if received is None:
             raise OtherMachineError(
                 f"{self.machine.name} does not answer ({self._exit_reason()})", HINT
@@ -234,14 +225,9 @@ class Follower:
 
     def stop(self) -> None:
         """The end of its input is its order to end."""
-        for stream in (self._into, self._out):
-            try:
-                stream.close()
-            except OSError:
-                pass
         try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
+            self._process.communicate(timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
 
@@ -295,11 +281,8 @@ def write_frame(stream: BinaryIO | Any, frame: Frame, body: bytes | memoryview =
 def read_frame(stream: BinaryIO | Any) -> tuple[Frame, bytes] | None:
     """Read one; None at the end, or where it is cut off."""
     try:
-        line = stream.readline()
-        frame = json.loads(line) if line.endswith(b"\n") else None
-        if not isinstance(frame, dict):
-            return None
-        body = stream.read(int(frame["bytes"]))
-    except (OSError, ValueError, KeyError):
+        frame = json.loads(stream.readline())
+        body = stream.read(frame["bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return (frame, body) if len(body) == frame["bytes"] else None

@@ -16,10 +16,8 @@ import mlx.core as mx
 from localllm_backends.contract import OutOfMemoryError
 
 # Freed buffers MLX may keep: enough for one step's temporaries, little beside any model worth
-# serving. Between the marks they are reused as they are: emptying the reserve in every step would
-# allocate everything anew.
+# serving.
 CACHE_HIGH_BYTES = 512 * 2**20
-_CACHE_LOW_BYTES = 64 * 2**20
 # Left to the system where memory is shared with everything else.
 _MARGIN_BYTES = 256 * 2**20
 # Models above 60 to 75 % of memory ran 40 to 150 times slower unwired
@@ -90,9 +88,3 @@ def out_of_memory(error: Exception) -> bool:
     [metal::malloc] messages)."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
-
-
-def trim() -> None:
-    """Nothing is being served: give back what is over the low mark."""
-    if mx.get_cache_memory() > _CACHE_LOW_BYTES:
-        mx.clear_cache()

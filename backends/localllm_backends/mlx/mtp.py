@@ -67,20 +67,6 @@ _ONE_LAYER = {
 }
 
 
-class _HiddenTap(nn.Module):  # type: ignore[misc]
-    """A model's last norm, which also hands on what it makes."""
-
-    def __init__(self, norm: Any, hand_on: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.norm = norm
-        self._hand_on = hand_on
-
-    def __call__(self, x: Any) -> Any:
-        made = self.norm(x)
-        self._hand_on(made)
-        return made
-
-
 class MtpModule(nn.Module):  # type: ignore[misc]
     """A head's weights, loaded by mlx-lm as it loads a model: one of that kind with no other layer
     says how they are stored."""
@@ -94,10 +80,8 @@ class MtpModule(nn.Module):  # type: ignore[misc]
             )
         )
         whole = getattr(model, "language_model", model)
-        self._family, self._sanitize = (
-            _FAMILIES[str(config["model_type"])],
-            getattr(kin, "sanitize", dict),
-        )
+        self._family = _FAMILIES[str(config["model_type"])]
+        self._sanitize = getattr(kin, "sanitize", dict)
         # Not as a member: its weights are no part of the head's.
         self._whole: Callable[[], Any] = lambda: whole
         width = int(text["hidden_size"])
@@ -136,7 +120,14 @@ class MtpModule(nn.Module):  # type: ignore[misc]
     def tap(self, hand_on: Callable[[Any], None]) -> None:
         """Have the model hand on its hidden rows of every call."""
         trunk = self._whole().model
-        trunk.norm = _HiddenTap(trunk.norm, hand_on)
+        norm = trunk.norm
+
+        def tapped(x: Any) -> Any:
+            made = norm(x)
+            hand_on(made)
+            return made
+
+        trunk.norm = tapped
 
     def __call__(self, tokens: Any, rows: Any, cache: Any) -> Any:
         """Hidden rows behind `tokens` [lines, n], given the model's hidden rows before them."""
@@ -214,9 +205,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         self._caches: dict[SequenceId, SequenceCache] = {}
         self._batch = SequenceBatch(self._layout)
         self._zeros = mx.zeros((1, 1, int(module.norm.weight.shape[0])))
-        self._exports = KvExport(
-            f"{identity} heads", self._layout, shapes(module), stepper, apart=False
-        )
+        self._exports = KvExport(f"{identity} heads", shapes(module), stepper, apart=False)
 
     def open(self, sequence: SequenceId) -> None:
         super().open(sequence)
@@ -231,26 +220,22 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         sequences = [sequence for sequence, _, _ in wanted]
         self.catch_up(sequences)
         lines = [self._caches[s] for s in sequences]
-        tokens, rows = (
-            [[newest] for _, newest, _ in wanted],
-            [_stacked([self._lines[s].rows[-1]]) for s in sequences],
-        )
+        tokens = [[newest] for _, newest, _ in wanted]
+        rows = [_stacked([self._lines[s].rows[-1]]) for s in sequences]
         limits = [min(most, self.longest) for _, _, most in wanted]
-        active = [i for i, limit in enumerate(limits) if limit > 0]
-        step = 0
         try:
-            while active:
+            for step in range(max(limits, default=0)):
                 hidden = self._call(lines, tokens, rows)
                 rows = [h[0] for h in hidden]
                 guesses = self._best(hidden)
                 # Those that have stopped go along: to leave a batch is dearer.
                 tokens = [[token] for token, _ in guesses]
-                for i in active:
-                    token, probability = guesses[i]
-                    if probability >= LEAST_PROBABILITY:
-                        drafts[i].append(token)
-                step += 1
-                active = [i for i in active if step == len(drafts[i]) < limits[i]]
+                for draft, limit, (token, probability) in zip(drafts, limits, guesses, strict=True):
+                    if step == len(draft) < limit and probability >= LEAST_PROBABILITY:
+                        draft.append(token)
+                pairs = zip(drafts, limits, strict=True)
+                if not any(step < len(draft) < limit for draft, limit in pairs):
+                    break
         except Exception:
             for sequence in sequences:
                 self._restart(sequence, self._lines[sequence].read)
@@ -271,46 +256,34 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     def _call(
         self, lines: Sequence[SequenceCache], tokens: Sequence[list[int]], rows: Sequence[Any]
     ) -> list[Any]:
-        """The head over these tokens of each line: hidden rows [1, n, width], not computed yet."""
-        together = [
-            k
-            for k, t in enumerate(tokens)
-            if lines[k].start_of(0) < lines[k].length and len(t) <= WHOLE_TOKENS
-        ]
-        groups = [[k] for k in range(len(lines)) if k not in together]
-        groups += [together] if together else []
-        made: dict[int, Any] = {}
-        for which in groups:
-            batch = self._batch
-            if len(which) == 1:
-                lines[which[0]].leave_batch()
-                batch = lines[which[0]].batch
-            order, ids = batch.gather([lines[k] for k in which], [tokens[k] for k in which])
-            at = [which[i] for i in order]
-            longest = int(ids.shape[1])
-            padded = mx.stack(
-                [mx.pad(rows[k], [(0, longest - len(tokens[k])), (0, 0)]) for k in at]
-            )
-            batch.make_room(longest)
-            hidden = self._module(ids, padded, batch.caches[0])
-            batch.advance([len(tokens[k]) for k in at])
-            made |= {k: hidden[row : row + 1, : len(tokens[k])] for row, k in enumerate(at)}
+        """The head over these tokens of each line: hidden rows [1, n, width], not computed yet. All
+        lines together, where each has some past and few new tokens."""
+        if len(lines) > 1 and not all(
+            line.start_of(0) < line.length and len(new) <= WHOLE_TOKENS
+            for line, new in zip(lines, tokens, strict=True)
+        ):
+            each = zip(lines, tokens, rows, strict=True)
+            return [self._call([line], [new], [known])[0] for line, new, known in each]
+        batch, order, ids = self._batch.gather(lines, tokens)
+        longest = int(ids.shape[1])
+        padded = [mx.pad(rows[i], [(0, longest - len(tokens[i])), (0, 0)]) for i in order]
+        batch.make_room(longest)
+        hidden = self._module(ids, mx.stack(padded), batch.caches[0])
+        batch.advance([len(tokens[i]) for i in order])
         for line, new in zip(lines, tokens, strict=True):
             line.length += len(new)
-        return [made[k] for k in range(len(lines))]
+        at = [order.index(i) for i in range(len(lines))]
+        return [hidden[row : row + 1, : len(new)] for row, new in zip(at, tokens, strict=True)]
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
-        which: dict[SequenceId, list[int]] = {}
+        tokens: dict[SequenceId, list[int]] = {}
+        rows: dict[SequenceId, list[HiddenRow]] = {}
         for sequence, i in places:
-            which.setdefault(sequence, []).append(i)
-        known = {s: self._lines[s] for s in which}
-        lines = [self._caches[s] for s in which]
-        tokens, rows = [], []
-        for s, at in which.items():
-            tokens.append([known[s].unread[i] for i in at])
-            rows.append(_stacked([known[s].rows[i] for i in at]))
+            tokens.setdefault(sequence, []).append(self._lines[sequence].unread[i])
+            rows.setdefault(sequence, []).append(self._lines[sequence].rows[i])
+        lines = [self._caches[sequence] for sequence in tokens]
         try:
-            self._call(lines, tokens, rows)
+            self._call(lines, list(tokens.values()), [_stacked(known) for known in rows.values()])
             mx.async_eval([arrays_of(line.leaves) for line in lines])
         except Exception:
             return False
@@ -369,11 +342,8 @@ def layout() -> Layout:
 
 def shapes(module: MtpModule) -> Shapes:
     """Of a head's memory, computing nothing."""
-    line = SequenceCache(0, layout())
-    (leaf,) = line.leaves
     rows = mx.zeros((1, 2, int(module.norm.weight.shape[0])))
-    module(mx.zeros((1, 2), dtype=mx.int32), rows, leaf)
-    return Shapes(n_vocab=0, leaves=[list(leaf.planes)], slots=[leaf.slots], windows=[None])
+    return Shapes.of(lambda ids, cache: module(ids, rows, cache[0]), layout())
 
 
 def _stacked(rows: Sequence[HiddenRow]) -> Any:

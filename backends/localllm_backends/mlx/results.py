@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, StepError, StepResult
-from localllm_backends.mlx.sampling import UNSURE, DeviceSamples
+from localllm_backends.mlx.sampling import UNSURE, DeviceTokens
 from localllm_backends.mlx.sequence_cache import SequenceCache
 
 # A row of what the model knew at a token: an array [lines, tokens, width] and its place there.
@@ -22,14 +21,59 @@ HiddenRow = tuple[Any, int, int]
 
 @dataclass
 class LogitRows:
-    """Rows of logits that came out of one call."""
+    """Rows of logits that came out of one call, and the best token of each. `begun_ahead`: of a
+    step that nobody had asked for."""
 
     logits: Any
-    best: Any
+    best: DeviceTokens
+    begun_ahead: bool = False
 
-    @cached_property
-    def best_tokens(self) -> list[int]:
-        return [int(t) for t in np.array(self.best)]
+    @classmethod
+    def of(cls, logits: Any, *, begun_ahead: bool = False) -> LogitRows:
+        return cls(logits, DeviceTokens(mx.argmax(logits, axis=-1)), begun_ahead)
+
+
+@dataclass(eq=False)
+class ChunkOutput:
+    """What a step does with one chunk: its rows [start, stop) of the logits `group` came out of,
+    where it wanted any; the token that was `sampled`, and in which row; and its hidden rows."""
+
+    chunk: Chunk
+    line: SequenceCache
+    group: LogitRows | None = None
+    start: int = 0
+    stop: int = 0
+    sampled: tuple[DeviceTokens, int] | None = None
+    hidden: list[HiddenRow] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._follows_best, self.line.follows_best = self.line.follows_best, False
+
+    @property
+    def is_expected(self) -> bool:
+        """Is it the token that most likely follows what its line holds?"""
+        tokens, outputs = self.chunk.tokens, self.chunk.outputs
+        return len(tokens) == 1 and bool(outputs) and tokens[0] == self.line.predicted
+
+    @property
+    def known(self) -> bool:
+        """Can its line go on unasked: is the next token sampled here, or, by the engine's habit, the
+        best one?"""
+        takes_best = self._follows_best and self.is_expected and self.chunk.sample is None
+        return self.sampled is not None or takes_best
+
+    @property
+    def next(self) -> tuple[DeviceTokens, int] | None:
+        """What most likely follows, and its row: what was sampled, else the best token."""
+        if self.sampled is None and self.group is not None:
+            return self.group.best, self.stop - 1
+        return self.sampled
+
+
+def on_host(place: tuple[DeviceTokens, int] | None) -> int | None:
+    """The token at that place; None where there is none or the device was unsure of it."""
+    token = UNSURE if place is None else place[0].on_host[place[1]]
+    return None if token == UNSURE else token
 
 
 @dataclass
@@ -38,58 +82,33 @@ class MlxStepResult(StepResult):
     stream of their own, since the next step may be under way."""
 
     n_vocab: int
-    chunks: Sequence[Chunk]
-    lines: list[SequenceCache]
+    parts: Sequence[ChunkOutput]
     stream: Any
     # What must be computed for the step to be done, and is not under way.
     fresh: list[Any] = field(default_factory=list)
-    pieces: list[tuple[LogitRows, int, int] | None] = field(default_factory=list)
-    samples: list[tuple[DeviceSamples, int] | None] = field(default_factory=list)
-    hidden: list[list[HiddenRow]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pieces = [None] * len(self.lines)
-        self.hidden = [[] for _ in self.lines]
-        self.samples = [None] * len(self.lines)
-        for line in self.lines:
-            line.follows_best = False
 
     def argmax(self, chunk: int) -> list[int]:
-        self.lines[chunk].follows_best = True
-        piece = self.pieces[chunk]
-        return [] if piece is None else piece[0].best_tokens[piece[1] : piece[2]]
+        part = self.parts[chunk]
+        part.line.follows_best = True
+        return [] if part.group is None else part.group.best.on_host[part.start : part.stop]
 
     def sampled(self, chunk: int) -> int | None:
-        piece = self.samples[chunk]
-        token = UNSURE if piece is None else piece[0].on_host[piece[1]]
-        return None if token == UNSURE else token
-
-    def next_token(self, chunk: int) -> int | None:
-        """What most likely follows the chunk: what was sampled, else its best token; None where
-        nothing was asked for."""
-        if self.samples[chunk] is not None:
-            return self.sampled(chunk)
-        piece = self.pieces[chunk]
-        return None if piece is None else piece[0].best_tokens[piece[2] - 1]
+        return on_host(self.parts[chunk].sampled)
 
     def chosen(self) -> list[Any]:
         """The arrays that say what follows the chunks."""
-        found = [
-            s[0].tokens if s is not None else p[0].best
-            for s, p in zip(self.samples, self.pieces, strict=True)
-            if p
-        ]
+        places = [part.next for part in self.parts]
+        found = [place[0].tokens for place in places if place is not None]
         return list({id(a): a for a in found}.values())
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
-        piece = self.pieces[chunk]
-        if piece is None:
+        part = self.parts[chunk]
+        if part.group is None:
             return np.empty((0, self.n_vocab), dtype=np.float32)
-        group, start, stop = piece
         try:
             with mx.stream(self.stream):
                 rows: NDArray[np.float32] = np.array(
-                    group.logits[start:stop].astype(mx.float32), copy=False
+                    part.group.logits[part.start : part.stop].astype(mx.float32), copy=False
                 )
         except Exception as e:
             raise StepError(f"MLX could not give out the logits of this step: {e}") from e

@@ -34,13 +34,11 @@ _LEAST_LIST = 16
 
 
 @dataclass
-class DeviceSamples:
-    """The tokens sampled by each of `asked`, on their way from the device; `readable` as a model
-    takes them, any one where it is unsure."""
+class DeviceTokens:
+    """Tokens on their way from the device. `asked`: what each was sampled by."""
 
     tokens: Any
-    readable: Any
-    asked: list[SampleSpec]
+    asked: Sequence[SampleSpec] = ()
 
     @cached_property
     def on_host(self) -> list[int]:
@@ -73,21 +71,15 @@ class _Stages:
         )
 
 
-def sample(
-    rows: Any, asked: Sequence[SampleSpec], drawn: Any = None, stream: Any = None
-) -> DeviceSamples:
-    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab]), on `stream`.
-    With `drawn`, tokens [len(asked)] that nobody has seen yet have come behind what the specs tell
-    of."""
+def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None) -> DeviceTokens:
+    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab]), on the stream
+    that is the default now. With `drawn`, tokens [len(asked)] that nobody has seen yet have come
+    behind what the specs tell of."""
     n_vocab = int(rows.shape[-1])
-    stages = _Stages.of(asked, n_vocab)
-    stream = mx.default_stream(mx.default_device()) if stream is None else stream
-    with mx.stream(stream):
-        sampling = _compiled(stages, str(stream))
-        tokens, readable = sampling(
-            rows, _parameters(asked, n_vocab), _changes(asked, n_vocab, drawn)
-        )
-    return DeviceSamples(tokens, readable, list(asked))
+    stream = mx.default_stream(mx.default_device())
+    sampling = _compiled(_Stages.of(asked, n_vocab), str(stream))
+    changes = _changes(asked, n_vocab, drawn)
+    return DeviceTokens(sampling(rows, _parameters(asked, n_vocab), changes), asked)
 
 
 # --- from specs to arrays -------------------------------------------------------------------------
@@ -108,7 +100,7 @@ def _changes(asked: Sequence[SampleSpec], n_vocab: int, drawn: Any) -> dict[str,
     if _some(asked, "reduced"):
         changes["reduced"] = _sparse([[d.reduced] for d in asked], n_vocab)
     if _some(asked, "allowed"):
-        changes["allowed"] = _bits(asked, n_vocab)
+        changes["allowed"] = _allowed(asked, n_vocab)
     return changes
 
 
@@ -116,26 +108,16 @@ def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
     return any(getattr(spec, stage) is not None for spec in asked)
 
 
-_PARAMETERS = 8
-
-
 def _parameters(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
     """One row of numbers for each spec."""
-    table = np.empty((len(asked), _PARAMETERS), dtype=np.float32)
-    for row, d in zip(table, asked, strict=True):
-        row[:5] = (
-            d.temperature,
-            d.top_k if 0 < d.top_k < n_vocab else n_vocab,
-            d.top_p,
-            d.min_p,
-            d.uniform,
-        )
-        row[5:] = (
-            (1.0, 0.0, 0.0)
-            if d.seen is None
-            else (d.seen.repeat, d.seen.presence, d.seen.frequency)
-        )
-    return mx.array(table)
+    table = []
+    for d in asked:
+        top_k = d.top_k if 0 < d.top_k < n_vocab else n_vocab
+        penalties = (1.0, 0.0, 0.0)
+        if d.seen is not None:
+            penalties = (d.seen.repeat, d.seen.presence, d.seen.frequency)
+        table.append((d.temperature, top_k, d.top_p, d.min_p, d.uniform, *penalties))
+    return mx.array(np.array(table, dtype=np.float32))
 
 
 def _power(n: int, least: int) -> int:
@@ -183,13 +165,12 @@ def _seen(asked: Sequence[SampleSpec]) -> list[Any]:
     )
 
 
-def _bits(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
-    """A bit for each token that a row allows, eight to a byte, the lowest first."""
-    table = np.full((len(asked), -(-n_vocab // 8)), 255, dtype=np.uint8)
+def _allowed(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
+    """Whether a row allows each token (a spec says it by a bit each, the lowest first)."""
+    table = np.ones((len(asked), n_vocab), dtype=np.bool_)
     for row, d in zip(table, asked, strict=True):
         if d.allowed is not None:
-            n = min(len(row), len(d.allowed))
-            row[:n], row[n:] = d.allowed[:n], 0
+            row[:] = np.unpackbits(d.allowed, count=n_vocab, bitorder="little")
     return mx.array(table)
 
 
@@ -210,9 +191,7 @@ def _numbers(n: int, dtype: Any = mx.uint32) -> Any:
     return found
 
 
-def _sample(
-    stages: _Stages, rows: Any, parameters: Any, changes: dict[str, Any]
-) -> tuple[Any, Any]:
+def _sample(stages: _Stages, rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
     return _drawn(stages, _adjusted(rows.astype(mx.float32), parameters, changes), parameters)
 
 
@@ -235,8 +214,7 @@ def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
     if "reduced" in changes:
         rows = _added(rows, *changes["reduced"])
     if "allowed" in changes:
-        allowed = (changes["allowed"][:, :, None] >> _numbers(8, mx.uint8)) & 1
-        rows = mx.where(allowed.reshape(rows.shape[0], -1)[:, : rows.shape[1]] > 0, rows, -mx.inf)
+        rows = mx.where(changes["allowed"], rows, -mx.inf)
     return rows
 
 
@@ -254,36 +232,41 @@ def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, A
     )
 
 
-def _drawn(stages: _Stages, rows: Any, parameters: Any) -> tuple[Any, Any]:
+def _drawn(stages: _Stages, rows: Any, parameters: Any) -> Any:
     """A token of each row, UNSURE where the best logit is no finite number or top_p ends behind the
-    ranked tokens; and one that can be read wherever it is unsure."""
+    ranked tokens."""
     asked, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
     temperature = mx.where(asked > 0, asked, 1.0)
-    ranks = (top_k < rows.shape[-1]) | (top_p < 1.0)
+    best = rows.max(axis=-1, keepdims=True)
+    unsure = mx.logical_not(mx.abs(best) < mx.inf)
     token: Any = None
-    unsure: Any = False
-    best: Any = None
     if stages.head:
-        token, unsure, best = _of_ranked(stages, rows, temperature, top_k, top_p, min_p, uniform)
-    best = rows.max(axis=-1, keepdims=True) if best is None else best
+        token, behind = _of_ranked(stages, rows, best, temperature, top_k, top_p, min_p, uniform)
+        unsure = unsure | behind
     if stages.free:
         free = _of_all(rows, best, temperature, min_p, uniform)
+        ranks = (top_k < rows.shape[-1]) | (top_p < 1.0)
         token = free if token is None else mx.where(ranks, token, free)
     if stages.best:
         first = mx.argmax(rows, axis=-1, keepdims=True)
         token = first if token is None else mx.where(asked > 0, token, first)
-    token = token.astype(mx.int32)
-    unsure = mx.logical_not(mx.abs(best) < mx.inf) | unsure
-    return mx.where(unsure, UNSURE, token)[:, 0], token[:, 0]
+    return mx.where(unsure, UNSURE, token.astype(mx.int32))[:, 0]
 
 
 def _of_ranked(
-    stages: _Stages, rows: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, uniform: Any
-) -> tuple[Any, Any, Any]:
-    """The token where a running sum of the ranked ones passes `uniform`, whether top_p ends behind
-    them, and the best logit."""
+    stages: _Stages,
+    rows: Any,
+    best: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    uniform: Any,
+) -> tuple[Any, Any]:
+    """The token where a running sum of the ranked ones passes `uniform`, and whether top_p ends
+    behind them."""
     n_vocab = int(rows.shape[-1])
-    ids, values, best = _ranked(rows, stages.head)
+    ids, values = _ranked(rows, stages.head)
     rank = _numbers(stages.head)[None]
     weights = mx.where(rank < top_k, mx.exp(values - best), 0.0)
     reached = mx.cumsum(weights, axis=-1)
@@ -301,7 +284,7 @@ def _of_ranked(
     )
     keep = (keep & (rank < top_k)) | (rank < 1)
     hot = mx.cumsum(mx.where(keep, mx.exp((values - best) / temperature), 0.0), axis=-1)
-    return mx.take_along_axis(ids, _at(hot, uniform * hot[:, -1:]), axis=-1), unsure, best
+    return mx.take_along_axis(ids, _at(hot, uniform * hot[:, -1:]), axis=-1), unsure
 
 
 def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) -> Any:
@@ -335,25 +318,22 @@ def _blocks(rows: Any, size: int, filling: float) -> Any:
     return rows.reshape(n_rows, -1, size)
 
 
-def _ranked(rows: Any, n: int) -> tuple[Any, Any, Any]:
+def _ranked(rows: Any, n: int) -> tuple[Any, Any]:
     """Ids and values of the `n` greatest of each row, greatest first and the lower id first among
-    equals; and the greatest alone, no number where the row holds one.
+    equals.
 
     They all lie in the `n` blocks with the greatest peaks, of equal peaks those of the lowest ids:
     for any other block there are `n` tokens before its best one. So rows are narrowed until they
     can be put in order at once."""
-    best, ids = None, None
+    ids = None
     while int(rows.shape[-1]) > max(_SORTED_AT_ONCE, 2 * n):
         blocks = _blocks(rows, _power(-(-int(rows.shape[-1]) // _SORTED_AT_ONCE), 2), -mx.inf)
         size = int(blocks.shape[-1])
-        peaks = blocks.max(axis=-1)
-        best = peaks.max(axis=-1, keepdims=True) if best is None else best
-        chosen = mx.sort(mx.argsort(-peaks, axis=-1)[:, :n], axis=-1)[:, :, None]
+        peaks = mx.argsort(-blocks.max(axis=-1), axis=-1)
+        chosen = mx.sort(peaks[:, :n], axis=-1)[:, :, None]
         rows = mx.take_along_axis(blocks, chosen, axis=1).reshape(rows.shape[0], -1)
-        within = chosen * size + _numbers(size)
-        within = within.reshape(rows.shape)
+        within = (chosen * size + _numbers(size)).reshape(rows.shape)
         ids = within if ids is None else mx.take_along_axis(ids, within, axis=-1)
-    best = rows.max(axis=-1, keepdims=True) if best is None else best
     order = mx.argsort(-rows, axis=-1)[:, :n]
     values = mx.take_along_axis(rows, order, axis=-1)
-    return (order if ids is None else mx.take_along_axis(ids, order, axis=-1)), values, best
+    return (order if ids is None else mx.take_along_axis(ids, order, axis=-1)), values

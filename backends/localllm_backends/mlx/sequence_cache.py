@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import mlx.core as mx
@@ -24,24 +25,30 @@ _COPIED_AT_ONCE_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One layer's memory: "full", "window" (with its size) or "state" (with its number of
-    arrays)."""
+    """One layer's memory: keys and values of all tokens or of a `window`, or `n_arrays` of
+    recurrent state."""
 
-    kind: str
-    size: int = 0
+    window: int | None = None
+    n_arrays: int = 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        return self.window is None and not self.n_arrays
 
 
 class Layout:
-    """The tree of leaves a model wants, and how its keys and values are stored."""
+    """The leaves a model wants, and how its keys and values are stored. `slack`: tokens that can be
+    taken back from behind a window."""
 
     def __init__(self, caches: Sequence[Any], form: KvFormat, slack: int) -> None:
-        self._tree = [self._read(c) for c in caches]
+        # How many a layer has in a list of its own; 0: one, and no list.
+        self._grouped = [len(c.caches) if isinstance(c, CacheList) else 0 for c in caches]
+        apart = [c.caches if isinstance(c, CacheList) else [c] for c in caches]
+        self.leaves = [_leaf(cache) for cache in chain.from_iterable(apart)]
         self.form, self.slack = form, slack
-        leaves = list(_flat(self._tree))
-        self.windows = sorted({leaf.size for leaf in leaves if leaf.kind == "window"})
-        self.recurrent = any(leaf.kind == "state" for leaf in leaves)
-        self.attention = any(leaf.kind != "state" for leaf in leaves)
-        self.keeps_tokens = any(leaf.kind == "full" for leaf in leaves)
+        self.windows = sorted({leaf.window for leaf in self.leaves if leaf.window is not None})
+        self.recurrent = any(leaf.n_arrays for leaf in self.leaves)
+        self.keeps_tokens = any(leaf.keeps_tokens for leaf in self.leaves)
 
     @property
     def plain(self) -> bool:
@@ -52,40 +59,26 @@ class Layout:
         """The list of caches a model takes, and the same leaves in one flat list; `rows`: of each
         window."""
         flat: list[Any] = []
-        return [self._made(node, rows, flat) for node in self._tree], flat
-
-    # Not a closure that calls itself: such a cycle would keep a dropped sequence's buffers until a
-    # collection.
-    def _made(self, node: Any, rows: Mapping[int | None, RowOffsets], flat: list[Any]) -> Any:
-        if isinstance(node, list):
-            return CacheList(*(self._made(child, rows, flat) for child in node))
-        if node.kind == "state":
-            flat.append(ArraysCache(node.size))
-        else:
-            flat.append(Attention(self.form, rows[node.size or None], phase_of(len(flat))))
-        return flat[-1]
-
-    def _read(self, cache: Any) -> Any:
-        name = type(cache).__name__
-        if name == "CacheList":
-            return [self._read(c) for c in cache.caches]
-        if name in ("KVCache", "ConcatenateKVCache"):
-            return Leaf("full")
-        if name == "RotatingKVCache" and not cache.keep:
-            return Leaf("window", int(cache.max_size))
-        if isinstance(cache, ArraysCache):
-            return Leaf("state", len(cache.cache))
-        raise LoadError(
-            f"this model keeps its memory in a {name}, which the MLX backend does not know"
-        )
+        for i, leaf in enumerate(self.leaves):
+            if leaf.n_arrays:
+                flat.append(ArraysCache(leaf.n_arrays))
+            else:
+                flat.append(Attention(self.form, rows[leaf.window], phase_of(i)))
+        rest = iter(flat)
+        caches = [CacheList(*islice(rest, n)) if n else next(rest) for n in self._grouped]
+        return caches, flat
 
 
-def _flat(tree: Iterable[Any]) -> Iterable[Leaf]:
-    for node in tree:
-        if isinstance(node, list):
-            yield from _flat(node)
-        else:
-            yield node
+def _leaf(cache: Any) -> Leaf:
+    """What mlx-lm's `cache` of a layer keeps. LoadError for one that is not known here."""
+    name = type(cache).__name__
+    if name in ("KVCache", "ConcatenateKVCache"):
+        return Leaf()
+    if name == "RotatingKVCache" and not cache.keep:
+        return Leaf(window=int(cache.max_size))
+    if isinstance(cache, ArraysCache):
+        return Leaf(n_arrays=len(cache.cache))
+    raise LoadError(f"this model keeps its memory in a {name}, which the MLX backend does not know")
 
 
 def arrays_of(leaves: Iterable[Any]) -> list[Any]:
@@ -103,7 +96,7 @@ class Undo:
     chunk."""
 
     length: int
-    tokens: list[int]
+    tokens: Sequence[int]
     state: list[list[Any]]
 
 
@@ -238,13 +231,17 @@ class SequenceBatch:
 
     def gather(
         self, lines: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
-    ) -> tuple[list[int], Any]:
-        """Hold exactly `lines`; returns the place in `lines` of each row's, and the `tokens` of
-        each row by row, padded to the longest."""
-        self.hold(lines)
+    ) -> tuple[SequenceBatch, list[int], Any]:
+        """A batch of exactly `lines`: this one, or of one line its own. Returns it, the place in
+        `lines` of each row's, and the `tokens` of each row by row, padded to the longest."""
+        if len(lines) == 1:
+            lines[0].leave_batch()
+        else:
+            self.hold(lines)
         order = sorted(range(len(lines)), key=lambda i: lines[i].row)
         longest = max(map(len, tokens))
-        return order, mx.array([[*tokens[i], *[0] * (longest - len(tokens[i]))] for i in order])
+        ids = mx.array([[*tokens[i], *[0] * (longest - len(tokens[i]))] for i in order])
+        return lines[0].batch, order, ids
 
     def hold(self, lines: Sequence[SequenceCache]) -> None:
         """Hold exactly `lines`. Those that leave get buffers of their own."""
@@ -256,14 +253,18 @@ class SequenceBatch:
         # Where each is now: a row of this batch, or the one of its own.
         sources = [(line.batch, line.row) for line in lines]
         self._collect(sources)
+        self._stand_as(sources)
+        for line in lines:
+            line.batch = self
+        self.lines = list(lines)
+
+    def _stand_as(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
+        """Each row stands where that row of a batch does."""
         for window, rows in self.rows.items():
             held = [(batch.rows[window], row) for batch, row in sources]
             offsets = [theirs.offsets[row] for theirs, row in held]
             rows.starts = [theirs.starts[row] for theirs, row in held]
             rows.offsets = offsets
-        for line in lines:
-            line.batch = self
-        self.lines = list(lines)
 
     def _collect(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
         """Fill the leaves from rows of batches; as many layers at a time as are small, so that
@@ -273,13 +274,17 @@ class SequenceBatch:
             held = [(batch.leaves[n], row) for batch, row in sources]
             if isinstance(leaf, ArraysCache):
                 states = [_row_of(theirs.cache, row) for theirs, row in held]
-                leaf.cache = [
+                joined = [
                     mx.concatenate(list(parts), axis=0) for parts in zip(*states, strict=True)
                 ]
+                # One row alone is still a view.
+                leaf.cache = [mx.contiguous(a) for a in joined]
             else:
                 leaf.fill([theirs.row(row) for theirs, row in held])
-                for theirs in [theirs for theirs, _ in held if theirs is not leaf]:
-                    theirs.planes = None
+                for batch, _ in sources:
+                    # Memory that only moves here.
+                    if batch is not self and len(batch.lines) == 1:
+                        batch.leaves[n].planes = None
             copied += arrays_of([leaf])
             if sum(int(a.nbytes) for a in copied) > _COPIED_AT_ONCE_BYTES:
                 mx.eval(copied)
@@ -289,25 +294,18 @@ class SequenceBatch:
     def copy_of(self, line: SequenceCache, owner: SequenceCache) -> SequenceBatch:
         """What it holds of `line`, alone, for `owner`: buffers are shared where nothing else is in
         them."""
-        alone, row = len(self.lines) == 1, line.row
         own = SequenceBatch(self.layout, [owner])
-        for window, rows in self.rows.items():
-            own.rows[window].offsets = [rows.offsets[row]]
-            own.rows[window].starts = [rows.starts[row]]
-        for mine, theirs in zip(self.leaves, own.leaves, strict=True):
-            if isinstance(mine, ArraysCache):
-                theirs.cache = _row_of(mine.cache, row)
-            elif alone:
-                theirs.share(mine)
-            else:
-                theirs.write(mine.row(row), 0)
-        if alone:
+        own._stand_as([(self, line.row)])
+        if len(self.lines) == 1:
             own.buffers = self.buffers
+            own.restore(self.snapshot())
+            for mine, theirs in zip(self.leaves, own.leaves, strict=True):
+                if isinstance(mine, Attention):
+                    theirs.share(mine)
         else:
+            own._collect([(self, line.row)])
             # Until it is computed, a copy holds on to the batch's buffers, which the next step
             # could not then reuse.
-            for leaf in own.states:
-                leaf.cache = [mx.contiguous(a) for a in leaf.cache]
             mx.eval(arrays_of(own.leaves))
         return own
 

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from localllm_backends.contract import Chunk, SampleSpec
-from localllm_backends.mlx.results import HiddenRow, LogitRows, MlxStepResult
-from localllm_backends.mlx.sampling import DeviceSamples, sample
+from localllm_backends.mlx.results import ChunkOutput, HiddenRow, LogitRows, MlxStepResult, on_host
+from localllm_backends.mlx.sampling import DeviceTokens, sample
 from localllm_backends.mlx.sequence_cache import (
     Layout,
     SequenceBatch,
@@ -38,14 +38,14 @@ _PIECE = 64
 class _Ahead:
     """The next decode step, started before anybody asked for it, with the best token of each of
     `lines` or the one sampled for it; the `batch` it was made in, the recurrent state before it,
-    and what the model knew. `samples`: what was sampled from it."""
+    and what the model knew. `samples`: what was sampled from it, and in which row."""
 
     lines: list[SequenceCache]
     batch: SequenceBatch
     state: list[list[Any]]
     group: LogitRows
     hidden: list[Any]
-    samples: dict[SequenceCache, tuple[DeviceSamples, int]] = field(default_factory=dict)
+    samples: dict[SequenceCache, tuple[DeviceTokens, int]] = field(default_factory=dict)
 
 
 class Stepper:
@@ -74,9 +74,9 @@ class Stepper:
         self.hidden.clear()
         return taken
 
-    def _forward(self, batch: SequenceBatch, ids: Any, counts: Sequence[int] | None = None) -> Any:
+    def _forward(self, batch: SequenceBatch, ids: Any, counts: Sequence[int] = ()) -> Any:
         """Logits of the model over `ids` [rows, n] behind the rows of `batch`, of which `counts`
-        stay (None: all)."""
+        stay (none said: all)."""
         n = int(ids.shape[1])
         batch.make_room(n)
         logits = self.model(ids, cache=batch.caches)
@@ -89,122 +89,89 @@ class Stepper:
     def run(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """Append every chunk to its line; on any exception no line is longer, but what they hold
         can't be trusted."""
-        # Whose next token is known here, sampled or by the engine's habit of taking the best one,
-        # can go on unasked.
-        followed = [
-            line.follows_best and c.tokens[0] == line.predicted
-            for c, line in zip(chunks, lines, strict=True)
-        ]
+        parts = [ChunkOutput(chunk, line) for chunk, line in zip(chunks, lines, strict=True)]
         self.hidden.clear()
-        result = MlxStepResult(self._n_vocab, chunks, lines, self._stream)
-        taken = self._take_ahead(result)
-        self._compute(result, taken)
-        late = self._sample(result, taken)
+        result = MlxStepResult(self._n_vocab, parts, self._stream)
+        self._take_ahead(parts)
+        self._compute(result)
+        late = self._sample(result)
         if result.fresh:
             # Apart from what is begun unasked, so that nobody waits for that. First what decides on
             # the stream of the whole.
             mx.async_eval(*result.fresh, *late)
             late = []
-        for chunk, line in zip(chunks, lines, strict=True):
-            line.length += len(chunk.tokens)
+        for part in parts:
+            part.line.length += len(part.chunk.tokens)
         try:
-            begun = self._look_ahead(result, self._continuing(result, followed))
+            begun = self._look_ahead(parts)
             if begun or late:
                 mx.async_eval(*begun, *late)
             mx.eval(result.chosen(), result.fresh)
         except Exception:
-            for chunk, line in zip(chunks, lines, strict=True):
-                line.length -= len(chunk.tokens)
+            for part in parts:
+                part.line.length -= len(part.chunk.tokens)
             raise
-        for i, line in enumerate(lines):
-            line.predicted = result.next_token(i)
+        for part in parts:
+            part.line.predicted = on_host(part.next)
         self.last = result
         return result
 
-    def _compute(self, result: MlxStepResult, taken: set[int]) -> None:
-        """Call the model with all chunks but those `taken`, whose outputs are under way."""
-        rest = [i for i in range(len(result.chunks)) if i not in taken]
-        together = (
-            [i for i in rest if self._batchable(result.chunks[i], result.lines[i])]
-            if not taken
-            else []
-        )
-        if len(together) > 1:
-            self._call_batch(together, result)
-            rest = [i for i in rest if i not in together]
-        for i in rest:
-            self._call_line(i, result)
+    def _compute(self, result: MlxStepResult) -> None:
+        """Call the model with all chunks but those whose outputs are under way."""
+        rest = [part for part in result.parts if part.group is None]
+        together = [part for part in rest if self._batchable(part)]
+        if len(together) > 1 and len(rest) == len(result.parts):
+            self._call(together, result)
+            rest = [part for part in rest if part not in together]
+        for part in rest:
+            self._call([part], result)
 
-    def _batchable(self, chunk: Chunk, line: SequenceCache) -> bool:
+    def _batchable(self, part: ChunkOutput) -> bool:
         """A decoding line: every token wants logits. Recurrent state would also read the padding of
         uneven chunks."""
-        n = len(chunk.tokens)
+        chunk, line, n = part.chunk, part.line, len(part.chunk.tokens)
         if chunk.outputs < n or n > WHOLE_TOKENS or line.replay or not line.length:
             return False
         return n == 1 or not self._layout.recurrent
 
-    def _call_batch(self, which: list[int], result: MlxStepResult) -> None:
-        """All chunks of these numbers in one call of the model."""
-        batch = self.batch
-        order, ids = batch.gather(
-            [result.lines[i] for i in which], [result.chunks[i].tokens for i in which]
-        )
-        rows = [which[at] for at in order]
-        state = batch.snapshot() if self._layout.recurrent else []
-        counts = [len(result.chunks[i].tokens) for i in rows]
-        logits, hidden = self._forward(batch, ids, counts), self._take_hidden()
-        result.fresh.extend(hidden)
-        flat = logits.reshape(-1, self._n_vocab)
-        group = LogitRows(flat, mx.argmax(flat, axis=-1))
+    def _call(self, parts: Sequence[ChunkOutput], result: MlxStepResult) -> None:
+        """The chunks of `parts`, or any one, in one call of the model."""
+        given = [[*part.line.replay, *part.chunk.tokens] for part in parts]
+        batch, order, ids = self.batch.gather([part.line for part in parts], given)
+        parts, tokens = [parts[i] for i in order], [given[i] for i in order]
+        state = batch.snapshot() if self._n_rewind else []
+        if len(parts) == 1:
+            ids = self._read_before(ids, parts[0])
         longest = int(ids.shape[1])
-        for row, i in enumerate(rows):
-            tokens = result.chunks[i].tokens
-            self._remember(result.lines[i], tokens, state, row)
-            result.pieces[i] = (group, row * longest, row * longest + len(tokens))
-            result.hidden[i] = _hidden_rows(hidden, row, len(tokens))
-        if any(result.chunks[i].sample is None for i in which):
-            result.fresh.append(group.best)
-        if self._layout.recurrent:
+        counts = [min(len(each), longest) for each in tokens]
+        logits = self._forward(batch, ids, counts).reshape(-1, self._n_vocab)
+        hidden, group = self._take_hidden(), LogitRows.of(logits)
+        result.fresh.extend(hidden)
+        for row, part in enumerate(parts):
+            line, n = part.line, len(part.chunk.tokens)
+            if self._n_rewind:
+                line.undo = Undo(line.computed, tokens[row], row_of_state(state, row))
+            line.replay = []
+            # A long chunk is computed in several calls, and with what is read again.
+            part.hidden = _hidden_rows(hidden, row, len(tokens[row]))[-n:]
+            if part.chunk.outputs:
+                part.group, part.stop = group, row * longest + counts[row]
+                part.start = part.stop - min(part.chunk.outputs, n)
+        if any(part.group is not None and part.chunk.sample is None for part in parts):
+            result.fresh.append(group.best.tokens)
+        if self._layout.recurrent or parts[0].group is None:
             result.fresh.extend(arrays_of(batch.leaves))
 
-    def _remember(
-        self, line: SequenceCache, tokens: Sequence[int], state: list[list[Any]], row: int
-    ) -> None:
-        """Row `row` of `state` is what was before `tokens`, which may be taken back."""
-        if self._n_rewind:
-            line.undo = Undo(line.length, list(tokens), row_of_state(state, row))
-
-    def _call_line(self, i: int, result: MlxStepResult) -> None:
-        """Chunk number `i` in a call of its own."""
-        chunk, line = result.chunks[i], result.lines[i]
-        line.leave_batch()
-        tokens = [*line.replay, *chunk.tokens]
-        if self._n_rewind:
-            line.undo = Undo(line.computed, tokens, line.batch.snapshot())
-        line.replay = []
-        outputs = min(chunk.outputs, len(chunk.tokens))
-        ids = mx.array([tokens])
-        if outputs and outputs < len(tokens) > self.undivided:
+    def _read_before(self, ids: Any, part: ChunkOutput) -> Any:
+        """Compute as much of `ids`, of a chunk alone, as takes calls of its own; returns the
+        rest."""
+        line, outputs = part.line, min(part.chunk.outputs, len(part.chunk.tokens))
+        if not outputs:
+            return self._read(ids, line)
+        if outputs < int(ids.shape[1]) > self.undivided:
             self._forward(line.batch, self._read(ids[:, :-outputs], line))
-            ids = ids[:, -outputs:]
-        elif not outputs:
-            ids = self._read(ids, line)
-        logits = self._forward(line.batch, ids)
-        if outputs:
-            rows = logits[0, -outputs:]
-            group = LogitRows(rows, mx.argmax(rows, axis=-1))
-            result.pieces[i] = (group, 0, outputs)
-            if chunk.sample is None:
-                result.fresh.append(group.best)
-        if not outputs or self._layout.recurrent:
-            result.fresh.extend(arrays_of(line.leaves))
-        hidden = self._take_hidden()
-        result.fresh.extend(hidden)
-        # A long chunk is computed in several calls, and with what is read again.
-        known = list(
-            chain.from_iterable(_hidden_rows([rows], 0, int(rows.shape[1])) for rows in hidden)
-        )
-        result.hidden[i] = known[-len(chunk.tokens) :]
+            return ids[:, -outputs:]
+        return ids
 
     def _read(self, ids: Any, line: SequenceCache) -> Any:
         """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns
@@ -218,132 +185,101 @@ class Stepper:
             ids = ids[:, most:]
         return ids
 
-    def _sample(self, result: MlxStepResult, taken: set[int]) -> list[Any]:
+    def _sample(self, result: MlxStepResult) -> list[Any]:
         """Begin sampling what the chunks ask for and is not under way: all rows of one group
         together. What comes from logits of this step is `fresh` with them. The rest is returned: it
         is sampled on a stream of its own, which is done before the next step is, though that is
         begun in the same call."""
-        groups: dict[int, list[tuple[int, tuple[Any, int], SampleSpec]]] = {}
-        for i, (chunk, piece) in enumerate(zip(result.chunks, result.pieces, strict=True)):
-            if chunk.sample is not None and piece is not None and result.samples[i] is None:
-                wanted = (i, (piece[0].logits, piece[2] - 1), chunk.sample)
-                groups.setdefault(id(piece[0]), []).append(wanted)
+        groups: dict[int, tuple[LogitRows, list[tuple[ChunkOutput, SampleSpec]]]] = {}
+        for part in result.parts:
+            spec, group = part.chunk.sample, part.group
+            if spec is not None and group is not None and part.sampled is None:
+                groups.setdefault(id(group), (group, []))[1].append((part, spec))
         late: list[Any] = []
-        for group in groups.values():
-            which, places, asked = zip(*group, strict=True)
-            begun = which[0] in taken
-            with mx.stream(self._stream if begun else mx.default_stream(mx.default_device())):
-                sampled = sample(_gathered(places), asked, stream=self._stream if begun else None)
-            for at, i in enumerate(which):
-                result.samples[i] = (sampled, at)
-            (late if begun else result.fresh).append(sampled.tokens)
+        for group, wanted in groups.values():
+            parts, asked = zip(*wanted, strict=True)
+            default = mx.default_stream(mx.default_device())
+            with mx.stream(self._stream if group.begun_ahead else default):
+                sampled = sample(_gathered([(group.logits, p.stop - 1) for p in parts]), asked)
+            for at, part in enumerate(parts):
+                part.sampled = sampled, at
+            (late if group.begun_ahead else result.fresh).append(sampled.tokens)
         return late
 
     # --- one step ahead ---------------------------------------------------------------------------
 
-    def _continuing(self, result: MlxStepResult, followed: Sequence[bool]) -> list[int]:
-        """The chunks whose lines decode on, where what follows all of them is known; none where it
-        isn't."""
-        known = []
-        for chunk, sampled, follows in zip(result.chunks, result.samples, followed, strict=True):
-            takes_best = follows and len(chunk.tokens) == 1 and chunk.sample is None
-            known.append(sampled is not None or takes_best)
-        which = [
-            i for i, c in enumerate(result.chunks) if c.outputs and (len(c.tokens) == 1 or known[i])
-        ]
-        return which if self._looks_ahead and all(known[i] for i in which) else []
-
-    def _look_ahead(self, result: MlxStepResult, which: list[int]) -> list[Any]:
+    def _look_ahead(self, parts: Sequence[ChunkOutput]) -> list[Any]:
         """Build the next decode step with the best tokens of this one, or those sampled from it,
         before anybody has seen them: that then costs no time. Returns what is to be computed. If
         something else is asked for, positions are set back and it is forgotten. A batch that has
         yet to form waits for the next step: its copies would keep this one's tokens from whoever
         waits."""
-        lines = [result.lines[i] for i in which]
-        if not lines or self.free() < len(lines) or any(line.replay for line in lines):
-            return []
-        if len(lines) > 1:
-            if not self.batch.is_of(lines):
-                return []
-            chunk_of = dict(zip(lines, which, strict=True))
-            lines = list(self.batch.lines)
-            which = [chunk_of[line] for line in lines]
-        given = _gathered([self._chosen(result, i) for i in which])
-        self.ahead = self._call_ahead(lines, given)
-        arrays = self._sample_ahead(self.ahead, [result.chunks[i].sample for i in which], given)
-        held = arrays_of(self.ahead.batch.leaves) if self._layout.recurrent else []
-        return [*arrays, *self.ahead.hidden, *held]
-
-    def _call_ahead(self, lines: list[SequenceCache], given: Any) -> _Ahead:
-        """The model over one more token of each of `lines`, the rows of the batch or the only
-        one."""
+        going = self._known_to_go_on(parts)
+        lines = [part.line for part in going]
         if len(lines) == 1:
             lines[0].leave_batch()
+        elif not lines or not self.batch.is_of(lines):
+            return []
         batch = lines[0].batch
+        going.sort(key=lambda part: part.line.row)
+        following = filter(None, [part.next for part in going])
+        # Any token where the device was unsure.
+        given = mx.maximum(_gathered([(tokens.tokens, row) for tokens, row in following]), 0)
         state = batch.snapshot() if self._layout.recurrent else []
         logits = self._forward(batch, given[:, None])[:, -1]
-        group = LogitRows(logits, mx.argmax(logits, axis=-1))
-        return _Ahead(lines, batch, state, group, self._take_hidden())
+        group = LogitRows.of(logits, begun_ahead=True)
+        self.ahead = _Ahead([*batch.lines], batch, state, group, self._take_hidden())
+        arrays = self._sample_ahead(self.ahead, [part.chunk.sample for part in going], given)
+        held = arrays_of(batch.leaves) if self._layout.recurrent else []
+        return [*arrays, *self.ahead.hidden, *held]
+
+    def _known_to_go_on(self, parts: Sequence[ChunkOutput]) -> list[ChunkOutput]:
+        """The chunks whose lines decode on, where what follows all of them is known; none where it
+        isn't."""
+        going = [p for p in parts if p.chunk.outputs and (p.known or len(p.chunk.tokens) == 1)]
+        known = all(part.known for part in going)
+        return going if self._looks_ahead and known and self.free() >= len(going) else []
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
         """Begin sampling from the step ahead as the next one will ask; what is to be computed of
         its rows. A row whose sampling depends on the token `given` is only computed; the next step
         brings how it is sampled."""
+        arrays = [ahead.group.best.tokens if None in asked else ahead.group.logits]
         following = [None if spec is None else spec.next() for spec in asked]
         specs = {row: spec for row, spec in enumerate(following) if spec is not None}
-        arrays: list[Any] = []
-        if None in asked:
-            arrays.append(ahead.group.best)
-        elif len(specs) < len(asked):
-            arrays.append(ahead.group.logits)
         if specs:
             rows = _gathered([(ahead.group.logits, row) for row in specs])
-            sampled = sample(
-                rows, list(specs.values()), drawn=_gathered([(given, row) for row in specs])
-            )
+            drawn = _gathered([(given, row) for row in specs])
+            sampled = sample(rows, list(specs.values()), drawn)
             ahead.samples = {ahead.lines[row]: (sampled, at) for at, row in enumerate(specs)}
             arrays.append(sampled.tokens)
         return arrays
 
-    @staticmethod
-    def _chosen(result: MlxStepResult, i: int) -> tuple[Any, int]:
-        """The array, and the place in it, of the token that follows chunk `i`."""
-        sampled, piece = result.samples[i], result.pieces[i]
-        if sampled is not None:
-            return sampled[0].readable, sampled[1]
-        assert piece is not None
-        return piece[0].best, piece[2] - 1
-
-    def _take_ahead(self, result: MlxStepResult) -> set[int]:
-        """The chunks whose outputs are already under way; whatever else was started is set back."""
+    def _take_ahead(self, parts: Sequence[ChunkOutput]) -> None:
+        """Give the chunks the outputs that are already under way; whatever else was started is set
+        back."""
         ahead = self.ahead
         if ahead is None:
-            return set()
-        rows = {line: row for row, line in enumerate(ahead.lines)}
-        asked = {i: rows[line] for i, line in enumerate(result.lines) if line in rows}
-        fits = bool(asked) and all(
-            self._is_expected(result.chunks[i], result.lines[i]) for i in asked
-        )
+            return
+        asked = {part.line: part for part in parts if part.line in ahead.lines}
+        fits = asked and all(part.is_expected for part in asked.values())
         if not fits or (self._layout.recurrent and len(asked) < len(ahead.lines)):
             self.undo_ahead()
-            return set()
+            return
         self.ahead = None
-        for i, row in asked.items():
-            chunk, line = result.chunks[i], result.lines[i]
-            result.pieces[i] = (ahead.group, row, row + 1)
-            result.hidden[i] = _hidden_rows(ahead.hidden, row, 1)
+        for row, line in enumerate(ahead.lines):
+            part = asked.get(line)
+            if part is None:
+                self._set_back([line])
+                continue
+            part.group, part.start, part.stop = ahead.group, row, row + 1
+            part.hidden = _hidden_rows(ahead.hidden, row, 1)
+            if self._n_rewind:
+                line.undo = Undo(line.length, part.chunk.tokens, row_of_state(ahead.state, row))
             begun = ahead.samples.get(line)
-            if begun is not None and chunk.sample == begun[0].asked[begun[1]]:
-                result.samples[i] = begun
-            self._remember(line, chunk.tokens, ahead.state, row)
-        self._set_back(line for line in ahead.lines if line not in result.lines)
-        return set(asked)
-
-    @staticmethod
-    def _is_expected(chunk: Chunk, line: SequenceCache) -> bool:
-        """Is it the token that the step ahead was begun with?"""
-        return len(chunk.tokens) == 1 and bool(chunk.outputs) and chunk.tokens[0] == line.predicted
+            if begun is not None and part.chunk.sample == begun[0].asked[begun[1]]:
+                part.sampled = begun
 
     def _set_back(self, lines: Iterable[SequenceCache]) -> None:
         """Those of `lines` that are still alive stand where they stood before they were stepped
@@ -399,14 +335,15 @@ class Stepper:
 
     @property
     def output_bytes(self) -> int:
-        pieces = [] if self.last is None else self.last.pieces
-        groups = {id(p[0]): p[0] for p in pieces if p is not None}
-        return sum(int(group.logits.nbytes) for group in groups.values())
+        parts = [] if self.last is None else self.last.parts
+        groups = {id(part.group): part.group for part in parts}
+        return sum(int(group.logits.nbytes) for group in groups.values() if group is not None)
 
 
 def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:
-    """Of the first `n` tokens in that row of each array."""
-    return list(product(arrays, [row], range(n)))
+    """Of at most the first `n` tokens in that row of each array."""
+    known = [product([a], [row], range(min(n, int(a.shape[1])))) for a in arrays]
+    return list(chain.from_iterable(known))
 
 
 def _gathered(parts: Sequence[tuple[Any, int]]) -> Any:

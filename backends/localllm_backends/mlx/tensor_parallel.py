@@ -12,14 +12,12 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import struct
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +31,7 @@ from localllm_backends.contract import (
     Placement,
     SequenceId,
 )
+from localllm_backends.following import joined, parted
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
@@ -50,9 +49,7 @@ from localllm_backends.mlx.results import MlxStepResult
 from localllm_backends.mlx.sequence_cache import SequenceCache
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
-_MAGIC = b"LMXT"
-# What another machine does without an answer, and with one.
-_PLAIN_OPERATIONS = ("new_sequence", "fork", "truncate", "drop", "step")
+# What another machine answers.
 _ANSWERED = ("export_range", "import_range")
 
 
@@ -61,11 +58,10 @@ class TensorParallelBackend(MlxBackend):
     can be computed without."""
 
     def __init__(self, loaded: Loaded, others: Sequence[Follower]) -> None:
-        self._others = others
-        # The others warm up by themselves.
-        self._following = False
+        # None yet: they warm up by themselves.
+        self._others: Sequence[Follower] = ()
         super().__init__(loaded)
-        self._following = True
+        self._others = others
         for other in others:
             other.on_exit(self._abort)
 
@@ -103,13 +99,12 @@ class TensorParallelBackend(MlxBackend):
             own = super().export_range(sequence, start, stop)
         finally:
             others = self._replies()
-        parts = [own, *others]
-        return b"".join([_head_of(len(parts)).pack(_MAGIC, *map(len, parts)), *parts])
+        return joined(own, *others)
 
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        parts = _shares_in(data, 1 + len(self._others))
+        parts = parted(data, 1 + len(self._others))
         super().import_range(sequence, parts[0], start, stop)
         for other, part in zip(self._others, parts[1:], strict=True):
             other.send({"do": "import_range", "with": [sequence, start, stop]}, part)
@@ -128,36 +123,20 @@ class TensorParallelBackend(MlxBackend):
         return [body for _, _, body in replies]
 
     def close(self) -> None:
-        self._following = False
-        for other in self._others:
+        others, self._others = self._others, ()
+        for other in others:
             other.stop()
         super().close()
 
     def _broadcast(self, operation: str, *arguments: Any) -> None:
-        if self._following:
-            for other in self._others:
-                other.send({"do": operation, "with": arguments})
+        for other in self._others:
+            other.send({"do": operation, "with": arguments})
 
     def _abort(self, name: str) -> None:
         """Without it nothing more can be computed, and the sweep that runs may never end."""
-        if self._following:
+        if self._others:
             print(f"{name} is gone, which held a share of the model", file=sys.stderr, flush=True)
             os._exit(1)
-
-
-def _head_of(n: int) -> struct.Struct:
-    """What stands before `n` shares: how long each is."""
-    return struct.Struct(f"<4s{n}Q")
-
-
-def _shares_in(data: bytes | memoryview, n: int) -> list[memoryview]:
-    """The `n` shares that `export_range` put together. BackendFailure where it did not."""
-    view, head = memoryview(data).cast("B"), _head_of(n)
-    magic, *lengths = head.unpack_from(view) if len(view) >= head.size else (b"",)
-    stops = list(accumulate(lengths, initial=head.size))
-    if magic != _MAGIC or stops[-1] != len(view):
-        raise BackendFailure(f"this is not an exported KV block of a model that {n} machines share")
-    return [view[start:stop] for start, stop in pairwise(stops)]
 
 
 def load_tensor_parallel(
@@ -276,14 +255,14 @@ def _do(backend: MlxBackend, frame: Frame, body: bytes, sink: BinaryIO) -> None:
         arguments = [[Chunk(*chunk) for chunk in arguments]]
     elif operation == "import_range":
         arguments.insert(1, body)
-    if operation in _PLAIN_OPERATIONS:
-        getattr(backend, operation)(*arguments)
-    elif operation in _ANSWERED:
-        try:
-            found = getattr(backend, operation)(*arguments)
-        except BackendFailure as e:
-            write_frame(sink, {"refused": str(e)})
-        else:
+    try:
+        found = getattr(backend, operation)(*arguments)
+    except BackendFailure as e:
+        if operation not in _ANSWERED:
+            raise
+        write_frame(sink, {"refused": str(e)})
+    else:
+        if operation in _ANSWERED:
             write_frame(sink, {}, found or b"")
 
 
@@ -293,10 +272,7 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
     inbox: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
 
     def read() -> None:
-        while True:
-            received = read_frame(source)
-            if received is None:
-                break
+        for received in iter(lambda: read_frame(source), None):
             inbox.put(received)
         # Nobody is left to compute for, whatever this process is at.
         os._exit(0)

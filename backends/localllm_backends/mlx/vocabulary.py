@@ -79,9 +79,8 @@ class MlxVocabulary(TokenBytes):
 
     def __init__(self, folder: Path, config: dict[str, Any], n_vocab: int) -> None:
         settings = read_json(folder / "tokenizer_config.json")
-        source = tokenizer_json(folder)
-        parsed = json.loads(source)
-        self._parsing, self._literal = _tokenizers(source)
+        self._parsing, self._literal = _tokenizers(folder)
+        parsed = read_json(folder / "tokenizer.json")
         self._added = {int(t["id"]): str(t["content"]) for t in parsed.get("added_tokens", [])}
         self._control = frozenset(
             int(t["id"]) for t in parsed.get("added_tokens", []) if t.get("special")
@@ -107,7 +106,7 @@ class MlxVocabulary(TokenBytes):
             if found:
                 self.fim_tokens[role] = found[0]
 
-    def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
         pieces = self.read_anyway.pieces(text) if isinstance(text, LiteralText) else [text]
         tokenizer = self._parsing if special else self._literal
@@ -164,31 +163,16 @@ class MlxVocabulary(TokenBytes):
         return tuple(dict.fromkeys(t for t in found if 0 <= t < self.n_vocab))
 
 
-def tokenizer_json(folder: Path) -> str:
-    """The text of tokenizer.json; made from the older files by transformers where the checkpoint
-    has only those."""
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        return path.read_text("utf-8")
-    from mlx_lm.utils import load_tokenizer
-
-    try:
-        wrapper = load_tokenizer(folder, {"trust_remote_code": False})
-        return str(wrapper._tokenizer.backend_tokenizer.to_str())
-    except Exception as e:
-        raise LoadError(
-            f"{folder.name!r} has no tokenizer.json, and none could be made from its other "
-            f"tokenizer files: {e}"
-        ) from e
-
-
-def _tokenizers(source: str) -> tuple[Any, Any]:
+def _tokenizers(folder: Path) -> tuple[Any, Any]:
     """The tokenizer that parses control tokens written in text, and the one that reads them as
     plain text."""
     from tokenizers import Tokenizer
 
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise LoadError(f"{folder.name!r} has no tokenizer.json: `mlx_lm.convert` writes one")
     try:
-        parsing, literal = Tokenizer.from_str(source), Tokenizer.from_str(source)
+        parsing, literal = Tokenizer.from_file(str(path)), Tokenizer.from_file(str(path))
     except Exception as e:
         raise LoadError(f"tokenizer.json can't be read: {e}") from e
     for one in (parsing, literal):
