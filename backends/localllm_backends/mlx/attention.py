@@ -57,10 +57,10 @@ class RowOffsets:
     """Where each row of a batch stands, shared by all layers of one window: counted once per step,
     not per layer."""
 
-    def __init__(self, window: int | None, n_rows: int) -> None:
-        self.window = window
-        self.offsets = [0] * n_rows
-        self.starts = [0] * n_rows
+    def __init__(self, window: int | None, offsets: list[int]) -> None:
+        # The offsets are those of the batch, whatever the window.
+        self.window, self.offsets = window, offsets
+        self.starts = [0] * len(offsets)
         # New tokens see each other, not only those before them.
         self.sees_ahead = False
         self._step: tuple[tuple[int, ...], dict[Any, Any]] = ((), {})
@@ -147,7 +147,7 @@ class Attention:
         return self.rows.offset(self.written)
 
     @property
-    def planes(self) -> list[Any] | None:
+    def planes(self) -> Any:
         if self._tail:
             self._join(1)
         return self._planes
@@ -176,7 +176,6 @@ class Attention:
         return None if self.planes is None else self._halves(self.planes)[which]
 
     def _set_half(self, which: int, value: Any) -> None:
-        assert self.planes is not None
         n = len(self.planes) // 2
         self.planes[n * which : n * which + n] = value if self.form.bits else [value]
 
@@ -210,7 +209,6 @@ class Attention:
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last written tokens attend to (models that share one layer's memory read it
         so)."""
-        assert self.planes is not None
         first, last = self.rows.span(self.written)
         return self._halves([p[..., first:last, :] for p in self.planes])
 
@@ -259,7 +257,6 @@ class Attention:
 
     def row(self, i: int) -> list[Any]:
         """The slots in use of row `i`, as views."""
-        assert self.planes is not None
         used = self.rows.used()[i]
         return [p[i : i + 1, :, :used, :] for p in self.planes]
 

@@ -7,7 +7,7 @@ an image is read they do what mlx-vlm's do, and for text what they did."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -33,10 +33,15 @@ class EmbeddingReader:
         self.shift: Any = None
         self.added: list[Any] = []
 
-    def wrap(self, section: Sequence[int], style: str, n_added: int) -> None:
-        """Make the model read positions in three rows, and add to its first `n_added` layers."""
+    def wrap(self, config: Mapping[str, Any], style: str) -> None:
+        """Make the model read positions in three rows, and add what an image does to its first
+        layers (deepstack)."""
         from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
+        text = config.get("text_config", config)
+        rope_config = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        # How many frequencies of a head are of a token's time, height and width.
+        section = list(rope_config.get("mrope_section", ()))
         layers = self._text.layers
         # Others are recurrent, and know no positions.
         for layer in [x for x in layers if hasattr(x, "self_attn")]:
@@ -47,7 +52,7 @@ class EmbeddingReader:
                 rope.dims, base=rope.base, mrope_section=section, style=style
             )
             layer.self_attn.rope = _placed(rope, in_rows, self)
-        for i in range(n_added):
+        for i in range(len(config["vision_config"].get("deepstack_visual_indexes") or ())):
             layers[i] = _added_to(layers[i], i, self)
 
     def give(self, rows: Any, places: Any) -> None:
@@ -58,9 +63,6 @@ class EmbeddingReader:
 
     def clear(self) -> None:
         self._rows, self.places, self.added = None, None, []
-
-    def close(self) -> None:
-        self._model = self._text = None
 
     def __call__(self, ids: Any, cache: Any) -> Any:
         if self._rows is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,19 @@ from localllm_backends.contract import (
 from localllm_backends.mlx import memory, mtp
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
-from localllm_backends.mlx.files import check_folder, weight_files
+from localllm_backends.mlx.files import check_folder
 from localllm_backends.mlx.sequence_cache import Layout
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.vocabulary import read_json
 from localllm_backends.reasons import first_reason
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
-_OWN_TYPES: dict[str, KvType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+# The contract's name for the type that the model itself computes keys and values in.
+_OWN_TYPES: dict[str, KvType] = {
+    "mlx.core.float32": "f32",
+    "mlx.core.float16": "f16",
+    "mlx.core.bfloat16": "bf16",
+}
 # As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less. On a GPU as
 # many as mlx-lm's own.
 _CPU_BATCH = 128
@@ -148,9 +154,10 @@ def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
     )
 
 
-def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | None) -> int:
-    """Bring the weights in, in parts so that progress can be told; their bytes."""
-    arrays = [a for _, a in tree_flatten(model.parameters())]
+def read_weights(
+    arrays: list[Any], name: str, on_progress: Callable[[float], None] | None = None
+) -> None:
+    """Bring the weights in, in parts so that progress can be told."""
     n = max(1, len(arrays) // _PARTS_OF_PROGRESS)
     try:
         for stop in range(n, len(arrays) + n, n):
@@ -163,23 +170,11 @@ def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | N
                 f"not enough memory for the weights of {name!r}: {_short(e)}"
             ) from e
         raise LoadError(f"the weights of {name!r} can't be read: {_short(e)}") from e
-    return sum(int(a.nbytes) for a in arrays)
 
 
 def _short(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
-
-
-def own_type(probe: Any) -> KvType:
-    """The contract's name for the type the model itself computes keys and values in."""
-    return _OWN_TYPES[str(probe.dtype).rpartition(".")[2]]
-
-
-def group_size_for(widths: set[int]) -> int | None:
-    """The quantisation group that divides every head's width; None if none does."""
-    common = math.gcd(*widths)
-    return next((g for g in _GROUP_SIZES if common and common % g == 0), None)
 
 
 def n_ctx_for(spec: LoadSpec, config: dict[str, Any]) -> tuple[int, int]:
@@ -225,23 +220,23 @@ def _read(
     n_params = int(get_total_parameters(model))
     as_computed_fastest(model, config)
     lay_over(model, spec)
-    weights_bytes = sum(p.stat().st_size for p in weight_files(folder))
-    weights_bytes += sum(adapter.n_bytes for adapter in spec.adapters)
     if group is not None:
         shard(model, config, group)
-        weights_bytes = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))
     n_batch = spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
     shapes = probe(model, spec, n_batch)
     heads, left_out = draft_heads(model, spec, folder, config, group)
     n_ctx, n_trained = n_ctx_for(spec, config)
     token_bytes, line_bytes = shapes.sizes()
-    all_bytes = token_bytes + (mtp.shapes(heads).sizes()[0] if heads is not None else 0)
+    weights = [a for _, a in tree_flatten(model.parameters())]
+    if heads is not None:
+        token_bytes += mtp.shapes(heads).sizes()[0]
+        weights += [a for _, a in tree_flatten(heads.parameters())]
+    weights_bytes = sum(int(a.nbytes) for a in weights)
     memory.require(
-        weights_bytes + n_ctx * all_bytes + spec.n_seq_max * line_bytes,
+        weights_bytes + n_ctx * token_bytes + spec.n_seq_max * line_bytes,
         f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights and the KV cache of {n_ctx:,} tokens)",
     )
-    weights_bytes = read_weights(model, folder.name, on_progress)
-    weights_bytes += read_weights(heads, folder.name, None) if heads is not None else 0
+    read_weights(weights, folder.name, on_progress)
     return Loaded(
         model,
         shapes,
@@ -307,39 +302,30 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
     had."""
     caches, slack = list(make_prompt_cache(model)), min(n_batch, _REWIND_TOKENS)
     shapes = Shapes.of(model, Layout(caches, KvFormat(), slack))
-    own = own_type(shapes.kv[0]) if shapes.kv else "f32"
+    own = _OWN_TYPES[str(shapes.kv[0].dtype)] if shapes.kv else "f32"
     asked = spec.kv_type_k
     if asked in QUANTISED_BITS:
         quantised = None
-        group = group_size_for(shapes.widths) if shapes.kv and not shapes.layout.windows else None
-        if group is not None:
-            quantised = _quantised(
-                model, Layout(caches, KvFormat(QUANTISED_BITS[asked], group), slack)
-            )
+        # The quantisation group that divides every head's width.
+        group = next((n for n in _GROUP_SIZES if not math.gcd(*shapes.widths) % n), None)
+        if group is not None and shapes.kv and not shapes.layout.windows:
+            form = KvFormat(QUANTISED_BITS[asked], group)
+            # Some attention code reads keys and values as arrays, and fails while the graph is
+            # built, before any work.
+            with suppress(Exception):
+                quantised = Shapes.of(model, Layout(caches, form, slack))
         if quantised is None:
             raise LoadError(
                 f"this model's KV cache can't be stored as {asked} in MLX "
                 "(sliding windows, latent attention and heads that 32 does not divide can't); it "
                 f"is kept as {own}"
             )
-        shapes = quantised
+        return replace(quantised, kv_type=asked)
     # "f16" is the contract's word for "not quantised": MLX then keeps what the model computes, and
     # info says what.
-    elif asked not in ("f16", own):
+    if asked not in ("f16", own):
         raise LoadError(
-            f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); "
-            f"{asked} "
-            "can't "
-            "be had"
+            f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); {asked} can't be "
+            "had"
         )
-    kv_type = asked if asked in QUANTISED_BITS else own
-    return replace(shapes, kv_type=kv_type)
-
-
-def _quantised(model: Any, layout: Layout) -> Shapes | None:
-    """None where the model can't work with such memory: some attention code reads keys and values
-    as arrays, and fails while the graph is built, before any work."""
-    try:
-        return Shapes.of(model, layout)
-    except Exception:
-        return None
+    return replace(shapes, kv_type=own)

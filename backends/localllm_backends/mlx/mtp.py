@@ -10,7 +10,6 @@ qwen3_next_mtp and mimo_mtp).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,32 +31,25 @@ from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, Sequence
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """How checkpoints name a head's weights: behind `prefix` its transformer layer's, which begin
-    with `layer`, and those of the norms of the embedding, the hidden state and the output, and of
-    what joins the first two, hidden state first or not."""
-
-    prefix: str
-    layer: str
-    embed_norm: str
-    hidden_norm: str
-    norm: str
-    join: str
-    hidden_first: bool = False
-
-
-_QWEN = _Family("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-_FAMILIES = {
-    "qwen3_next": _QWEN,
-    "qwen3_5": _QWEN,
-    "qwen3_5_moe": _QWEN,
-    "mimo": _Family(
-        "model.mtp_layers.0.", "", "token_layernorm", "hidden_layernorm", "final_layernorm",
-        "input_proj", hidden_first=True
-    ),
-}  # fmt: skip
+# How checkpoints name a head's weights, and what they are called here: so that mlx-lm's own rules for
+# a layer and for norms hold of them.
+_QWEN = {
+    "mtp.layers.0.": "model.layers.0.",
+    "mtp.pre_fc_norm_embedding.": "embed_norm.input_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "hidden_norm.input_layernorm.",
+    "mtp.norm.": "model.norm.",
+    "mtp.fc.": "join.",
+}
+_MIMO = {
+    "model.mtp_layers.0.token_layernorm.": "embed_norm.input_layernorm.",
+    "model.mtp_layers.0.hidden_layernorm.": "hidden_norm.input_layernorm.",
+    "model.mtp_layers.0.final_layernorm.": "model.norm.",
+    "model.mtp_layers.0.input_proj.": "join.",
+    "model.mtp_layers.0.": "model.layers.0.",
+}
+_FAMILIES = {"qwen3_next": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "mimo": _MIMO}
+# What joins the embedding and the hidden state wants the latter first.
+_HIDDEN_FIRST = {"mimo"}
 # Settings that leave a model with one layer, such as the head's is.
 _ONE_LAYER = {
     "num_hidden_layers": 1,
@@ -80,42 +72,31 @@ class MtpModule(nn.Module):  # type: ignore[misc]
             )
         )
         whole = getattr(model, "language_model", model)
-        self._family = _FAMILIES[str(config["model_type"])]
-        self._sanitize = getattr(kin, "sanitize", dict)
+        self._kind, self._sanitize = str(config["model_type"]), getattr(kin, "sanitize", dict)
         # Not as a member: its weights are no part of the head's.
         self._whole: Callable[[], Any] = lambda: whole
-        width = int(text["hidden_size"])
-        self.layer, self.norm = kin.model.layers[0], kin.model.norm
-        self.embed_norm, self.hidden_norm = (
-            nn.RMSNorm(width, eps=text["rms_norm_eps"]) for _ in range(2)
-        )
+        width, eps = int(text["hidden_size"]), text["rms_norm_eps"]
+        self.model = {"layers": kin.model.layers[:1], "norm": kin.model.norm}
+        self.embed_norm = {"input_layernorm": nn.RMSNorm(width, eps)}
+        self.hidden_norm = {"input_layernorm": nn.RMSNorm(width, eps)}
         self.join = nn.Linear(2 * width, width, bias=False)
+
+    @property
+    def width(self) -> int:
+        """Of a hidden row."""
+        return int(self.model["norm"].weight.shape[0])
 
     def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The head's of a checkpoint's weights, as mlx-lm changes those of such a layer."""
-        family = self._family
-        # Named so that mlx-lm's own rule for norms holds of them; how convolutions are stored is
-        # part of that rule.
-        named = {
-            family.embed_norm: "embed_norm.input_layernorm",
-            family.hidden_norm: "hidden_norm.input_layernorm",
-            family.norm: "model.norm",
-            family.join: "join",
-        }
+        # How convolutions are stored is part of mlx-lm's rule for norms.
         found = {name: value for name, value in weights.items() if "conv1d" in name}
         for name, value in weights.items():
-            stem, _, kind = name.partition(family.prefix)[2].rpartition(".")
-            if stem in named:
-                found[f"{named[stem]}.{kind}"] = value
-            elif stem.startswith(family.layer) and stem:
-                found[f"model.layers.0.{stem.removeprefix(family.layer)}.{kind}"] = value
-        mine = {}
-        for name, value in self._sanitize(found).items():
-            own = name.removeprefix("language_model.").replace("_norm.input_layernorm", "_norm")
-            own = own.replace("model.layers.0.", "layer.").removeprefix("model.")
-            if "conv1d" not in name:
-                mine[own] = value
-        return mine
+            for theirs, ours in _FAMILIES[self._kind].items():
+                if theirs in name:
+                    found[ours + name.partition(theirs)[2]] = value
+                    break
+        changed = self._sanitize(found).items()
+        return {k.removeprefix("language_model."): v for k, v in changed if "conv1d" not in k}
 
     def tap(self, hand_on: Callable[[Any], None]) -> None:
         """Have the model hand on its hidden rows of every call."""
@@ -131,14 +112,16 @@ class MtpModule(nn.Module):  # type: ignore[misc]
 
     def __call__(self, tokens: Any, rows: Any, cache: Any) -> Any:
         """Hidden rows behind `tokens` [lines, n], given the model's hidden rows before them."""
-        known = self.embed_norm(self._whole().model.embed_tokens(tokens))
-        before = self.hidden_norm(rows.astype(known.dtype))
-        x = self.join(
-            mx.concatenate(
-                [before, known] if self._family.hidden_first else [known, before], axis=-1
-            )
-        )
-        return self.norm(self.layer(x, create_attention_mask(x, cache), cache))
+        known = self._whole().model.embed_tokens(tokens)
+        parts = [
+            self.embed_norm["input_layernorm"](known),
+            self.hidden_norm["input_layernorm"](rows.astype(known.dtype)),
+        ]
+        if self._kind in _HIDDEN_FIRST:
+            parts.reverse()
+        x = self.join(mx.concatenate(parts, axis=-1))
+        [layer] = self.model["layers"]
+        return self.model["norm"](layer(x, create_attention_mask(x, cache), cache))
 
     def logits(self, hidden: Any) -> Any:
         """By the model's own output matrix."""
@@ -159,20 +142,16 @@ def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
             f"draft heads of {kind!r} models can't run on MLX here; those of "
             f"{', '.join(_FAMILIES)} can"
         )
-    prefix = _FAMILIES[kind].prefix
-    stored: Iterable[Any] = chain.from_iterable(mx.load(str(file)) for file in weight_files(folder))
-    names = [name for name in stored if prefix[:-2] in name]
-    if not any(prefix in name for name in names):
+    first = next(theirs for theirs, ours in _FAMILIES[kind].items() if ours == "model.layers.0.")
+    stored = list(chain.from_iterable(mx.load(str(file)) for file in weight_files(folder)))
+    if not any(first in name for name in stored):
         why = "mlx-lm leaves them out of what it converts"
         hint = (
-            f"use a checkpoint that has them (weights named {prefix}*), as its makers' own "
-            "files "
+            f"use a checkpoint that has them (weights named {first}*), as its makers' own files "
             "do, or --draft auto"
         )
         raise LoadError(f"{folder.name!r} has no draft heads in its weights: {why}", hint)
-    if any(
-        (prefix.replace("0", "1") if "0" in prefix else "mtp.layers.1.") in name for name in names
-    ):
+    if any(first.replace("0", "1") in name for name in stored):
         raise LoadError(f"{folder.name!r} has several draft heads, and one is run on MLX here")
 
     class Arguments:
@@ -201,11 +180,12 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     def __init__(self, module: MtpModule, stepper: Stepper, identity: str, *, n_batch: int) -> None:
         super().__init__(n_batch)
         module.tap(stepper.hidden.append)
-        self._module, self._layout = module, layout()
+        held = shapes(module)
+        self._module, self._layout = module, held.layout
         self._caches: dict[SequenceId, SequenceCache] = {}
         self._batch = SequenceBatch(self._layout)
-        self._zeros = mx.zeros((1, 1, int(module.norm.weight.shape[0])))
-        self._exports = KvExport(f"{identity} heads", shapes(module), stepper, apart=False)
+        self._zeros = mx.zeros((1, 1, module.width))
+        self._exports = KvExport(f"{identity} heads", held, stepper, apart=False)
 
     def open(self, sequence: SequenceId) -> None:
         super().open(sequence)
@@ -335,15 +315,11 @@ class MlxHeads(FollowingHeads[HiddenRow]):
             self._exports.import_range(self._caches[sequence], data, start, stop)
 
 
-def layout() -> Layout:
-    """What a head keeps of each sequence: keys and values of every token."""
-    return Layout([KVCache()], KvFormat(), 0)
-
-
 def shapes(module: MtpModule) -> Shapes:
-    """Of a head's memory, computing nothing."""
-    rows = mx.zeros((1, 2, int(module.norm.weight.shape[0])))
-    return Shapes.of(lambda ids, cache: module(ids, rows, cache[0]), layout())
+    """Of a head's memory, computing nothing: keys and values of every token."""
+    rows = mx.zeros((1, 2, module.width))
+    keeps_all = Layout([KVCache()], KvFormat(), 0)
+    return Shapes.of(lambda ids, cache: module(ids, rows, cache[0]), keeps_all)
 
 
 def _stacked(rows: Sequence[HiddenRow]) -> Any:

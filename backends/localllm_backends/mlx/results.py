@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -25,12 +26,11 @@ class LogitRows:
     step that nobody had asked for."""
 
     logits: Any
-    best: DeviceTokens
     begun_ahead: bool = False
 
-    @classmethod
-    def of(cls, logits: Any, *, begun_ahead: bool = False) -> LogitRows:
-        return cls(logits, DeviceTokens(mx.argmax(logits, axis=-1)), begun_ahead)
+    @cached_property
+    def best(self) -> DeviceTokens:
+        return DeviceTokens(mx.argmax(self.logits, axis=-1))
 
 
 @dataclass(eq=False)

@@ -156,8 +156,7 @@ class SequenceCache:
         return all(rows.holds(self.row, n_tokens) for rows in self.batch.rows.values())
 
     def place(self, n_tokens: int) -> None:
-        for rows in self.batch.rows.values():
-            rows.offsets[self.row] = n_tokens
+        self.batch.offsets[self.row] = n_tokens
 
     def leave_batch(self) -> None:
         """Have buffers of its own; the row it leaves is freed by the next `hold`."""
@@ -206,7 +205,8 @@ class SequenceBatch:
 
     def __init__(self, layout: Layout, lines: Sequence[SequenceCache] = ()) -> None:
         self.layout, self.lines = layout, list(lines)
-        self.rows = {w: RowOffsets(w, len(lines)) for w in (None, *layout.windows)}
+        self.offsets = [0] * len(lines)
+        self.rows = {w: RowOffsets(w, self.offsets) for w in (None, *layout.windows)}
         self.caches, self.leaves = layout.build(self.rows)
         # Names the buffers, so that those which several lines still share are counted once.
         self.buffers = object()
@@ -260,11 +260,9 @@ class SequenceBatch:
 
     def _stand_as(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
         """Each row stands where that row of a batch does."""
+        self.offsets[:] = [batch.offsets[row] for batch, row in sources]
         for window, rows in self.rows.items():
-            held = [(batch.rows[window], row) for batch, row in sources]
-            offsets = [theirs.offsets[row] for theirs, row in held]
-            rows.starts = [theirs.starts[row] for theirs, row in held]
-            rows.offsets = offsets
+            rows.starts = [batch.rows[window].starts[row] for batch, row in sources]
 
     def _collect(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
         """Fill the leaves from rows of batches; as many layers at a time as are small, so that
@@ -334,8 +332,7 @@ class SequenceBatch:
 
     def advance(self, counts: Sequence[int]) -> None:
         """After a call of the model: row i now ends `counts[i]` tokens further on."""
-        for rows in self.rows.values():
-            rows.offsets = [o + n for o, n in zip(rows.offsets, counts, strict=True)]
+        self.offsets[:] = [o + n for o, n in zip(self.offsets, counts, strict=True)]
         for leaf in self.leaves:
             if isinstance(leaf, Attention):
                 leaf.written = 0

@@ -145,7 +145,7 @@ class Stepper:
         longest = int(ids.shape[1])
         counts = [min(len(each), longest) for each in tokens]
         logits = self._forward(batch, ids, counts).reshape(-1, self._n_vocab)
-        hidden, group = self._take_hidden(), LogitRows.of(logits)
+        hidden, group = self._take_hidden(), LogitRows(logits)
         result.fresh.extend(hidden)
         for row, part in enumerate(parts):
             line, n = part.line, len(part.chunk.tokens)
@@ -227,7 +227,7 @@ class Stepper:
         given = mx.maximum(_gathered([(tokens.tokens, row) for tokens, row in following]), 0)
         state = batch.snapshot() if self._layout.recurrent else []
         logits = self._forward(batch, given[:, None])[:, -1]
-        group = LogitRows.of(logits, begun_ahead=True)
+        group = LogitRows(logits, begun_ahead=True)
         self.ahead = _Ahead([*batch.lines], batch, state, group, self._take_hidden())
         arrays = self._sample_ahead(self.ahead, [part.chunk.sample for part in going], given)
         held = arrays_of(batch.leaves) if self._layout.recurrent else []
@@ -313,13 +313,6 @@ class Stepper:
         ahead, self.ahead = self.ahead, None
         touched = {*lines, *(ahead.lines if ahead else ())}
         return list(chain.from_iterable(line.batch.lines for line in touched))
-
-    def forget_dropped(self) -> None:
-        """A line was dropped: what was begun for others stays begun, unless nobody is left."""
-        if self.ahead is not None and not any(x.id in self._lines for x in self.ahead.lines):
-            self.ahead = None
-        if not self._lines:
-            self.last = None
 
     def recompute(self, line: SequenceCache) -> None:
         """Compute what a rewind left to be read again."""

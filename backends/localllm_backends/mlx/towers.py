@@ -88,18 +88,6 @@ def seen_ahead(config: Mapping[str, Any]) -> Literal["", "everywhere", "in windo
     return "in windows" if text.get("use_bidirectional_attention") == "vision" else ""
 
 
-def sections(config: Mapping[str, Any]) -> list[int]:
-    """How many frequencies of a head are of a token's time, height and width."""
-    text = config.get("text_config", config)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return list(rope.get("mrope_section", ()))
-
-
-def n_layers_added_to(config: Mapping[str, Any]) -> int:
-    """Behind how many of the first layers an image adds something (deepstack)."""
-    return len(config["vision_config"].get("deepstack_visual_indexes") or ())
-
-
 def most_tokens(config: Mapping[str, Any]) -> int:
     """Tokens of the largest image."""
     fixed = config.get("mm_tokens_per_image", config.get("vision_soft_tokens_per_image"))

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from localllm_backends.contract import (
@@ -44,8 +45,6 @@ from localllm_backends.mlx.towers import (
     Family,
     image_buffer_bytes,
     most_tokens,
-    n_layers_added_to,
-    sections,
     seen_ahead,
     why_not,
 )
@@ -134,22 +133,19 @@ class Eyes:
 
         image = Image.frombytes("RGB", (picture.width, picture.height), picture.data)
         while True:
-            inputs = self._processed(image)
+            try:
+                with self._processing:
+                    inputs = dict(
+                        self._processor(images=[image], text=[self._mark], add_special_tokens=False)
+                    )
+            except Exception as e:
+                raise BackendFailure(f"the image can't be read by this model: {e}") from e
             n = inputs["input_ids"][0].tolist().count(self._processor.image_token_id)
             if n <= MOST_TOKENS:
                 return inputs
             height, width = inputs["pixel_values"].shape[-2:]
             share = _A_LITTLE_LESS * math.sqrt(MOST_TOKENS / n)
             image = image.resize((max(1, int(width * share)), max(1, int(height * share))))
-
-    def _processed(self, image: Any) -> dict[str, Any]:
-        try:
-            with self._processing:
-                return dict(
-                    self._processor(images=[image], text=[self._mark], add_special_tokens=False)
-                )
-        except Exception as e:
-            raise BackendFailure(f"the image can't be read by this model: {e}") from e
 
     def _layout(self, inputs: Mapping[str, Any]) -> _Layout:
         """The span from the first to the last token of the image is its own, with the ends of rows
@@ -218,7 +214,8 @@ def load_seeing(
     loaded = read_checkpoint(spec, on_progress)
     name = loaded.folder.name
     eyes = Eyes(loaded.folder, loaded.config, loaded.model)
-    n_bytes = read_weights(eyes.tower, name, None)
+    weights = [a for _, a in tree_flatten(eyes.tower.parameters())]
+    read_weights(weights, name)
     try:
         # In this thread, whose streams have what the tower has yet to make of its config.
         eyes.encode(next(run for run in eyes.lay_out(_BLANK) if isinstance(run, ImageRun)))
@@ -226,7 +223,7 @@ def load_seeing(
         raise
     except Exception as e:
         raise LoadError(f"the image tower of {name!r} does not run: {e}", _WITHOUT) from e
-    return MlxVisionBackend(loaded, eyes, n_bytes)
+    return MlxVisionBackend(loaded, eyes, sum(int(a.nbytes) for a in weights))
 
 
 class MlxVisionBackend(MlxBackend):
@@ -241,7 +238,7 @@ class MlxVisionBackend(MlxBackend):
         self._reader = EmbeddingReader(loaded.model, ahead, self._shifts)
         rows = FAMILIES[str(loaded.config["model_type"])].rows
         if rows:
-            self._reader.wrap(sections(loaded.config), rows, n_layers_added_to(loaded.config))
+            self._reader.wrap(loaded.config, rows)
         self.stepper.model = self._reader
         self.capabilities = replace(self.capabilities, vision=True, whole_images=bool(ahead))
         self.info = replace(self.info, vision=True)
@@ -300,5 +297,5 @@ class MlxVisionBackend(MlxBackend):
 
     def close(self) -> None:
         self._eyes.close()
-        self._reader.close()
+        del self._reader
         super().close()
