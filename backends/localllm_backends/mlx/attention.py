@@ -100,8 +100,7 @@ class RowOffsets:
         return used[0] if len(set(used)) == 1 else self._once("index", self._index, n)
 
     def _index(self, n: int) -> Any:
-        slots = mx.array(self.used(), dtype=mx.int32)[:, None] + mx.arange(n, dtype=mx.int32)
-        return slots[:, None, :, None]
+        return mx.array(self.used())[:, None, None, None] + mx.arange(n)[None, None, :, None]
 
     def span(self, n: int) -> tuple[int, int]:
         """The slots [first, last) that any of the next `n` tokens of any row may attend to."""
@@ -121,8 +120,7 @@ class RowOffsets:
             window = None
         if window is None and len(set(used)) == 1 and (n == 1 or not return_array):
             return None if n == 1 or self.sees_ahead else "causal"
-        queries = mx.array(used)[:, None, None, None] + mx.arange(n)[None, None, :, None]
-        slots = mx.arange(first, last)[None, None, None]
+        queries, slots = self._index(n), mx.arange(first, last)[None, None, None]
         mask = (slots <= queries) | self.sees_ahead
         return mask if window is None else mask & (slots > queries - window)
 

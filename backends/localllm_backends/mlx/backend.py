@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from localllm_backends.contract import (
 from localllm_backends.fingerprints import under_adapters
 from localllm_backends.following import joined, parted
 from localllm_backends.mlx import backend_type, memory
-from localllm_backends.mlx.files import fingerprint, kv_meaning
+from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.kv_export import KvExport
 from localllm_backends.mlx.mtp import MlxHeads, MtpModule
 from localllm_backends.mlx.results import MlxStepResult
@@ -311,7 +312,8 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
     # --- facts ------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        lines = [*self._lines.values(), *(self._heads.lines if self._heads is not None else ())]
+        caches = self._heads.caches if self._heads is not None else {}
+        lines = [*self._lines.values(), *caches.values()]
         batches = {id(line.batch.buffers): line.batch for line in lines}
         leaves = list(chain.from_iterable(batch.leaves for batch in batches.values()))
         states = [leaf.cache for leaf in leaves if not hasattr(leaf, "planes")]
@@ -351,7 +353,8 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
     layout, heads = loaded.shapes.layout, loaded.heads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     # Where no layer keeps every token there is nothing that states could be apart from.
-    apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
+    keeps_tokens = any(leaf.keeps_tokens for leaf in layout.leaves)
+    apart = keeps_tokens and not layout.plain and loaded.n_shares == 1
     rewind: Literal["any", "bounded", "none"] = (
         "none" if layout.recurrent and not n_rewind else "bounded"
     )
@@ -398,7 +401,9 @@ def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
         chat_template=words.chat_template,
         kv_type_k=loaded.shapes.kv_type,
         kv_type_v=loaded.shapes.kv_type,
-        kv_meaning=kv_meaning() + (f"; shared by {loaded.n_shares}" if loaded.n_shares > 1 else ""),
+        # The libraries that compute exported KV and lay it out.
+        kv_meaning=f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
+        + (f"; shared by {loaded.n_shares}" if loaded.n_shares > 1 else ""),
         fim_tokens=words.fim_tokens,
         control_texts=words.control_texts,
         load_notes=(loaded.left_out,) if loaded.left_out else (),

@@ -56,11 +56,3 @@ def fingerprint(folder: Path) -> str:
         digest.update(f"{path.name} ".encode())
         add_samples(digest, path)
     return digest.hexdigest()[:32]
-
-
-def kv_meaning() -> str:
-    """What gives exported KV its meaning besides weights and KV types: the libraries that compute
-    it and lay it out."""
-    from importlib.metadata import version
-
-    return f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"

@@ -61,14 +61,17 @@ def check_spec(spec: LoadSpec) -> None:
     placed_apart = (
         spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement()
     )
-    k, v = spec.kv_type_k, spec.kv_type_v
     reason = first_reason(
         [
             (
                 spec.n_threads,
                 "MLX has no setting for CPU threads: leave the number of threads to it",
             ),
-            (k != v, f"MLX stores keys and values in one type: {k} and {v} were asked for"),
+            (
+                spec.kv_type_k != spec.kv_type_v,
+                f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} "
+                "were asked for",
+            ),
             (
                 placed_apart,
                 "MLX keeps a model in one memory: its layers and experts can't be "
@@ -109,8 +112,7 @@ def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
             "not done"
         )
     try:
-        model, config = load_model(folder, lazy=True)
-        return model, config
+        return load_model(folder, lazy=True)  # type: ignore[no-any-return]
     except Exception as e:
         raise LoadError(f"mlx-lm can't load {folder.name!r}: {_short(e)}") from e
 
@@ -177,17 +179,6 @@ def _short(error: Exception) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def n_ctx_for(spec: LoadSpec, config: dict[str, Any]) -> tuple[int, int]:
-    """KV cells to serve, and the context the model was trained with (0 where the config does not
-    say)."""
-    nested = config.get("text_config")
-    sources = [config, *([nested] if isinstance(nested, dict) else [])]
-    trained = next(
-        (int(s["max_position_embeddings"]) for s in sources if s.get("max_position_embeddings")), 0
-    )
-    return spec.n_ctx or min(trained or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT), trained
-
-
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> MlxBackend:
     return MlxBackend(read_checkpoint(spec, on_progress))
 
@@ -204,13 +195,13 @@ def read_checkpoint(
     try:
         return _read(spec, folder, on_progress, group)
     except BackendFailure:
-        mx.clear_cache()
         raise
     except Exception as e:
-        mx.clear_cache()
         if memory.out_of_memory(e):
             raise OutOfMemoryError(f"not enough memory to load {folder.name!r}: {_short(e)}") from e
         raise LoadError(f"{folder.name!r} can't be loaded: {_short(e)}") from e
+    finally:
+        mx.clear_cache()
 
 
 def _read(
@@ -225,7 +216,9 @@ def _read(
     n_batch = spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
     shapes = probe(model, spec, n_batch)
     heads, left_out = draft_heads(model, spec, folder, config, group)
-    n_ctx, n_trained = n_ctx_for(spec, config)
+    facts = {**(config.get("text_config") or {}), **config}
+    trained = int(facts.get("max_position_embeddings") or 0)
+    n_ctx = spec.n_ctx or min(trained or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     token_bytes, line_bytes = shapes.sizes()
     weights = [a for _, a in tree_flatten(model.parameters())]
     if heads is not None:
@@ -244,7 +237,7 @@ def _read(
         folder,
         config,
         n_ctx=n_ctx,
-        n_ctx_train=n_trained,
+        n_ctx_train=trained,
         n_batch=n_batch,
         weights_bytes=weights_bytes,
         n_params=n_params,

@@ -107,15 +107,7 @@ def _of_hostfile(path: Path) -> MachineRing:
         raise OtherMachineError(
             f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT
         ) from e
-    fault = _fault(machines, kind)
-    if fault:
-        raise OtherMachineError(f"{path.name!r} {fault}", HINT)
-    return MachineRing(machines, kind, environment)
-
-
-def _fault(machines: Sequence[Machine], kind: str) -> str:
-    """What a hostfile's machines lack to be a ring of that kind."""
-    return first_reason(
+    fault = first_reason(
         [
             (
                 len(machines) < 2 or not all(m.addresses for m in machines),
@@ -131,6 +123,9 @@ def _fault(machines: Sequence[Machine], kind: str) -> str:
             ),
         ]
     )
+    if fault:
+        raise OtherMachineError(f"{path.name!r} {fault}", HINT)
+    return MachineRing(machines, kind, environment)
 
 
 def _machine_of(host: dict[str, Any], *, first: bool) -> Machine:

@@ -9,7 +9,7 @@ qwen3_next_mtp and mimo_mtp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,11 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         # Not as a member: its weights are no part of the head's.
         self._whole: Callable[[], Any] = lambda: whole
         width, eps = int(text["hidden_size"]), text["rms_norm_eps"]
+        self.width = width
         self.model = {"layers": kin.model.layers[:1], "norm": kin.model.norm}
         self.embed_norm = {"input_layernorm": nn.RMSNorm(width, eps)}
         self.hidden_norm = {"input_layernorm": nn.RMSNorm(width, eps)}
         self.join = nn.Linear(2 * width, width, bias=False)
-
-    @property
-    def width(self) -> int:
-        """Of a hidden row."""
-        return int(self.model["norm"].weight.shape[0])
 
     def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The head's of a checkpoint's weights, as mlx-lm changes those of such a layer."""
@@ -143,7 +139,7 @@ def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
             f"{', '.join(_FAMILIES)} can"
         )
     first = next(theirs for theirs, ours in _FAMILIES[kind].items() if ours == "model.layers.0.")
-    stored = list(chain.from_iterable(mx.load(str(file)) for file in weight_files(folder)))
+    stored: list[Any] = [*chain.from_iterable(mx.load(str(f)) for f in weight_files(folder))]
     if not any(first in name for name in stored):
         why = "mlx-lm leaves them out of what it converts"
         hint = (
@@ -179,27 +175,28 @@ class MlxHeads(FollowingHeads[HiddenRow]):
 
     def __init__(self, module: MtpModule, stepper: Stepper, identity: str, *, n_batch: int) -> None:
         super().__init__(n_batch)
-        module.tap(stepper.hidden.append)
+        module.tap(lambda rows: stepper.hidden.append(rows))
         held = shapes(module)
         self._module, self._layout = module, held.layout
-        self._caches: dict[SequenceId, SequenceCache] = {}
+        # What holds their KV.
+        self.caches: dict[SequenceId, SequenceCache] = {}
         self._batch = SequenceBatch(self._layout)
         self._zeros = mx.zeros((1, 1, module.width))
         self._exports = KvExport(f"{identity} heads", held, stepper, apart=False)
 
     def open(self, sequence: SequenceId) -> None:
         super().open(sequence)
-        self._caches[sequence] = SequenceCache(sequence, self._layout)
+        self.caches[sequence] = SequenceCache(sequence, self._layout)
 
     def close(self, sequence: SequenceId) -> None:
         super().close(sequence)
-        del self._caches[sequence]
+        del self.caches[sequence]
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wanted]
         sequences = [sequence for sequence, _, _ in wanted]
         self.catch_up(sequences)
-        lines = [self._caches[s] for s in sequences]
+        lines = [self.caches[s] for s in sequences]
         tokens = [[newest] for _, newest, _ in wanted]
         rows = [_stacked([self._lines[s].rows[-1]]) for s in sequences]
         limits = [min(most, self.longest) for _, _, most in wanted]
@@ -213,8 +210,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
                 for draft, limit, (token, probability) in zip(drafts, limits, guesses, strict=True):
                     if step == len(draft) < limit and probability >= LEAST_PROBABILITY:
                         draft.append(token)
-                pairs = zip(drafts, limits, strict=True)
-                if not any(step < len(draft) < limit for draft, limit in pairs):
+                if all(len(draft) <= step for draft in drafts):
                     break
         except Exception:
             for sequence in sequences:
@@ -261,7 +257,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         for sequence, i in places:
             tokens.setdefault(sequence, []).append(self._lines[sequence].unread[i])
             rows.setdefault(sequence, []).append(self._lines[sequence].rows[i])
-        lines = [self._caches[sequence] for sequence in tokens]
+        lines = [self.caches[sequence] for sequence in tokens]
         try:
             self._call(lines, list(tokens.values()), [_stacked(known) for known in rows.values()])
             mx.async_eval([arrays_of(line.leaves) for line in lines])
@@ -270,7 +266,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         return True
 
     def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
-        line = self._caches[sequence]
+        line = self.caches[sequence]
         if n_tokens <= line.start_of(0):
             self._restart(sequence, n_tokens)
         else:
@@ -278,14 +274,14 @@ class MlxHeads(FollowingHeads[HiddenRow]):
             line.place(n_tokens)
 
     def _restart(self, sequence: SequenceId, n_tokens: int) -> None:
-        self._caches[sequence].clear(n_tokens)
+        self.caches[sequence].clear(n_tokens)
 
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
-        line = self._caches[source]
+        line = self.caches[source]
         if n_tokens <= line.start_of(0):
             self._restart(target, n_tokens)
         else:
-            line.fork_into(self._caches[target], n_tokens)
+            line.fork_into(self.caches[target], n_tokens)
 
     def _zero_row(self) -> HiddenRow:
         return self._zeros, 0, 0
@@ -295,24 +291,19 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         mx.async_eval(own)
         return own, 0, 0
 
-    @property
-    def lines(self) -> Iterable[SequenceCache]:
-        """What holds their KV."""
-        return self._caches.values()
-
     # --- in and out -------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """The heads' KV of tokens [start, stop); nothing where they have not read all of them."""
         self.catch_up([sequence])
-        line = self._caches[sequence]
+        line = self.caches[sequence]
         return b"" if line.start_of(0) > start else self._exports.export_range(line, start, stop)
 
     def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of what `export_range` gave."""
         self.catch_up([sequence])
         with self._importing(sequence, stop):
-            self._exports.import_range(self._caches[sequence], data, start, stop)
+            self._exports.import_range(self.caches[sequence], data, start, stop)
 
 
 def shapes(module: MtpModule) -> Shapes:

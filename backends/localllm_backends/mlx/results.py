@@ -95,12 +95,6 @@ class MlxStepResult(StepResult):
     def sampled(self, chunk: int) -> int | None:
         return on_host(self.parts[chunk].sampled)
 
-    def chosen(self) -> list[Any]:
-        """The arrays that say what follows the chunks."""
-        places = [part.next for part in self.parts]
-        found = [place[0].tokens for place in places if place is not None]
-        return list({id(a): a for a in found}.values())
-
     def logits(self, chunk: int) -> NDArray[np.float32]:
         part = self.parts[chunk]
         if part.group is None:

@@ -31,6 +31,7 @@ _BLOCK = 64
 # Lists of tokens that differ in length between requests and steps are filled up to a power of two,
 # at least so many.
 _LEAST_LIST = 16
+_NONE = np.zeros(0, dtype=np.int32)
 
 
 @dataclass
@@ -93,7 +94,8 @@ def _changes(asked: Sequence[SampleSpec], n_vocab: int, drawn: Any) -> dict[str,
         # What is banned stays so whatever is done to it.
         changes["bias"] = _sparse([[d.bias, _banned(d)] for d in asked], n_vocab)
     if _some(asked, "seen"):
-        changes["seen"] = _seen(asked)
+        counted = [(_NONE, _NONE) if d.seen is None else (d.seen.ids, d.seen.counts) for d in asked]
+        changes["seen"] = _filled(counted)
     if _some(asked, "seen") and drawn is not None:
         leaving = [[-1 if d.seen is None else d.seen.leaving] for d in asked]
         changes["ahead"] = [mx.array(leaving, dtype=mx.int32), drawn]
@@ -155,13 +157,6 @@ def _sparse(
 def _banned(spec: SampleSpec) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.array(spec.banned, dtype=np.int64), np.full(
         len(spec.banned), -np.inf, dtype=np.float32
-    )
-
-
-def _seen(asked: Sequence[SampleSpec]) -> list[Any]:
-    nothing = np.zeros(0, dtype=np.int32)
-    return _filled(
-        [(nothing, nothing) if d.seen is None else (d.seen.ids, d.seen.counts) for d in asked]
     )
 
 

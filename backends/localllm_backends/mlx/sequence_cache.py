@@ -48,7 +48,6 @@ class Layout:
         self.form, self.slack = form, slack
         self.windows = sorted({leaf.window for leaf in self.leaves if leaf.window is not None})
         self.recurrent = any(leaf.n_arrays for leaf in self.leaves)
-        self.keeps_tokens = any(leaf.keeps_tokens for leaf in self.leaves)
 
     @property
     def plain(self) -> bool:

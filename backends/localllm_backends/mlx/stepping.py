@@ -3,7 +3,7 @@ step begun early."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
 from typing import Any
@@ -70,8 +70,7 @@ class Stepper:
         self.hidden: list[Any] = []
 
     def _take_hidden(self) -> list[Any]:
-        taken = list(self.hidden)
-        self.hidden.clear()
+        taken, self.hidden = self.hidden, []
         return taken
 
     def _forward(self, batch: SequenceBatch, ids: Any, counts: Sequence[int] = ()) -> Any:
@@ -106,13 +105,14 @@ class Stepper:
             begun = self._look_ahead(parts)
             if begun or late:
                 mx.async_eval(*begun, *late)
-            mx.eval(result.chosen(), result.fresh)
+            places = [part.next for part in parts]
+            mx.eval([place[0].tokens for place in places if place is not None], result.fresh)
         except Exception:
             for part in parts:
                 part.line.length -= len(part.chunk.tokens)
             raise
-        for part in parts:
-            part.line.predicted = on_host(part.next)
+        for line, place in zip(lines, places, strict=True):
+            line.predicted = on_host(place)
         self.last = result
         return result
 
@@ -271,29 +271,23 @@ class Stepper:
         for row, line in enumerate(ahead.lines):
             part = asked.get(line)
             if part is None:
-                self._set_back([line])
+                line.place(line.computed)
                 continue
             part.group, part.start, part.stop = ahead.group, row, row + 1
             part.hidden = _hidden_rows(ahead.hidden, row, 1)
             if self._n_rewind:
-                line.undo = Undo(line.length, part.chunk.tokens, row_of_state(ahead.state, row))
+                line.undo = Undo(line.length, [*part.chunk.tokens], row_of_state(ahead.state, row))
             begun = ahead.samples.get(line)
             if begun is not None and part.chunk.sample == begun[0].asked[begun[1]]:
                 part.sampled = begun
 
-    def _set_back(self, lines: Iterable[SequenceCache]) -> None:
-        """Those of `lines` that are still alive stand where they stood before they were stepped
-        unasked."""
-        for line in lines:
-            if line.id in self._lines:
-                line.place(line.computed)
-
     def undo_ahead(self) -> None:
+        """Every line stands where it stood before it was stepped unasked."""
         ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            self._set_back(ahead.lines)
-            if ahead.state:
-                ahead.batch.restore(ahead.state)
+        for line in ahead.lines if ahead is not None else ():
+            line.place(line.computed)
+        if ahead is not None and ahead.state:
+            ahead.batch.restore(ahead.state)
 
     def undo_ahead_of(self, line: SequenceCache) -> None:
         """Set back what was started for `line` unasked, where its memory could not be read

@@ -168,11 +168,11 @@ def _form_group(
 ) -> Any:
     """The group of all machines, once each has said that it has the same as this one."""
     ports = ports_for(ring)
+    path, home = Path(spec.path).absolute(), Path.home()
+    portable = f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)
     order: Frame = {
         "spec": asdict(
-            replace(
-                spec, placement=Placement(gpu_layers=spec.n_gpu_layers), path=_portable(spec.path)
-            )
+            replace(spec, placement=Placement(gpu_layers=spec.n_gpu_layers), path=portable)
         ),
         "files": ring.files(ports),
         "variables": ring.variables(ports),
@@ -198,15 +198,6 @@ def _form_group(
             f"the machines can't reach each other over MLX's {ring.backend}", HINT
         )
     return met[0]
-
-
-def _portable(path: str) -> str:
-    absolute, home = Path(path).absolute(), Path.home()
-    return (
-        f"~/{absolute.relative_to(home).as_posix()}"
-        if absolute.is_relative_to(home)
-        else str(absolute)
-    )
 
 
 def _identity(folder: Path) -> dict[str, str]:

@@ -89,13 +89,11 @@ class Eyes:
         # Of what mlx-lm's model multiplies by, and mlx-vlm's does not.
         self._scale = getattr(language.language_model.model, "embed_scale", 1.0)
         self._laid_out: dict[bytes, _Layout] = {}
-        digest = hashlib.blake2b(digest_size=32)
-        for name in _PROCESSOR_FILES:
-            if (folder / name).is_file():
-                digest.update((folder / name).read_bytes())
-        digest.update(f"{fingerprint(folder)} {version('mlx-vlm')} {version('mlx')}".encode())
+        files = [folder / name for name in _PROCESSOR_FILES]
+        settings = b"".join(file.read_bytes() for file in files if file.is_file())
+        made_by = f"{fingerprint(folder)} {version('mlx-vlm')} {version('mlx')}".encode()
         # Embeddings are bound to the weights that made them, and to the library that computed them.
-        self._identity = digest.digest()
+        self._identity = hashlib.blake2b(settings + made_by, digest_size=32).digest()
 
     def lay_out(self, picture: ImagePixels) -> list[list[int] | ImageRun]:
         found = self._laid_out.get(picture.key)
@@ -194,8 +192,9 @@ def _tower(folder: Path, language: Any) -> Any:
     try:
         tower = load_model(folder, lazy=True)
     except Exception as e:
-        said = f"mlx-vlm can't load the image tower of {folder.name!r}: {e}"
-        raise LoadError(said, _WITHOUT) from e
+        raise LoadError(
+            f"mlx-vlm can't load the image tower of {folder.name!r}: {e}", _WITHOUT
+        ) from e
     tower.audio_tower = tower.embed_audio = None
     text = language.language_model.model
     tower.language_model = SimpleNamespace(
@@ -235,7 +234,7 @@ class MlxVisionBackend(MlxBackend):
         if ahead:
             loaded = replace(loaded, n_batch=max(loaded.n_batch, most_tokens(loaded.config)))
         super().__init__(loaded)
-        self._reader = EmbeddingReader(loaded.model, ahead, self._shifts)
+        self._reader: Any = EmbeddingReader(loaded.model, ahead, self._shifts)
         rows = FAMILIES[str(loaded.config["model_type"])].rows
         if rows:
             self._reader.wrap(loaded.config, rows)
@@ -297,5 +296,5 @@ class MlxVisionBackend(MlxBackend):
 
     def close(self) -> None:
         self._eyes.close()
-        del self._reader
+        self._reader = None
         super().close()

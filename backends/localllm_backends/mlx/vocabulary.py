@@ -91,7 +91,15 @@ class MlxVocabulary(TokenBytes):
         )
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
-        self.eog_tokens = self._ends(config, settings, read_json(folder / "generation_config.json"))
+        generation, text = read_json(folder / "generation_config.json"), config.get("text_config")
+        # Every token the checkpoint names as an end, in its own order.
+        ends = [
+            *_ids(generation.get("eos_token_id")),
+            *_ids(config.get("eos_token_id")),
+            *_ids(text.get("eos_token_id") if isinstance(text, dict) else None),
+            *_ids(self._named(settings.get("eos_token"), None)),
+        ]
+        self.eog_tokens = tuple(dict.fromkeys(t for t in ends if 0 <= t < n_vocab))
         self.bos_token = self._named(settings.get("bos_token"), config.get("bos_token_id"))
         self.eos_token = self._named(
             settings.get("eos_token"), next(iter(_ids(config.get("eos_token_id"))), None)
@@ -146,21 +154,6 @@ class MlxVocabulary(TokenBytes):
             name = name.get("content")
         token = self._parsing.token_to_id(name) if isinstance(name, str) else None
         return token if token is not None else next(iter(_ids(fallback)), None)
-
-    def _ends(
-        self, config: dict[str, Any], settings: dict[str, Any], generation: dict[str, Any]
-    ) -> tuple[int, ...]:
-        """Every token the checkpoint names as an end, in its own order; those of text_config where
-        it has one."""
-        nested = config.get("text_config")
-        named = self._named(settings.get("eos_token"), None)
-        found = [
-            *_ids(generation.get("eos_token_id")),
-            *_ids(config.get("eos_token_id")),
-            *_ids(nested.get("eos_token_id") if isinstance(nested, dict) else None),
-            *([named] if named is not None else []),
-        ]
-        return tuple(dict.fromkeys(t for t in found if 0 <= t < self.n_vocab))
 
 
 def _tokenizers(folder: Path) -> tuple[Any, Any]:
