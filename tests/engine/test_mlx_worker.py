@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_folder_is_run_by_mlx_and_a_gguf_is_not(
     folder: Path, tiny_model: Path
 ) -> None:
-    assert backends.for_path(str(folder)).name == "mlx"
-    assert backends.for_path(str(folder), "mlx").name == "mlx"
-    assert backends.for_path(str(tiny_model)).name == "llamacpp"
+    assert backends.for_path(str(folder)).declaration.name == "mlx"
+    assert backends.for_path(str(folder), "mlx").declaration.name == "mlx"
+    assert backends.for_path(str(tiny_model)).declaration.name == "llamacpp"
     with pytest.raises(ModelFileError):
         backends.for_path(str(tiny_model), "mlx")
 
