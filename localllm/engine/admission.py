@@ -247,7 +247,7 @@ class Admission:
                 job.known = max(job.known, self.jobs.history.known(job.line()[:-1]))
             job.cached = taken
             again = recomputed(
-                job.known, taken, restoring.missed, has_points=self.jobs.pool.kv.has_points
+                job.known, taken, restoring.missed, has_points=self.jobs.pool.kv.states is not None
             )
             for reason, n_tokens in again.items():
                 self.jobs.metrics.recomputed_tokens[reason] += n_tokens

@@ -89,7 +89,7 @@ line_lists = st.lists(
 def test_shrinking_gives_what_is_asked_for_or_all_but_what_is_held(
     stored: list[tuple[list[int], bool]], whole: bool, ask: int, held_line: list[int]
 ) -> None:
-    cache = PrefixCache("snapshot" if whole else "kv", capacity_bytes=10**6)
+    cache = PrefixCache("state" if whole else "kv", capacity_bytes=10**6)
     for line, filed in stored:
         put(cache, line, filed=filed)
     match = cache.match(held_line)

@@ -62,7 +62,7 @@ def test_a_segment_tree_finds_the_longest_stored_prefix(
 def test_a_whole_tree_finds_the_longest_stored_line(
     stored: list[list[int]], prompt: list[int]
 ) -> None:
-    cache = PrefixCache("snapshot", capacity_bytes=10**9)
+    cache = PrefixCache("state", capacity_bytes=10**9)
     for line in stored:
         put(cache, line)
         cache.check_integrity()
@@ -254,7 +254,7 @@ class WholeHistory(History):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache("snapshot", capacity_bytes=60)
+        self.cache = PrefixCache("state", capacity_bytes=60)
 
 
 TestHistory = History.TestCase

@@ -34,15 +34,14 @@ from localllm_backends.contract import Capabilities, ModelInfo
 Space = Literal["free", "pending", "full"]
 # what becomes of a block that only memory holds (`CacheBudget._evict`)
 Unwritten = Literal["saved", "kept", "evicted"]
-# KV of a range of tokens, the state behind a sequence (its KV lies apart), or a snapshot of
-# everything up to a token.
-Kind = Literal["kv", "state", "snapshot"]
+# KV of a range of tokens; or the state behind a sequence, which is of use as a whole only.
+Kind = Literal["kv", "state"]
 
 
 def depth(start: int, stop: int, kind: Kind) -> int:
     """Of blocks that were used together the deeper one leaves first: the end of a sequence before
-    its beginning, but the shorter snapshot before the longer."""
-    return {"kv": start, "state": stop, "snapshot": -stop}[kind]
+    its beginning."""
+    return start if kind == "kv" else stop
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -285,7 +284,7 @@ class CacheBudget:
             candidate.pool.evict(candidate.block)
 
 
-def surplus_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
+def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
     """Of one sequence's `points` (tokens, and whether others part there) those that leave before
     anything else: nearer than `interval` to one before them, not among the newest, and not where
     others part."""

@@ -71,18 +71,20 @@ ShouldLoad = Callable[[Block, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """The `parts` of a prompt to import, in order;
+    """The `parts` of a prompt to import, in order: pieces of KV; or all that leads to a state, and
+    as the last of them that state. `held`: what is to be locked for them, and where.
     `unread` tokens are held too, on disk, and quicker computed.
-    `state`: what must follow the last part (None: nothing).
-    `known`: how far the prompt followed any sequence.
-    `divisible`: any of the parts can be imported behind what a sequence holds already."""
+    `known`: how far the prompt followed any sequence."""
 
-    match: Match
-    parts: tuple[CachedPart, ...]
+    held: tuple[tuple[PrefixCache, Match], ...] = ()
+    parts: tuple[CachedPart, ...] = ()
     unread: int = 0
-    state: Match | None = None
     known: int = 0
-    divisible: bool = False
+
+    @property
+    def divisible(self) -> bool:
+        """True where any of the parts can be imported behind what a sequence holds already."""
+        return not self.parts or self.parts[-1].block.kind == "kv"
 
     @property
     def saved(self) -> int:
@@ -94,15 +96,9 @@ class RestorePlan:
 
     def beyond(self, held: int) -> RestorePlan:
         """What is left of it for such a sequence."""
-        parts = (
-            replace(p, start=max(p.start, held))
-            for p in self.parts
-            if p.stop > held and self.divisible
-        )
-        return RestorePlan(self.match, tuple(parts), known=self.known, divisible=self.divisible)
-
-
-NO_PLAN = RestorePlan(Match((), 0, None), ())
+        parts = self.parts if self.divisible else ()
+        left = [replace(p, start=max(p.start, held)) for p in parts if p.stop > held]
+        return replace(self, parts=tuple(left), unread=0)
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class PrefixSource:
     held: int = 0
     idle: IdleSequence | None = None
     sequence: int | None = None
-    plan: RestorePlan = NO_PLAN
+    plan: RestorePlan = RestorePlan()
     state: Block | None = None
 
 
@@ -128,19 +124,37 @@ NO_SOURCE = PrefixSource()
 
 
 def plan_restore(
-    cache: PrefixCache, prompt: Tokens, should_load: ShouldLoad, states: PrefixCache | None = None
+    cache: PrefixCache,
+    prompt: Tokens,
+    should_load: ShouldLoad,
+    states: PrefixCache | None = None,
+    *,
+    whole: bool = False,
 ) -> RestorePlan:
-    """What to take of all that `cache` holds of `prompt`, and `states` of its states."""
-    if states is not None:
-        return _plan_to_a_state(cache, states, prompt, should_load)
-    held = match = cache.peek(prompt)
-    if cache.indivisible:
-        # Only one snapshot can be taken: the longest that is worth it.
-        match = longest(cache, prompt, should_load)
-        return RestorePlan(match, match.parts, held.saved - match.saved, known=held.known)
-    parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
-    unread = match.saved - sum(part.n_tokens for part in parts)
-    return RestorePlan(match, parts, unread, known=match.known, divisible=True)
+    """What to take of all that `cache` holds of `prompt`: all pieces that are worth it; or, where
+    it can only be gone on from at one of its `states`, the longest beginning that has its state and
+    all of its KV (`whole`: that is in the state), for gaps can't be computed there."""
+    match = cache.peek(prompt)
+    if states is None:
+        parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
+        unread = match.saved - sum(part.n_tokens for part in parts)
+        return RestorePlan(((cache, match),), parts, unread, match.known)
+    held = reached = len(prompt)
+    if not whole:
+        held, reached = match.length, 0
+        for part in match.parts:
+            if part.start > reached or not should_load(part.block, part.n_tokens):
+                break
+            reached = part.stop
+    unread = states.peek(prompt[:held]).saved
+    state = longest(states, prompt[:reached], should_load)
+    known = max(match.known, states.peek(prompt).known)
+    match = cache.peek(prompt[: state.saved])
+    # It brings what is behind the pieces: nothing, or all.
+    last = [replace(part, start=match.length) for part in state.parts]
+    return RestorePlan(
+        ((cache, match), (states, state)), (*match.parts, *last), unread - state.saved, known
+    )
 
 
 def longest(tree: PrefixCache, prefix: Tokens, should_load: ShouldLoad) -> Match:
@@ -149,26 +163,6 @@ def longest(tree: PrefixCache, prefix: Tokens, should_load: ShouldLoad) -> Match
     while match.parts and not should_load(match.parts[0].block, match.saved):
         match = tree.peek(prefix[: match.saved - 1])
     return match
-
-
-def _plan_to_a_state(
-    cache: PrefixCache, states: PrefixCache, prompt: Tokens, should_load: ShouldLoad
-) -> RestorePlan:
-    """The longest beginning that has its state and all of its KV: without a state, gaps can't be
-    computed."""
-    match = cache.peek(prompt)
-    reached = 0
-    for part in match.parts:
-        if part.start > reached or not should_load(part.block, part.n_tokens):
-            break
-        reached = part.stop
-    unread = states.peek(prompt[: match.length]).saved
-    state = longest(states, prompt[:reached], should_load)
-    known = max(match.known, states.peek(prompt).known)
-    match = cache.peek(prompt[: state.saved])
-    return RestorePlan(
-        match, match.parts if state.parts else (), unread - state.saved, state, known
-    )
 
 
 # --- what was known once --------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class SequencePool:
         self._backend = backend
         self.kv, self.cache = kv, kv.cache
         self._can_split = backend.capabilities.rewind == "any"
-        self._states = backend.capabilities.states
         self._idle: list[IdleSequence] = []
         self.running: Mapping[str, RunningSequence] = {}
         kv.budget.in_context = self.in_context
@@ -87,7 +86,7 @@ class SequencePool:
             held, state = self._reaches(line.sequence, shared, n_held, prompt.tokens)
             further = plan.beyond(held)
             length = held + further.saved
-            if length < least or (idle is not None and not self._can_take(idle, held)):
+            if length < least:
                 continue
             best = PrefixSource(length, known, held, idle, line.sequence, further, state)
         return replace(best, known=known)
@@ -103,14 +102,6 @@ class SequencePool:
         if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
         return self.kv.longest_state(prompt[:shared])
-
-    def _can_take(self, idle: IdleSequence, length: int) -> bool:
-        """A sequence that can't be forked, and is nowhere else, is not cut to a smaller part of
-        itself."""
-        return self._can_split or self._states or self._can_cut(idle, length)
-
-    def _can_cut(self, idle: IdleSequence, length: int) -> bool:
-        return idle.exported or 2 * length >= len(idle.tokens)
 
     def can_reserve(self, cells: int, source: PrefixSource) -> bool:
         """Are there so many cells, free or in idle sequences, besides what `source` has of them?"""
@@ -148,7 +139,7 @@ class SequencePool:
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
         """Where one sequence left another in the middle of a turn the next one will: keep the state
         while it is there."""
-        if self.kv.states is None or source.state is not None:
+        if self.kv.states is None or self.kv.whole or source.state is not None:
             return
         point, _ = self.kv.longest_state(prompt[: source.held])
         if source.held - point > tunables.WORTH_A_STATE_TOKENS:
@@ -169,11 +160,11 @@ class SequencePool:
         """Its sequence, cut to `length`, or a fork of it while its end is nowhere else; None where
         neither can be."""
         if length < len(idle.tokens) and not idle.exported:
-            if self._can_split or self._states:
-                forked = self._fork_idle(idle, length, state)
-                if forked is not None:
-                    return forked
-            if not self._can_split and not self._can_cut(idle, length):
+            forked = self._fork_idle(idle, length, state)
+            if forked is not None:
+                return forked
+            # What can't be forked, and is nowhere else, is not cut to a smaller part of itself.
+            if not self._can_split and 2 * length < len(idle.tokens):
                 return None
             self._export_next(idle, force=True)
         if state is not None and not self._cut_to_state(idle, length, state):
@@ -241,7 +232,7 @@ class SequencePool:
             self._backend.drop(sequence)
             return
         self.kv.touch(tokens)
-        exported = self.kv.missing(tokens) is None
+        exported = self.kv.holds(tokens)
         self._idle.append(IdleSequence(sequence, tokens.copy(), exported, self.kv.budget.uses))
 
     def park(self, sequence: int, tokens: Tokens) -> None:
@@ -251,17 +242,15 @@ class SequencePool:
 
     def checkpoint(self, sequence: int, tokens: Tokens) -> None:
         """Store the state after exactly `tokens`, for models that can't go back there later."""
-        if self.kv.states is not None and self.kv.states.gap(tokens) is not None:
+        if not self.kv.has_state(tokens):
             self.kv.store_state(sequence, tokens, newer=True)
-        elif self.cache.indivisible and self.cache.gap(tokens) is not None:
-            self.kv.store(sequence, tokens, 0, newer=True)
 
     def checkpoints(self, prompt: list[int], n_kv: int, known: int) -> list[int]:
         """Where in a `prompt`, of which `n_kv` tokens are held and `known` were once, `checkpoint`
         is to be called."""
-        if not self.kv.has_points:
+        if self.kv.states is None:
             return []
-        interval = self.kv.state_interval(len(prompt)) if self.kv.states is not None else None
+        interval = None if self.kv.whole else self.kv.state_interval(len(prompt))
         backend = self._backend
         found = checkpoints(
             prompt,
@@ -343,7 +332,7 @@ class SequencePool:
         first `least` tokens, exporting them first; all of it where it can't be cut, or little would
         be left. True if there is some left to take."""
         start = max(len(idle.tokens) - max(cells, tunables.PIECE_TOKENS), 0)
-        divisible = self._can_split and not self.kv.has_points
+        divisible = self._can_split and self.kv.states is None
         start = image_boundary(
             idle.tokens, max(start if start >= tunables.PIECE_TOKENS else 0, least)
         )
@@ -356,13 +345,13 @@ class SequencePool:
             tokens, idle.tokens = idle.tokens, idle.tokens[:start].copy()
             self.kv.export_end(idle.sequence, tokens, start, idle.used)
             self._backend.truncate(idle.sequence, start)
-            idle.exported, idle.space = self.kv.missing(idle.tokens) is None, "free"
+            idle.exported, idle.space = self.kv.holds(idle.tokens), "free"
         return start > least
 
     def in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
         """Blocks of the cache whose tokens sequences in the context have too, which stay there the
         longest first."""
-        if self.kv.has_points:
+        if self.kv.states is not None:
             return
         for job in self.running.values():
             if job.sequence not in (None, self._leaving):
@@ -419,7 +408,7 @@ class SequencePool:
         """Export what there is room for, now: its cells are needed."""
         self._idle.remove(idle)
         self._leaving = idle.sequence
-        if not self.kv.has_points:
+        if self.kv.states is None:
             self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used)
         else:
             while not idle.exported and self._export_next(idle, force=True):
@@ -435,7 +424,7 @@ class SequencePool:
         changes = self.kv.budget.changes
         for idle in self._idle:
             if idle.exported and idle.as_of != changes:
-                idle.exported, idle.as_of = self.kv.missing(idle.tokens) is None, changes
+                idle.exported, idle.as_of = self.kv.holds(idle.tokens), changes
 
     def _refused(self, idle: IdleSequence) -> bool:
         """There was no room for it, and nothing has changed since."""
@@ -446,6 +435,6 @@ class SequencePool:
         if self._refused(idle) and not force:
             return False
         space = self.kv.export_next(idle.sequence, idle.tokens, idle.used, force=force)
-        idle.exported, idle.as_of = self.kv.missing(idle.tokens) is None, self.kv.budget.changes
+        idle.exported, idle.as_of = self.kv.holds(idle.tokens), self.kv.budget.changes
         idle.space = "free" if idle.exported else space or "full"
         return space in (None, "free")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import RestorePlan
 from localllm.engine.cache.store import KvStore
-from localllm.engine.cache.tree import PrefixCache
+from localllm.engine.cache.tree import CachedPart
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
@@ -42,7 +42,7 @@ class Restoration:
         # Tokens in the sequence; `held` are those that it could go on behind.
         self._reached = self.held
         self._wanted: list[Block] = []
-        self._lock(self.plan)
+        self._lock()
         self._miss("unread", self.plan.unread)
         self._look_ahead()
 
@@ -68,7 +68,7 @@ class Restoration:
     def awaits(self) -> bool:
         """Is the next part still being read? One that takes too long is given up here."""
         while not self.done and self.computes_to is None:
-            if all(map(self.kv.in_memory, self._next_blocks())):
+            if self.kv.in_memory(self._parts[-1].block):
                 return False
             # Tokens that are computed where the disk is given up: of what can be taken apart those
             # that are not in memory, else all of the prefix.
@@ -81,19 +81,9 @@ class Restoration:
             self._give_up()
         return False
 
-    def _next_blocks(self) -> list[Block]:
-        """What the next step reads."""
-        state = self.plan.state
-        last = len(self._parts) == 1 and state is not None
-        return [
-            self._parts[-1].block,
-            *([state.parts[0].block] if last and state is not None else []),
-        ]
-
     def _coming(self) -> list[Block]:
         """What is still to be imported, in its order."""
-        state = [] if self.plan.state is None else [self.plan.state.parts[0].block]
-        return [part.block for part in reversed(self._parts)] + state
+        return [part.block for part in reversed(self._parts)]
 
     def _look_ahead(self) -> None:
         """Have what comes next read, as far ahead as may be; or end where nothing does."""
@@ -104,11 +94,10 @@ class Restoration:
         for block in [b for b in self._wanted if b not in coming]:
             self._wanted.remove(block)
             self.kv.disk.reads.release(block)
-        due = self._next_blocks()
         for block in coming:
             if block in self._wanted or self.kv.in_memory(block):
                 continue
-            if not self.kv.disk.reads.want(block, due=block in due):
+            if not self.kv.disk.reads.want(block, due=block is coming[0]):
                 break
             self._wanted.append(block)
 
@@ -129,21 +118,12 @@ class Restoration:
         part = self._parts.pop()
         assert part.start == self._reached, "a gap must be computed first"
         try:
-            data = self._read(self.kv.cache, part.block)
-            if data is None:
-                self._lose(part.block, part.n_tokens)
-            else:
-                self.backend.import_range(self.sequence, data, part.start, part.stop)
-                self._reached = self._gap_start = part.stop
-                if self.plan.state is None:
-                    self._hold(part.n_tokens)
-                elif not self._parts:
-                    self._import_state(self.plan.state.parts[0].block)
+            self._import(part)
         except NoCellsError:
             # Less room than was promised: what is restored so far is still right.
             self._miss("no_cells", part.n_tokens + sum(p.n_tokens for p in self._parts))
             self._parts.clear()
-            if self.plan.state is not None:
+            if not self.plan.divisible:
                 self.backend.truncate(self.sequence, 0)
         except BackendFailure:
             # A block this build can't read is a miss.
@@ -151,30 +131,20 @@ class Restoration:
             self._lose(part.block, part.n_tokens)
         self._look_ahead()
 
-    def _import_state(self, block: Block) -> None:
-        """What makes the imported KV a sequence that can go on."""
-        states = self.kv.states
-        assert states is not None
-        data = self._read(states, block)
-        try:
-            if data is not None:
-                self.backend.import_state(self.sequence, data, self._reached)
-                self._hold(self._reached)
-                return
-        except BackendFailure:
-            pass
-        self._lose(block, self._reached)
-
-    def _hold(self, n_tokens: int) -> None:
-        self.held = self._reached
-        self.imported += n_tokens
-
-    def _read(self, tree: PrefixCache, block: Block) -> bytes | memoryview | None:
-        in_memory = block.held_bytes > 0
-        data = self.kv.read(block)
-        if data is not None and not in_memory:
-            tree.promote(block, data)
-        return data
+    def _import(self, part: CachedPart) -> None:
+        data = self.kv.read(part.block)
+        if data is None:
+            self._lose(part.block, part.n_tokens)
+            return
+        if part.n_tokens:
+            self.backend.import_range(self.sequence, data, part.start, part.stop)
+        else:
+            # what makes the imported KV a sequence that can go on
+            self.backend.import_state(self.sequence, data, part.stop)
+        self._reached = self._gap_start = part.stop
+        if self.plan.divisible or not self._parts:
+            self.imported += part.stop - self.held
+            self.held = part.stop
 
     def at_once(self) -> None:
         """Import all of it that comes without computing."""
@@ -196,17 +166,11 @@ class Restoration:
             for block in self._wanted:
                 self.kv.disk.reads.release(block)
             self._wanted = []
-            self._unlock(self.plan)
+            _unlock(self.plan)
 
-    def _lock(self, plan: RestorePlan) -> None:
-        self.kv.cache.lock(plan.match)
-        if plan.state is not None and self.kv.states is not None:
-            self.kv.states.lock(plan.state)
-
-    def _unlock(self, plan: RestorePlan) -> None:
-        self.kv.cache.unlock(plan.match)
-        if plan.state is not None and self.kv.states is not None:
-            self.kv.states.unlock(plan.state)
+    def _lock(self) -> None:
+        for tree, match in self.plan.held:
+            tree.lock(match)
 
     def _lose(self, block: Block, n_tokens: int) -> None:
         self.kv.lost(block)
@@ -221,8 +185,8 @@ class Restoration:
         self.held = self._reached = 0
         self._gap_start = 0
         held, self.plan = self.plan, self.kv.plan(self.prompt, at_once=at_once)
-        self._lock(self.plan)
-        self._unlock(held)
+        self._lock()
+        _unlock(held)
         self._parts = list(reversed(self.plan.parts))
         self._miss(reason, held.saved - self.plan.saved)
         self._look_ahead()
@@ -230,3 +194,8 @@ class Restoration:
     def _miss(self, reason: str, n_tokens: int) -> None:
         if n_tokens > 0:
             self.missed[reason] = self.missed.get(reason, 0) + n_tokens
+
+
+def _unlock(plan: RestorePlan) -> None:
+    for tree, match in plan.held:
+        tree.unlock(match)

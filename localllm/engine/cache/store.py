@@ -1,15 +1,15 @@
 """What is kept of sequences outside the context, in memory and on disk, how it gets there, and at
 which points:
 
-plain     pieces of KV: a sequence is taken up again anywhere
-states    pieces of KV, and states at points of the sequence: it is taken up where a state is
-snapshots one snapshot of everything at a point (models whose state can't be had apart)
+pieces of KV, where a sequence can be taken up again anywhere; and else states at points of it, where
+it can be. Behind a state stand pieces of KV too, or it is `whole`: all there is is in it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 
 from localllm.engine.cache import tunables
@@ -31,7 +31,7 @@ from localllm_backends.contract import Backend, BackendFailure
 
 class KvStore(OtherPlaces):
     """The prefix cache of one engine, with its tier on `disk`. `states` is None where there are
-    none."""
+    none; where they are `whole`, nothing else is kept, and `cache` stays empty."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class KvStore(OtherPlaces):
         self.disk = DiskTier() if disk is None else disk
         self.budget = CacheBudget(cache_bytes, elsewhere=self)
         able = backend.capabilities
-        self.cache = PrefixCache("kv" if able.segments else "snapshot", budget=self.budget)
-        self.states = PrefixCache("state", budget=self.budget) if able.states else None
+        self.whole = not able.segments
+        self.cache = PrefixCache(budget=self.budget)
+        points = able.states or self.whole
+        self.states = PrefixCache("state", budget=self.budget) if points else None
         self.trees = [self.cache] if self.states is None else [self.cache, self.states]
-        # a sequence can be taken up only at points that something was kept for
-        self.has_points = self.cache.indivisible or self.states is not None
         self.speed = PrefillCost()
-        # The least seen of a token's KV, or of its share of a snapshot, and the most of a state.
+        # The least seen of a token's KV, or of its share of a whole state, and the most of a state.
         self._token_bytes = 0.0
         self._state_bytes = 0
         self._export_s = 0.0  # the least seen of a state's copy: others only ever add time
@@ -64,9 +64,8 @@ class KvStore(OtherPlaces):
     def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
         """What to take of what is held of `prompt`; `at_once`: without waiting for any file."""
         should_load = (lambda block, _: self.in_memory(block)) if at_once else self.should_load
-        return plan_restore(
-            self.cache, prompt[: image_boundary(prompt, len(prompt) - 1)], should_load, self.states
-        )
+        most = prompt[: image_boundary(prompt, len(prompt) - 1)]
+        return plan_restore(self.cache, most, should_load, self.states, whole=self.whole)
 
     def version(self) -> Hashable:
         """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
@@ -74,19 +73,24 @@ class KvStore(OtherPlaces):
         return self.budget.changes, self.budget.held_bytes, self.speed.token_s, self.disk.reads.pace
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block | None]:
-        """The longest beginning of `prefix` whose state is held and worth reading, and that
-        state."""
-        if self.states is None:
+        """The longest beginning of `prefix` whose state is held and worth reading, and that state:
+        for a sequence that has its KV, so none that is whole."""
+        if self.states is None or self.whole:
             return 0, None
         match = longest(self.states, prefix, self.should_load)
         return match.saved, match.parts[0].block if match.parts else None
 
     def read(self, block: Block) -> bytes | memoryview | None:
-        """Its bytes; None when they turned out to be lost or corrupt (a miss, never a wrong
-        answer)."""
+        """Its bytes, held in memory from now on if there is room; None when they turned out to be
+        lost or corrupt (a miss, never a wrong answer)."""
         if block.data is not None:
             return block.data
-        return self.disk.reads.get(block) if self.disk.reads.ready(block) else self.disk.load(block)
+        reads = self.disk.reads
+        data = reads.get(block) if reads.ready(block) else self.disk.load(block)
+        if data is not None:
+            for tree in self.trees:
+                tree.promote(block, data)
+        return data
 
     def should_load(self, block: Block, n_tokens: int) -> bool:
         """Is having this block quicker than computing so many tokens, as far as is known now?"""
@@ -108,20 +112,21 @@ class KvStore(OtherPlaces):
 
     # --- what is held -----------------------------------------------------------------------------
 
-    def missing(self, prefix: Tokens) -> tuple[int, int] | None:
-        """The first [start, stop) of `prefix` that is not held; None where all is, and it can be
-        taken up at its end."""
-        gap = self.cache.gap(prefix)
-        if gap is None and self.states is not None and self.states.gap(prefix) is not None:
-            return len(prefix), len(prefix)
-        return gap
+    def holds(self, prefix: Tokens) -> bool:
+        """Is all of `prefix` held, and can it be taken up at its end?"""
+        return self.has_state(prefix) and (self.whole or self.cache.gap(prefix) is None)
+
+    def has_state(self, prefix: Tokens) -> bool:
+        """Is the state behind `prefix` held, if one is needed?"""
+        return self.states is None or self.states.gap(prefix) is None
 
     def touch(self, prefix: Tokens) -> None:
         """A sequence was used just now: what is held of it is the last to go. Of its states those
         that others are near to are the first to go."""
-        self.cache.match(prefix)
-        if self.states is not None:
-            self.states.prune_snapshots(prefix, self.state_interval(len(prefix)))
+        for tree in self.trees:
+            tree.match(prefix)
+        if self.states is not None and not self.whole:
+            self.states.prune(prefix, self.state_interval(len(prefix)))
 
     def state_interval(self, n_tokens: int) -> int:
         """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's
@@ -144,18 +149,17 @@ class KvStore(OtherPlaces):
         room, or None where nothing is missing. `force`: its cells are needed, so what is being
         written is not waited for."""
         space: Space | None = None
-        if self.states is not None and self.states.gap(prefix) is not None:
+        if not self.has_state(prefix):
             space = self.store_state(sequence, prefix, used, force=force)
             if space != "full":
                 return space
         # Beyond its last state KV is of no use.
         point = self.states.peek(prefix).saved if self.states is not None else len(prefix)
-        gap = self.cache.gap(prefix[:point])
+        gap = None if self.whole else self.cache.gap(prefix[:point])
         if gap is None:
             return space
         start, stop = gap
-        if not self.cache.indivisible:
-            stop = self._piece(sequence, prefix, start, stop)
+        stop = self._piece(sequence, prefix, start, stop)
         return self.store(sequence, prefix[:stop], start, used, force=force)
 
     def export_end(self, sequence: int, prefix: Tokens, start: int, used: int | None) -> None:
@@ -186,18 +190,16 @@ class KvStore(OtherPlaces):
         used: int | None = None,
         *,
         force: bool = False,
-        newer: bool = False,
     ) -> Space:
         """Put what `sequence` holds of `prefix` from `start` on into the cache: "free" if there was
-        room. `newer`: a snapshot rather than an older one of the same sequence."""
+        room."""
         n_tokens = len(prefix) - start
-        along = None if newer else prefix
         until = used
-        if not (force or newer or self.has_points or self.closing):
+        if not (force or self.states is not None or self.closing):
             # It need not leave the context: only what is forgotten makes way for it.
             until = min(self.budget.uses if used is None else used, self.budget.forgotten)
-        least_bytes = int(self._token_bytes * n_tokens)
-        space = self.budget.make_room(least_bytes, prefix=along, used=until, force=force)
+        room = partial(self.budget.make_room, prefix=prefix, used=until, force=force)
+        space = room(int(self._token_bytes * n_tokens))
         if space != "free":
             return space
         try:
@@ -205,7 +207,7 @@ class KvStore(OtherPlaces):
         except BackendFailure:
             return "full"
         self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
-        space = self.budget.make_room(len(data), prefix=along, used=until, force=force)
+        space = room(len(data))
         return space if space != "free" else self._insert(self.cache, prefix, data, start, used)
 
     def store_state(
@@ -221,25 +223,33 @@ class KvStore(OtherPlaces):
         `newer`: rather than an older one of the same sequence."""
         if self.states is None:
             return "full"
-        n_bytes = self._backend.state_bytes(sequence)
+        backend, along = self._backend, None if newer else prefix
+        room = partial(self.budget.make_room, prefix=along, used=used, force=force)
         kv_bytes = int(self._token_bytes * len(prefix))
-        if not self.disk.capacity_bytes and n_bytes + kv_bytes > self.budget.capacity_bytes:
+        n_bytes = kv_bytes if self.whole else backend.state_bytes(sequence)
+        apart_bytes = 0 if self.whole else kv_bytes
+        if not self.disk.capacity_bytes and n_bytes + apart_bytes > self.budget.capacity_bytes:
             # The KV before it would not fit beside it.
             return "full"
-        space = self.budget.make_room(
-            n_bytes, prefix=None if newer else prefix, used=used, force=force
-        )
+        space = room(n_bytes)
         if space != "free":
             return space
-        started = self._clock()
+        started, n = self._clock(), len(prefix)
         try:
-            data = self._backend.export_state(sequence)
+            data = (
+                backend.export_range(sequence, 0, n)
+                if self.whole
+                else backend.export_state(sequence)
+            )
         except BackendFailure:
             return "full"
         took_s = self._clock() - started
         self._export_s = min(self._export_s or took_s, took_s)
         self._state_bytes = max(self._state_bytes, len(data))
-        return self._insert(self.states, prefix, data, 0, used)
+        if self.whole:
+            self._token_bytes = min(self._token_bytes or len(data), len(data) / n)
+        space = room(len(data))
+        return space if space != "free" else self._insert(self.states, prefix, data, 0, used)
 
     def _insert(
         self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None
@@ -317,7 +327,7 @@ class KvStore(OtherPlaces):
         return written
 
 
-# --- at which points of a prompt a state or snapshot is kept --------------------------------------
+# --- at which points of a prompt a state is kept -------------------------------------------------
 
 IsToken = Callable[[int], bool]
 

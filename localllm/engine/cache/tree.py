@@ -3,8 +3,8 @@
 Two shapes of memory, one tree. Where KV can be cut anywhere ("kv"), a node's block covers the
 node's own tokens and a prefix is restored from the blocks on its path. A node on the path may have
 none (it was evicted or lost): its tokens are computed, and what lies behind it is still of use.
-Where KV can't be cut (sliding windows, recurrent state; "state", "snapshot"), a block covers
-everything from token 0 to the node's end and a prefix is the deepest such node.
+A state can't be cut (sliding windows, recurrent layers; "state"): a block covers everything from
+token 0 to the node's end and a prefix is the deepest such node.
 
     root ── "system prompt" ──┬── "chat A" ── "A's 2nd turn"
                               └── "chat B"
@@ -32,7 +32,7 @@ from localllm.engine.cache.eviction import (
     Candidate,
     Kind,
     depth,
-    surplus_snapshots,
+    surplus_states,
 )
 from localllm.engine.tokens import Tokens
 
@@ -116,7 +116,7 @@ class PrefixCache:
         self, kind: Kind = "kv", *, capacity_bytes: int = 0, budget: CacheBudget | None = None
     ) -> None:
         self.kind = kind
-        # a block is of use as a whole only, at its end: states and snapshots
+        # a block is of use as a whole only, at its end
         self.indivisible = kind != "kv"
         self.budget = budget if budget is not None else CacheBudget(capacity_bytes)
         self.budget.pools.append(self)
@@ -155,15 +155,15 @@ class PrefixCache:
         self._use(node, now)
         return found
 
-    def prune_snapshots(self, prefix: Tokens, interval: int) -> None:
-        """Of whole blocks: all that `prefix` goes through count as used now, but for those that can
-        be spared (see `eviction.surplus_snapshots`), which leave before anything else."""
+    def prune(self, prefix: Tokens, interval: int) -> None:
+        """Of states: all that `prefix` goes through count as used now, but for those that can
+        be spared (see `eviction.surplus_states`), which leave before anything else."""
         nodes = [
             n
             for n, shared in self._along(prefix)
             if n.block is not None and shared == len(n.tokens)
         ]
-        surplus = surplus_snapshots([(n.stop, len(n.children) > 1) for n in nodes], interval)
+        surplus = surplus_states([(n.stop, len(n.children) > 1) for n in nodes], interval)
         for node in nodes:
             if node.stop in surplus:
                 node.last_used = 0
@@ -193,7 +193,7 @@ class PrefixCache:
             if part.start > reached:
                 return reached, part.start
             reached = max(reached, part.stop)
-        return (0 if self.indivisible else reached, len(tokens)) if reached < len(tokens) else None
+        return (reached, len(tokens)) if reached < len(tokens) else None
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class PrefixCache:
                 yield Candidate(node.last_used, deep, block, self)
 
     def on_path(self, prefix: Tokens) -> set[Block]:
-        """The blocks that `prefix` goes through, which are not evicted for it; of snapshots the
+        """The blocks that `prefix` goes through, which are not evicted for it; of states the
         longest."""
         along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
         if self.indivisible:

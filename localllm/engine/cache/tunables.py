@@ -22,7 +22,7 @@ IDLE_STEP_SHARE = 0.03
 # seconds; closing waits this long for the writer to make room for what is not exported yet
 CLOSE_S = 10.0
 
-# --- states and snapshots, of models that can't rewind --------------------------------------------
+# --- states, of models that can't rewind ----------------------------------------------------------
 
 # states; so many of a sequence's newest are kept however near they are: before its last two turns,
 # and at its end
