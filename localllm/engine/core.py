@@ -105,7 +105,7 @@ class Engine:
             wanted.make_constraint or GrammarCompiler(self.backend),
             wanted.grammar_trials or Stages([]),
         )
-        self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
+        self._images = image_steps(self.backend)
         self._admission = Admission(self.backend, self.jobs, self.guard, wanted.cache_bytes)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
         self.pace = DecodeSpeedTracker(others)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localllm.engine.cache.eviction import Block, OtherPlaces
+from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.tree import Match, PrefixCache, common_prefix
 from support.examples import examples
 
@@ -176,17 +176,16 @@ def test_once_all_is_written_that_was_being_written_nothing_is_waited_for() -> N
     blocks = [Filed(bytes(10), 0, 1, filed=False, pending=True), Block(bytes(20), 0, 1)]
     waited: list[bool] = []
 
-    class Disk(OtherPlaces):
-        def wait_for_writing(self) -> bool:
-            """Written the first time; after that a wait would be in vain, and last as long as it
-            may."""
-            waited.append(True)
-            blocks[0].pending = False
-            return True
+    def wait() -> bool:
+        """Written the first time; after that a wait would be in vain, and last as long as it
+        may."""
+        waited.append(True)
+        blocks[0].pending = False
+        return True
 
     for token, block in enumerate(blocks):
         assert cache.insert([token], block)
-    cache.budget.elsewhere = Disk()
+    cache.budget.wait_for_writing = wait
     assert cache.budget.make_room(30, used=0, force=True) == "full"
     assert waited == [True]
 

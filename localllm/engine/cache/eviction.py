@@ -23,12 +23,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from localllm.engine.cache import tunables
 from localllm.engine.step_costs import PROMPT_STEP_S
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Capabilities, ModelInfo
+
+if TYPE_CHECKING:
+    from localllm.engine.cache.tree import PrefixCache
 
 # Room for a block: there now, there once what is being written is written, or not to be had.
 Space = Literal["free", "pending", "full"]
@@ -105,35 +108,7 @@ class Candidate(NamedTuple):
     last_used: int
     depth: int
     block: Block
-    pool: EvictablePool
-
-
-class EvictablePool(Protocol):
-    """Blocks that can be asked for their memory: a tree of them."""
-
-    held_bytes: int
-
-    def candidates(self) -> Iterable[Candidate]: ...  # those that hold some and are not locked
-    def on_path(self, prefix: Tokens) -> set[Block]: ...  # those that a prefix goes through
-    # the tokens that one ends; None: not known any more
-    def line(self, block: Block) -> Tokens | None: ...
-    def demote(self, block: Block) -> int: ...  # keep only its copy; returns the bytes freed
-    def forget(self, block: Block) -> None: ...  # locked or not
-    def evict(self, block: Block) -> None: ...  # one that is not locked
-
-
-class OtherPlaces:
-    """Where blocks can be written. As it is here, nowhere; a store with a disk says where
-    (store.py)."""
-
-    def save(self, candidate: Candidate, until: int) -> Space:
-        """Have a block written that only memory holds, for which what was used until then may go
-        ("pending": it will be, "free": no need)."""
-        return "free"
-
-    def wait_for_writing(self) -> bool:
-        """Wait until something was written; False if that is not to be waited for."""
-        return False
+    pool: PrefixCache
 
 
 @dataclass(eq=False)
@@ -143,16 +118,20 @@ class CacheBudget:
     always on.
     `changes` grows with all that may make room or changes what is found: who was refused, or
     remembers what it found, asks again.
-    `elsewhere`: who has them written. `in_context`: blocks whose tokens the context holds too, the
+    `save`: has a block written that only memory holds, for which what was used until then may go
+    ("pending": it will be, "free": no need).
+    `wait_for_writing`: waits until something was written; False if that is not to be waited for.
+    `in_context`: blocks whose tokens the context holds too, the
     first to go where something has to leave it."""
 
     capacity_bytes: int
     uses: int = 0
     changes: int = 0
-    pools: list[EvictablePool] = field(default_factory=list)
+    pools: list[PrefixCache] = field(default_factory=list)
     clock: Callable[[], int] = time.time_ns
-    elsewhere: OtherPlaces = field(default_factory=OtherPlaces)
-    in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
+    save: Callable[[Candidate, int], Space] = lambda _candidate, _until: "free"
+    wait_for_writing: Callable[[], bool] = lambda: False
+    in_context: Callable[[], Iterable[tuple[PrefixCache, Block]]] = tuple
 
     def use(self) -> int:
         """Something is used now: when, as `uses` counts."""
@@ -195,7 +174,7 @@ class CacheBudget:
         while missing > 0 and waited and self._is_writing:
             if not force:
                 return "pending"
-            waited = self.elsewhere.wait_for_writing()
+            waited = self.wait_for_writing()
             missing -= self._evict(missing, keep, until, "saved" if waited else "evicted")
         return "free" if missing <= 0 else "full"
 
@@ -268,7 +247,7 @@ class CacheBudget:
                 self.changes += 1
                 continue
             if can_save and not block.pending:
-                can_save = self.elsewhere.save(candidate, until) != "full"
+                can_save = self.save(candidate, until) != "full"
             if block.pending and unwritten != "evicted":
                 coming += block.held_bytes if unwritten == "saved" else 0
             elif block not in keep and candidate.last_used <= until:

@@ -18,8 +18,6 @@ from localllm.engine.cache.eviction import (
     Block,
     CacheBudget,
     Candidate,
-    EvictablePool,
-    OtherPlaces,
     Space,
 )
 from localllm.engine.cache.matching import RestorePlan, longest, plan_restore
@@ -29,7 +27,7 @@ from localllm.engine.tokens import Tokens, image_boundary, next_image_boundary
 from localllm_backends.contract import Backend, BackendFailure
 
 
-class KvStore(OtherPlaces):
+class KvStore:
     """The prefix cache of one engine, with its tier on `disk`. `states` is None where there are
     none; where they are `whole`, nothing else is kept, and `cache` stays empty."""
 
@@ -42,7 +40,9 @@ class KvStore(OtherPlaces):
     ) -> None:
         self._backend, self._clock = backend, clock
         self.disk = DiskTier() if disk is None else disk
-        self.budget = CacheBudget(cache_bytes, elsewhere=self)
+        self.budget = CacheBudget(
+            cache_bytes, save=self._save, wait_for_writing=self._wait_for_writing
+        )
         able = backend.capabilities
         self.whole = not able.segments
         self.cache = PrefixCache(budget=self.budget)
@@ -105,9 +105,9 @@ class KvStore(OtherPlaces):
         """Does having it wait for no file?"""
         return block.data is not None or self.disk.reads.ready(block)
 
-    # --- other places than memory (OtherPlaces) ---------------------------------------------------
+    # --- other places than memory -----------------------------------------------------------------
 
-    def save(self, candidate: Candidate, until: int) -> Space:
+    def _save(self, candidate: Candidate, until: int) -> Space:
         return self._write(candidate.pool, candidate.block, until, leaves=True)
 
     # --- what is held -----------------------------------------------------------------------------
@@ -260,9 +260,7 @@ class KvStore(OtherPlaces):
         self._write(tree, block, self.budget.uses if self.closing else self.budget.forgotten)
         return "free"
 
-    def _write(
-        self, pool: EvictablePool, block: Block, until: int, *, leaves: bool = False
-    ) -> Space:
+    def _write(self, pool: PrefixCache, block: Block, until: int, *, leaves: bool = False) -> Space:
         """Have a block written that only memory holds ("pending"), if room for it can be made of
         files used until then, or of files of what is elsewhere too; unless it `leaves` memory, only
         of what was used before it, or two would be written by turns. "free": it can't or needn't be
@@ -318,7 +316,7 @@ class KvStore(OtherPlaces):
             tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens * self.speed.token_s
         )
 
-    def wait_for_writing(self) -> bool:
+    def _wait_for_writing(self) -> bool:
         until_s = self._clock() + self._patience_s
         self.disk.hurry(True)
         written = self._patience_s > 0 and self.disk.wait(self._patience_s)

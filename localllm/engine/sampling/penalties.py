@@ -26,49 +26,32 @@ class Tallies:
     def __init__(self, window: int) -> None:
         self._window = window
         self._seen = 0
-        self._at: dict[int, int] = {}
-        self._ids = np.empty(64, dtype=np.int64)
+        self._ids = np.zeros(0, dtype=np.int64)
         # By token: as long as the greatest that came needs, and never longer than a vocabulary.
-        self.of = np.zeros(0, dtype=np.int32)
+        self._counts = np.zeros(0, dtype=np.int32)
 
     def follow(self, line: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Ids, in no order, and their counts in the window at the end of `line`, which goes on from
         that of the last call."""
-        first = self._first(len(line))
-        for token in line[self._first(self._seen) : min(first, self._seen)]:
-            if token >= 0:
-                self._take(token)
-        for token in line[max(first, self._seen) :]:
-            if token >= 0:
-                self._add(token)
+        first, before = self._first(len(line)), self._first(self._seen)
+        left = _words(line[before : min(first, self._seen)])
+        came = _words(line[max(first, self._seen) :])
         self._seen = len(line)
-        ids = self._ids[: len(self._at)].copy()
-        return ids, self.of[ids]
+        np.subtract.at(self._counts, left, 1)
+        self._ids = self._ids[self._counts[self._ids] > 0]
+        missing = int(came.max(initial=-1)) + 1 - len(self._counts)
+        self._counts = np.pad(self._counts, (0, max(missing, 0))) if missing > 0 else self._counts
+        new = np.unique(came[self._counts[came] == 0])
+        np.add.at(self._counts, came, 1)
+        self._ids = np.append(self._ids, new)
+        return self._ids, self._counts[self._ids]
 
     def _first(self, length: int) -> int:
         return 0 if self._window < 0 else max(0, length - self._window)
 
-    def _add(self, token: int) -> None:
-        if token not in self._at:
-            n = self._at[token] = len(self._at)
-            if n == len(self._ids):
-                self._ids = np.concatenate([self._ids, self._ids])
-            self._ids[n] = token
-            if token >= len(self.of):
-                more = np.zeros(token + 1 - len(self.of), dtype=np.int32)
-                self.of = np.concatenate([self.of, more])
-        self.of[token] += 1
 
-    def _take(self, token: int) -> None:
-        self.of[token] -= 1
-        if self.of[token]:
-            return
-        # The last one moves into its place.
-        at = self._at.pop(token)
-        last = len(self._at)
-        if at != last:
-            self._ids[at] = self._ids[last]
-            self._at[int(self._ids[at])] = at
+def _words(tokens: Sequence[int]) -> NDArray[np.int64]:
+    return np.array([t for t in tokens if t >= 0], dtype=np.int64)
 
 
 def counted(sampling: Sampling) -> bool:
@@ -152,6 +135,8 @@ TokenBytes = Callable[[int], bytes]
 # Beyond this exponent the penalty leaves the range of a float32, so no repetition need be measured
 # further.
 _MOST_LOG = 88.7228391
+# Among so many tokens a breaker is looked for first: most texts have one there.
+_NEAR = 24
 
 
 def dry_penalty(sampling: Sampling, length: int) -> float:
@@ -224,25 +209,13 @@ def _since_breaker(window: Tokens, breakers: Sequence[bytes], text: TokenBytes, 
     """How many whole tokens stand behind the last breaker in the window; all of them where there is
     none. It is not looked for where the answer would be more than `most`."""
     longest = max((len(b) for b in breakers), default=0)
-    if not longest:
-        return len(window)
-    tail = b""
-    spelled = 0
-    for whole in range(len(window)):
-        # A breaker that begins here ends at most so many tokens on, but for those that spell
-        # nothing.
-        if spelled > most + longest:
-            break
-        piece = text(int(window[-1 - whole]))
-        spelled += bool(piece)
-        # A breaker that begins in this token; one that begins later was found before.
-        tail = piece + tail[: longest - 1]
-        found = {b: tail.rfind(b, 0, len(piece) + len(b) - 1) for b in breakers}
-        ends = [at + len(b) for b, at in found.items() if at >= 0]
-        if ends:
-            further = max(ends) - len(piece)
-            while further > 0 and whole:
-                further -= len(text(int(window[-whole])))
-                whole -= 1
-            return whole
+    for near in (_NEAR, most + longest):
+        pieces = [text(t) for t in window[-near:].tolist()]
+        spelled, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        begins = {b: spelled.rfind(b) for b in breakers}
+        found = [(at, at + len(b) - 1) for b, at in begins.items() if at >= 0]
+        if found:
+            # in which tokens each begins and ends
+            tokens = np.searchsorted(ends, found, side="right").tolist()
+            return len(pieces) - 1 - int(max(tokens)[1])
     return len(window)
