@@ -24,7 +24,6 @@ from localllm.engine.sampling.row import (
     block_sums,
     buffer,
     fewest,
-    narrowed,
     token_at,
     weigh,
 )
@@ -97,17 +96,19 @@ def candidates(row: Row, sampling: Sampling) -> Candidates:
         top = Top(readable(row))
         if top.greatest == -math.inf:
             return Candidates(np.zeros(1, dtype=np.int64), np.ones(1))
-    row = top.row
-    limited = 0 < sampling.top_k < len(row)
-    head = top.ranked(min(sampling.top_k, HEAD) if limited else HEAD)
-    if (limited and sampling.top_k <= HEAD) or len(head) < HEAD or len(row) == HEAD:
-        return _of_few(row, head, sampling)
-    if limited:
-        ones = buffer("weights", len(row))
-        ones.fill(1.0)
-        mask = fewest(row, ones, float(sampling.top_k), float(len(row)), head)
-        return candidates(narrowed(row, mask), replace(sampling, top_k=0))
-    return (_typical_of_all if sampling.typical_p < 1.0 else _of_all)(top, head, sampling)
+    if 0 < sampling.top_k < len(top.row):
+        return _of_few(top.row, top.ranked(sampling.top_k), sampling)
+    if sampling.typical_p < 1.0:
+        typical = _typical_of_all(top, sampling.typical_p)
+        return _of_few(top.row, typical, replace(sampling, typical_p=1.0))
+    n = HEAD
+    if excludes(sampling):
+        # All that XTC may leave out is among so many.
+        n = max(n, int(min(1 / max(sampling.xtc_threshold, 1e-9), len(top.row))) + 1)
+    head = top.ranked(n)
+    if len(head) < n or len(head) == len(top.row):
+        return _of_few(top.row, head, sampling)
+    return _of_all(top, head, sampling)
 
 
 def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
@@ -139,10 +140,7 @@ def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
     mask = _passing_mask(top, head, weights, total, sampling)
     if weights is not None and excludes(sampling):
         total = total if mask is None else float(np.dot(weights, mask))
-        if head_weights[-1] >= sampling.xtc_threshold * total:
-            head = _all_of(top, base + math.log(sampling.xtc_threshold * total), mask)
-            values = row[head].astype(np.float64)
-    n_excluded = _excluded(np.exp(values - base), total, sampling)
+    n_excluded = _excluded(head_weights, total, sampling)
     if weights is None or sampling.temperature != 1.0:
         base = base if sampling.temperature == 1.0 else float(values[n_excluded])
         weights = weigh(row, base, sampling.temperature, buffer("weights", len(row)))
@@ -179,13 +177,6 @@ def _passing_mask(
     return mask
 
 
-def _all_of(top: Top, least: float, mask: Row | None) -> Ids:
-    """The tokens of at least `least` that the filters left, ranked."""
-    ids = top.at_least(least)
-    ids = ids if mask is None else ids[mask[ids] > 0]
-    return ids[np.argsort(-top.row[ids], kind="stable")]
-
-
 def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
     """Which of the ranked `values` are the nearest to the `mean` logit that weigh `goal` together:
     locally typical sampling (arXiv 2202.00666), since a token's surprise less the entropy is how
@@ -194,28 +185,24 @@ def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
     return np.sort(order[: int(np.searchsorted(np.cumsum(weights[order]), goal)) + 1])
 
 
-def _typical_of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
+def _typical_of_all(top: Top, share: float) -> Ids:
+    """The same of a whole row, that weigh `share` of it: looked for among ever more of the
+    greatest, until all that are left are further from the mean."""
     row, base = top.row, base_of(top.greatest)
     weights = weigh(row, base, 1.0, buffer("weights", len(row)))
     total = float(block_sums(weights).sum())
-    keys = buffer("keys", len(row))
-    far = np.subtract(row, np.float32(base), out=keys) if base else row
-    with np.errstate(invalid="ignore"):
-        moment = float(np.dot(weights, far))
     # what is forbidden weighs nothing, but nothing times infinity is no number
-    if math.isnan(moment):
-        moment = float(np.dot(weights, np.clip(far, np.float32(-1e3), np.float32(1e3), out=keys)))
-    mean, goal = base + moment / total, sampling.typical_p * total
-    values = row[head].astype(np.float64)
-    kept = _typical(values, np.exp(values - base), mean, goal)
-    others = replace(sampling, typical_p=1.0)
-    if len(kept) < len(head) and float(np.abs(values[kept] - mean).max()) < mean - values[-1]:
-        return _of_few(row, head[kept], others)
-    np.subtract(row, np.float32(mean), out=keys)
-    mask = fewest(np.negative(np.abs(keys, out=keys), out=keys), weights, goal, total, head)
-    if others == replace(others, temperature=1.0, top_p=1.0, min_p=0.0, xtc_probability=0.0):
-        return Candidates(head[:0], np.empty(0), np.multiply(weights, mask, out=weights))
-    return candidates(narrowed(row, mask), others)
+    far = np.subtract(row, np.float32(base), out=buffer("far", len(row)))
+    np.maximum(far, np.float32(-1e3), out=far)
+    mean = base + float(np.dot(weights, far)) / total
+    for n in (HEAD, 16 * HEAD, len(row)):
+        head = top.ranked(n)
+        values = row[head].astype(np.float64)
+        kept = _typical(values, np.exp(values - base), mean, share * total)
+        furthest = float(np.abs(values[kept] - mean).max())
+        if len(kept) < len(head) < len(row) and furthest < mean - values[-1]:
+            break
+    return head[kept]
 
 
 def excludes(sampling: Sampling) -> bool:

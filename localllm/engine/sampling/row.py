@@ -82,13 +82,6 @@ class Top:
         return ids[np.argsort(-self.row[ids], kind="stable")][:k]
 
 
-def narrowed(row: Row, mask: Row) -> Row:
-    """`row` with all tokens forbidden whose `mask` is 0, in a buffer; the mask is lost."""
-    mask -= np.float32(0.5)
-    mask *= np.float32(np.inf)
-    return np.minimum(row, mask, out=buffer("narrowed", len(row)))
-
-
 def base_of(best: float) -> float:
     """What a row's weights are relative to: where single precision has room for e^logit, nothing
     need be subtracted."""
