@@ -1,11 +1,8 @@
 """The parent's end of the pipe to a worker process, JSON lines (child_pipe.py is the other), and how
 such processes are started.
 
-The child is asked and answers; what it says unasked reaches a callback straight from the event
-loop's read.
-
-A StreamReader and a task between them would cost two more turns of the loop for every token,
-asyncio's own way from a child's output to its protocol one more.
+The child is asked and answers; what it says unasked reaches a callback: a StreamReader and a task
+between them would cost a turn of the loop more for every token.
 """
 
 from __future__ import annotations
@@ -216,8 +213,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast("asyncio.SubprocessTransport", transport)
         self._stdin = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
-        output = cast("asyncio.ReadTransport", self._process.get_pipe_transport(1))
-        output.set_protocol(_Output(self, cast("asyncio.Protocol", output.get_protocol())))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Some of its output: any number of lines, the last perhaps in part."""
@@ -258,20 +253,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
                 if not reply.done():
                     reply.set_exception(self.death())
             self._on_end()
-
-
-class _Output(asyncio.Protocol):
-    """Stands between a child's output and the protocol that asyncio gave it: data goes to `child`
-    at once, not in the loop's next turn; the end takes the usual way, behind all data."""
-
-    def __init__(self, child: JsonProcess, usual: asyncio.Protocol) -> None:
-        self._child, self._usual = child, usual
-
-    def data_received(self, data: bytes) -> None:
-        self._child.pipe_data_received(1, data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._usual.connection_lost(exc)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
