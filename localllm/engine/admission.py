@@ -165,7 +165,7 @@ class Admission:
     def _holds(self, source: PrefixSource) -> bool:
         """Is the line still there that `source` takes from?"""
         if source.idle is not None:
-            return self.jobs.pool.has(source.idle)
+            return source.idle in self.jobs.pool.idle
         running = self.jobs.running.values()
         return source.sequence is None or any(job.sequence == source.sequence for job in running)
 
@@ -193,21 +193,15 @@ class Admission:
             restoring = job.restoring
             if restoring is None:
                 continue
-            while restoring.computes_to is None and not restoring.done:
-                if streams and imported:
-                    break
-                if restoring.awaits:
-                    self.awaits_disk = True
-                    break
-                # What took too long to read may have been given up.
-                if restoring.computes_to is None and not restoring.done:
-                    if restoring.next_tokens:
-                        # besides the cells that running requests are to compute
-                        cells = restoring.next_tokens + sum(j.to_compute for j in jobs)
-                        self.jobs.pool.make_room(cells, live=len(jobs))
-                    restoring.step()
-                    imported = True
-                job.n_kv = restoring.held
+            while restoring.ready and not (streams and imported):
+                if restoring.next_tokens:
+                    # besides the cells that running requests are to compute
+                    cells = restoring.next_tokens + sum(j.to_compute for j in jobs)
+                    self.jobs.pool.make_room(cells, live=len(jobs))
+                restoring.step()
+                imported = True
+            job.n_kv = restoring.held
+            self.awaits_disk |= restoring.importing
             if restoring.done:
                 self._begin(job, restoring)
 

@@ -266,7 +266,7 @@ def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
     engine = Engine(backend)
     run(engine, request_for("long", "x" * 3000, max_tokens=4, sampling=GREEDY, ignore_eos=True))
     settle(engine)
-    assert engine.pool.n_idle == 1, "it stays for its next turn"
+    assert len(engine.pool.idle) == 1, "it stays for its next turn"
     free: list[int] = []
     step = backend.step
 

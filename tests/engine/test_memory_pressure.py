@@ -231,7 +231,7 @@ def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refu
         )
         assert "close other programs" in failure.hint
     assert engine.pool.cache.held_bytes == 0
-    assert engine.pool.n_idle == 0
+    assert len(engine.pool.idle) == 0
     machine.free_mb, machine.now = 1000, machine.now + 1
     assert run(engine, ask("c")).finish("c").reason == "length"
 

@@ -39,7 +39,7 @@ class SequencePool:
         self._backend = backend
         self.kv, self.cache = kv, kv.cache
         self._can_split = backend.capabilities.rewind == "any"
-        self._idle: list[IdleSequence] = []
+        self.idle: list[IdleSequence] = []
         self.running: Mapping[str, RunningRequest] = {}
         kv.budget.in_context = self.in_context
         self._leaving: int | None = None
@@ -47,14 +47,10 @@ class SequencePool:
         self._token_share = held.kv_bytes / backend.info.n_ctx / max(held.weights_bytes, 1)
         self.restored_tokens = 0
 
-    @property
-    def n_idle(self) -> int:
-        return len(self._idle)
-
     def snapshot(self) -> dict[str, int]:
         """What it and the cache hold, and what became of it, as plain values."""
         return {
-            "residents": self.n_idle,
+            "residents": len(self.idle),
             "restored_tokens": self.restored_tokens,
             "cache_bytes": self.kv.budget.held_bytes,
             "cache_capacity_bytes": self.kv.budget.capacity_bytes,
@@ -74,7 +70,7 @@ class SequencePool:
         known = plan.known
         length = plan.saved if plan.saved >= tunables.MIN_TOKENS else 0
         best = PrefixSource(length, plan=plan)
-        lines: list[Line] = [*running, *self._idle]
+        lines: list[Line] = [*running, *self.idle]
         for line in lines:
             if line.sequence is None:
                 continue
@@ -95,9 +91,6 @@ class SequencePool:
             best = PrefixSource(length, known, held, idle, line.sequence, further, state)
         return replace(best, known=known)
 
-    def has(self, idle: IdleSequence) -> bool:
-        return idle in self._idle
-
     def _reaches(
         self, sequence: int, shared: int, held: int, prompt: Tokens
     ) -> tuple[int, Block | None]:
@@ -109,7 +102,7 @@ class SequencePool:
 
     def can_reserve(self, cells: int, source: PrefixSource) -> bool:
         """Are there so many cells, free or in idle sequences, besides what `source` has of them?"""
-        idle = sum(len(i.tokens) for i in self._idle)
+        idle = sum(len(i.tokens) for i in self.idle)
         return self._backend.cells_free() + idle - (source.held if source.idle else 0) >= cells
 
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
@@ -155,7 +148,7 @@ class SequencePool:
         except NoCellsError:
             # The idle sequence that was to be taken over could not be cut back: its place is the
             # one that was counted on.
-            if in_the_way not in self._idle:
+            if in_the_way not in self.idle:
                 raise
             self._drop(in_the_way)
             return self._backend.new_sequence()
@@ -177,7 +170,7 @@ class SequencePool:
             self._backend.truncate(idle.sequence, length)
         except CannotRewindError:
             return None
-        self._idle.remove(idle)
+        self.idle.remove(idle)
         return idle.sequence
 
     def _cut_to_state(self, idle: IdleSequence, length: int, state: Block) -> bool:
@@ -213,7 +206,7 @@ class SequencePool:
     def _fork_idle(self, idle: IdleSequence, length: int, state: Block | None) -> int | None:
         """The beginning of a sequence whose end is still to be exported; None if there is no
         sequence left for it."""
-        others = [other for other in self._idle if other is not idle]
+        others = [other for other in self.idle if other is not idle]
         while True:
             try:
                 return self._fork(idle.sequence, length, state)
@@ -237,12 +230,12 @@ class SequencePool:
             return
         self.kv.touch(tokens)
         exported = self.kv.holds(tokens)
-        self._idle.append(IdleSequence(sequence, tokens.copy(), exported, self.kv.budget.uses))
+        self.idle.append(IdleSequence(sequence, tokens.copy(), exported, self.kv.budget.uses))
 
     def park(self, sequence: int, tokens: Tokens) -> None:
         """Take a running request out of the context at once, keeping its KV in the cache."""
-        self._idle.append(IdleSequence(sequence, tokens.copy()))
-        self._evict(self._idle[-1])
+        self.idle.append(IdleSequence(sequence, tokens.copy()))
+        self._evict(self.idle[-1])
 
     def checkpoint(self, sequence: int, tokens: Tokens) -> None:
         """Store the state after exactly `tokens`, for models that can't go back there later."""
@@ -277,25 +270,25 @@ class SequencePool:
         disk."""
         self._sync()
         info, able = self._backend.info, self._backend.capabilities
-        n_sequences = live + len(self._idle)
+        n_sequences = live + len(self.idle)
         if not (
             busy
             and eviction.may_stay(
                 able, info, self._backend.cells_free(), n_sequences, self._step_share
             )
         ):
-            for idle in reversed(self._idle) if self.kv.closing else self._idle:
+            for idle in reversed(self.idle) if self.kv.closing else self.idle:
                 if not idle.exported and self._export_next(idle):
                     break
         self.kv.disk.hurry(self.waiting)
         self._sync()
         self._evict_exported(busy=busy)
-        return any(not (idle.exported or self._refused(idle)) for idle in self._idle)
+        return any(not (idle.exported or self._refused(idle)) for idle in self.idle)
 
     def evict_idle(self, n_tokens: int, *, live: int, clock: Callable[[], float]) -> None:
         """Before a step of `live` running requests that are to read `n_tokens` of prompts, and
         nothing else: exported sequences leave, others are exported first as far as that pays."""
-        if not live or not self._idle:
+        if not live or not self.idle:
             return
         self._sync()
         self._evict_exported(busy=True)
@@ -320,10 +313,10 @@ class SequencePool:
         if self._has_room(cells, live):
             return True
         self._sync()
-        if prompt is not None and self._idle:
+        if prompt is not None and self.idle:
             self.kv.touch(prompt)
         self.kv.be_patient(cells if len(self.running) <= (prompt is None) else 0)
-        for idle in eviction.context_order(self._idle):
+        for idle in eviction.context_order(self.idle):
             least = source.held if idle is source.idle else 0
             while not self._has_room(cells, live) and self._shorten(
                 idle, cells - self._backend.cells_free(), least
@@ -361,23 +354,23 @@ class SequencePool:
             if job.sequence not in (None, self._leaving):
                 for block in self.cache.covered(job.line(0, self._backend.length(job.sequence))):
                     yield self.cache, block
-        for idle in reversed(self._idle):
+        for idle in reversed(self.idle):
             for block in self.cache.covered(idle.tokens):
                 yield self.cache, block
 
     def drop_one(self) -> bool:
         """Cells for one more step from an idle sequence, whatever the backend believes to be free;
         False where there is none."""
-        if not self._idle:
+        if not self.idle:
             return False
         self._sync()
-        self._shorten(eviction.context_order(self._idle)[0], self._backend.info.n_batch, 0)
+        self._shorten(eviction.context_order(self.idle)[0], self._backend.info.n_batch, 0)
         return True
 
     def finish(self) -> None:
         """Export what is idle, waiting for room if it must: nothing else is going on any more."""
         self.kv.closing = True
-        while self._idle:
+        while self.idle:
             more = self.tick(busy=False)
             if not more and not (self.waiting and self.kv.disk.wait(tunables.CLOSE_S)):
                 break
@@ -386,37 +379,34 @@ class SequencePool:
     @property
     def waiting(self) -> bool:
         """True while something could be exported if only what is in memory were written."""
-        return any(idle.space == "pending" for idle in self._idle)
+        return any(idle.space == "pending" for idle in self.idle)
 
     def _has_room(self, cells: int, live: int) -> bool:
         return (
             self._backend.cells_free() >= cells
-            and live + len(self._idle) <= self._backend.info.n_seq_max
+            and live + len(self.idle) <= self._backend.info.n_seq_max
         )
 
     @property
     def _step_share(self) -> float:
         """What idle tokens add to a step, about: a step reads the weights, and all KV."""
-        return self._token_share * sum(len(idle.tokens) for idle in self._idle)
+        return self._token_share * sum(len(idle.tokens) for idle in self.idle)
 
     def _evict_exported(self, *, busy: bool) -> None:
         able = self._backend.capabilities
-        for idle in eviction.may_leave(self._idle, able, busy=busy, step_share=self._step_share):
+        for idle in eviction.may_leave(self.idle, able, busy=busy, step_share=self._step_share):
             self._drop(idle)
 
     def _drop(self, idle: IdleSequence) -> None:
-        self._idle.remove(idle)
+        self.idle.remove(idle)
         self._backend.drop(idle.sequence)
 
     def _evict(self, idle: IdleSequence) -> None:
         """Export what there is room for, now: its cells are needed."""
-        self._idle.remove(idle)
+        self.idle.remove(idle)
         self._leaving = idle.sequence
-        if self.kv.states is None:
-            self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used)
-        else:
-            while not idle.exported and self._export_next(idle, force=True):
-                pass
+        while not idle.exported and self._export_next(idle, force=True):
+            pass
         self._leaving = None
         self._backend.drop(idle.sequence)
 
@@ -426,7 +416,7 @@ class SequencePool:
         """Learn what became of the copies since: written, demoted to disk, evicted."""
         self.kv.disk.sync(self.kv.trees)
         changes = self.kv.budget.changes
-        for idle in self._idle:
+        for idle in self.idle:
             if idle.exported and idle.as_of != changes:
                 idle.exported, idle.as_of = self.kv.holds(idle.tokens), changes
 

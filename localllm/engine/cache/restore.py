@@ -4,7 +4,7 @@ piece.
 Each piece is weighed by itself: one on disk is worth reading when that is quicker than computing
 the tokens wanted of it. What is not worth reading, was evicted or is lost is a gap: its tokens are
 computed, and what lies behind is still taken. What is on disk is read by another thread, ahead of
-its turn; who owns a restoration asks whether it `awaits` the disk.
+its turn; who owns a restoration asks whether it is `ready`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,17 @@ class Restoration:
         )
 
     @property
-    def awaits(self) -> bool:
-        """Is the next part still being read? One that takes too long is given up here."""
-        while not self.done and self.computes_to is None:
+    def importing(self) -> bool:
+        """True while the next part can be imported once it is read."""
+        return not self.done and self.computes_to is None
+
+    @property
+    def ready(self) -> bool:
+        """True where the next part can be imported now. One that takes too long to read is given up
+        here."""
+        while self.importing:
             if self.kv.in_memory(self._parts[-1].block):
-                return False
+                return True
             # Tokens that are computed where the disk is given up: of what can be taken apart those
             # that are not in memory, else all of the prefix.
             late = [p.n_tokens for p in self._parts if not self.kv.in_memory(p.block)]
@@ -77,7 +83,7 @@ class Restoration:
             if self.kv.worth_reading(self._coming(), n_tokens):
                 # What somebody else had read may be gone again.
                 self._look_ahead()
-                return True
+                break
             self._give_up()
         return False
 
@@ -148,7 +154,7 @@ class Restoration:
 
     def at_once(self) -> None:
         """Import all of it that comes without computing."""
-        while not self.done and self.computes_to is None:
+        while self.importing:
             self.step()
         self.close()
 

@@ -326,16 +326,15 @@ class PrefixCache:
 
     def _along(self, prefix: Tokens) -> Iterator[tuple[Node, int]]:
         """The nodes that `prefix` goes through, each with how many of its tokens it shares."""
-        node, depth = self._root, 0
-        while depth < len(prefix):
+        node, depth, whole = self._root, 0, True
+        while whole and depth < len(prefix):
             child = node.children.get(int(prefix[depth]))
             if child is None:
                 return
             shared = common_prefix(child.tokens, prefix[depth:])
-            yield child, shared
-            if shared < len(child.tokens):
-                return
+            whole = shared == len(child.tokens)
             node, depth = child, depth + shared
+            yield child, shared
 
     def _use(self, node: Node | None, used: int) -> None:
         """A sequence up to `node` was used: all of it, or of whole blocks just that one."""
@@ -358,19 +357,13 @@ class PrefixCache:
 
     def _walk(self, prefix: Tokens) -> Node:
         """The node that ends exactly at len(prefix), splitting and growing edges on the way."""
-        node, depth = self._root, 0
-        while depth < len(prefix):
-            child = node.children.get(int(prefix[depth]))
-            if child is None:
-                child = Node(prefix[depth:].copy(), depth, node, last_used=0)
-                node.children[int(prefix[depth])] = child
-                return child
-            shared = common_prefix(child.tokens, prefix[depth:])
-            if shared < len(child.tokens):
-                child = self._split(child, shared)
-            depth += shared
-            node = child
-        return node
+        end = self._root
+        for node, shared in self._along(prefix):
+            end = node if shared == len(node.tokens) else self._split(node, shared)
+        if end.stop < len(prefix):
+            parent, end = end, Node(prefix[end.stop :].copy(), end.stop, end)
+            parent.children[int(end.tokens[0])] = end
+        return end
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut an edge: the upper part becomes a new node; both share the block (whole: only the

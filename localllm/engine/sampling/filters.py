@@ -137,7 +137,7 @@ def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
     if n < len(head):
         n_excluded = _excluded(head_weights[:n], float(head_weights[:n].sum()), sampling)
         return _tempered(head[:n], values[:n] - values[n_excluded], n_excluded, sampling)
-    mask = _passing_mask(top, head, weights, total, sampling)
+    mask = _passing_mask(top, weights, total, sampling)
     if weights is not None and excludes(sampling):
         total = total if mask is None else float(np.dot(weights, mask))
     n_excluded = _excluded(head_weights, total, sampling)
@@ -161,13 +161,11 @@ def _cut(weights: Values, total: float, sampling: Sampling) -> int:
     return max(1, n)
 
 
-def _passing_mask(
-    top: Top, head: Ids, weights: Row | None, total: float, sampling: Sampling
-) -> Row | None:
+def _passing_mask(top: Top, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
     """1 for each token of the row that top_p and min_p leave, else 0; None where both leave all."""
     row, mask = top.row, None
     if weights is not None and sampling.top_p < 1.0:
-        mask = fewest(row, weights, sampling.top_p * total, total, head)
+        mask = fewest(row, weights, sampling.top_p * total)
     if sampling.min_p > 0.0:
         passes = row >= np.float32(top.greatest + math.log(sampling.min_p))
         if mask is not None:

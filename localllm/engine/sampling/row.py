@@ -22,12 +22,10 @@ BLOCK = 64
 # The greatest logits are looked for in about so many groups of tokens that stand as far apart:
 # numpy takes the greatest of whole columns twelve times as quickly as that of pieces of a row.
 _GROUPS = 4096
-# So many tokens of a row are put in order to guess where a running sum ends. The band that holds
-# the end is cut into so many bins; tokens further than this (in nats) below its greatest weigh
-# nothing.
-_SAMPLE = 1024
-_BINS = 256
+# Tokens further than this (in nats) below the greatest weigh nothing; halved so often, there is little
+# between two logits.
 _FAR = 100.0
+_HALVINGS = 12
 # A greatest logit nearer to 0 than this leaves e^logit room enough in single precision.
 _ROOM = 60.0
 _ONES = np.ones(BLOCK, dtype=np.float32)
@@ -118,68 +116,21 @@ def token_at(weights: Row, sums: Values, goal: float) -> int:
     )
 
 
-def fewest(keys: Row, weights: Row, goal: float, total: float, head: Ids) -> Row:
-    """1 for each of the fewest tokens of the greatest `keys` (equals by id) that weigh `goal` of
-    the `total` together, else 0.
-
-    Where that ends is guessed by the `head`, which are the heaviest tokens, and a sample of the
-    others. The weights above the guess are summed up, and once more above a better guess; from
-    there on go bands of tokens, until one holds the end.
-    """
-    points, below = _outline(keys, weights, total, head)
-    last, mask = len(points) - 1, buffer("mask", len(keys))
-    wanted = total - goal
-    for _ in range(2):
-        at = min(int(np.searchsorted(below, wanted)), last)
-        above = keys > points[at]
-        np.copyto(mask, above)
-        mass = float(np.dot(weights, mask))
-        wanted = float(below[at]) + mass - goal
-    upwards, margin = mass >= goal, 2
-    while True:
-        # Further than the outline says, and again as far where that was not enough.
-        end = int(np.searchsorted(below, below[at] + 1.4 * (mass - goal)))
-        end = min(max(end, at) + margin, last) if upwards else max(min(end, at) - margin, 0)
-        further = keys > points[end]
-        ids = np.flatnonzero(above ^ further)
-        band = float(weights[ids].sum(dtype=np.float64))
-        if end in (0, last) or (mass - band < goal if upwards else mass + band >= goal):
-            mask[ids] = _fewest_of_few(
-                keys[ids], weights[ids], goal - (mass - band if upwards else mass)
-            )
-            return mask
-        mask[ids] = 0.0 if upwards else 1.0
-        mass += -band if upwards else band
-        above, at, margin = further, end, 2 * margin
-
-
-def _outline(keys: Row, weights: Row, total: float, head: Ids) -> tuple[Row, Values]:
-    """Some of the keys, ascending, between two that no key is beyond; and about what all tokens up
-    to each weigh."""
-    step = max(1, len(keys) // _SAMPLE)
-    known, some = weights[head], weights[::step].astype(np.float64)
-    some[some > known.min()] = 0.0
-    some *= (total - float(known.sum(dtype=np.float64))) / max(float(some.sum()), 1e-30)
-    points = np.concatenate([keys[::step], keys[head]])
-    order = np.argsort(points)
-    below = np.cumsum(np.concatenate([some, known])[order])
-    return np.concatenate([[-np.inf], points[order], [np.inf]], dtype=np.float32), np.concatenate(
-        [[0.0], below, [total]]
-    )
-
-
-def _fewest_of_few(keys: Row, weights: Row, goal: float) -> Row:
-    """The same among a few tokens: their weights are summed up by bins, and one bin is put in
-    order."""
-    if not len(keys):
-        return weights
-    far = np.minimum(keys.max() - keys, np.float32(_FAR))
-    bins = (far * np.float32((_BINS - 1) / max(float(far.max()), 1e-30))).astype(np.int64)
-    reached = np.cumsum(np.bincount(bins, weights, _BINS))
-    at = min(int(np.searchsorted(reached, goal)), int(bins.max()))
-    mask: Row = (bins < at).astype(np.float32)
-    ids = np.flatnonzero(bins == at)
-    order = ids[np.argsort(-keys[ids], kind="stable")]
-    behind = (float(reached[at - 1]) if at else 0.0) + np.cumsum(weights[order], dtype=np.float64)
-    mask[order[: int(np.searchsorted(behind, goal)) + 1]] = 1.0
+def fewest(row: Row, weights: Row, goal: float) -> Row:
+    """1 for each of the fewest of the greatest tokens (equals by id) that weigh `goal` together,
+    else 0. The logit at which that ends is closed in on by halves; the few between are ranked."""
+    mask, high = buffer("mask", len(row)), float(row.max())
+    low = high - _FAR
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        np.greater(row, np.float32(middle), out=mask)
+        if float(np.dot(weights, mask)) >= goal:
+            low = middle
+        else:
+            high = middle
+    np.greater(row, np.float32(high), out=mask)
+    between = np.flatnonzero((row > np.float32(low)) & (row <= np.float32(high)))
+    order = between[np.argsort(-row[between], kind="stable")]
+    reached = float(np.dot(weights, mask)) + np.cumsum(weights[order], dtype=np.float64)
+    mask[order[: int(np.searchsorted(reached, goal)) + 1]] = 1.0
     return mask

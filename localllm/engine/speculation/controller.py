@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -242,102 +242,89 @@ class CostProbe:
     ) -> None:
         self._backend, self._cost, self._others, self._clock = backend, cost, others, clock
         self._reading, self.failed = reading, ""
-        reads = [
-            _LEAST_READ << k for k in range((backend.info.n_batch // _LEAST_READ).bit_length())
-        ]
-        self._reads, self._n_reads = (
-            reads * 2 if backend.capabilities.first_uses else [],
-            len(reads),
-        )
-        self._all: dict[int, float] = {}
-        self._quiet: dict[int, float] = {}
-        self._round: dict[int, float] = {}
-        self._round_began: Mark | None = None
-        self._left: list[int] = []
-        self._spent_s = 0.0
-        self._again_at, self._pause_s = 0.0, _PAUSE_S
-        self._resting: Mark | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        most = min(self._backend.info.n_batch, self._backend.info.n_outputs)
-        self._left = [n for n in _ROWS if n <= most] * _ROUNDS
-        self._all, self._quiet, self._round, self._spent_s = {}, {}, {}, 0.0
-
-    def _read(self) -> None:
-        again, n_tokens = len(self._reads) <= self._n_reads, self._reads.pop(0)
-        seconds = math.inf
-        with suppress(BackendFailure):
-            seconds = self._trial_s(n_tokens, 1)
-        if again and seconds < math.inf:
-            self._reading.learn(n_tokens, seconds)
-        if seconds > _LONGEST_READ_S:
-            self._reads = [n for n in self._reads if n < n_tokens]
+        self._rested_s = 0.0
+        self._ticks = self._measure()
 
     def tick(self, rested_s: float) -> bool:
-        """Time one verification of the next size on a sequence of its own; True while there are
-        more. Nobody has asked for anything for `rested_s`."""
-        if self._reads:
-            self._read()
-            return True
-        if self.failed or not (self._left or self._due(rested_s)):
-            return False
-        if self._backend.cells_free() < max(self._left):
-            return False
-        if not self._round:
-            self._round_began = self._others.mark()
-        rows = self._left[0]
-        try:
-            seconds = self._trial_s(rows, rows)
-        except NoCellsError:
-            return False
-        except BackendFailure as e:
-            # What can't be verified must not be drafted: a step that fails costs every request in
-            # it.
-            self.failed = f"a trial step with {rows} rows failed: {e}"
-            return False
-        del self._left[0]
-        self._spent_s += seconds
-        if self._spent_s > _BUDGET_S:
-            self._left.clear()
-        self._round[rows] = seconds
-        if not self._left or self._left[0] <= rows:
-            self._end_round()
-        if not self._left:
-            self._conclude()
-        return bool(self._left)
+        """Time one step of the next size on a sequence of its own; True while there are more.
+        Nobody has asked for anything for `rested_s`."""
+        self._rested_s = rested_s
+        return next(self._ticks)
 
-    def _due(self, rested_s: float) -> bool:
-        """Begin again, where it is worth it and the machine has been quiet since the last look."""
-        if (
-            rested_s < _REST_S
-            or not (self._cost.drifted or not self._quiet)
-            or self._clock() < self._again_at
-        ):
-            self._resting = None
-            return False
-        since, self._resting = self._resting, self._others.mark()
-        if since is None or self._others.share(since) > MOST_SHARE:
-            return False
-        self._resting = None
-        self._begin()
-        return True
+    def _measure(self) -> Iterator[bool]:
+        """Every measurement in its turn: True before each, False where none is due."""
+        if self._backend.capabilities.first_uses:
+            yield from self._read_prompts()
+        pause_s = _PAUSE_S
+        while True:
+            seconds, quiet = yield from self._verify_rows()
+            if quiet or not self._cost.known:
+                self._cost.set(seconds)
+            again_s, pause_s = self._clock() + pause_s, 2 * pause_s
+            yield from self._rest(again_s, quiet=quiet)
 
-    def _end_round(self) -> None:
-        assert self._round_began is not None
-        kept = [self._all]
-        if self._others.share(self._round_began) <= MOST_SHARE:
-            kept.append(self._quiet)
-        for rows, seconds in self._round.items():
-            for into in kept:
-                into[rows] = min(into.get(rows, seconds), seconds)
-        self._round = {}
+    def _read_prompts(self) -> Iterator[bool]:
+        n_batch, most = self._backend.info.n_batch, math.inf
+        sizes = [_LEAST_READ << k for k in range((n_batch // _LEAST_READ).bit_length())]
+        for again in (False, True):
+            for n_tokens in [n for n in sizes if n < most]:
+                seconds = math.inf
+                with suppress(BackendFailure):
+                    seconds = self._trial_s(n_tokens, 1)
+                if again and seconds < math.inf:
+                    self._reading.learn(n_tokens, seconds)
+                yield True
+                if seconds > _LONGEST_READ_S:
+                    most = n_tokens
+                    break
 
-    def _conclude(self) -> None:
-        if self._quiet or not self._cost.known:
-            self._cost.set(self._quiet or self._all)
-        self._again_at = self._clock() + self._pause_s
-        self._pause_s *= 2
+    def _verify_rows(self) -> Generator[bool, None, tuple[dict[int, float], bool]]:
+        """The least seconds by rows: of rounds in which others were quiet, if there were any (and
+        whether there were)."""
+        most = min(self._backend.info.n_batch, self._backend.info.n_outputs)
+        sizes = [n for n in _ROWS if n <= most]
+        every: dict[int, float] = {}
+        quiet: dict[int, float] = {}
+        spent_s = 0.0
+        for _ in range(_ROUNDS):
+            began, times = self._others.mark(), {}
+            for rows in sizes:
+                if spent_s > _BUDGET_S:
+                    break
+                times[rows] = yield from self._verified_s(rows)
+                spent_s += times[rows]
+                yield True
+            kept = [every, quiet] if self._others.share(began) <= MOST_SHARE else [every]
+            for least in kept:
+                least |= {n: min(s, least.get(n, s)) for n, s in times.items()}
+        return quiet or every, bool(quiet)
+
+    def _verified_s(self, rows: int) -> Generator[bool, None, float]:
+        """What a step of so many rows takes, once there is room for it."""
+        while True:
+            try:
+                if not self.failed and self._backend.cells_free() >= rows:
+                    return self._trial_s(rows, rows)
+            except NoCellsError:
+                pass
+            except BackendFailure as e:
+                # What can't be verified must not be drafted: a step that fails costs every request
+                # in it.
+                self.failed = f"a trial step with {rows} rows failed: {e}"
+            yield False
+
+    def _rest(self, again_s: float, *, quiet: bool) -> Iterator[bool]:
+        """Until it is worth measuring again, and the machine has been quiet since the last look."""
+        resting: Mark | None = None
+        while True:
+            yield False
+            drifted = self._cost.drifted or not quiet
+            if self._rested_s < _REST_S or not drifted or self._clock() < again_s:
+                resting = None
+                continue
+            since, resting = resting, self._others.mark()
+            if since is not None and self._others.share(since) <= MOST_SHARE:
+                return
 
     def _trial_s(self, n_tokens: int, outputs: int) -> float:
         # Different tokens: equal ones go to the same experts of a mixture, which then reads less
