@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import codecs
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -271,22 +270,18 @@ class TextStream:
     ) -> None:
         self._token_bytes, self._spell = token_bytes, spell or token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = [s for s in stops if s]
-        self._longest = max((len(s) for s in self._stops), default=0)
-        # Most text has no letter that a stop string begins with: with dozens of them that is worth
-        # knowing first.
-        self._begins = re.compile("|".join({re.escape(s[0]) for s in self._stops}))
+        self._stop = _stop_pattern(stops)
         self._held = ""
         self._shown: list[bool] = []  # of each held letter
         self.stopped_by: str | None = None
         # what it says may end the answer
-        self.watches = bool(self._stops)
+        self.watches = self._stop is not None
 
     def push(self, token: int) -> str:
         """Text that `token` makes safe to show; sets `stopped_by` when a stop string is
         complete."""
         data = self._token_bytes(token)
-        if not data and self._stops:
+        if not data and self.watches:
             return self._release(self._spell(token).decode("utf-8", "replace"), shown=False)
         return self._release(self._decoder.decode(data))
 
@@ -295,19 +290,16 @@ class TextStream:
         return "" if self.stopped_by is not None else self._take(len(self._held))
 
     def _release(self, text: str, *, shown: bool = True) -> str:
-        if not self._stops:
+        if self._stop is None:
             return text
         if self.stopped_by is not None:
             return ""
         self._held += text
         self._shown += [shown] * len(text)
-        if self._begins.search(self._held) is None:
-            return self._take(len(self._held))
-        hits = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
-        if hits:
-            at, self.stopped_by = min(hits)
-            return self._take(at)
-        return self._take(len(self._held) - self._partial())
+        found = self._stop.search(self._held, partial=True)
+        if found is not None and not found.partial:
+            self.stopped_by = found.group()
+        return self._take(len(self._held) if found is None else found.start())
 
     def _take(self, n: int) -> str:
         """The first `n` held letters that are to be shown."""
@@ -315,13 +307,14 @@ class TextStream:
         self._held, self._shown = self._held[n:], self._shown[n:]
         return out
 
-    def _partial(self) -> int:
-        """Length of the longest tail that begins some stop string."""
-        for n in range(min(self._longest - 1, len(self._held)), 0, -1):
-            tail = self._held[-n:]
-            if any(s.startswith(tail) for s in self._stops):
-                return n
-        return 0
+
+def _stop_pattern(stops: Sequence[str]) -> Any:
+    """Finds the first stop string, or else where the text's end begins one; None for none."""
+    if not any(stops):
+        return None
+    import regex  # the one that finds beginnings; most requests have no stop strings
+
+    return regex.compile("|".join(regex.escape(stop) for stop in sorted(stops) if stop))
 
 
 class LoopGuard:
