@@ -78,10 +78,9 @@ class Admission:
         now, shares = self.jobs.clock(), self.jobs.shares
         placed = {shares.party(job.sharer) for job in self.jobs.running.values()}
         ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
-        sources, wants = {}, []
+        wants = []
         for job in ready:
-            source = sources[job.id] = self._source(job)
-            to_read = len(job.tokens) - source.length
+            to_read = len(job.tokens) - self._source(job).length
             computed = shares.computed_for(job.sharer, placed)
             wants.append(Want(job.id, to_read, 0, now - job.arrived_s, computed))
         order = admission_order(wants)
@@ -89,18 +88,17 @@ class Admission:
             return False
         first, *others = (self.jobs.waiting[key] for key in order)
         has_place = len(self.jobs.running) < most
-        if has_place and self._try_admit(first, sources[first.id], now):
+        if has_place and self._try_admit(first, now):
             return True
         if shares.shared and self._preempt_for(first, most, now):
             return True
-        return has_place and any(self._try_admit(job, sources[job.id], now) for job in others)
+        return has_place and any(self._try_admit(job, now) for job in others)
 
     def _preempt_for(self, job: RunningRequest, most: int, now: float) -> bool:
         """Have the tenant that has most requests running give a place to `job`, whose tenant is
         next: its youngest wait again (what they have read stays in the cache). True if the job was
         let in."""
-        source = self._source(job)
-        waits = prefix_in_progress(job, source, self.jobs.running.values())
+        waits = prefix_in_progress(job, self._source(job), self.jobs.running.values())
         if waits or job.id in self._in_vain:
             return False
         running, shares = self.jobs.running, self.jobs.shares
@@ -110,16 +108,14 @@ class Admission:
                 break
             victims = [j for j in running.values() if shares.party(j.sharer) == party]
             self.jobs.park(max(victims, key=lambda j: j.arrived_s))
-            if len(running) < most and self._try_admit(job, self._source(job), now):
+            if len(running) < most and self._try_admit(job, now):
                 return True
         # Nobody is parked for it again: it waits for room like others.
         self._in_vain.add(job.id)
         return False
 
-    def _try_admit(self, job: RunningRequest, source: PrefixSource, now: float) -> bool:
-        if not self._holds(source):
-            # Room was made, or a place given, for one that did not get in after all.
-            source = self._source(job)
+    def _try_admit(self, job: RunningRequest, now: float) -> bool:
+        source = self._source(job)
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False
@@ -161,13 +157,6 @@ class Admission:
         # room where that was.
         coming = source.plan.saved if source.plan.divisible else 0
         return pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
-
-    def _holds(self, source: PrefixSource) -> bool:
-        """Is the line still there that `source` takes from?"""
-        if source.idle is not None:
-            return source.idle in self.jobs.pool.idle
-        running = self.jobs.running.values()
-        return source.sequence is None or any(job.sequence == source.sequence for job in running)
 
     def _source(self, job: RunningRequest) -> PrefixSource:
         """Where its prefix can come from; a job that does not share takes nothing, and nobody takes

@@ -139,9 +139,9 @@ class OutputProcessor:
             )
             accepted, finish = self._verify(job, draft, drawn_from, best, rows, texts)
         if deferred:
-            self._pending_text(
-                job, job.tokens[before:] if finish != "stop" else job.tokens[before:-1]
-            )
+            tokens = job.tokens[before:] if finish != "stop" else job.tokens[before:-1]
+            if tokens:
+                self._pending.append((job, tokens))
         elif texts:
             self.jobs.events.append(_joined(texts))
         self._count_drafts(job, len(draft), accepted)
@@ -201,10 +201,6 @@ class OutputProcessor:
             job.n_kv -= rejected
             assert job.sequence is not None
             self.backend.truncate(job.sequence, job.n_kv)
-
-    def _pending_text(self, job: RunningRequest, tokens: list[int]) -> None:
-        if tokens:
-            self._pending.append((job, tokens))
 
     def _chosen(
         self, job: RunningRequest, result: StepResult, index: int, n_drafted: int

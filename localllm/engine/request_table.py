@@ -131,19 +131,19 @@ class RequestTable:
             self.events.append(Text(job.id, rest))
         if job.text.stopped_by is not None:
             reason = "stop"
-        self.release(job)
+        self.release(job, keep=job.shares)
         end = Finish(job.id, reason, job.usage(), job.timings(self.clock()), job.text.stopped_by)
         self.events.append(end if failure is None else failure)
 
-    def release(self, job: RunningRequest) -> None:
-        """Take it out; its sequence goes back to the pool."""
-        sequence = self.detach(job, keep=job.shares)
+    def release(self, job: RunningRequest, *, keep: bool) -> None:
+        """Take it out; its sequence goes back to the pool, which may `keep` it for others."""
+        sequence = self.detach(job, keep=keep)
         if sequence is None:
             return
-        held = self._held_tokens(job, sequence)
-        if job.shares:
+        held = self._held_tokens(job, sequence) if keep else job.line(0, 0)
+        if keep:
             self.history.add(held)
-        self.pool.release(sequence, held, keep=job.shares)
+        self.pool.release(sequence, held, keep=keep)
 
     def _held_tokens(self, job: RunningRequest, sequence: int) -> Tokens:
         """What `sequence`, which was the job's, holds, without half an image at its end."""
@@ -153,7 +153,6 @@ class RequestTable:
                 self.pool.cut(sequence, n)
             except CannotRewindError:
                 n = 0
-                self.pool.cut(sequence, n)
         return job.line(0, n)
 
     def park(self, job: RunningRequest) -> None:
@@ -173,10 +172,8 @@ class RequestTable:
 
     def fail(self, job: RunningRequest, failure: Failure) -> None:
         """It ended badly: its KV is nobody's any more."""
-        sequence = self.detach(job, keep=False)
+        self.release(job, keep=False)
         self.events.append(failure)
-        if sequence is not None:
-            self.pool.release(sequence, job.line(0, 0), keep=False)
 
     def expire(self) -> None:
         now = self.clock()

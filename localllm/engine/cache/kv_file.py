@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import math
 import os
 import queue
 import struct
@@ -288,13 +287,6 @@ class ReadAhead:
             left_bytes += block.size_bytes if wanted is None else wanted.left_bytes
         read_s = max(left_bytes * self._speed.rate(0.0, 0.0), late_s)
         return read_s < (compute_s or tunables.READ_STUCK_S)
-
-    @property
-    def pace(self) -> tuple[int, int]:
-        """How often the speed doubled that is measured, in halves and wholes, and the time since
-        which a read has given nothing: what changes less changes no plan."""
-        late = max(0, math.frexp(self.stalled_s / tunables.READ_LATE_S)[1])
-        return round(2 * math.log2(self._speed.rate(0.0, 0.0) or 1.0)), late
 
     @property
     def stalled_s(self) -> float:

@@ -69,8 +69,8 @@ class KvStore:
 
     def version(self) -> Hashable:
         """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
-        speeds."""
-        return self.budget.changes, self.budget.held_bytes, self.speed.token_s, self.disk.reads.pace
+        what computing costs. (How fast the disk is says its restoration, which weighs each part.)"""
+        return self.budget.changes, self.budget.held_bytes, self.speed.token_s
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block | None]:
         """The longest beginning of `prefix` whose state is in memory, and that state: for a
