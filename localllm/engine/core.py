@@ -85,7 +85,7 @@ class Engine:
         kv.speed = self._sizer
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
-        self._stalled, self._housekeeping, self._after = False, True, False
+        self._stalled, self._housekeeping = False, True
         # Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory
         # nobody has touched yet), as long as a request that is all cached, and agents send the next
         # one within milliseconds. KV in pieces takes one: the sooner it is out, the more often the
@@ -185,7 +185,8 @@ class Engine:
         self._admit()
         grants = self._schedule()
         result = self._forward(grants)
-        self._afterwards(tell)
+        if self._overlaps:
+            self._afterwards(tell)
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
         now = self.clock()
@@ -316,15 +317,11 @@ class Engine:
             not grants and self.prefill.job is None and (awaits or self.jobs.compiling_alone)
         )
         self.jobs.expire()
-        self._after = True
         return True
 
     def _afterwards(self, tell: Callable[[list[Event]], None] | None) -> None:
         """What need not be done before the next step: text, events, measurements and housekeeping.
         While it is computed where the backend only takes the order, else at once."""
-        if not self._after:
-            return
-        self._after = False
         self._outputs.look_ahead()
         self._outputs.send_text()
         if tell is not None and self.jobs.events:

@@ -111,7 +111,7 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
             free = 200 * MB
             assert await supervisor.engine() is engine
             os.kill(engine.pid, signal.SIGKILL)
-            await engine.ended()
+            await engine.process.wait()
             with pytest.raises(
                 DoesNotFitError,
                 match=r"0\.20 GB available, of which 0\.10 GB stay "

@@ -99,13 +99,13 @@ class WorkerClient(EngineClient):
 
         self._streams[request.id] = take
         try:
-            if not self._process.send({"op": "submit", "request": asdict(request)}):
+            if not self.process.send({"op": "submit", "request": asdict(request)}):
                 del self._streams[request.id]
                 return self._death(request.id)
             return await ended
         finally:
             if self._streams.pop(request.id, None) is not None:
-                self._process.send({"op": "cancel", "id": request.id})
+                self.process.send({"op": "cancel", "id": request.id})
 
     @property
     def has_waiters(self) -> bool:
@@ -114,10 +114,10 @@ class WorkerClient(EngineClient):
 
     async def pulse(self) -> Pulse:
         """What the worker's reader says of the thread that computes."""
-        return Pulse(**await self._process.ask({"op": "pulse"}))
+        return Pulse(**await self.process.ask({"op": "pulse"}))
 
     async def snapshot(self) -> dict[str, Any]:
-        values: dict[str, Any] = await self._process.ask({"op": "snapshot"})
+        values: dict[str, Any] = await self.process.ask({"op": "snapshot"})
         return {**values, "memory_bytes": self.memory.total_bytes}
 
     def _after_end(self) -> None:
@@ -137,7 +137,7 @@ class WorkerClient(EngineClient):
                 take(event)
 
     def _death(self, request_id: str) -> Failure:
-        death = self._process.death()
+        death = self.process.death()
         if not self._workers:
             return Failure(request_id, death.code, death.message, death.hint)
         # The process that loses a machine it computes on ends.

@@ -85,7 +85,7 @@ class EmbeddingEngine(EngineClient):
         return value["scores"], value["tokens"]
 
     async def _asked(self, question: Message) -> Any:
-        value = await self._process.ask(question)
+        value = await self.process.ask(question)
         self.finished += 1
         self._tokens += value["tokens"]
         return value

@@ -222,22 +222,22 @@ class Watchdog:
         return ""
 
 
-async def watch(process: EngineClient, patience_s: float) -> None:
-    """Look after `process` until it has ended; kill_hung it if it hangs (`patience_s` 0: never). It
+async def watch(engine: EngineClient, patience_s: float) -> None:
+    """Look after `engine` until its process has ended; kill_hung it if it hangs (`patience_s` 0: never). It
     isn't looked at while nobody waits for it."""
     between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
     dog: Watchdog | None = None
     silent_since: float | None = None
-    while process.alive:
+    while engine.alive:
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.ended(), between_s or None)
-        if not process.has_waiters:
+            await asyncio.wait_for(engine.process.wait(), between_s or None)
+        if not engine.has_waiters:
             dog = silent_since = None
             continue
         dog = dog or Watchdog(patience_s)
         pulse: Pulse | None = None
         with suppress(TimeoutError, WorkerDiedError):
-            pulse = await asyncio.wait_for(process.pulse(), max(between_s, 0.5))
+            pulse = await asyncio.wait_for(engine.pulse(), max(between_s, 0.5))
         if pulse is None:
             # Not even its reader answers: the whole process stands still, or one thread lets no
             # other run.
@@ -246,11 +246,11 @@ async def watch(process: EngineClient, patience_s: float) -> None:
         else:
             silent_since = None
         try:
-            why = dog.verdict(pulse, effort_of(process.pid))
+            why = dog.verdict(pulse, effort_of(engine.pid))
         except ProcessLookupError:
             continue
         if why:
-            process.kill_hung(why)
+            engine.process.kill_hung(why)
 
 
 class EngineClient(ABC):
@@ -259,7 +259,7 @@ class EngineClient(ABC):
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         facts = ready["ready"]
-        self._process = process
+        self.process = process
         listed = {name: tuple(facts[name]) for name in ("eog_tokens", "control_texts")}
         self.info = ModelInfo(**{**facts, **listed})
         self.finished = 0
@@ -267,15 +267,11 @@ class EngineClient(ABC):
     @property
     def alive(self) -> bool:
         """True while it can be asked."""
-        return self._process.hears
-
-    async def ended(self) -> None:
-        """Return once its process has ended."""
-        await self._process.wait()
+        return self.process.hears
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     @abstractmethod
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
@@ -306,16 +302,16 @@ class EngineClient(ABC):
         message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
         if images:
             message["images"] = images
-        return cast("list[int]", await self._process.ask(message))
+        return cast("list[int]", await self.process.ask(message))
 
     async def detokenize(self, tokens: list[int]) -> str:
         """Text of `tokens`; bytes that are no UTF-8 as surrogate escapes (PEP 383)."""
-        return cast("str", await self._process.ask({"op": "detokenize", "tokens": tokens}))
+        return cast("str", await self.process.ask({"op": "detokenize", "tokens": tokens}))
 
     @property
     def has_waiters(self) -> bool:
         """True while somebody waits for an answer."""
-        return self._process.has_waiters
+        return self.process.has_waiters
 
     async def pulse(self) -> Pulse:
         """What the process says of itself. This one answers questions one by one: when it answers,
@@ -323,9 +319,5 @@ class EngineClient(ABC):
         await self.tokenize("")
         return Pulse(0.0)
 
-    def kill_hung(self, why: str) -> None:
-        """End a process that hangs; whoever waits is told `why`."""
-        self._process.kill_hung(why)
-
     async def close(self) -> None:
-        await self._process.close()
+        await self.process.close()
