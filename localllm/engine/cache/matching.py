@@ -116,18 +116,18 @@ def plan_restore(
     should_load: ShouldLoad,
     states: PrefixCache | None = None,
     *,
-    whole: bool = False,
+    snapshots: bool = False,
 ) -> RestorePlan:
     """What to take of all that `cache` holds of `prompt`: all pieces that are worth it; or, where
     it can only be gone on from at one of its `states`, the longest beginning that has its state and
-    all of its KV (`whole`: that is in the state), for gaps can't be computed there."""
+    all of its KV (`snapshots`: that is in the state), for gaps can't be computed there."""
     match = cache.peek(prompt)
     if states is None:
         parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
         unread = match.saved - sum(part.n_tokens for part in parts)
         return RestorePlan(((cache, match),), parts, unread, match.known)
     held = reached = len(prompt)
-    if not whole:
+    if not snapshots:
         held, reached = match.length, 0
         for part in match.parts:
             if part.start > reached or not should_load(part.block, part.n_tokens):

@@ -136,7 +136,7 @@ class SequencePool:
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
         """Where one sequence left another in the middle of a turn the next one will: keep the state
         while it is there."""
-        if self.kv.states is None or self.kv.whole or source.state is not None:
+        if self.kv.states is None or self.kv.snapshots or source.state is not None:
             return
         point, _ = self.kv.longest_state(prompt[: source.held])
         if source.held - point > tunables.WORTH_A_STATE_TOKENS:
@@ -247,7 +247,7 @@ class SequencePool:
         is to be called."""
         if self.kv.states is None:
             return []
-        interval = None if self.kv.whole else self.kv.state_interval(len(prompt))
+        interval = None if self.kv.snapshots else self.kv.state_interval(len(prompt))
         backend = self._backend
         found = checkpoints(
             prompt,

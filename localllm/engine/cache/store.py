@@ -2,7 +2,7 @@
 which points:
 
 pieces of KV, where a sequence can be taken up again anywhere; and else states at points of it, where
-it can be. Behind a state stand pieces of KV too, or it is `whole`: all there is is in it.
+it can be. Behind a state stand pieces of KV too, or it is a snapshot: all there is is in it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from localllm_backends.contract import Backend, BackendFailure
 
 class KvStore:
     """The prefix cache of one engine, with its tier on `disk`. `states` is None where there are
-    none; where they are `whole`, nothing else is kept, and `cache` stays empty."""
+    none; where they are `snapshots`, nothing else is kept, and `cache` stays empty."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class KvStore:
             cache_bytes, save=self._save, wait_for_writing=self._wait_for_writing
         )
         able = backend.capabilities
-        self.whole = not able.segments
+        self.snapshots = not able.segments
         self.cache = PrefixCache(budget=self.budget)
-        points = able.states or self.whole
+        points = able.states or self.snapshots
         self.states = PrefixCache("state", budget=self.budget) if points else None
         self.trees = [self.cache] if self.states is None else [self.cache, self.states]
         self.speed = PrefillCost()
-        # The least seen of a token's KV, or of its share of a whole state, and the most of a state.
+        # The least seen of a token's KV, or of its share of a snapshot, and the most of a state.
         self._token_bytes = 0.0
         self._state_bytes = 0
         self._export_s = 0.0  # the least seen of a state's copy: others only ever add time
@@ -65,7 +65,7 @@ class KvStore:
         """What to take of what is held of `prompt`; `at_once`: without waiting for any file."""
         should_load = (lambda block, _: self.in_memory(block)) if at_once else self.should_load
         most = prompt[: image_boundary(prompt, len(prompt) - 1)]
-        return plan_restore(self.cache, most, should_load, self.states, whole=self.whole)
+        return plan_restore(self.cache, most, should_load, self.states, snapshots=self.snapshots)
 
     def version(self) -> Hashable:
         """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
@@ -74,8 +74,8 @@ class KvStore:
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block | None]:
         """The longest beginning of `prefix` whose state is in memory, and that state: for a
-        sequence that has its KV, so none that is whole."""
-        if self.states is None or self.whole:
+        sequence that has its KV, so no snapshot."""
+        if self.states is None or self.snapshots:
             return 0, None
         match = longest(self.states, prefix, lambda block, _: self.in_memory(block))
         return match.saved, match.parts[0].block if match.parts else None
@@ -114,7 +114,7 @@ class KvStore:
 
     def holds(self, prefix: Tokens) -> bool:
         """Is all of `prefix` held, and can it be taken up at its end?"""
-        return self.has_state(prefix) and (self.whole or self.cache.gap(prefix) is None)
+        return self.has_state(prefix) and (self.snapshots or self.cache.gap(prefix) is None)
 
     def has_state(self, prefix: Tokens) -> bool:
         """Is the state behind `prefix` held, if one is needed?"""
@@ -125,7 +125,7 @@ class KvStore:
         that others are near to are the first to go."""
         for tree in self.trees:
             tree.match(prefix)
-        if self.states is not None and not self.whole:
+        if self.states is not None and not self.snapshots:
             self.states.prune(prefix, self.state_interval(len(prefix)))
 
     def state_interval(self, n_tokens: int) -> int:
@@ -155,7 +155,7 @@ class KvStore:
                 return space
         # Beyond its last state KV is of no use.
         point = self.states.peek(prefix).saved if self.states is not None else len(prefix)
-        gap = None if self.whole else self.cache.gap(prefix[:point])
+        gap = None if self.snapshots else self.cache.gap(prefix[:point])
         if gap is None:
             return space
         start, stop = gap
@@ -226,8 +226,8 @@ class KvStore:
         backend, along = self._backend, None if newer else prefix
         room = partial(self.budget.make_room, prefix=along, used=used, force=force)
         kv_bytes = int(self._token_bytes * len(prefix))
-        n_bytes = kv_bytes if self.whole else backend.state_bytes(sequence)
-        apart_bytes = 0 if self.whole else kv_bytes
+        n_bytes = kv_bytes if self.snapshots else backend.state_bytes(sequence)
+        apart_bytes = 0 if self.snapshots else kv_bytes
         if not self.disk.capacity_bytes and n_bytes + apart_bytes > self.budget.capacity_bytes:
             # The KV before it would not fit beside it.
             return "full"
@@ -238,7 +238,7 @@ class KvStore:
         try:
             data = (
                 backend.export_range(sequence, 0, n)
-                if self.whole
+                if self.snapshots
                 else backend.export_state(sequence)
             )
         except BackendFailure:
@@ -246,7 +246,7 @@ class KvStore:
         took_s = self._clock() - started
         self._export_s = min(self._export_s or took_s, took_s)
         self._state_bytes = max(self._state_bytes, len(data))
-        if self.whole:
+        if self.snapshots:
             self._token_bytes = min(self._token_bytes or len(data), len(data) / n)
         space = room(len(data))
         return space if space != "free" else self._insert(self.states, prefix, data, 0, used)

@@ -326,13 +326,13 @@ class PrefixCache:
 
     def _along(self, prefix: Tokens) -> Iterator[tuple[Node, int]]:
         """The nodes that `prefix` goes through, each with how many of its tokens it shares."""
-        node, depth, whole = self._root, 0, True
-        while whole and depth < len(prefix):
+        node, depth, complete = self._root, 0, True
+        while complete and depth < len(prefix):
             child = node.children.get(int(prefix[depth]))
             if child is None:
                 return
             shared = common_prefix(child.tokens, prefix[depth:])
-            whole = shared == len(child.tokens)
+            complete = shared == len(child.tokens)
             node, depth = child, depth + shared
             yield child, shared
 
