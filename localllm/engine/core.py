@@ -104,8 +104,9 @@ class Engine:
         self._compiler = BackgroundCompiler(
             wanted.make_constraint or GrammarCompiler(self.backend),
             wanted.grammar_trials or Stages([]),
+            kv.disk.reads.news,
         )
-        self._images = image_steps(self.backend)
+        self._images = image_steps(self.backend, kv.disk.reads.news)
         self._admission = Admission(self.backend, self.jobs, self.guard, wanted.cache_bytes)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
         self.pace = DecodeSpeedTracker(others)
@@ -220,7 +221,9 @@ class Engine:
         """What is to be done while no step can be made: wait for what running requests wait for, or
         else one piece of housekeeping. True while there is more of it that needs no waiting."""
         if self.has_work:
-            self._wait()
+            if self._stalled:
+                self.pool.kv.disk.reads.wait(WAIT_S)
+            self._stalled = False
             return True
         self._admission.look_at_memory()
         self.pool.kv.disk.working(False)
@@ -234,16 +237,6 @@ class Engine:
             or self.speculator.tick(busy=False, rested_s=rested_s)
         )
         return self._housekeeping
-
-    def _wait(self) -> None:
-        """Until something comes that a request waits for, or a moment."""
-        self._stalled = False
-        if self.jobs.compiling_alone:
-            self._compiler.wait(WAIT_S)
-        elif self._images is not None and self._images.waiting:
-            self._images.encoder.wait(WAIT_S)
-        elif self._admission.awaits_disk:
-            self.pool.kv.disk.reads.wait(WAIT_S)
 
     def _receive(self) -> None:
         """Look at memory, and take in those whose grammar is compiled by now."""

@@ -12,11 +12,12 @@ import base64
 import binascii
 import hashlib
 import io
+import threading
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +72,11 @@ class ImageReader:
 
 
 class Encoder:
-    """Encodes what the engine asks for, one image at a time, in a thread of its own. Its methods
-    belong to the engine's thread."""
+    """Encodes what the engine asks for, one image at a time, in a thread of its own, and sets `news`
+    with each. Its methods belong to the engine's thread."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, news: threading.Event) -> None:
+        self.backend, self._news = backend, news
         self.encodes = 0
         self.encode_s = 0.0
         self._thread = ThreadPoolExecutor(1, "images")
@@ -85,7 +86,8 @@ class Encoder:
     def want(self, run: ImageRun) -> None:
         """Have it encoded soon, unless it is or will be."""
         if run.key not in self._found:
-            self._found[run.key] = self._thread.submit(self._encode, run)
+            encoding = self._found[run.key] = self._thread.submit(self._encode, run)
+            encoding.add_done_callback(lambda _: self._news.set())
 
     def embeddings(self, run: ImageRun) -> Embeddings | None:
         """What the image came to; None while it is being encoded. Raises BackendFailure where it
@@ -102,14 +104,6 @@ class Encoder:
         self._found.move_to_end(run.key)
         self._forget_the_oldest()
         return future.result()
-
-    def wait(self, seconds: float) -> None:
-        """Until something is encoded, or for so long."""
-        wait(
-            [future for future in self._found.values() if not future.done()],
-            seconds,
-            FIRST_COMPLETED,
-        )
 
     def snapshot(self) -> dict[str, float | int | str]:
         return {
@@ -298,7 +292,7 @@ class ImageSteps:
         return Grant(job.id, left if self.indivisible else min(left, most), prefill=True)
 
 
-def image_steps(backend: Backend) -> ImageSteps | None:
+def image_steps(backend: Backend, news: threading.Event) -> ImageSteps | None:
     """What plans the images of this backend; None where it sees none."""
     able = backend.capabilities
-    return ImageSteps(Encoder(backend), able.whole_images) if able.vision else None
+    return ImageSteps(Encoder(backend, news), able.whole_images) if able.vision else None

@@ -220,7 +220,8 @@ class ReadAhead:
         # The engine's thread alone adds to it and takes from it.
         self._wanted: dict[Block, PendingRead] = {}
         self.jobs: queue.SimpleQueue[PendingRead | None] = queue.SimpleQueue()
-        self._told = threading.Event()
+        # set when something was read, and by whoever else has made what the engine waits for
+        self.news = threading.Event()
         self._awaited = threading.Event()
         self._since_s: float | None = None
         self._thread: threading.Thread | None = None
@@ -265,10 +266,10 @@ class ReadAhead:
             self.wanted_bytes -= block.size_bytes
 
     def wait(self, seconds: float) -> None:
-        """Wait until something was read, at most so long."""
+        """Wait for news, at most so long."""
         self._awaited.set()
-        self._told.wait(seconds)
-        self._told.clear()
+        self.news.wait(seconds)
+        self.news.clear()
         self._awaited.clear()
 
     def learn(self, n_bytes: float, seconds: float) -> None:
@@ -331,7 +332,7 @@ class ReadAhead:
             wanted.data = None
         self._since_s, wanted.left_bytes = None, 0
         wanted.done = True
-        self._told.set()
+        self.news.set()
 
     def came(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
         """A piece of it came. (Of a file's several threads, each tells of its own.)"""

@@ -209,11 +209,11 @@ class Compilation:
 
 
 class BackgroundCompiler:
-    """Makes constraints beside the engine's thread, of grammars that passed `trials`."""
+    """Makes constraints beside the engine's thread, of grammars that passed `trials`; `news` is set
+    with each that is done."""
 
-    def __init__(self, make: MakeConstraint, trials: Stages) -> None:
-        self._make, self._trials = make, trials
-        self._news = threading.Event()
+    def __init__(self, make: MakeConstraint, trials: Stages, news: threading.Event) -> None:
+        self._make, self._trials, self._news = make, trials, news
         # What requests hold now: choices of one request share theirs.
         self._held: WeakValueDictionary[tuple[str, ...], Constraint] = WeakValueDictionary()
         self._copying = threading.Lock()
@@ -224,11 +224,6 @@ class BackgroundCompiler:
         finish = partial(self._finish, compilation)
         self._trials.submit(grammar, lambda: compilation.wanted, finish)
         return compilation
-
-    def wait(self, seconds: float) -> None:
-        """Until some compilation is done, or for so long."""
-        self._news.wait(seconds)
-        self._news.clear()
 
     def close(self) -> None:
         """End what is tried; what is compiled ends within the limits."""
