@@ -109,30 +109,26 @@ class Encoder:
         return {
             "image_encodes": self.encodes,
             "image_encode_s": self.encode_s,
-            "image_cache_bytes": sum(found.nbytes for found in self._held().values()),
+            "image_cache_bytes": sum(self._held_bytes().values()),
         }
 
     def close(self) -> None:
         """Let the encode that runs come to its end."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _held(self) -> dict[bytes, Embeddings]:
+    def _held_bytes(self) -> dict[bytes, int]:
         """What is in memory, unused the longest first."""
-        done = {
-            key: future
-            for key, future in self._found.items()
-            if future.done() and future.exception() is None
-        }
-        return {key: future.result() for key, future in done.items()}
+        done = [(key, f) for key, f in self._found.items() if f.done() and not f.exception()]
+        return {key: future.result().nbytes for key, future in done}
 
     def _forget_the_oldest(self) -> None:
-        held = self._held()
-        excess_bytes = sum(found.nbytes for found in held.values()) - _EMBEDDINGS_BYTES
-        for key, found in list(held.items())[:-1]:
+        held_bytes = self._held_bytes()
+        excess_bytes = sum(held_bytes.values()) - _EMBEDDINGS_BYTES
+        for key, n_bytes in list(held_bytes.items())[:-1]:
             if excess_bytes <= 0:
                 return
             del self._found[key]
-            excess_bytes -= found.nbytes
+            excess_bytes -= n_bytes
 
     # --- the thread -------------------------------------------------------------------------------
 

@@ -81,7 +81,6 @@ class DiskTier:
     quiet: threading.Event = field(default_factory=threading.Event)
     _working: threading.Event = field(default_factory=threading.Event)
     _hurry: bool = False
-    _closing: bool = False
     _jobs: queue.SimpleQueue[tuple[Block, Tokens, int, float] | None] = field(
         default_factory=queue.SimpleQueue
     )
@@ -270,14 +269,13 @@ class DiskTier:
 
     def _finish_writing(self) -> None:
         if self._thread is not None:
-            self._closing = True
             self._jobs.put(None)
-            self.quiet.set()
+            self.hurry(True)
             self._thread.join()
             self._thread = None
 
     def _start(self) -> None:
-        self._closing = False
+        self._hurry = False
         self._working.clear()
         self.quiet.set()
         self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
@@ -320,13 +318,13 @@ class DiskTier:
 
     @property
     def _pressed(self) -> bool:
-        return self._closing or self._hurry or self._pending_bytes > tunables.WRITE_WAITING_BYTES
+        return self._hurry or self._pending_bytes > tunables.WRITE_WAITING_BYTES
 
     def _wait_for_a_pause(self, until_s: float) -> None:
         while not self._pressed:
             if not self.quiet.wait(max(0.0, until_s - time.monotonic())):
                 return
-            if self._closing or self._hurry or not self._working.wait(tunables.WRITE_PAUSE_S):
+            if self._hurry or not self._working.wait(tunables.WRITE_PAUSE_S):
                 return
 
     def _write_file(

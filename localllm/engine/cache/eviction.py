@@ -162,7 +162,9 @@ class CacheBudget:
             return "free"
         if need_bytes > self.capacity_bytes:
             return "full"
-        keep = self._on_path(prefix)
+        keep: set[Block] = set()
+        if prefix is not None:
+            keep = keep.union(*(pool.on_path(prefix) for pool in self.pools))
         until = self.uses if used is None else used
         if force:
             missing -= self._drop_copies(missing)
@@ -182,12 +184,6 @@ class CacheBudget:
     def _is_writing(self) -> bool:
         """True while something that memory holds is being written, which can be demoted then."""
         return any(candidate.block.pending for candidate in self.candidates())
-
-    def _on_path(self, prefix: Tokens | None) -> set[Block]:
-        """The blocks that `prefix` goes through (None: none)."""
-        if prefix is None:
-            return set()
-        return set().union(*(pool.on_path(prefix) for pool in self.pools))
 
     def _drop_copies(self, n_bytes: int) -> int:
         """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes
@@ -255,12 +251,9 @@ class CacheBudget:
                 doomed.append(candidate)
         if all_or_nothing and freed + lost < n_bytes:
             return freed
-        self._evict_all(doomed)
-        return freed + lost
-
-    def _evict_all(self, candidates: Iterable[Candidate]) -> None:
-        for candidate in candidates:
+        for candidate in doomed:
             candidate.pool.evict(candidate.block)
+        return freed + lost
 
 
 def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:

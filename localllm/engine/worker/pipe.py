@@ -37,7 +37,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         )
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_message: Hear = self._hear_first
-        self._on_end: Callable[[], None] = self._no_first
+        self._on_end: Callable[[], None] = lambda: None
         self._on_progress: Hear = lambda _: None
         self._unheard: list[dict[str, Any]] = []
         self._numbers = itertools.count(1)
@@ -45,7 +45,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._closing = False
         self._hangs = ""
         self._pieces: list[bytes] = []
-        self._open = {"output", "process"}
         self._process: asyncio.SubprocessTransport | None = None
 
     @classmethod
@@ -204,10 +203,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
         else:
             reply.set_result(message["value"])
 
-    def _no_first(self) -> None:
-        if not self._first.done():
-            self._first.set_result(None)
-
     # --- what asyncio calls -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -234,25 +229,16 @@ class JsonProcess(asyncio.SubprocessProtocol):
             # What it says can't be trusted any more.
             self.kill()
 
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Its output is at the end."""
-        if fd == 1:
-            self._end("output")
-
-    def process_exited(self) -> None:
-        self._end("process")
-
-    def _end(self, what: str) -> None:
-        self._open.discard(what)
-        if not self._open and not self._ended.done():
-            self._ended.set_result(None)
-            assert self._process is not None
-            self._process.close()
-            replies, self._replies = self._replies, {}
-            for reply in replies.values():
-                if not reply.done():
-                    reply.set_exception(self.death())
-            self._on_end()
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended, and its output is at the end."""
+        self._ended.set_result(None)
+        if not self._first.done():
+            self._first.set_result(None)
+        replies, self._replies = self._replies, {}
+        for reply in replies.values():
+            if not reply.done():
+                reply.set_exception(self.death())
+        self._on_end()
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
