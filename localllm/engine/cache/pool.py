@@ -405,8 +405,11 @@ class SequencePool:
         """Export what there is room for, now: its cells are needed."""
         self.idle.remove(idle)
         self._leaving = idle.sequence
-        while not idle.exported and self._export_next(idle, force=True):
-            pass
+        if self.kv.states is None:
+            self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used)
+        else:
+            while not idle.exported and self._export_next(idle, force=True):
+                pass
         self._leaving = None
         self._backend.drop(idle.sequence)
 
