@@ -251,7 +251,7 @@ def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path)
     (drafter,) = engine.speculator.drafters.values()
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
     engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
-    drafter.took = lambda seconds: None  # type: ignore[method-assign]
+    drafter.record = lambda seconds: None  # type: ignore[method-assign]
     drafter.token_s = 1e-9
     for i, words in enumerate(
         ("{A} see {B} x", "{A} see {B} x and y {C}", "no picture", "w270 {C} {A}")
