@@ -111,7 +111,7 @@ def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) 
     cache.budget.resize(BLOCK_BYTES)
 
     cache.budget.in_context = lambda: [
-        (cache, block) for line in lines for block in cache.covered(as_tokens(line))
+        (cache, block) for line in lines for block in cache.on_path(as_tokens(line))
     ]
     assert cache.budget.make_room(BLOCK_BYTES, force=True) == "free"
     assert [cache.peek(line).length for line in lines] == [PIECE, PIECE]

@@ -352,11 +352,13 @@ class SequencePool:
             return
         for job in self.running.values():
             if job.sequence not in (None, self._leaving):
-                for block in self.cache.covered(job.line(0, self._backend.length(job.sequence))):
-                    yield self.cache, block
+                yield from self._copies_of(job.line(0, self._backend.length(job.sequence)))
         for idle in reversed(self.idle):
-            for block in self.cache.covered(idle.tokens):
-                yield self.cache, block
+            yield from self._copies_of(idle.tokens)
+
+    def _copies_of(self, line: Tokens) -> Iterator[tuple[PrefixCache, Block]]:
+        blocks = self.cache.on_path(line)
+        return ((self.cache, block) for block in blocks if block.stop <= len(line))
 
     def drop_one(self) -> bool:
         """Cells for one more step from an idle sequence, whatever the backend believes to be free;

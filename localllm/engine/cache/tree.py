@@ -285,20 +285,13 @@ class PrefixCache:
                 deep = depth(block.start, block.stop, self.kind)
                 yield Candidate(node.last_used, deep, block, self)
 
-    def on_path(self, prefix: Tokens) -> set[Block]:
-        """The blocks that `prefix` goes through, which are not evicted for it; of states the
-        longest."""
+    def on_path(self, prefix: Tokens) -> list[Block]:
+        """The blocks that `prefix` goes through, in order, which are not evicted for it; of states
+        the longest."""
         along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
         if self.indivisible:
-            return set([block for n, block, shared in along if shared == len(n.tokens)][-1:])
-        return {block for n, block, shared in along if _uses(n, n.start + shared)}
-
-    def covered(self, prefix: Tokens) -> list[Block]:
-        """The blocks that hold nothing but tokens of `prefix`."""
-        along = [n for n, shared in self._along(prefix) if shared == len(n.tokens)]
-        reached = along[-1].stop if along else 0
-        blocks = dict.fromkeys(n.block for n in along if n.block is not None)
-        return [block for block in blocks if block.stop <= reached]
+            return [block for n, block, shared in along if shared == len(n.tokens)][-1:]
+        return [*dict.fromkeys(b for n, b, shared in along if _uses(n, n.start + shared))]
 
     def demote(self, block: Block) -> int:
         held = block.held_bytes

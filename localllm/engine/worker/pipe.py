@@ -232,6 +232,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended, and its output is at the end."""
         self._ended.set_result(None)
+        assert self._process is not None
+        self._process.close()
         if not self._first.done():
             self._first.set_result(None)
         replies, self._replies = self._replies, {}
