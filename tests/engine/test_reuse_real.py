@@ -181,13 +181,13 @@ class Life:
         while before != (now := (await self.client.snapshot())["disk_written_bytes"]):
             before = now
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.client.ended(), 1.0)
+                await asyncio.wait_for(self.client.process.wait(), 1.0)
             assert self.client.alive
 
     async def kill(self) -> None:
         """End it as a power cut would."""
         os.kill(self.client.pid, signal.SIGKILL)
-        await self.client.ended()
+        await self.client.process.wait()
 
 
 @asynccontextmanager

@@ -307,10 +307,10 @@ def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(few_layers:
     async def use(supervisor: Supervisor, client: WorkerClient) -> None:
         for _ in range(3):
             os.kill(client.pid, signal.SIGKILL)
-            await client.ended()
+            await client.process.wait()
             client = await supervisor.engine()
         os.kill(client.pid, signal.SIGKILL)
-        await client.ended()
+        await client.process.wait()
         with pytest.raises(
             BusyError, match=r"4 times in a row; it is loaded again in \d+ s"
         ) as refused:
@@ -341,7 +341,7 @@ def test_a_worker_that_answered_is_loaded_again_at_once(few_layers: Path) -> Non
                 last = event
             assert isinstance(last, Finish)
             os.kill(client.pid, signal.SIGKILL)
-            await client.ended()
+            await client.process.wait()
             client = await supervisor.engine()
 
     with_model(few_layers, use)
