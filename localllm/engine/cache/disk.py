@@ -32,6 +32,7 @@ from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import (
     Block,
+    EvictablePool,
     Kind,
     StoredFile,
     files_to_remove,
@@ -53,7 +54,7 @@ from localllm_backends.contract import Backend
 # What became of a block that was to be written, or of its file.
 Outcome = Literal["written", "failed", "removed", "held back"]
 # a block on disk that is elsewhere too, and whose it is
-Copy: TypeAlias = tuple[PrefixCache, Block]
+Copy: TypeAlias = "tuple[EvictablePool, Block]"
 
 
 @dataclass

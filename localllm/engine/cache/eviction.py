@@ -23,15 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from localllm.engine.cache import tunables
 from localllm.engine.step_costs import PROMPT_STEP_S
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Capabilities, ModelInfo
-
-if TYPE_CHECKING:
-    from localllm.engine.cache.tree import PrefixCache
 
 # Room for a block: there now, there once what is being written is written, or not to be had.
 Space = Literal["free", "pending", "full"]
@@ -108,7 +105,21 @@ class Candidate(NamedTuple):
     last_used: int
     depth: int
     block: Block
-    pool: PrefixCache
+    pool: EvictablePool
+
+
+class EvictablePool(Protocol):
+    """Blocks that can be asked for their memory: a tree of them."""
+
+    held_bytes: int
+
+    def candidates(self) -> Iterable[Candidate]: ...  # those that hold some and are not locked
+    def on_path(self, prefix: Tokens) -> list[Block]: ...  # those that a prefix goes through
+    # the tokens that one ends; None: not known any more
+    def line(self, block: Block) -> Tokens | None: ...
+    def demote(self, block: Block) -> int: ...  # keep only its copy; returns the bytes freed
+    def forget(self, block: Block) -> None: ...  # locked or not
+    def evict(self, block: Block) -> None: ...  # one that is not locked
 
 
 @dataclass(eq=False)
@@ -127,11 +138,11 @@ class CacheBudget:
     capacity_bytes: int
     uses: int = 0
     changes: int = 0
-    pools: list[PrefixCache] = field(default_factory=list)
+    pools: list[EvictablePool] = field(default_factory=list)
     clock: Callable[[], int] = time.time_ns
     save: Callable[[Candidate, int], Space] = lambda _candidate, _until: "free"
     wait_for_writing: Callable[[], bool] = lambda: False
-    in_context: Callable[[], Iterable[tuple[PrefixCache, Block]]] = tuple
+    in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
 
     def use(self) -> int:
         """Something is used now: when, as `uses` counts."""
@@ -162,9 +173,7 @@ class CacheBudget:
             return "free"
         if need_bytes > self.capacity_bytes:
             return "full"
-        keep: set[Block] = set()
-        if prefix is not None:
-            keep = keep.union(*(pool.on_path(prefix) for pool in self.pools))
+        keep = self._on_path(prefix)
         until = self.uses if used is None else used
         if force:
             missing -= self._drop_copies(missing)
@@ -184,6 +193,12 @@ class CacheBudget:
     def _is_writing(self) -> bool:
         """True while something that memory holds is being written, which can be demoted then."""
         return any(candidate.block.pending for candidate in self.candidates())
+
+    def _on_path(self, prefix: Tokens | None) -> set[Block]:
+        """The blocks that `prefix` goes through (None: none)."""
+        if prefix is None:
+            return set()
+        return set().union(*(pool.on_path(prefix) for pool in self.pools))
 
     def _drop_copies(self, n_bytes: int) -> int:
         """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes
@@ -251,9 +266,12 @@ class CacheBudget:
                 doomed.append(candidate)
         if all_or_nothing and freed + lost < n_bytes:
             return freed
-        for candidate in doomed:
-            candidate.pool.evict(candidate.block)
+        self._evict_all(doomed)
         return freed + lost
+
+    def _evict_all(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            candidate.pool.evict(candidate.block)
 
 
 def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:

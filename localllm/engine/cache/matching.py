@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from localllm.engine.cache import tunables
@@ -14,13 +14,26 @@ from localllm.engine.cache.eviction import Block, IdleSequence
 from localllm.engine.cache.tree import CachedPart, Match, PrefixCache, as_tokens, common_prefix
 from localllm.engine.tokens import Tokens
 
-if TYPE_CHECKING:
-    from localllm.engine.request import RunningRequest
-
 # --- what it has in common with sequences ---------------------------------------------------------
 
-# Tokens in the context. They may grow or be cut, but never change.
-Line: TypeAlias = "RunningRequest | IdleSequence"
+
+class TokenSequence(Protocol):
+    """Tokens in the context: a running request's, or an idle sequence's. They may grow or be cut,
+    but never change."""
+
+    @property
+    def tokens(self) -> Sequence[int] | Tokens:
+        """All of them, computed or not."""
+
+    def line(self, start: int = 0, stop: int | None = None) -> Tokens:
+        """Tokens [start, stop) as the cache knows them (see `tokens.salted`)."""
+
+
+class RunningSequence(TokenSequence, Protocol):
+    """A running request as the cache sees it: `n_kv` of its tokens are in `sequence`."""
+
+    sequence: int | None
+    n_kv: int
 
 
 class PromptMatch:
@@ -30,10 +43,10 @@ class PromptMatch:
     def __init__(self, prompt: Sequence[int] | Tokens) -> None:
         self.tokens = as_tokens(prompt)
         # How many leading tokens are the same, and whether the next one is known to differ.
-        self._shared: WeakKeyDictionary[Line, tuple[int, bool]] = WeakKeyDictionary()
+        self._shared: WeakKeyDictionary[TokenSequence, tuple[int, bool]] = WeakKeyDictionary()
         self._planned: tuple[Hashable, RestorePlan] | None = None
 
-    def shared(self, other: Line) -> int:
+    def shared(self, other: TokenSequence) -> int:
         same, parted = self._shared.get(other, (0, False))
         n = min(len(other.tokens), len(self.tokens))
         if same < n and not parted:

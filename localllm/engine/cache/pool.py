@@ -17,19 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from localllm.engine.cache import eviction, tunables
 from localllm.engine.cache.eviction import Block, IdleSequence
-from localllm.engine.cache.matching import NO_SOURCE, Line, PrefixSource, PromptMatch
+from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch, RunningSequence
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.cache.store import KvStore, checkpoints
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
-
-if TYPE_CHECKING:
-    from localllm.engine.request import RunningRequest
 
 
 class SequencePool:
@@ -40,7 +36,7 @@ class SequencePool:
         self.kv, self.cache = kv, kv.cache
         self._can_split = backend.capabilities.rewind == "any"
         self.idle: list[IdleSequence] = []
-        self.running: Mapping[str, RunningRequest] = {}
+        self.running: Mapping[str, RunningSequence] = {}
         kv.budget.in_context = self.in_context
         self._leaving: int | None = None
         held = backend.memory()
@@ -61,7 +57,7 @@ class SequencePool:
 
     # --- finding ----------------------------------------------------------------------------------
 
-    def lookup(self, prompt: PromptMatch, running: Iterable[RunningRequest]) -> PrefixSource:
+    def lookup(self, prompt: PromptMatch, running: Iterable[RunningSequence]) -> PrefixSource:
         """The best source for `prompt`. One token is always left to compute: its logits are
         needed."""
         self._sync()
@@ -70,7 +66,7 @@ class SequencePool:
         known = plan.known
         length = plan.saved if plan.saved >= tunables.MIN_TOKENS else 0
         best = PrefixSource(length, plan=plan)
-        lines: list[Line] = [*running, *self.idle]
+        lines: list[RunningSequence | IdleSequence] = [*running, *self.idle]
         for line in lines:
             if line.sequence is None:
                 continue

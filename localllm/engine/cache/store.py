@@ -18,6 +18,7 @@ from localllm.engine.cache.eviction import (
     Block,
     CacheBudget,
     Candidate,
+    EvictablePool,
     Space,
 )
 from localllm.engine.cache.matching import RestorePlan, longest, plan_restore
@@ -221,8 +222,7 @@ class KvStore:
     ) -> Space:
         """Put the state behind `prefix`, which is all that `sequence` holds, into the cache.
         `newer`: rather than an older one of the same sequence."""
-        if self.states is None:
-            return "full"
+        assert self.states is not None
         backend, along = self._backend, None if newer else prefix
         room = partial(self.budget.make_room, prefix=along, used=used, force=force)
         kv_bytes = int(self._token_bytes * len(prefix))
@@ -260,7 +260,9 @@ class KvStore:
         self._write(tree, block, self.budget.uses if self.closing else self.budget.forgotten)
         return "free"
 
-    def _write(self, pool: PrefixCache, block: Block, until: int, *, leaves: bool = False) -> Space:
+    def _write(
+        self, pool: EvictablePool, block: Block, until: int, *, leaves: bool = False
+    ) -> Space:
         """Have a block written that only memory holds ("pending"), if room for it can be made of
         files used until then, or of files of what is elsewhere too; unless it `leaves` memory, only
         of what was used before it, or two would be written by turns. "free": it can't or needn't be
