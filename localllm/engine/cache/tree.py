@@ -79,18 +79,9 @@ class Match:
     """
 
     parts: tuple[CachedPart, ...]
+    length: int
     known: int
     node: Node | None
-
-    @property
-    def length(self) -> int:
-        """Leading tokens held without a gap."""
-        reached = 0
-        for part in self.parts:
-            if part.start > reached:
-                break
-            reached = part.stop
-        return reached
 
     @property
     def saved(self) -> int:
@@ -131,7 +122,7 @@ class PrefixCache:
         prefix = as_tokens(tokens)
         parts: list[CachedPart] = []
         deepest: Node | None = None
-        known = 0
+        length = known = 0
         for node, shared in self._along(prefix):
             known = node.start + shared
             if node.block is None or (self.indivisible and shared < len(node.tokens)):
@@ -143,7 +134,9 @@ class PrefixCache:
                 parts[-1] = CachedPart(node.block, parts[-1].start, known)
             else:
                 parts.append(CachedPart(node.block, node.start, known))
-        return Match(tuple(parts), known, deepest)
+            if parts[-1].start <= length:
+                length = parts[-1].stop
+        return Match(tuple(parts), length, known, deepest)
 
     def match(self, tokens: Sequence[int] | Tokens) -> Match:
         """What can be restored of `tokens`, which counts as a use of it."""
