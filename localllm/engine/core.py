@@ -90,7 +90,7 @@ class Engine:
         # nobody has touched yet), as long as a request that is all cached, and agents send the next
         # one within milliseconds. KV in pieces takes one: the sooner it is out, the more often the
         # same prompt again is computed over the same cells, and so to the last bit.
-        self._takes_grace = kv.states is not None
+        self._takes_grace = kv.states is not None and not kv.snapshots
         # Nothing that is known waits for a rest to be over.
         self._overlaps = able.asynchronous and wanted.power >= 1.0
         self._observed: tuple[list[Grant], float, int] | None = None
