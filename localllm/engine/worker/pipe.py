@@ -332,5 +332,7 @@ async def end_ahead() -> None:
     """End what was started ahead and nobody took."""
     while _ahead:
         _, process = _ahead.popitem()
+        # Where a kill is a wish (no SIGKILL), the end of its input ends it.
+        process.close_input()
         process.kill()
         await process.wait()
