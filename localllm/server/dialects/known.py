@@ -123,7 +123,8 @@ def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> It
         return
     if isinstance(sent, list):
         for i, one in enumerate(sent):
-            yield from unused(one, known, path, f"{spot}[{i}]")
+            if isinstance(one, dict | list):  # a million numbers are passed over
+                yield from unused(one, known, path, f"{spot}[{i}]")
     if not isinstance(sent, Mapping) or (READS in known and not known[READS](sent.get("type"))):
         return
     for name, value in sent.items():
