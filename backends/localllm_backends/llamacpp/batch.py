@@ -37,18 +37,14 @@ class Batch:
         pointers = self._seq.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
         self._seq_pointers: NDArray[np.uint64] = pointers
         self.rows: Rows = np.zeros((capacity, width), dtype=np.float32)
-        native = llama.llama_batch()
-        if tokens:
-            native.token = self._token.ctypes.data_as(i32)
-        if width:
-            native.embd = self.rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        native.pos = self._pos.ctypes.data_as(i32)
-        native.n_seq_id = self._n_seq.ctypes.data_as(i32)
-        native.seq_id = ctypes.cast(
-            ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32)
+        self.native = llama.llama_batch(
+            token=self._token.ctypes.data_as(i32) if tokens else None,
+            embd=self.rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if width else None,
+            pos=self._pos.ctypes.data_as(i32),
+            n_seq_id=self._n_seq.ctypes.data_as(i32),
+            seq_id=ctypes.cast(int(self._seq_pointers.ctypes.data), ctypes.POINTER(i32)),
+            logits=self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-        native.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
-        self.native = native
 
     def clear(self) -> None:
         self.native.n_tokens = 0

@@ -156,43 +156,42 @@ def new_context(
     `draft_cells` more to draft in.
     `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
     llama = start_native()
-    params = llama.llama_context_default_params()
     drafts = mtp or beside is not None
     n_batch = n_batch or spec.n_batch or _MICRO_BATCH
-    params.n_ctx = served_context(model, spec)
-    params.n_ubatch = n_batch
-    params.n_batch = (
-        max(n_batch, _GPU_STEP)
-        if not at_node and not beside and _steps_are_divisible(model, spec)
-        else n_batch
-    )
-    params.n_seq_max = n_seq_max
     # llama.cpp aborts the process where there is less than one row for each sequence.
-    params.n_outputs_max = max(outputs_reserved(spec, n_batch), n_seq_max)
-    params.n_rs_seq = 0 if drafts else spec.n_rewind
+    n_outputs = max(outputs_reserved(spec, n_batch), n_seq_max)
     if mtp:
-        heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
-        params.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
-        params.n_outputs_max = min(n_batch, n_seq_max * heads)
+        n_outputs = min(n_batch, n_seq_max * max(1, int(llama.llama_model_n_layer_nextn(model))))
     if beside is not None:
-        params.ctx_other, params.n_outputs_max = beside, n_batch
-    if drafts:
-        # Beside what the model holds, room for what is being drafted, and for what a fork has to
-        # read for itself.
-        params.n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
-    params.n_threads = params.n_threads_batch = spec.n_threads or usable_cores()
-    # Flash attention is left at AUTO: where a device lacks the kernel, ON would silently compute
-    # attention on the CPU.
-    params.type_k = GGML_TYPES[spec.kv_type_k]
-    params.type_v = GGML_TYPES[spec.kv_type_v]
-    params.kv_unified = True
-    params.swa_full = False
-    params.offload_kqv = not spec.placement.kv_on_host
-    # May devices compute what lies in system memory?
-    params.op_offload = spec.n_gpu_layers != 0
-    if at_node is not None:
-        params.cb_eval = at_node
-    context = made_context(model, params)
+        n_outputs = n_batch
+    divisible = not at_node and not beside and _steps_are_divisible(model, spec)
+    # Beside what the model holds, room for what is being drafted, and for what a fork has to read
+    # for itself.
+    drafted = (_DRAFT_CELLS + draft_cells) * n_seq_max if drafts else 0
+    n_threads = spec.n_threads or usable_cores()
+    context = made_context(
+        model,
+        ctx_type=llama.LLAMA_CONTEXT_TYPE_MTP if mtp else llama.LLAMA_CONTEXT_TYPE_DEFAULT,
+        ctx_other=beside,
+        n_ctx=served_context(model, spec) + drafted,
+        n_ubatch=n_batch,
+        n_batch=max(n_batch, _GPU_STEP) if divisible else n_batch,
+        n_seq_max=n_seq_max,
+        n_outputs_max=n_outputs,
+        n_rs_seq=0 if drafts else spec.n_rewind,
+        n_threads=n_threads,
+        n_threads_batch=n_threads,
+        # Flash attention is left at AUTO: where a device lacks the kernel, ON would silently
+        # compute attention on the CPU.
+        type_k=GGML_TYPES[spec.kv_type_k],
+        type_v=GGML_TYPES[spec.kv_type_v],
+        kv_unified=True,
+        swa_full=False,
+        offload_kqv=not spec.placement.kv_on_host,
+        # May devices compute what lies in system memory?
+        op_offload=spec.n_gpu_layers != 0,
+        cb_eval=at_node or llama.ggml_backend_sched_eval_callback(),
+    )
     _lay_over(context, spec)
     return context
 
@@ -210,17 +209,20 @@ def trial_context(model: Any, spec: LoadSpec, kv: Sequence[str], **sizes: int) -
         start_native().llama_free(context)
 
 
-def made_context(model: Any, params: Any) -> Any:
-    """The llama_context; OutOfMemoryError or LoadError with llama.cpp's own reason."""
+def made_context(model: Any, **parameters: Any) -> Any:
+    """The llama_context with these of llama_context_params, and llama.cpp's own for the others;
+    OutOfMemoryError or LoadError with llama.cpp's own reason."""
+    llama, n_ctx = start_native(), parameters["n_ctx"]
+    params = llama.llama_context_default_params()
+    for name, value in parameters.items():
+        setattr(params, name, value)
     log.mark()
-    context = start_native().llama_init_from_model(model, params)
+    context = llama.llama_init_from_model(model, params)
     if not context:
         why = log.reason()
         if "alloc" in why:
-            raise OutOfMemoryError(
-                f"not enough memory for a context of {params.n_ctx} tokens: {why}"
-            )
-        raise LoadError(f"llama.cpp can't make a context of {params.n_ctx} tokens: {why}")
+            raise OutOfMemoryError(f"not enough memory for a context of {n_ctx} tokens: {why}")
+        raise LoadError(f"llama.cpp can't make a context of {n_ctx} tokens: {why}")
     return context
 
 

@@ -22,7 +22,7 @@ from localllm_backends.llamacpp.weights import fingerprint, open_file
 
 # llama.h: enum llama_pooling_type
 _POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
-_RANK = 4
+_RANK, _AS_NAMED = 4, -1
 _NO_TOKEN = -1
 # An input is pooled within one micro-batch, whose buffers grow with it: 2,048 tokens unless more is
 # asked for.
@@ -165,17 +165,21 @@ def load_embedder(
         freed.callback(llama.llama_model_free, model)
         trained = int(llama.llama_model_n_ctx_train(model))
         tokens = min(n_ctx or _DEFAULT_CTX, trained or n_ctx or _DEFAULT_CTX)
-        made = llama.llama_context_default_params()
-        made.embeddings = True
-        if llama.llama_model_cls_label(model, 0):
+        threads = n_threads or usable_cores()
+        context = made_context(
+            model,
+            embeddings=True,
             # Named classes: a classifier on top of an encoder, whose header may name the encoder's
             # own pooling.
-            made.pooling_type = _RANK
-        made.n_ctx = made.n_batch = made.n_ubatch = tokens
-        made.n_seq_max = min(_MOST_SEQUENCES, tokens)
-        made.kv_unified = True
-        made.n_threads = made.n_threads_batch = n_threads or usable_cores()
-        context = made_context(model, made)
+            pooling_type=_RANK if llama.llama_model_cls_label(model, 0) else _AS_NAMED,
+            n_ctx=tokens,
+            n_batch=tokens,
+            n_ubatch=tokens,
+            n_seq_max=min(_MOST_SEQUENCES, tokens),
+            kv_unified=True,
+            n_threads=threads,
+            n_threads_batch=threads,
+        )
         freed.callback(llama.llama_free, context)
         if int(llama.llama_pooling_type(context)) not in _POOLINGS:
             raise LoadError(
