@@ -104,24 +104,21 @@ class TopLogits:
             return []
         self._steps += 1
         outputs = [c for c in chunks if c.outputs]
+        # Of which sequences rows may be sorted out, and does what they draw hang on the weight of
+        # all tokens?
+        weighs: dict[SequenceId, bool] = {}
         for chunk in outputs:
             if not (chunk.few and may_decide(chunk.sample, KEPT)):
                 self._whole_at[chunk.sequence] = self._steps
-        weighs = self._wanted(outputs)
+            if self._steps - self._whole_at.get(chunk.sequence, -_PATIENCE) >= _PATIENCE:
+                weighs[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
+        fewest = _FEWEST_ON if self._chains else _FEWEST
+        if not self.able or not (any(weighs.values()) or len(weighs) >= fewest):
+            weighs = {}
         self._rebind(weighs, {c.sequence for c in outputs})
         return [
             i for i, c in enumerate(chunks) if c.sequence in weighs and c.sequence in self._chains
         ]
-
-    def _wanted(self, outputs: Sequence[Chunk]) -> dict[SequenceId, bool]:
-        """Of which sequences rows are to be sorted out, and does what they draw hang on the weight
-        of all tokens?"""
-        weighs: dict[SequenceId, bool] = {}
-        for chunk in outputs:
-            if self._steps - self._whole_at.get(chunk.sequence, -_PATIENCE) >= _PATIENCE:
-                weighs[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
-        fewest = _FEWEST_ON if self._chains else _FEWEST
-        return weighs if self.able and (any(weighs.values()) or len(weighs) >= fewest) else {}
 
     def _rebind(self, weighs: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:
         """Give the sequences in `weighs` their chains. Of others those may keep them that are not
