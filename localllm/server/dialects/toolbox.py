@@ -62,10 +62,8 @@ class Toolbox:
                 skipped.append(f"tools.{kind}")
                 continue
             name = function["function"].get("name")
-            if isinstance(name, str):
-                flat = flat_name(name, namespace)
-                function["function"]["name"] = flat
-                names[flat] = ClientToolName(name, namespace, kind == "custom")
+            flat = function["function"]["name"] = flat_name(name, namespace)
+            names[str(flat)] = ClientToolName(name, namespace, kind == "custom")
             functions.append(function)
         offered = checked(functions)
         for function, plain in zip(functions, offered, strict=True):

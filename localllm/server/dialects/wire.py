@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
+from localllm.server.dialects.fields import RequestBody
 from localllm.server.generation.job import ReplyUsage
 from localllm.server.serving import Dialect
 
@@ -71,17 +74,26 @@ def token_logprob(text: str, logprob: float) -> dict[str, Any]:
     return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def page(
-    listed: Sequence[Mapping[str, Any]], limit: int, after: str | None, before: str | None = None
-) -> dict[str, Any]:
-    """At most `limit` of what is `listed` by ids: what comes behind the one, or up to the other."""
+class PageFields(RequestBody):
+    """Query parameters of a list, in the words of OpenAI and Anthropic."""
+
+    limit: int = Field(20, ge=1, le=1000)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = Field(None, description="an item's id: the page begins behind it")
+    after_id: str | None = None
+    before_id: str | None = None
+
+
+def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, Any]:
+    """The page that is `wanted` of what is `listed`, by ids."""
     ids = [one["id"] for one in listed]
+    after, before = wanted.after or wanted.after_id, wanted.before_id
     start = ids.index(after) + 1 if after in ids else 0
-    end = min(start + limit, len(ids))
+    end = min(start + wanted.limit, len(ids))
     more = end < len(ids)
     if before in ids:
         end = ids.index(before)
-        start = max(0, end - limit)
+        start = max(0, end - wanted.limit)
         more = start > 0
     first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
     return {"data": listed[start:end], "first_id": first, "last_id": last, "has_more": more}

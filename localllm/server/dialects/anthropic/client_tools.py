@@ -20,9 +20,12 @@ def is_client_tool(kind: Any) -> bool:
     return name in _KINDS and version.isdigit()
 
 
-def client_tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`tool` as a function with its documented parameters; None for one that only Anthropic's
-    servers run."""
+def function_of(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`tool` as a function, one of the client's with its documented parameters; None for one that
+    only Anthropic's servers run."""
+    if tool.get("type") in (None, "custom"):
+        names = ("name", "description", "strict")
+        return {**{name: tool.get(name) for name in names}, "parameters": tool.get("input_schema")}
     if not is_client_tool(tool.get("type")):
         return None
     kind, _, version = str(tool["type"]).rpartition("_")

@@ -11,7 +11,7 @@ from pydantic import Field
 from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.anthropic.client_tools import client_tool, is_client_tool
+from localllm.server.dialects.anthropic.client_tools import function_of, is_client_tool
 from localllm.server.dialects.constraints import Constraint, of_response_format, only_one
 from localllm.server.dialects.fields import Count, StopText, stop_texts
 from localllm.server.dialects.known import (
@@ -146,16 +146,7 @@ def _toolbox(sent: list[dict[str, Any]]) -> Toolbox:
     """The tools as functions; skipped are those that only Anthropic's servers run."""
     kept, skipped = [], []
     for tool in sent:
-        function: dict[str, Any] | None
-        if tool.get("type") in (None, "custom"):
-            function = {
-                "name": tool.get("name"),
-                "description": tool.get("description"),
-                "parameters": tool.get("input_schema"),
-                "strict": tool.get("strict"),
-            }
-        else:
-            function = client_tool(tool)
+        function = function_of(tool)
         if function is None:
             skipped.append(f"tools.{tool.get('name', tool['type'])}")
         else:

@@ -8,7 +8,6 @@ from typing import Any
 from localllm.engine.messages import TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.anthropic import messages
-from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
@@ -158,7 +157,7 @@ def usage_body(usage: ReplyUsage) -> dict[str, Any]:
 _ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping)
 
 
-def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
+def translate(fields: messages.MessagesFields, model: ServedModel) -> TranslatedRequest:
     """A chat, answered as a message or its events."""
     chat, skipped = messages.chat_request(fields, model)
     return TranslatedRequest(
@@ -171,7 +170,7 @@ def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
 
 MESSAGES = Route(
     "/v1/messages",
-    MessagesFields,
+    messages.MessagesFields,
     translate,
     _ANTHROPIC,
     "Answer a conversation, whole or as events",

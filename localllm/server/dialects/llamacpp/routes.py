@@ -19,12 +19,11 @@ from localllm.conversation.tools import format_for, has_unknown_notation
 from localllm.errors import BusyError, RequestError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.llamacpp import completion
-from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
 from localllm.server.dialects.openapi import answer_of
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import Route, mount, mount_whole
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.http.accounts import admins_only, caller
+from localllm.server.http.accounts import Account, admins_only, caller
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
@@ -34,36 +33,6 @@ _MODEL, _NO_SLOT = (
     {"name": name, "in": "query", "schema": {"type": "string"}}
     for name in ("model", "fail_on_no_slot")
 )
-
-
-def facts(served: ServedModel) -> dict[str, Any]:
-    """A model's GET /props."""
-    info = served.info
-    template = (info.chat_template or "") if info else ""
-    return {
-        "default_generation_settings": {
-            "n_ctx": served.served_n_ctx,
-            "params": asdict(served.sampling),
-        },
-        "total_slots": info.n_seq_max if info else 1,
-        "model_alias": served.name,
-        "model_path": served.name,
-        "modalities": {"vision": bool(info and info.vision), "audio": False},
-        "chat_template": template,
-        "chat_template_caps": {
-            "supports_tools": not has_unknown_notation(template),
-            "supports_tool_calls": not has_unknown_notation(template),
-            "supports_system_role": True,
-            "supports_parallel_tool_calls": True,
-            "native_format": format_for(template).name
-            if info and not has_unknown_notation(template)
-            else None,
-        },
-        "bos_token": info.bos_text if info else "",
-        "eos_token": info.eos_text if info else "",
-        "build_info": "localllm",
-        "is_sleeping": False,
-    }
 
 
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
@@ -102,21 +71,12 @@ async def slots(model: ServedModel) -> list[dict[str, Any]]:
     waiting = [j for j in jobs if j["state"] == "waiting"]
     free = max(0, info.n_seq_max - len(running))
     entries = [*running, *[None] * free, *waiting]
-    account = caller()
-    return [
-        _slot(
-            i,
-            info.n_ctx,
-            job,
-            known=account.admin or (job is not None and job["tenant"] == account.name),
-        )
-        for i, job in enumerate(entries)
-    ]
+    return [_slot(i, info.n_ctx, job, caller()) for i, job in enumerate(entries)]
 
 
-def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, *, known: bool) -> dict[str, Any]:
+def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, asks: Account) -> dict[str, Any]:
     base = {"id": number, "n_ctx": n_ctx, "speculative": True, "is_processing": job is not None}
-    if job is None or not known:
+    if job is None or not (asks.admin or job["tenant"] == asks.name):
         return {**base, "state": "idle" if job is None else "busy"}
     return {
         **base,
@@ -167,10 +127,12 @@ class ModelFields(RequestBody):
 
 
 _ROUTES = (
-    Route("/completion", LlamaCppFields, completion.translate, EVENTS, "Continue raw text"),
+    Route(
+        "/completion", completion.LlamaCppFields, completion.translate, EVENTS, "Continue raw text"
+    ),
     Route(
         "/infill",
-        InfillFields,
+        completion.InfillFields,
         completion.translate,
         EVENTS,
         "Fill in between a prefix and a suffix, with other files as context",
@@ -186,7 +148,33 @@ def routes(server: Server) -> Paths:
     @paths.answers("GET", "/props", parameters=[_MODEL])
     async def props(request: Request) -> dict[str, Any]:
         """Facts of a model; never loads it."""
-        return facts(server.models.resolve(request.query_params.get("model")))
+        served = server.models.resolve(request.query_params.get("model"))
+        info = served.info
+        template = (info.chat_template or "") if info else ""
+        return {
+            "default_generation_settings": {
+                "n_ctx": served.served_n_ctx,
+                "params": asdict(served.sampling),
+            },
+            "total_slots": info.n_seq_max if info else 1,
+            "model_alias": served.name,
+            "model_path": served.name,
+            "modalities": {"vision": bool(info and info.vision), "audio": False},
+            "chat_template": template,
+            "chat_template_caps": {
+                "supports_tools": not has_unknown_notation(template),
+                "supports_tool_calls": not has_unknown_notation(template),
+                "supports_system_role": True,
+                "supports_parallel_tool_calls": True,
+                "native_format": format_for(template).name
+                if info and not has_unknown_notation(template)
+                else None,
+            },
+            "bos_token": info.bos_text if info else "",
+            "eos_token": info.eos_text if info else "",
+            "build_info": "localllm",
+            "is_sleeping": False,
+        }
 
     @paths.answers("GET", "/models/sse", about="")
     async def model_events(request: Request) -> Response:

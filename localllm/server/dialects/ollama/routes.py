@@ -22,21 +22,10 @@ from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import each
 from localllm.server.dialects.known import read
 from localllm.server.dialects.ollama import lines, requests
-from localllm.server.dialects.ollama.lines import Part
-from localllm.server.dialects.ollama.requests import (
-    OllamaBody,
-    OllamaChat,
-    OllamaEmbed,
-    OllamaEmbeddings,
-    OllamaGenerate,
-    OllamaManaged,
-    OllamaPull,
-)
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import Route, Unwritten, mount, mount_whole
 from localllm.server.dialects.toolbox import Toolbox
-from localllm.server.dialects.vectors import cut, numbers
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import text_job
@@ -112,7 +101,7 @@ VERSION = "0.12.11"
 _OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", streams=True)
 
 
-def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | Unwritten:
+def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest | Unwritten:
     """A chat; without messages it loads the model, or unloads it."""
     ignored = fields.ignored()
     if not fields.messages:
@@ -122,7 +111,7 @@ def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | Unwritte
     return _translated(task, model, lines.chat_part, ignored, fields)
 
 
-def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | Unwritten:
+def generate(fields: requests.OllamaGenerate, model: ServedModel) -> TranslatedRequest | Unwritten:
     """A prompt: templated, raw, or with a suffix."""
     ignored = fields.ignored()
     if not fields.prompt and not fields.suffix:
@@ -145,7 +134,7 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | 
     return _translated(task, model, lines.generated_part, ignored, fields)
 
 
-def _preload(fields: OllamaBody, model: ServedModel, part: Part) -> Unwritten:
+def _preload(fields: requests.OllamaBody, model: ServedModel, part: lines.Part) -> Unwritten:
     """Answers a request that only loads its model, or unloads it."""
     keep_s = requests.keep_alive_s(fields.keep_alive)
 
@@ -164,9 +153,9 @@ def _preload(fields: OllamaBody, model: ServedModel, part: Part) -> Unwritten:
 def _translated(
     task: ChatRequest | JobFactory,
     model: ServedModel,
-    part: Part,
+    part: lines.Part,
     ignored: list[str],
-    fields: OllamaBody,
+    fields: requests.OllamaBody,
 ) -> TranslatedRequest:
     return TranslatedRequest(
         task,
@@ -180,7 +169,7 @@ def _translated(
 _ROUTES = (
     Route(
         "/api/chat",
-        OllamaChat,
+        requests.OllamaChat,
         chat,
         _OLLAMA,
         "Answer a conversation; streams unless told not to",
@@ -188,7 +177,7 @@ _ROUTES = (
     ),
     Route(
         "/api/generate",
-        OllamaGenerate,
+        requests.OllamaGenerate,
         generate,
         _OLLAMA,
         "Continue a prompt: through the template, raw, or filling in before a suffix",
@@ -207,7 +196,7 @@ def routes(server: Server) -> Paths:
 
 
 def _embedding(paths: Paths, server: Server) -> None:
-    async def embed(fields: OllamaEmbed) -> Any:
+    async def embed(fields: requests.OllamaEmbed) -> Any:
         started = time.monotonic()
         name, rows, tokens = await vectors.embed(
             server,
@@ -219,21 +208,23 @@ def _embedding(paths: Paths, server: Server) -> None:
         )
         return {
             "model": name,
-            "embeddings": [numbers(cut(row, fields.dimensions)) for row in rows],
+            "embeddings": [vectors.numbers(vectors.cut(row, fields.dimensions)) for row in rows],
             "total_duration": int((time.monotonic() - started) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": tokens,
         }
 
-    async def older(fields: OllamaEmbeddings) -> Any:
+    async def older(fields: requests.OllamaEmbeddings) -> Any:
         inputs = [fields.prompt] if fields.prompt else []
         keep_s = requests.keep_alive_s(fields.keep_alive)
         _, rows, _ = await vectors.embed(server, fields.model, inputs, truncate=True, keep_s=keep_s)
-        return {"embedding": numbers(rows[0]) if rows else []}
+        return {"embedding": vectors.numbers(rows[0]) if rows else []}
 
-    mount_whole(paths, server, "/api/embed", OllamaEmbed, embed, "Turn texts into vectors", ())
+    mount_whole(
+        paths, server, "/api/embed", requests.OllamaEmbed, embed, "Turn texts into vectors", ()
+    )
     about = "Turn one text into a vector: the older form"
-    mount_whole(paths, server, "/api/embeddings", OllamaEmbeddings, older, about, ())
+    mount_whole(paths, server, "/api/embeddings", requests.OllamaEmbeddings, older, about, ())
 
 
 def _managing(paths: Paths, server: Server) -> None:
@@ -241,13 +232,15 @@ def _managing(paths: Paths, server: Server) -> None:
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
 
     @paths.answers(
-        "POST", "/api/pull", **body_of(OllamaPull, "status", streams="application/x-ndjson")
+        "POST",
+        "/api/pull",
+        **body_of(requests.OllamaPull, "status", streams="application/x-ndjson"),
     )
     async def pull(request: Request) -> Response:
         """Fetch a model, where --allow-pull lets clients do that"""
         admins_only("fetching a model")
         store = allowed(server.store)
-        fields, ignored = read(OllamaPull, await read_json(request, server.settings))
+        fields, ignored = read(requests.OllamaPull, await read_json(request, server.settings))
         name, headers = fields.wanted(), answer_headers(ignored)
         if fields.stream is False:
             await unless_gone(request.receive, _pull(thread, store, name, lambda line: None))
@@ -267,12 +260,12 @@ def _managing(paths: Paths, server: Server) -> None:
             headers=headers,
         )
 
-    @paths.answers("DELETE", "/api/delete", **body_of(OllamaManaged))
+    @paths.answers("DELETE", "/api/delete", **body_of(requests.OllamaManaged))
     async def delete(request: Request) -> Response:
         """Remove a model from this disk, where --allow-pull lets clients do that"""
         admins_only("removing a model")
         store = allowed(server.store)
-        fields, ignored = read(OllamaManaged, await read_json(request, server.settings))
+        fields, ignored = read(requests.OllamaManaged, await read_json(request, server.settings))
         name = fields.wanted()
         with suppress(ModelNotFoundError):
             # Mapped files would keep their disk space; a model in use is not removed.
@@ -312,11 +305,17 @@ def _about_models(paths: Paths, server: Server) -> None:
         loaded = [m for m in server.models.list() if m.loaded]
         return {"models": [lines.running(m, server.models.idle_s) for m in loaded]}
 
-    async def show(fields: OllamaManaged) -> Any:
+    async def show(fields: requests.OllamaManaged) -> Any:
         model = await server.models.find(fields.wanted())
         template = (model.info.chat_template or "") if model.info else ""
         return await asyncio.to_thread(lines.show, model, template)
 
     mount_whole(
-        paths, server, "/api/show", OllamaManaged, show, "One model's facts", ("capabilities",)
+        paths,
+        server,
+        "/api/show",
+        requests.OllamaManaged,
+        show,
+        "One model's facts",
+        ("capabilities",),
     )

@@ -59,12 +59,6 @@ class CompletionFields(SamplingFields):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
 
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself."""
-        if self.prompt == []:
-            raise RequestError("prompt is an empty array", param="prompt")
-        return each(self.prompt)
-
 
 def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Raw text, answered as text_completion or its chunks."""
@@ -92,7 +86,9 @@ def translate_fill_in(fields: CompletionFields, model: ServedModel) -> Translate
 
 def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
     """A factory for the generation job. Raises RequestError."""
-    prompts = fields.prompts()
+    if fields.prompt == []:
+        raise RequestError("prompt is an empty array", param="prompt")
+    prompts = each(fields.prompt)
     if fields.suffix and (len(prompts) > 1 or not isinstance(prompts[0], str)):
         raise RequestError("suffix needs one prompt that is text", param="suffix")
     if fields.echo and fields.logprobs is not None:

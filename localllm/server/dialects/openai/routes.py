@@ -15,14 +15,11 @@ from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import RequestBody, each
 from localllm.server.dialects.known import read
 from localllm.server.dialects.openai import chat, completions
-from localllm.server.dialects.openai.chat import ChatFields
-from localllm.server.dialects.openai.completions import CompletionFields
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import Route, mount, mount_prompt, mount_whole
-from localllm.server.dialects.vectors import MOST_INPUTS, Texts, cut, numbers
-from localllm.server.dialects.wire import EVENTS, page
+from localllm.server.dialects.wire import EVENTS, PageFields, page
 from localllm.server.http.errors import speaks_anthropic
-from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.router import ServedModel
 from localllm.server.proxy.upstreams import RemoteModel
 from localllm.server.serving import Server
 
@@ -123,25 +120,9 @@ def status(model: ServedModel) -> dict[str, Any]:
     return {"value": "unloaded", **({"failed": True} if model.worker.failure else {})}
 
 
-def openai_list(models: ModelRouter) -> dict[str, Any]:
-    """The list; Codex reads `models` beside OpenAI's `data`."""
-    served = models.list()
-    return {
-        "object": "list",
-        "data": [
-            *(entry(m) for m in models.names()),
-            *(remote_entry(m) for m in models.elsewhere()),
-        ],
-        "models": [
-            codex_entry(m.name, m.served_n_ctx, reasons="thinking" in m.capabilities)
-            for m in served
-            if not m.facts.embeds
-        ],
-    }
-
-
-def codex_entry(name: str, n_ctx: int | None, *, reasons: bool) -> dict[str, Any]:
-    """One model in the format of Codex's catalogue. `reasons`: it is a reasoning model."""
+def codex_entry(model: ServedModel) -> dict[str, Any]:
+    """One model in the format of Codex's catalogue."""
+    name, n_ctx, reasons = model.name, model.served_n_ctx, "thinking" in model.capabilities
     efforts = ("none", "low", "medium", "high") if reasons else ()
     return {
         "slug": name,
@@ -168,14 +149,6 @@ def codex_entry(name: str, n_ctx: int | None, *, reasons: bool) -> dict[str, Any
     }
 
 
-class ModelPage(RequestBody):
-    """Query parameters of the list of models."""
-
-    limit: int = Field(20, ge=1, le=1000)
-    after_id: str | None = None
-    before_id: str | None = None
-
-
 def model_entry(model: ServedModel) -> dict[str, Any]:
     """One model in the format of Anthropic's Models API."""
     return {
@@ -197,11 +170,11 @@ class EmbeddingFields(RequestBody):
 
     input: (
         str
-        | Texts
+        | vectors.Texts
         | Annotated[list[_Token], Field(min_length=1)]
         | Annotated[
             list[Annotated[list[_Token], Field(min_length=1)]],
-            Field(min_length=1, max_length=MOST_INPUTS),
+            Field(min_length=1, max_length=vectors.MOST_INPUTS),
         ]
     ) = Field(description="a text, texts, token ids, or lists of token ids")
     encoding_format: Literal["float", "base64"] | None = None
@@ -213,7 +186,7 @@ class EmbeddingFields(RequestBody):
 _KEYS = ("id", "choices", "usage")
 CHAT = Route(
     "/v1/chat/completions",
-    ChatFields,
+    chat.ChatFields,
     chat.translate,
     EVENTS,
     "Answer a conversation, whole or as server-sent events",
@@ -222,7 +195,7 @@ CHAT = Route(
 )
 COMPLETIONS = Route(
     "/v1/completions",
-    CompletionFields,
+    completions.CompletionFields,
     completions.translate,
     EVENTS,
     "Continue raw text, or fill in between a prompt and a suffix",
@@ -231,7 +204,7 @@ COMPLETIONS = Route(
 )
 FILL_IN = Route(
     "/v1/fim/completions",
-    CompletionFields,
+    completions.CompletionFields,
     completions.translate_fill_in,
     EVENTS,
     "Fill in between a prompt and a suffix, answered in the shape of a chat",
@@ -245,12 +218,17 @@ def routes(server: Server) -> Paths:
 
     @paths.answers("GET", "/v1/models", "/models")
     async def list_models(request: Request) -> dict[str, Any]:
-        """The models this server offers; in Anthropic's shape to its clients."""
+        """The models this server offers; in Anthropic's shape to its clients. Codex reads `models`
+        beside OpenAI's `data`."""
         if speaks_anthropic(request.scope):
-            wanted, _ = read(ModelPage, request.query_params)
-            listed = [*map(model_entry, server.models.names())]
-            return page(listed, wanted.limit, wanted.after_id, wanted.before_id)
-        return openai_list(server.models)
+            wanted, _ = read(PageFields, request.query_params)
+            return page([*map(model_entry, server.models.names())], wanted)
+        ours, theirs = server.models.names(), server.models.elsewhere()
+        return {
+            "object": "list",
+            "data": [*map(entry, ours), *map(remote_entry, theirs)],
+            "models": [*map(codex_entry, (m for m in server.models.list() if not m.facts.embeds))],
+        }
 
     @paths.answers("GET", "/v1/models/{model_id:path}")
     async def get_model(request: Request) -> dict[str, Any]:
@@ -279,9 +257,9 @@ def routes(server: Server) -> Paths:
         name, rows, tokens = await vectors.embed(server, fields.model, each(fields.input))
         data = []
         for i, row in enumerate(rows):
-            shaped = cut(row, fields.dimensions)
+            shaped = vectors.cut(row, fields.dimensions)
             as_text = fields.encoding_format == "base64"
-            vector = base64.b64encode(shaped).decode() if as_text else numbers(shaped)
+            vector = base64.b64encode(shaped).decode() if as_text else vectors.numbers(shaped)
             data.append({"object": "embedding", "index": i, "embedding": vector})
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "model": name, "data": data, "usage": usage}

@@ -174,7 +174,8 @@ class ResponseEvents(ReplyWriter):
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
-        self._keep(self.body)
+        if self.body["store"]:
+            self._keep(self.body)
         self._event(f"response.{self.body['status']}", {"response": self.body})
 
     def frame_error(self, error: LocalLLMError) -> bytes:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 
 from localllm.conversation.messages import normalise
 from localllm.errors import NotFoundError, RequestError
-from localllm.server.dialects.fields import TRUNCATION, Limit, RequestBody, first_limit
+from localllm.server.dialects.fields import TRUNCATION, Limit, first_limit
 from localllm.server.dialects.known import (
     FORM,
     PART,
@@ -127,14 +127,6 @@ class ResponseStore:
                 f"no response {response_id[:80]!r} is stored here", param="previous_response_id"
             )
         return stored
-
-
-class PageFields(RequestBody):
-    """Query parameters of a list."""
-
-    limit: int = Field(20, ge=1, le=100)
-    order: Literal["asc", "desc"] = "desc"
-    after: str | None = Field(None, description="an item's id: the page begins behind it")
 
 
 _ITEM = shape(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -13,14 +13,9 @@ from localllm.server.dialects.known import read
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.responses import items
 from localllm.server.dialects.responses.events import ResponseEvents, replay
-from localllm.server.dialects.responses.items import (
-    PageFields,
-    ResponsesFields,
-    ResponseStore,
-)
 from localllm.server.dialects.route import COUNT, Route, event_number, mount, mount_prompt
 from localllm.server.dialects.toolbox import Toolbox
-from localllm.server.dialects.wire import EVENTS, page
+from localllm.server.dialects.wire import EVENTS, PageFields, page
 from localllm.server.http.accounts import PerCaller
 from localllm.server.http.streaming import StreamGoneError
 from localllm.server.models.router import ServedModel
@@ -29,11 +24,11 @@ from localllm.server.serving import Server, TranslatedRequest
 
 def routes(server: Server) -> Paths:
     paths = Paths("OpenAI responses")
-    stores = PerCaller(ResponseStore)
+    stores = PerCaller(items.ResponseStore)
     silence_s = server.settings.keepalive_s / 2
     create = Route(
         "/v1/responses",
-        ResponsesFields,
+        items.ResponsesFields,
         lambda fields, model: translate(fields, model, stores.current(), silence_s),
         EVENTS,
         "Answer a list of items, whole or as events",
@@ -51,17 +46,20 @@ def routes(server: Server) -> Paths:
     return paths
 
 
-def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]) -> None:
+def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.ResponseStore]) -> None:
     @paths.answers("GET", "/v1/responses/{response_id}")
     async def get(request: Request) -> dict[str, Any] | Response:
         """A stored response; with `stream=true` the events of one that is kept, behind the number
         `starting_after`."""
         response_id, asked = request.path_params["response_id"], request.query_params
-        return (
-            stores.current().get(response_id).body
-            if asked.get("stream", "false").lower() in ("false", "0")
-            else _joined(server, response_id, asked)
-        )
+        if asked.get("stream", "false").lower() in ("false", "0"):
+            return stores.current().get(response_id).body
+        stream = server.kept.find(response_id)
+        if stream is None:
+            raise StreamGoneError(
+                f"no stream of {response_id[:80]!r} is kept here", param="response_id"
+            )
+        return stream.answer(event_number(asked.get("starting_after"), "starting_after"))
 
     @paths.answers("DELETE", "/v1/responses/{response_id}")
     async def delete(request: Request) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]
         wanted, _ = read(PageFields, request.query_params)
         given = stores.current().get(request.path_params["response_id"]).given
         ordered = given if wanted.order == "asc" else given[::-1]
-        return {"object": "list", **page(ordered, wanted.limit, wanted.after)}
+        return {"object": "list", **page(ordered, wanted)}
 
     @paths.answers("POST", "/v1/responses/compact", about="")
     async def compact(request: Request) -> dict[str, Any]:
@@ -97,30 +95,16 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]
         )
 
 
-def _joined(server: Server, response_id: str, asked: Mapping[str, str]) -> Response:
-    """The events of a kept stream, from where the client has them."""
-    stream = server.kept.find(response_id)
-    if stream is None:
-        raise StreamGoneError(
-            f"no stream of {response_id[:80]!r} is kept here", param="response_id"
-        )
-    return stream.answer(event_number(asked.get("starting_after"), "starting_after"))
-
-
 def translate(
-    fields: ResponsesFields, model: ServedModel, store: ResponseStore, silence_s: float
+    fields: items.ResponsesFields, model: ServedModel, store: items.ResponseStore, silence_s: float
 ) -> TranslatedRequest:
     """A Responses request, answered as a response object or its events, and stored."""
     given = items.input_items(fields, store)
     toolbox = Toolbox.of(fields.tools)
     chat, skipped = items.chat_request(fields, model, given, toolbox)
 
-    def keep(body: dict[str, Any]) -> None:
-        if fields.store is not False:
-            store.put(body, given)
-
+    keep = partial(store.put, items=given)
     response = ResponseEvents(fields, model.name, toolbox, chat.generation, keep, silence_s)
-
     return TranslatedRequest(
         chat,
         lambda reply, job: replay(reply, response),

@@ -121,24 +121,17 @@ class ScoreQuestion(_Question):
         }
 
 
-class NoulCriteria(BodyPart):
-    """What counts as yes, and what as no."""
-
-    model_config = ConfigDict(extra="forbid")
-    true: Content | None = None
-    false: Content | None = None
-
-
 class NoulQuestion(_Question):
     """A question of yes or no, or a statement that holds or does not."""
 
     default_question = "Which holds?"
     type: Literal["noul"]
-    criteria: NoulCriteria | None = None
+    criteria: dict[Literal["true", "false"], Content | None] | None = None
 
     def options(self) -> dict[Any, str]:
-        about = self.criteria or NoulCriteria()
-        return {True: _option("Yes, true", about.true), False: _option("No, false", about.false)}
+        about = self.criteria or {}
+        yes, no = about.get("true"), about.get("false")
+        return {True: _option("Yes, true", yes), False: _option("No, false", no)}
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
         """The answer's body."""
