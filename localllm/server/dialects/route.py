@@ -28,7 +28,6 @@ from localllm.server.serving import Dialect, Server, TranslatedRequest
 
 # The description of paths that count a prompt's tokens.
 COUNT = "How many tokens the prompt has"
-Translated = TypeVar("Translated")
 Fields = TypeVar("Fields", bound=RequestBody)
 
 
@@ -37,21 +36,21 @@ Unwritten: TypeAlias = Callable[[Server], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class Route(Generic[Fields, Translated]):
+class Route(Generic[Fields]):
     """One generating path: the body it reads (`fields`) and how that is translated for a model. In
     the OpenAPI document `about` is its description and `keys` what a whole answer has; `aliases`
     are further paths, not listed there."""
 
     path: str
     fields: type[Fields]
-    translate: Callable[[Fields, ServedModel], Translated]
+    translate: Callable[[Fields, ServedModel], TranslatedRequest | Unwritten]
     dialect: Dialect
     about: str
     keys: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
 
 
-def mount(paths: Paths, server: Server, *routes: Route[Any, Any]) -> None:
+def mount(paths: Paths, server: Server, *routes: Route[Any]) -> None:
     """Serve each of `routes` and its aliases."""
     for route in routes:
         streams = route.dialect.media_type.partition(";")[0]
@@ -87,7 +86,7 @@ def mount_prompt(
     paths: Paths,
     server: Server,
     path: str,
-    route: Route[Any, Any],
+    route: Route[Any],
     about: str,
     body: Callable[[str, int], Mapping[str, Any]],
 ) -> None:
@@ -111,7 +110,7 @@ def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str
     return fields, [*ignored, *(["keep_alive"] if unheard else ())]
 
 
-async def _answer(server: Server, route: Route[Any, Any], request: Request) -> Response:
+async def _answer(server: Server, route: Route[Any], request: Request) -> Response:
     body = await read_json(request, server.settings)
     key = _kept(request, body) if route.dialect.media_type.startswith("text/event-stream") else None
     stream = server.kept.find(key[0]) if key is not None else None
@@ -125,8 +124,7 @@ async def _answer(server: Server, route: Route[Any, Any], request: Request) -> R
     model = await server.models.find(fields.model)
     translated = await worked(partial(route.translate, fields, model))
     if not isinstance(translated, TranslatedRequest):
-        answer: Response = await translated(server)
-        return answer
+        return await translated(server)
     translated = replace(translated, ignored=(*unknown, *translated.ignored))
     if route.dialect.streams if fields.stream is None else fields.stream:
         return await server.stream(model, translated, route.dialect, key)

@@ -188,20 +188,14 @@ def offsets(logprobs: Sequence[TokenLogprob], at: int = 0) -> list[int]:
     return found
 
 
-def _named(text: str) -> str:
-    """A token's text, or what OpenAI writes for one that is no text: bytes:\\xf0\\x9f."""
-    data = text.encode("utf-8", "surrogateescape")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
-
-
 def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
-    """All alternatives: of two tokens that are written alike (a byte, a control token) the second
-    goes by its id."""
+    """All alternatives by their texts, or by what OpenAI writes for one that is no text
+    (bytes:\\xf0\\x9f). Of two tokens that are written alike (a byte, a control token) the second goes
+    by its id."""
     named: dict[str, float] = {}
     for text, token, logprob in top:
-        name = _named(text)
+        data = text.encode("utf-8", "surrogateescape")
+        plain = data.decode("utf-8", "replace")
+        name = plain if plain.encode() == data else "bytes:" + "".join(f"\\x{b:02x}" for b in data)
         named[name if name not in named else f"token_id:{token}"] = logprob
     return named

@@ -22,25 +22,27 @@ from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 
 # By the kind of an item: how its id begins, the field that is written, what the events of that are
-# named after and what the last one says; of one with a part also the part's events and its type.
-_KINDS: Mapping[str, tuple[str, str, str, tuple[str, ...], str, str]] = {
+# named after and what the last one says; of one with a part also the part's events and its type;
+# with what it begins.
+_KINDS: Mapping[str, tuple[str, str, str, tuple[str, ...], str, str, Mapping[str, Any]]] = {
     "message": (
         "msg_", "content", "response.output_text", ("text", "logprobs"),
-        "response.content_part", "output_text",
+        "response.content_part", "output_text", {"role": "assistant", "content": []},
     ),
     "reasoning": (
         "rs_", "content", "response.reasoning_text", ("text",),
-        "response.content_part", "reasoning_text",
+        "response.content_part", "reasoning_text", {"summary": [], "content": []},
     ),
     "summary": (
         "rs_", "summary", "response.reasoning_summary_text", ("text",),
-        "response.reasoning_summary_part", "summary_text",
+        "response.reasoning_summary_part", "summary_text", {"summary": [], "content": []},
     ),
     "function_call": (
         "fc_", "arguments", "response.function_call_arguments", ("arguments", "name"), "", "",
+        {"arguments": ""},
     ),
     "custom_tool_call": (
-        "ctc_", "input", "response.custom_tool_call_input", ("input",), "", "",
+        "ctc_", "input", "response.custom_tool_call_input", ("input",), "", "", {"input": ""},
     ),
 }  # fmt: skip
 # Of OpenAI's response object, where nothing here is said of it.
@@ -129,13 +131,13 @@ class ResponseEvents(ReplyWriter):
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not text and not logprobs:
             return
-        self._enter("message", role="assistant", content=[])
+        self._enter("message")
         entries = [logprob_entry(p) for p in logprobs]
         self._logprobs += entries
         self._delta(text, f',"logprobs":{json.dumps(entries) if entries else "[]"}')
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._enter(self._thought, summary=[], content=[])
+        self._enter(self._thought)
         self._delta(text)
 
     def call_start(self, choice: int, index: int, name: str) -> None:
@@ -143,10 +145,8 @@ class ResponseEvents(ReplyWriter):
         called = self._toolbox.called(name)
         self._text_of = CustomInputReader() if called.custom else None
         kind = "custom_tool_call" if called.custom else "function_call"
-        named = {"name": called.name, "namespace": called.namespace, _KINDS[kind][1]: ""}
-        if called.namespace is None:
-            del named["namespace"]
-        self._enter(kind, call_id=new_id("call_"), **named)
+        space = {} if called.namespace is None else {"namespace": called.namespace}
+        self._enter(kind, call_id=new_id("call_"), name=called.name, **space)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         data = text if self._text_of is None else self._text_of.feed(text)
@@ -187,15 +187,16 @@ class ResponseEvents(ReplyWriter):
         return self._frame("response.failed", {"response": self.body})
 
     def _enter(self, kind: str, **fields: Any) -> None:
-        """Be in an item of that kind, one of _KINDS, which begins with `fields`."""
+        """Be in an item of that kind, one of _KINDS, which has these `fields` too."""
         if self._open is not None and self._kind == kind:
             return
         self._leave()
-        prefix, field, event, _, part_event, _ = _KINDS[kind]
+        prefix, field, event, _, part_event, _, begun = _KINDS[kind]
         self._kind = kind
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        item = {"type": "reasoning" if kind == "summary" else kind, "id": new_id(prefix), **fields}
+        shown = "reasoning" if kind == "summary" else kind
+        item = {"type": shown, "id": new_id(prefix), **begun, **fields}
         self._open = {**item, "status": "in_progress"}
         at = {"output_index": len(self.body["output"])}
         self._event("response.output_item.added", {**at, "item": self._open})
@@ -215,7 +216,7 @@ class ResponseEvents(ReplyWriter):
         item = self._open
         if item is None:
             return
-        _, field, event, said, part_event, _ = _KINDS[self._kind]
+        _, field, event, said, part_event, *_ = _KINDS[self._kind]
         text = "".join(self._pieces)
         part = self._part(text)
         item |= {"status": status, field: [part] if part_event else text}

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from localllm.conversation.messages import normalise
 from localllm.errors import NotFoundError, RequestError
-from localllm.server.dialects.fields import TRUNCATION, Limit, first_limit
+from localllm.server.dialects.fields import TRUNCATION, Limit
 from localllm.server.dialects.known import (
     FORM,
     PART,
@@ -26,11 +25,9 @@ from localllm.server.dialects.known import (
     shape_of,
 )
 from localllm.server.dialects.thinking import ReasonedFields, ReasoningFields
-from localllm.server.dialects.toolbox import INPUT, Toolbox, flat_name
-from localllm.server.generation.chat import ChatRequest
+from localllm.server.dialects.toolbox import INPUT, flat_name
 from localllm.server.http.asgi import new_id
 from localllm.server.http.recent import RecentlyUsed
-from localllm.server.models.router import ServedModel
 
 # Entries, and characters as JSON.
 _MAX_ENTRIES, _MAX_CHARS = 256, 64 * 2**20
@@ -181,33 +178,6 @@ class ResponsesFields(ReasonedFields):
         return 0 if wanted and self.top_logprobs is None else self.top_logprobs
 
 
-def chat_request(
-    fields: ResponsesFields, model: ServedModel, items: Sequence[Any], toolbox: Toolbox
-) -> tuple[ChatRequest, list[str]]:
-    """The chat request of `items`, and the names of tools and items that were skipped."""
-    skipped = list(toolbox.skipped)
-    messages = _messages(items, skipped)
-    if fields.instructions:
-        messages.insert(0, {"role": "system", "content": fields.instructions})
-    if not any(m["role"] != "system" for m in messages):
-        messages.append({"role": "user", "content": ""})  # Codex probes with an empty input
-    options = fields.response_options(
-        toolbox,
-        fields.tool_choice,
-        fields.constraint((fields.text or {}).get("format")),
-        parallel=fields.parallel_tool_calls is not False,
-    )
-    generation = fields.generation(
-        model.sampling_for(options.effort),
-        first_limit(fields.max_output_tokens),
-        logprobs=fields.alternatives(),
-        thinking_tokens=fields.thinking_tokens(),
-    )
-    return ChatRequest(
-        normalise(messages, skipped), generation, options, compaction=fields.truncation == "auto"
-    ), skipped
-
-
 def input_items(fields: ResponsesFields, store: ResponseStore) -> list[Any]:
     """The items to answer: those of `previous_response_id`, then the request's own, with references
     to stored items resolved. Raises RequestError."""
@@ -232,7 +202,8 @@ def _stored(item: Any, where: str, store: ResponseStore) -> Any:
     return store.item(str(item.get("id")), where) if reference else item
 
 
-def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
+def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
+    """The conversation of `items`; `skipped` gets the names of those that are no part of one."""
     messages: list[dict[str, Any]] = []
     reasoning_text = ""
     for item in items:

@@ -8,7 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm.conversation.messages import normalise
 from localllm.errors import UnsupportedError
+from localllm.server.dialects.fields import first_limit
 from localllm.server.dialects.known import read
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.responses import items
@@ -16,6 +18,7 @@ from localllm.server.dialects.responses.events import ResponseEvents, replay
 from localllm.server.dialects.route import COUNT, Route, event_number, mount, mount_prompt
 from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.dialects.wire import EVENTS, PageFields, page
+from localllm.server.generation.chat import ChatRequest
 from localllm.server.http.accounts import PerCaller
 from localllm.server.http.streaming import StreamGoneError
 from localllm.server.models.router import ServedModel
@@ -101,10 +104,28 @@ def translate(
     """A Responses request, answered as a response object or its events, and stored."""
     given = items.input_items(fields, store)
     toolbox = Toolbox.of(fields.tools)
-    chat, skipped = items.chat_request(fields, model, given, toolbox)
-
+    skipped = list(toolbox.skipped)
+    messages = items.messages_of(given, skipped)
+    if fields.instructions:
+        messages.insert(0, {"role": "system", "content": fields.instructions})
+    if not any(m["role"] != "system" for m in messages):
+        messages.append({"role": "user", "content": ""})  # Codex probes with an empty input
+    options = fields.response_options(
+        toolbox,
+        fields.tool_choice,
+        fields.constraint((fields.text or {}).get("format")),
+        parallel=fields.parallel_tool_calls is not False,
+    )
+    generation = fields.generation(
+        model.sampling_for(options.effort),
+        first_limit(fields.max_output_tokens),
+        logprobs=fields.alternatives(),
+        thinking_tokens=fields.thinking_tokens(),
+    )
+    shortens = fields.truncation == "auto"
+    chat = ChatRequest(normalise(messages, skipped), generation, options, compaction=shortens)
     keep = partial(store.put, items=given)
-    response = ResponseEvents(fields, model.name, toolbox, chat.generation, keep, silence_s)
+    response = ResponseEvents(fields, model.name, toolbox, generation, keep, silence_s)
     return TranslatedRequest(
         chat,
         lambda reply, job: replay(reply, response),

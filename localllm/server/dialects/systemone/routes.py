@@ -82,8 +82,14 @@ _ASK = (
 _CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
 Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MOST_QUESTIONS)]
 Images = Annotated[list[str], Field(max_length=8)]
-Orders = Annotated[int, Field(ge=1, le=8)]
-_ORDERS = "orders of the options that are shown and averaged; each costs a fork"
+Orders = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=8,
+        description="orders of the options that are shown and averaged; each costs a fork",
+    ),
+]
 
 
 class SystemOneFields(RequestBody):
@@ -93,7 +99,7 @@ class SystemOneFields(RequestBody):
     state: Content
     questions: Questions
     images: Images | None = Field(None, description="in base64, or data URLs; for models that see")
-    orders: Orders = Field(1, description=_ORDERS)
+    orders: Orders = 1
     temperature: float | None = Field(
         None, gt=0, le=100, description="default: what was fitted for the model, else 1"
     )
@@ -121,7 +127,7 @@ class FitFields(RequestBody):
 
     shapes: ClassVar[Shape] = _WHOLE
     examples: Annotated[list[_Example], Field(min_length=1, max_length=1000)]
-    orders: Orders = Field(1, description=_ORDERS)
+    orders: Orders = 1
 
 
 @dataclass
