@@ -104,24 +104,27 @@ class ThinkingFields(RequestBody):
 
     def thinking_tokens(self) -> int | None:
         """The reasoning budget, by the first of its names that is sent; None = no limit."""
-        named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
-        sent = (
+        return first_limit(
             self.reasoning.max_tokens if self.reasoning else None,
             self.thinking.budget_tokens if self.thinking else None,
-            *named,
+            self.thinking_budget,
+            self.thinking_token_budget,
+            self.thinking_budget_tokens,
             self.reasoning_budget_tokens,
         )
-        return first_limit(*sent)
 
     def effort(self) -> str | None:
         """The reasoning effort: none where any of its switches is off, a named level, or what
         switching it on comes to."""
-        variables, asked = (
-            self.chat_template_kwargs or {},
-            self.reasoning or ReasoningFields.model_validate({}),
-        )
-        switches = [self.think, self.enable_thinking, asked.enabled]
-        switches += [variables.get(name) for name in ("enable_thinking", "thinking")]
+        variables = self.chat_template_kwargs or {}
+        asked = self.reasoning or ReasoningFields.model_validate({})
+        switches = [
+            self.think,
+            self.enable_thinking,
+            asked.enabled,
+            variables.get("enable_thinking"),
+            variables.get("thinking"),
+        ]
         thinking = self.thinking.type if self.thinking else None
         if thinking == "disabled" or False in switches:
             return "none"

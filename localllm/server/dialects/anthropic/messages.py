@@ -179,12 +179,10 @@ def plain_messages(
             omitted.append(f"messages.{kind}")
         else:
             parts += _readable(block, spot)
-    if not parts and results:
-        return results
     plain: dict[str, Any] = {"role": role, "content": parts}
     if calls:
         plain["tool_calls"] = calls
-    return [*results, plain]
+    return [*results, plain] if parts or calls or not results else results
 
 
 def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:

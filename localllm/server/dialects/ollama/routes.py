@@ -56,7 +56,7 @@ class _DisconnectedError(Exception):
 async def _pull(
     thread: ThreadPoolExecutor, store: ModelStore, ref: str, report: Callable[[Line], None]
 ) -> None:
-    """Download `ref` in `thread`, reporting lines to `report`, at most one a thousandth. If
+    """Download `ref` in `thread`, reporting lines to `report`, at most one for each ten-thousandth of it. If
     cancelled it stops, and the next call resumes. Raises what the store raises."""
     loop, left = asyncio.get_running_loop(), threading.Event()
     digest, said = "", ("", 0)
@@ -73,7 +73,7 @@ async def _pull(
             counts = {"total": progress.total_bytes, "completed": progress.done_bytes}
             line |= {"digest": f"sha256:{digest}", **counts}
         before = said
-        said = line["status"], 1000 * progress.done_bytes // max(1, progress.total_bytes)
+        said = line["status"], 10_000 * progress.done_bytes // max(1, progress.total_bytes)
         if said != before:
             loop.call_soon_threadsafe(report, line)
 
