@@ -101,11 +101,9 @@ class ChatFields(ReasonedFields):
 
     def alternatives(self) -> int | None:
         """Alternatives per token to report; None = no log-probabilities. Raises RequestError."""
-        if not self.logprobs:
-            if self.top_logprobs:
-                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-            return None
-        return self.top_logprobs or 0
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
@@ -140,11 +138,11 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
 
 class Chunks(ReplyWriter):
     """Writes the events of OpenAI's streams: chat.completion.chunk, unless another kind says what
-    differs. The constant parts are made once: a token costs one JSON string."""
+    differs. The constant parts are made once: a token costs one JSON string. `counts_in_choice`: the
+    usage is in the last choice's end, and no chunk is without a choice."""
 
     kind, ids = "chat.completion.chunk", "chatcmpl-"
     nothing = '"delta":{}'  # of a choice's last chunk
-    counts_in_choice = False  # the usage is in the last choice's end
 
     def __init__(
         self,
@@ -153,9 +151,12 @@ class Chunks(ReplyWriter):
         job: GenerationJob,
         toolbox: Toolbox = NO_TOOLS,
         options: StreamOptions | None = None,
+        *,
+        counts_in_choice: bool = False,
     ) -> None:
         self._outbox, self._job, self._toolbox = outbox, job, toolbox
         self._include_usage = options is not None and options.include_usage
+        self._counts_in_choice = counts_in_choice
         self._inputs: dict[tuple[int, int], CustomInputReader] = {}
         self._head = (
             f'data: {{"id":"{new_id(self.ids)}","object":"{self.kind}","created":{int(time.time())},'
@@ -166,7 +167,7 @@ class Chunks(ReplyWriter):
 
     def end(self, reply: Reply) -> None:
         for i, choice in enumerate(reply.choices):
-            if self.counts_in_choice and i == len(reply.choices) - 1:
+            if self._counts_in_choice and i == len(reply.choices) - 1:
                 self._tail = f"}}],{json.dumps(counted(reply))[1:]}\n\n"
             self._send(i, self.nothing, reason=f'"{choice.outcome.reason}"')
         if self._include_usage:

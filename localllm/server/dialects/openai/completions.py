@@ -80,7 +80,7 @@ def translate_fill_in(fields: CompletionFields, model: ServedModel) -> Translate
     return TranslatedRequest(
         _task(fields, model),
         lambda reply, job: chat_completion(reply, model.name),
-        lambda outbox, job, progress: FillInChunks(outbox, model.name, job),
+        lambda outbox, job, progress: Chunks(outbox, model.name, job, counts_in_choice=True),
     )
 
 
@@ -107,12 +107,6 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
         )
 
     return job
-
-
-class FillInChunks(Chunks):
-    """Mistral's chunks: none is without a choice."""
-
-    counts_in_choice = True
 
 
 class CompletionChunks(Chunks):
