@@ -112,7 +112,7 @@ def test_any_turn_has_versions_and_what_followed_each_comes_back(
     changed = session.ask("A", instead=first)
     assert [t.content for t in session.turns] == ["A"]
     _answered(session, "three")
-    assert session.context_to(session.last_question) == [{"role": "user", "content": "A"}]
+    assert session.context(session.last_question) == [{"role": "user", "content": "A"}]
     assert session.place(changed) == (2, 2)
     session.other_version(changed, -1)
     assert [t.content for t in session.turns] == ["a", "one", "b", "two"]
@@ -188,13 +188,13 @@ def test_a_retry_is_asked_without_the_answer_it_replaces(session: Session) -> No
     answer = PendingAnswer(session)
     answer.add("a")
     answer.finish({})
-    assert session.context_to(session.last_question) == [{"role": "user", "content": "q"}]
+    assert session.context(session.last_question) == [{"role": "user", "content": "q"}]
 
 
 def test_unanswered_questions_are_sent_as_one(session: Session) -> None:
     session.ask("first")
     session.ask("second")
-    assert session.context_to(session.last_question) == [
+    assert session.context(session.last_question) == [
         {"role": "user", "content": "first\n\nsecond"}
     ]
 

@@ -178,6 +178,6 @@ def test_dropping_the_only_question_keeps_the_system_prompt(history: History) ->
     assert history.list() == []
     assert session.system == "Be brief"
     session.ask("r")
-    assert [m["content"] for m in session.context_to(session.last_question)] == ["Be brief", "r"]
+    assert [m["content"] for m in session.context(session.last_question)] == ["Be brief", "r"]
     with pytest.raises(UsageError):
         Session(history, "m").drop_question()

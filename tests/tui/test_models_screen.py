@@ -11,8 +11,9 @@ import pytest
 from textual.widgets import OptionList, Static
 
 from localllm.errors import DownloadError
-from localllm_tui.control.interfaces import InstalledModel
-from localllm_tui.control.model_list import DISK_COLUMNS, Pulls, disk_line, head_line, plan_line
+from localllm_tui.control.interfaces import InstalledModel, PlanList
+from localllm_tui.control.model_list import Pulls
+from localllm_tui.control.model_rows import ModelRows
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
@@ -280,13 +281,16 @@ def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
 
 def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> None:
     theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
-    for width in (75, 115):
-        assert disk_line(theirs, width, in_use=False).endswith("a Python package")
-    assert head_line(DISK_COLUMNS, 35).endswith("size")
-    assert disk_line(theirs, 35, in_use=False).endswith(" GB")
     plan = choice("a", 1, quality={"points": -0.4, "basis": "ours"})
-    assert " 0 " in plan_line(plan, 100)
-    assert "-0" not in plan_line(plan, 100)
+    rows = ModelRows(Pulls(service()), planned=PlanList("", (plan,)), disk=[theirs])
+    (planned,) = rows.rows(100, ())
+    assert " 0 " in planned.line
+    assert "-0" not in planned.line
+    rows.shows_disk = True
+    for width in (75, 115):
+        assert rows.rows(width, ())[0].line.endswith("a Python package")
+    assert rows.head(35).endswith("size")
+    assert rows.rows(35, ())[0].line.endswith(" GB")
 
 
 def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> None:

@@ -93,11 +93,10 @@ class LineFace(Face):
     async def end_answer(
         self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
     ) -> None:
-        assert isinstance(shown, _Page)
-        shown.end()
-        said = how_it_ended(stream, error)
-        if said:
-            self.note(f"({said})")
+        if stream.turn is not None:
+            shown.end(note_under(stream.turn))
+        else:
+            shown.end("" if error is not None else "no answer: /retry asks again")
 
     async def _list(self, words: str) -> None:
         """List conversations; a number on the next line opens one."""
@@ -156,13 +155,6 @@ class LineFace(Face):
         return True
 
 
-def how_it_ended(stream: PendingAnswer, error: LocalLLMError | None) -> str:
-    """What is out of the ordinary about an answer that has ended; "" where nothing is."""
-    if stream.turn is not None:
-        return note_under(stream.turn)
-    return "" if error is not None else "no answer: /retry asks again"
-
-
 def ask_once(
     client: ChatClient,
     model: str,
@@ -178,7 +170,7 @@ def ask_once(
             try:
                 await stream.run(client.stream(model, messages), page)
             finally:
-                page.end()
+                page.end("")
         if stream.reason == "length":
             print("note: the answer was cut at the token limit", file=sys.stderr)
         n = stream.meter.left_out
@@ -299,9 +291,11 @@ class _Page(AnswerDisplay):
     def progress(self, what: str) -> None:
         self._status.show(what)
 
-    def end(self) -> None:
+    def end(self, note: str) -> None:
         self.progress("")
         self._write(self._lines.end())
         if not self._ends_line:
             self._out.write("\n")
             self._out.flush()
+        if note:
+            print(f"({note})", file=sys.stderr)

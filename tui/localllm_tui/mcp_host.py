@@ -29,7 +29,6 @@ class McpHost:
     env: Mapping[str, str] = field(default_factory=dict)
     _session: Any = None
     _task: asyncio.Task[None] | None = None
-    _leave: asyncio.Event | None = None
 
     async def open(self) -> Sequence[ToolSpec]:
         try:
@@ -40,9 +39,8 @@ class McpHost:
                 hint="pip install 'localllm[tools]'",
             ) from e
         ready: asyncio.Future[Sequence[ToolSpec]] = asyncio.get_running_loop().create_future()
-        self._leave = asyncio.Event()
         # The SDK's contexts must be left by the task that entered them.
-        self._task = asyncio.create_task(self._live(ready, self._leave))
+        self._task = asyncio.create_task(self._live(ready))
         try:
             return await asyncio.wait_for(asyncio.shield(ready), _START_S)
         except Exception as e:
@@ -74,14 +72,13 @@ class McpHost:
         return f"error: {text}" if getattr(result, "is_error", False) else text
 
     async def close(self) -> None:
-        if self._leave is not None:
-            self._leave.set()
         if self._task is not None:
+            self._task.cancel()
             with suppress(Exception, asyncio.CancelledError):
                 await asyncio.wait_for(self._task, 5.0)
-        self._task = self._leave = self._session = None
+        self._task = self._session = None
 
-    async def _live(self, ready: asyncio.Future[Sequence[ToolSpec]], leave: asyncio.Event) -> None:
+    async def _live(self, ready: asyncio.Future[Sequence[ToolSpec]]) -> None:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
         given = StdioServerParameters(
@@ -102,7 +99,7 @@ class McpHost:
                     ]
                     if not ready.done():
                         ready.set_result(specs)
-                    await leave.wait()
+                    await asyncio.Event().wait()  # to close cancels it
         except Exception as e:
             if not ready.done():
                 ready.set_exception(e)

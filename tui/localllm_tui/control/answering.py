@@ -49,6 +49,9 @@ class AnswerDisplay(Protocol):
         """Show a tool's call and what came of it, as it is kept; tools are switched on on a screen alone."""
         return
 
+    def end(self, note: str) -> None:
+        """The stream is over: show the rest, and `note` under the answer."""
+
 
 class AnswerStream:
     """An answer while it comes, shown and counted; `reason` is its finish reason."""
@@ -168,7 +171,7 @@ class PendingAnswer(AnswerStream):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        return self.session.context_to(self._begun or self.question)
+        return self.session.context(self._begun or self.question)
 
     @property
     def turn(self) -> StoredMessage | None:

@@ -31,8 +31,6 @@ def read_text(path: Path) -> tuple[str, str]:
     URL. Raises UsageError."""
     path = path.expanduser()
     try:
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder", hint="/attach takes it with all its texts")
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise UsageError(
@@ -257,6 +255,20 @@ def files_and_folders(folder: Path) -> list[str]:
     names = files_below(folder)
     folders: set[Path] = set().union(*(Path(name).parents for name in names)) - {Path()}
     return sorted([*names, *(f"{folder.as_posix()}/" for folder in folders)])
+
+
+def names_like(typed: str, names: list[str]) -> list[str]:
+    """The names that have the letters of `typed` in their order: those that have it whole first,
+    the shorter before the longer."""
+    if not typed:
+        return names
+    found = [name for name in names if _has_letters(name.lower(), typed.lower())]
+    return sorted(found, key=lambda name: (typed.lower() not in name.lower(), len(name)))
+
+
+def _has_letters(name: str, typed: str) -> bool:
+    letters = iter(name)
+    return all(letter in letters for letter in typed if letter != " ")
 
 
 def _walk(folder: Path) -> Iterator[str]:

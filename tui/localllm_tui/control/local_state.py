@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
+import sqlite3
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from localllm import paths
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(fd: int) -> None:
-        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-
-else:
-    import fcntl
-
-    def _lock(fd: int) -> None:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
 
 # More windows than this share the last place.
 _WINDOWS = 64
@@ -75,7 +62,7 @@ class Drafts:
         """Write what is left, and free this window's place."""
         self._writer.shutdown()
         if self._held is not None:
-            os.close(self._held)
+            self._held.close()
             self._held = None
 
     def _file(self, conv_id: str | None, place: int) -> Path:
@@ -91,20 +78,17 @@ class Drafts:
             if held is not None:
                 with suppress(OSError):
                     os.replace(left, file)
-                os.close(held)
+                held.close()
                 return
 
-    def _take(self, place: int) -> int | None:
-        """The lock of a place, as a descriptor that holds it until it is closed; None where another
-        window has it, or the disk refuses."""
-        try:
+    def _take(self, place: int) -> sqlite3.Connection | None:
+        """The lock of a place: a database, which SQLite locks on every system, until it is closed;
+        None where another window has it, or the disk refuses."""
+        with ExitStack() as opened, suppress(OSError, sqlite3.Error):
             locks = paths.private_dir(self.folder.with_name(self.folder.name + ".open"))
-            held = os.open(locks / str(place), os.O_CREAT | os.O_RDWR, 0o600)
-        except OSError:
-            return None
-        try:
-            _lock(held)
-        except OSError:
-            os.close(held)
-            return None
-        return held
+            held = sqlite3.connect(locks / str(place), timeout=0, isolation_level=None)
+            opened.callback(held.close)
+            held.execute("BEGIN EXCLUSIVE")
+            opened.pop_all()
+            return held
+        return None

@@ -25,7 +25,7 @@ from localllm_tui.control.interfaces import (
     PlanRequest,
     PullProgress,
 )
-from localllm_tui.control.terminal import one_line, printable
+from localllm_tui.control.terminal import printable
 
 
 class _Stopped(BaseException):
@@ -189,33 +189,15 @@ DISK_COLUMNS = (
 )
 
 
-def _line(columns: Sequence[Column], width: int, name: str, value: Callable[[Column], str]) -> str:
-    """A line of a list: a name behind two cells of marks, and the columns that there is room for."""
+def list_line(columns: Sequence[Column], width: int, name: str, texts: Mapping[str, str]) -> str:
+    """A line of a list: a name behind two cells of marks, and of these columns, whose texts go by
+    their heads, those that there is room for."""
     shown = [column for column in columns if width >= column.from_width]
     taken = sum(column.cells + 1 for column in shown)
     cells = 2 + min(_MOST_NAME, max(_LEAST_NAME, width - 2 - taken))
     name = elide(name, cells)
-    return " ".join(
-        [name + " " * (cells - cell_len(name)), *(column.cell(value(column)) for column in shown)]
-    )
-
-
-def head_line(columns: Sequence[Column], width: int) -> str:
-    """The heads of the columns that a line of so many cells has room for."""
-    return _line(columns, width, "  model", lambda column: column.head).rstrip()
-
-
-def plan_line(choice: PlanChoice, width: int, mark: str = "  ") -> str:
-    """One plan behind two cells of `mark`."""
-    name = f"{mark}{one_line(choice.plan['name'])}"
-    return _line(PLAN_COLUMNS, width, name, lambda column: column.value(choice))
-
-
-def used_line(model: InstalledModel, width: int) -> str:
-    """The file that answers, in the columns of the plans."""
-    known = {"quant": model.quant, "memory": byte_size(model.size_bytes)}
-    name = f"▸ {one_line(model.name)}"
-    return _line(PLAN_COLUMNS, width, name, lambda column: known.get(column.head, ""))
+    parts = [column.cell(texts.get(column.head, "")) for column in shown]
+    return " ".join([name + " " * (cells - cell_len(name)), *parts]).rstrip()
 
 
 def _points(plan: Mapping[str, Any]) -> str:
@@ -251,12 +233,6 @@ def plan_details(
         *accounts[:1],
     ]
     return [elide(line, width) for line in lines]
-
-
-def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
-    """One model on this disk; `▸` answers now."""
-    name = ("▸ " if in_use else "  ") + one_line(model.name)
-    return _line(DISK_COLUMNS, width, name, lambda column: column.value(model)).rstrip()
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:

@@ -13,11 +13,9 @@ from localllm_tui.control.model_list import (
     ORDERS,
     PLAN_COLUMNS,
     Pulls,
-    disk_line,
-    head_line,
-    plan_line,
-    used_line,
+    list_line,
 )
+from localllm_tui.control.terminal import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,8 @@ class ModelRows:
         return next((m for m in self.disk or () if m.path == key), None)
 
     def head(self, width: int) -> str:
-        return head_line(DISK_COLUMNS if self.of_files else PLAN_COLUMNS, width)
+        columns = DISK_COLUMNS if self.of_files else PLAN_COLUMNS
+        return list_line(columns, width, "  model", {c.head: c.head for c in columns})
 
     def rows(self, width: int, words: Sequence[str]) -> list[ModelRow]:
         """The rows that have all of these words."""
@@ -75,30 +74,36 @@ class ModelRows:
         return rows
 
     def _file_rows(self, width: int) -> list[ModelRow]:
-        found = sorted(self.disk or (), key=lambda m: m.name != self.current)
-        return [ModelRow(m.path, disk_line(m, width, in_use=m.name == self.current)) for m in found]
+        rows = []
+        for m in sorted(self.disk or (), key=lambda m: m.name != self.current):
+            name = ("▸ " if m.name == self.current else "  ") + one_line(m.name)
+            texts = {c.head: c.value(m) for c in DISK_COLUMNS}
+            rows.append(ModelRow(m.path, list_line(DISK_COLUMNS, width, name, texts)))
+        return rows
 
     def _plan_rows(self, width: int) -> list[ModelRow]:
         late = self.planned.too_slow if self.planned is not None else ()
-        rows = [
-            ModelRow(o.ref, plan_line(o, width, self._mark(o)), o in late) for o in self.ordered
-        ]
+        rows = []
         # another quant, or a model that others beat: no plan has it
         used = next((m for m in self.disk or () if m.name == self.current), None)
-        if used is None or any(self._in_use(o) for o in self.ordered):
-            return rows
-        return [ModelRow(used.path, used_line(used, width)), *rows]
+        if used is not None and not any(self._in_use(o) for o in self.ordered):
+            texts = {"quant": used.quant, "memory": byte_size(used.size_bytes)}
+            name = f"▸ {one_line(used.name)}"
+            rows.append(ModelRow(used.path, list_line(PLAN_COLUMNS, width, name, texts)))
+        for o in self.ordered:
+            name = f"{self._mark(o)} {one_line(o.plan['name'])}"
+            texts = {c.head: c.value(o) for c in PLAN_COLUMNS}
+            rows.append(ModelRow(o.ref, list_line(PLAN_COLUMNS, width, name, texts), o in late))
+        return rows
 
     def _mark(self, choice: PlanChoice) -> str:
         """`▸` answers now, `●` is installed, `↓` on its way."""
-        pull, sign = self.pulls.get(choice.ref), " "
+        pull = self.pulls.get(choice.ref)
         if self._in_use(choice):
-            sign = "▸"
-        elif choice.installed or (pull is not None and pull.done):
-            sign = "●"
-        elif pull is not None and not pull.ended:
-            sign = "↓"
-        return f"{sign} "
+            return "▸"
+        if choice.installed or (pull is not None and pull.done):
+            return "●"
+        return "↓" if pull is not None and not pull.ended else " "
 
     def summary(self) -> str:
         if self.planned is None or self.shows_disk:

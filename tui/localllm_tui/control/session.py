@@ -215,26 +215,36 @@ class Session:
             with suppress(HistoryError):
                 self.rewrite(failed)
 
-    def context_to(
-        self, turn: StoredMessage, instead: StoredMessage | None = None
+    def context(
+        self, last: StoredMessage | None = None, instead: StoredMessage | None = None
     ) -> list[dict[str, str]]:
-        """The messages up to a turn and with it: what to send so that a question is answered, or an
-        answer goes on. `instead`: as if the turn stood in the place of this one.
+        """The messages of the conversation as the model gets them; up to `last` and with it, where
+        a question is to be answered or an answer goes on. `instead`: as if the turn stood in the
+        place of this one.
 
         Questions that got no answer are joined with the next: many templates insist on alternating
         roles. Those that failed are left out, so that one question too long does not spoil what
         comes after it.
         """
-        before = self._before(instead or turn)
-        return self._messages([*(t for t in self.sent_turns if t.id in before), turn])
+        turns = self.sent_turns
+        if last is not None:
+            before = self._before(instead or last)
+            turns = [*(t for t in turns if t.id in before), last]
+        messages: list[dict[str, str]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        for turn in turns:
+            if not turn.content.strip():
+                continue
+            if messages and messages[-1]["role"] == turn.role:
+                messages[-1]["content"] += "\n\n" + turn.content
+            else:
+                messages.append({"role": turn.role, "content": turn.content})
+        return messages
 
     def _before(self, turn: StoredMessage) -> set[int]:
         ids = [t.id for t in self.turns]
         return set(ids[: ids.index(turn.id)] if turn.id in ids else ids)
-
-    def context(self) -> list[dict[str, str]]:
-        """The messages of the conversation as the model gets them, the last answer included."""
-        return self._messages(self.sent_turns)
 
     def would_send(
         self,
@@ -248,7 +258,7 @@ class Session:
         without the earlier turns."""
         files = files_of(instead)[0] if instead is not None else ""
         asked = StoredMessage(0, "user", with_files(text, attached, files))
-        return self._messages([asked]) if alone else self.context_to(asked, instead)
+        return self.context(asked, self.turns[0] if alone and self.turns else instead)
 
     @property
     def sent_turns(self) -> list[StoredMessage]:
@@ -260,19 +270,6 @@ class Session:
             for turn, then in zip(turns, after, strict=False)
             if not turn.meta.get("failed") or (then is not None and then.role == "assistant")
         ]
-
-    def _messages(self, turns: Sequence[StoredMessage]) -> list[dict[str, str]]:
-        messages: list[dict[str, str]] = []
-        if self.system:
-            messages.append({"role": "system", "content": self.system})
-        for turn in turns:
-            if not turn.content.strip():
-                continue
-            if messages and messages[-1]["role"] == turn.role:
-                messages[-1]["content"] += "\n\n" + turn.content
-            else:
-                messages.append({"role": turn.role, "content": turn.content})
-        return messages
 
     @staticmethod
     def unfinished(turn: StoredMessage) -> bool:

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from localllm.conversation.history import StoredMessage
-from localllm.errors import LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
-from localllm_tui.control.attachments import files_and_folders, typed_in
+from localllm_tui.control.attachments import files_and_folders, names_like, typed_in
 from localllm_tui.control.chat import QUIT_WITHIN_S
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.meter import FileCost
@@ -34,7 +33,7 @@ from localllm_tui.control.terminal import (
 )
 from localllm_tui.control.wording import note_under
 from localllm_tui.inline.page import InlinePage, Offer
-from localllm_tui.line_chat import LineFace, how_it_ended
+from localllm_tui.line_chat import LineFace
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
 
@@ -172,12 +171,6 @@ class InlineFace(LineFace):
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
         return InlineAnswer(self.page, self._look)
 
-    async def end_answer(
-        self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
-    ) -> None:
-        assert isinstance(shown, InlineAnswer)
-        shown.end(how_it_ended(stream, error))
-
     def submit_queued(self, text: str) -> None:
         if self.page.buffer.text.strip() == text:
             self._submit(text)
@@ -242,7 +235,7 @@ class InlineFace(LineFace):
             ]
         at = _AT.search(page.buffer.document.text_before_cursor)
         if at is not None:
-            return self._files_like(at.group(1).lower())
+            return self._files_like(at.group(1))
         return [self._of_command(command) for command in commands.offered(page.buffer.text)]
 
     def _of_command(self, command: commands.Command) -> Offer:
@@ -263,9 +256,7 @@ class InlineFace(LineFace):
         if self._files is None:
             self._files = []
             self._start(self._read_files())
-        found = sorted((name for name in self._files if letters in name.lower()), key=len)[
-            :_FILES_OFFERED
-        ]
+        found = names_like(letters, self._files)[:_FILES_OFFERED]
         if found and found[0] not in self._costs:
             self._costs[found[0]] = ""
             self._start(self._count(found[0]))

@@ -350,7 +350,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self.app.notify_elsewhere(f"{said}: {self.chat.session.title}")  # type: ignore[attr-defined]
         if turn is not None:
             self.show_place(shown, turn)
-            await shown.settle("" if error is not None else wording.note_under(turn))
+            shown.end("" if error is not None else wording.note_under(turn))
             self.transcript.follow()
             return
         await shown.remove()

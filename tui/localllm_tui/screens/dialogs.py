@@ -49,9 +49,6 @@ class Dialog(HasKeys, ModalScreen[T], Generic[T]):
             for content in self._contents:
                 yield Static(content, markup=False)
 
-    def on_mount(self) -> None:
-        self.query_one(VerticalScroll).focus()
-
     def action_close(self) -> None:
         self.dismiss(None)
 

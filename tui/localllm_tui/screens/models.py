@@ -370,15 +370,6 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         if event.input.id == "filter":
             self._list()
 
-    def on_key(self, event: events.Key) -> None:
-        # While a filter is typed the arrows move in the list.
-        moves = {
-            "up": self.query_one(OptionList).action_cursor_up,
-            "down": self.query_one(OptionList).action_cursor_down,
-        }
-        if event.key in moves and self.query_one("#filter", Input).has_focus:
-            moves[event.key]()
-
     def _ask(self, which: str, *, asked: bool) -> None:
         box = self.query_one(which, Input)
         box.set_class(asked, "-asked")

@@ -148,11 +148,8 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
                 about = self.history.get(place.conversation_id)
                 turns = self.history.messages(place.conversation_id)[-2:]
                 if place.turn_id:
-                    turns = [
-                        t
-                        for t in self.history.tree(place.conversation_id)[0]
-                        if t.id == place.turn_id
-                    ]
+                    everything, _ = self.history.tree(place.conversation_id)
+                    turns = [t for t in everything if t.id == place.turn_id]
             except LocalLLMError:
                 return  # it was removed meanwhile, in another window
             at = time.strftime(

@@ -11,10 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from rich.cells import cell_len
 from rich.text import Text as RichText
-from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.fuzzy import Matcher
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
@@ -22,7 +20,7 @@ from textual.widgets.option_list import Option
 from localllm.conversation.history import History
 from localllm_tui.bindings import HasKeys
 from localllm_tui.control import commands
-from localllm_tui.control.attachments import files_and_folders
+from localllm_tui.control.attachments import files_and_folders, names_like
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, fitted, how_many
 from localllm_tui.control.keys import FILES, KeyContext, hints
@@ -79,7 +77,6 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         return max(20, min(100, self.app.size.width * 9 // 10) - 8)
 
     def on_mount(self) -> None:
-        self.query_one(Input).focus()
         self.fill(self._typed)
 
     def found(self, said: str) -> None:
@@ -116,29 +113,11 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         if chosen is not None:
             self.choose(chosen)
 
-    def on_key(self, event: events.Key) -> None:
-        """Move in the list while the search has the focus."""
-        listed = self.options
-        moves = {
-            "up": listed.action_cursor_up,
-            "down": listed.action_cursor_down,
-            "pageup": listed.action_page_up,
-            "pagedown": listed.action_page_down,
-            "ctrl+r": listed.action_cursor_down,
-        }
-        move = moves.get(event.key)
-        if move is not None and not listed.has_focus:
-            event.stop()
-            event.prevent_default()
-            move()
-
     def action_close(self) -> None:
         self.dismiss(None)
 
 
 SHOWN = 50
-# Scoring is slow; the shorter name is most often meant.
-SCORED = 1_000
 
 
 class FilePicker(Picker[str]):
@@ -172,7 +151,7 @@ class FilePicker(Picker[str]):
     def fill(self, query: str) -> None:
         if self._names is None:
             return
-        names = _like(query.strip(), self._names)
+        names = names_like(query.strip(), self._names)
         said = how_many(len(names), "file") if names else "no such file"
         self.show([(self._line(name), name) for name in names[:SHOWN]], said)
         self._count_shown()
@@ -202,23 +181,6 @@ class FilePicker(Picker[str]):
         cost = self._costs.get(name, FileCost()).words
         shown = elide(one_line(name), self.width - len(cost) - 2)
         return RichText(shown + " " * max(2, self.width - len(cost) - cell_len(shown)) + cost)
-
-
-def _like(query: str, names: list[str]) -> list[str]:
-    """The names that have the letters of `query`, the most likely first."""
-    if not query:
-        return names
-    matcher = Matcher(query)
-    possible = sorted((name for name in names if _has_letters(name, query)), key=len)
-    scored = [(matcher.match(name), name) for name in possible[:SCORED]]
-    likely = sorted(scored, key=lambda found: (-found[0], len(found[1])))
-    return [name for score, name in likely if score > 0]
-
-
-def _has_letters(name: str, query: str) -> bool:
-    """Whether all letters of `query` come in `name`, in their order."""
-    letters = iter(name.lower())
-    return all(letter in letters for letter in query.lower() if letter != " ")
 
 
 LISTED = 200

@@ -31,7 +31,7 @@ FOLDED: dict[str, Any] = {"collapsed": True, "collapsed_symbol": "▸", "expande
 
 class AnswerView(TurnView):
     """An answer: the thinking (folded), the Markdown text, and a line under it. Streams by `feed`,
-    ends by `settle`."""
+    ends by `end`."""
 
     DEFAULT_CSS = """
     AnswerView { border-left: solid $foreground 40%; }
@@ -99,8 +99,7 @@ class AnswerView(TurnView):
         """Show a call and what came of it, folded, above the text."""
         self.mount(ToolFold(ran), before=self._answer)
 
-    async def settle(self, note: str = "") -> None:
-        """The stream is over: draw the rest and show `note` under the answer."""
+    def end(self, note: str) -> None:
         if self._timer is not None:
             self._timer.stop()
             self._timer = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual import events
 from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import Input, OptionList
 
 
 async def done_at_once(widget: Widget, event: events.Key) -> bool:
@@ -24,9 +24,23 @@ async def done_at_once(widget: Widget, event: events.Key) -> bool:
     return True
 
 
+# What moves in a list while the search above it has the focus.
+_MOVES = {
+    "up": OptionList.action_cursor_up,
+    "down": OptionList.action_cursor_down,
+    "pageup": OptionList.action_page_up,
+    "pagedown": OptionList.action_page_down,
+    "ctrl+r": OptionList.action_cursor_down,
+}
+
+
 class SearchInput(Input):
-    """One line of input."""
+    """One line of input above a list of its screen, in which the arrows move."""
 
     async def _on_key(self, event: events.Key) -> None:
-        if not await done_at_once(self, event):
+        if event.key in _MOVES:
+            event.stop()
+            event.prevent_default()
+            _MOVES[event.key](self.screen.query_one(OptionList))
+        elif not await done_at_once(self, event):
             await super()._on_key(event)
