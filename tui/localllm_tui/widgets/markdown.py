@@ -63,15 +63,9 @@ class MarkdownRows:
 
     def __init__(self, text: str = "", *, plain: bool = False) -> None:
         self.source = text
-        # from the beginning of its last block on: only that may become another one
-        self._tail = text
-        self.finished = 0  # the rows of what is before
+        self.finished = 0  # the rows before its last block: only that may become another one
         self._plain = plain
-        self._width = 0
-        self._rows: list[MarkdownRow] = []
-        # of the item that the tail begins with, where its list began before
-        self._number: int | None = None
-        self._fences = 0  # before the tail
+        self._width = 0  # not laid out yet
 
     def at(self, width: int) -> list[MarkdownRow]:
         if width != self._width:
@@ -81,13 +75,16 @@ class MarkdownRows:
 
     def add(self, new: str) -> None:
         self.source += new
-        self._tail += new
         if self._width:
+            self._tail += new
             self._lay_out()
 
     def _relayout(self) -> None:
-        self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
-        self._fences = 0
+        self._rows: list[MarkdownRow] = []
+        self._tail, self.finished = self.source, 0  # the text from the last block on
+        # of the item that the tail begins with, where its list began before
+        self._number: int | None = None
+        self._fences = 0  # before the tail
         self._lay_out()
 
     def _lay_out(self) -> None:
