@@ -6,34 +6,21 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
-from localllm_tui.control.commands import COMMANDS
-from localllm_tui.control.keys import CHAT, KEYS
+from localllm_tui.control.commands import ALL_KEYS
+from localllm_tui.control.keys import CHAT, COMMAND
 
 
 def bindings_of(owner: str) -> list[BindingType]:
     """The bindings of one part of the screen. None is shown by Textual: the frames carry the
     hints."""
-    own: list[BindingType] = [
+    owners = (CHAT, COMMAND) if owner == CHAT else (owner,)
+    return [
         Binding(
             key.keys, key.action, key.help, show=False, priority=key.priority, id=key.id or None
         )
-        for key in KEYS
-        if key.owner == owner and key.action and not key.caught
+        for key in ALL_KEYS
+        if key.owner in owners and key.action and not key.caught
     ]
-    if owner == CHAT:
-        own += [
-            Binding(
-                c.keys,
-                f"command({c.name!r})",
-                c.help,
-                show=False,
-                priority=True,
-                id=f"command.{c.name}",
-            )
-            for c in COMMANDS
-            if c.keys
-        ]
-    return own
 
 
 class HasKeys:

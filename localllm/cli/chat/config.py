@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def take_keys() -> None:
     """Have the chat's keys as config.toml has them. Raises UsageError."""
     from localllm_tui.control import keys
-    from localllm_tui.control.commands import KEY_IDS
+    from localllm_tui.control.commands import ALL_KEYS
 
     table = read_config().get("chat_keys", {})
     if not isinstance(table, dict):
         raise UsageError(f"{config_path()}: `chat_keys` is a table: [chat_keys]")
-    keys.remap(table, KEY_IDS)
+    keys.remap(table, ALL_KEYS)
 
 
 def tool_hosts() -> tuple[McpHost, ...]:

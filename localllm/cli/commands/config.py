@@ -83,17 +83,10 @@ def keys() -> None:
     """List the chat's keys: what config.toml calls each in its table [chat_keys], the keys now, and
     what they do."""
     from localllm.cli.chat.config import take_keys
-    from localllm_tui.control.commands import COMMANDS
-    from localllm_tui.control.keys import KEYS, remapped
+    from localllm_tui.control.commands import ALL_KEYS
 
     take_keys()
-    rows = [(key.id, key.keys_now, key.help) for key in KEYS if key.id]
-    rows += [
-        (f"command.{c.name}", remapped().get(f"command.{c.name}", c.keys), c.help)
-        for c in COMMANDS
-        if c.keys
-    ]
-    print(table(rows))
+    print(table([(key.id, key.keys_now, key.help) for key in ALL_KEYS if key.id]))
 
 
 @app.command("set", short_help="Set one in config.toml: `config set context 16384`.")

@@ -16,13 +16,14 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.keys import (
     APP,
     CHAT,
+    COMMAND,
     COMPOSER,
     KEYS,
     MODELS,
     SLIDER,
     TURN,
+    Key,
     label_of,
-    remapped,
 )
 
 CommandAction: TypeAlias = Callable[[ChatController, str], Awaitable[None]]
@@ -50,12 +51,6 @@ class Command:
     screen: str = ""
     plain: bool = True
     keys: str = ""
-
-    @property
-    def label_now(self) -> str:
-        """Its key as people say it, as config.toml may have it; "" without one."""
-        keys = remapped().get(f"command.{self.name}", self.keys)
-        return label_of(keys) if keys else ""
 
     @property
     def usage(self) -> str:
@@ -166,8 +161,14 @@ COMMANDS = (
     Command("quit", lambda chat, _: chat.leave(), "leave; everything is kept",
     aliases=("exit", "q")),
 )  # fmt: skip
-# The ids of commands with a key, for [chat_keys] in config.toml.
-KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)
+ALL_KEYS = (
+    *KEYS,
+    *(
+        Key(COMMAND, c.keys, label_of(c.keys), f"command('{c.name}')", c.help, priority=True)
+        for c in COMMANDS
+        if c.keys
+    ),
+)
 _NAMES: dict[str, Command] = {}
 for _command in COMMANDS:
     _NAMES.update(dict.fromkeys((_command.name, *_command.aliases), _command))
@@ -253,7 +254,7 @@ HelpSection: TypeAlias = tuple[str, Sequence[tuple[str, str]]]
 def help_sections() -> tuple[HelpSection, ...]:
     return (
         _key_section("In the input", COMPOSER),
-        _key_section("Anywhere in the chat", CHAT, APP),
+        _key_section("Anywhere in the chat", CHAT, APP, COMMAND),
         _key_section("With a turn selected", TURN),
         _key_section("Among the models", MODELS, SLIDER),
         command_section(),
@@ -268,9 +269,7 @@ def command_section(*, plain: bool = False) -> HelpSection:
 def _key_section(title: str, *owners: str) -> HelpSection:
     keys: list[tuple[str, str]] = []
     for owner in owners:
-        keys += [(k.label_now, k.help) for k in KEYS if k.owner == owner and k.help]
-    if CHAT in owners:
-        keys += [(c.label_now, c.help) for c in COMMANDS if c.label_now]
+        keys += [(k.label_now, k.help) for k in ALL_KEYS if k.owner == owner and k.help]
     return title, keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -79,11 +79,10 @@ def label_of(keys: str) -> str:
     return ", ".join("+".join(map(str.capitalize, key.split("+"))) for key in keys.split(","))
 
 
-def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:
-    """Take keys from config.toml's table: names as `Key.id` has them, or one of `further`. Raises
-    UsageError for a name that nothing has, a key that is no text, and one that would do two things
-    in one place."""
-    known = [*dict.fromkeys(key.id for key in KEYS if key.id), *further]
+def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
+    """Take keys from config.toml's table: names as `Key.id` has them. Raises UsageError for a name
+    that nothing has, a key that is no text, and one that would do two things in one place."""
+    known = [*dict.fromkeys(key.id for key in keys_of_all if key.id)]
     for name, keys in table.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -96,7 +95,7 @@ def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:
     _remapped.clear()
     _remapped.update({name: str(keys).replace(" ", "").lower() for name, keys in table.items()})
     taken: dict[tuple[str, str], str] = {}
-    for entry in KEYS:
+    for entry in keys_of_all:
         for one in entry.keys_now.split(",") if entry.action else ():
             other = taken.setdefault((entry.owner, one), entry.id)
             if other != entry.id and {other, entry.id} & set(_remapped):
@@ -114,9 +113,10 @@ def remapped() -> Mapping[str, str]:
     return _remapped
 
 
-APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, MODELS, SLIDER, APPROVAL = (
+APP, CHAT, COMMAND, COMPOSER, TURN, PICKER, HELP, FILES, MODELS, SLIDER, APPROVAL = (
     "app",
     "chat",
+    "command",
     "composer",
     "turn",
     "picker",
