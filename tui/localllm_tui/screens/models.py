@@ -316,11 +316,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self._write("#pulls", "\n".join(elide(line, self._columns) for line in shown[-3:]))
             self._show_details()
         if ended:
-            self.rows.disk = None
-            if self.rows.shows_disk:
-                start(self, self._look_at_disk, "disk")
-            else:
-                self._replan()
+            start(self, self._look_at_disk, "disk")
+            self._replan()
 
     # -- keys --------------------------------------------------------------------------------------
 
@@ -403,8 +400,6 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     def action_disk(self) -> None:
         self.rows.shows_disk = not self.rows.shows_disk
         self._list()
-        if self.rows.shows_disk and self.rows.disk is None:
-            start(self, self._look_at_disk, "disk")
 
     async def _look_at_disk(self) -> None:
         self.rows.disk = await asyncio.to_thread(self._service.on_disk)
