@@ -15,7 +15,7 @@ import pytest
 from localllm.conversation.history import History
 from localllm.errors import UsageError
 from localllm_tui.control import commands, shell
-from localllm_tui.control.attachments import MOST_OF_A_FOLDER, files_and_folders, read_folder
+from localllm_tui.control.attachments import MOST_OF_A_FOLDER, files_and_folders, read_files
 from localllm_tui.screens.dialogs import Approval
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
@@ -151,11 +151,11 @@ def test_a_folder_goes_along_without_what_git_ignores(
 
 def test_a_folder_that_is_too_much_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no text files"):
-        read_folder(tmp_path)
+        read_files(tmp_path)
     for n in range(MOST_OF_A_FOLDER + 1):
         (tmp_path / f"{n}.txt").write_text("x")
     with pytest.raises(UsageError, match=f"at most {MOST_OF_A_FOLDER}"):
-        read_folder(tmp_path)
+        read_files(tmp_path)
 
 
 def test_another_models_answer_stands_beside_the_first(

@@ -133,9 +133,6 @@ class LineFace(Face):
     def edit(self, turn: StoredMessage) -> None:
         self.note(f"was: {printable(typed_in(turn))}\ntype it anew:")
 
-    def show_attached(self, name: str) -> None:
-        self.note(f"attached {printable(name)}: it goes with the next question")
-
     def copy(self, text: str, what: str) -> None:
         done = self._copy(text)
         self.note(

@@ -17,13 +17,13 @@ class ModelsApp(LookApp[str | None]):
 
     def __init__(self, service: ModelService, request: PlanRequest) -> None:
         super().__init__()
-        self._service, self._request = service, request
+        self._request = request
         self.pulls = Pulls(service)
         self.theme = self.fitting_theme(light=is_light(ask_background().answer()[0]))
 
     def on_mount(self) -> None:
         self.set_keymap(remapped())
-        self.push_screen(ModelsScreen(self._service, self.pulls, request=self._request), self.exit)
+        self.push_screen(ModelsScreen(self.pulls, request=self._request), self.exit)
 
     async def action_quit(self) -> None:
         self.pulls.stop_all()

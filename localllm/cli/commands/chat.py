@@ -135,12 +135,10 @@ def chat(
 
 def _texts(path: Path) -> list[tuple[str, str]]:
     """(name, text) of a file, or of each text below a folder."""
-    from localllm_tui.control.attachments import read_folder, read_text
+    from localllm_tui.control.attachments import read_files
     from localllm_tui.control.terminal import one_line
 
-    if not path.expanduser().is_dir():
-        return [read_text(path)]
-    texts, left_out = read_folder(path)
+    texts, left_out = read_files(path)
     if left_out:
         typer.echo(
             f"{one_line(str(path))}: {left_out} of {len(texts) + left_out} files are no "

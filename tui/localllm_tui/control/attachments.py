@@ -60,13 +60,15 @@ def read_text(path: Path) -> tuple[str, str]:
 MOST_OF_A_FOLDER = 200
 
 
-def read_folder(folder: Path) -> tuple[list[tuple[str, str]], int]:
-    """(name, text) of the texts below a folder, but what git ignores; and how many files were left
-    out, being none.
+def read_files(path: Path) -> tuple[list[tuple[str, str]], int]:
+    """(name, text) of a file, or of the texts below a folder, but what git ignores; and how many
+    files were left out, being none.
 
     Raises UsageError for too many files or bytes, and where there is no text.
     """
-    folder = folder.expanduser()
+    folder = path.expanduser()
+    if not folder.is_dir():
+        return [read_text(folder)], 0
     names = files_below(folder)
     if len(names) > MOST_OF_A_FOLDER:
         raise UsageError(

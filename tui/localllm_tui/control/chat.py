@@ -330,7 +330,7 @@ class ChatController:
 
     def attach(self, name: str, text: str) -> None:
         self.attached.append((name, text))
-        self.face.show_attached(name)
+        self.face.changed()
 
     # -- the model ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from localllm_tui.control.attachments import (
     code_block,
     fenced,
     is_image,
-    read_folder,
+    read_files,
     read_text,
     typed_in,
     with_files,
@@ -187,7 +187,7 @@ async def attach(chat: ChatController, name: str) -> None:
 
 
 async def _attach_folder(chat: ChatController, folder: Path) -> None:
-    files, left_out = await asyncio.to_thread(read_folder, folder)
+    files, left_out = await asyncio.to_thread(read_files, folder)
     check_room([*chat.attached, *files], chat.listed.n_ctx)
     tokens, _ = await chat.client.counted(
         chat.model, [{"role": "user", "content": with_files("", files)}]
@@ -206,6 +206,8 @@ async def attach_text(chat: ChatController, name: str, text: str) -> None:
     """Attach a text to the next question. Raises ContextLengthError for one that can't fit."""
     check_room([*chat.attached, (name, text)], chat.listed.n_ctx)
     chat.attach(name, text)
+    if not chat.face.full_screen:  # there it stands in the input's frame
+        await chat.face.show_note(f"attached {one_line(name)}: it goes with the next question")
 
 
 async def system(chat: ChatController, text: str) -> None:

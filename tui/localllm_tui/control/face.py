@@ -76,8 +76,6 @@ class Face(Protocol):
     def edit(self, turn: StoredMessage) -> None:
         """Let the user change the text of `turn`."""
 
-    def show_attached(self, name: str) -> None: ...
-
     def copy(self, text: str, what: str) -> None:
         """Put `text` on the clipboard, and say so."""
 

@@ -17,8 +17,7 @@ from localllm.formatting import byte_size, span
 from localllm_tui.control.attachments import (
     check_room,
     is_image,
-    read_folder,
-    read_text,
+    read_files,
     with_files,
 )
 from localllm_tui.control.client import ChatClient
@@ -203,10 +202,7 @@ class FileCost:
     async def of(cls, client: ChatClient, model: str, path: Path, n_ctx: int | None) -> FileCost:
         """Counted by the server, unless it can't fit whatever the tokenizer."""
         try:
-            if path.is_dir():
-                files, _ = await asyncio.to_thread(read_folder, path)
-            else:
-                files = [await asyncio.to_thread(read_text, path)]
+            files, _ = await asyncio.to_thread(read_files, path)
             check_room(files, n_ctx)
         except ContextLengthError:
             size = sum(len(text.encode()) for _, text in files)

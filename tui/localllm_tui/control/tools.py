@@ -124,12 +124,9 @@ class ToolBox:
 
 def approval_texts(call: ToolCall, spec: ToolSpec) -> tuple[str, str, str]:
     """What a person is asked before a call: the question, the tool, and all of the arguments, one a
-    line where they are an object."""
+    line."""
     about = " ".join(spec.description.split())
-    try:
-        arguments = json.dumps(json.loads(call.arguments or "{}"), indent=2, ensure_ascii=False)
-    except ValueError:
-        arguments = call.arguments
+    arguments = json.dumps(json.loads(call.arguments or "{}"), indent=2, ensure_ascii=False)
     named = f"{spec.host}: {spec.name}" + (f" – {about}" if about else "")
     return "the model asks for a tool", named, arguments
 

@@ -388,9 +388,6 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self._draft = self.composer.text
         self.composer.replace_text(typed_in(turn))
 
-    def show_attached(self, name: str) -> None:
-        self.changed()
-
     def copy(self, text: str, what: str) -> None:
         self.app.copy_to_clipboard(text)
         how = "" if self._copy_with_tool(text) else " (through the terminal)"

@@ -29,7 +29,6 @@ from localllm_tui.control.interfaces import (
     PURPOSE_WORDS,
     WAITS_S,
     InstalledModel,
-    ModelService,
     PlanChoice,
     PlanList,
     PlanRequest,
@@ -86,7 +85,6 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def __init__(
         self,
-        service: ModelService,
         pulls: Pulls,
         *,
         current: str = "",
@@ -97,7 +95,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         them."""
         super().__init__()
         self._known = {} if known is None else known
-        self._service, self._pulls = service, pulls
+        self._service, self._pulls = pulls.service, pulls
         self.rows = ModelRows(pulls, current)
         self._request = request or PlanRequest()
         self._fits: dict[str, str] = {}
@@ -451,13 +449,12 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:
     """/models: show what would fit and what is installed, and use what is chosen there. Raises
     UsageError."""
-    service = chat.options.model_service
-    if service is None or chat.pulls is None:
+    if chat.pulls is None:
         raise UsageError("this chat was started without a list of models")
 
     def chosen(name: str | None) -> None:
         if name and name != chat.model:
             screen.call_later(commands.run_and_report, chat, "model", name)
 
-    models = ModelsScreen(service, chat.pulls, current=chat.model, known=chat.plans)
+    models = ModelsScreen(chat.pulls, current=chat.model, known=chat.plans)
     await screen.app.push_screen(models, chosen)
