@@ -31,13 +31,6 @@ class McpHost:
     _task: asyncio.Task[None] | None = None
 
     async def open(self) -> Sequence[ToolSpec]:
-        try:
-            import mcp  # noqa: F401
-        except ImportError as e:
-            raise LocalLLMError(
-                f"tools need the package mcp, which is not installed ({e})",
-                hint="pip install 'localllm[tools]'",
-            ) from e
         ready: asyncio.Future[Sequence[ToolSpec]] = asyncio.get_running_loop().create_future()
         # The SDK's contexts must be left by the task that entered them.
         self._task = asyncio.create_task(self._live(ready))
@@ -52,7 +45,9 @@ class McpHost:
             )
             raise LocalLLMError(
                 f"{self.name} does not start: {why}",
-                hint=f"try it by hand: {' '.join([self.command, *self.args])}",
+                hint="tools need an extra: pip install 'localllm[tools]'"
+                if isinstance(e, ImportError)
+                else f"try it by hand: {' '.join([self.command, *self.args])}",
             ) from e
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -79,12 +74,12 @@ class McpHost:
         self._task = self._session = None
 
     async def _live(self, ready: asyncio.Future[Sequence[ToolSpec]]) -> None:
-        from mcp import ClientSession, StdioServerParameters, stdio_client
-
-        given = StdioServerParameters(
-            command=self.command, args=[*self.args], env=dict(self.env) or None
-        )
         try:
+            from mcp import ClientSession, StdioServerParameters, stdio_client
+
+            given = StdioServerParameters(
+                command=self.command, args=[*self.args], env=dict(self.env) or None
+            )
             with open(os.devnull, "w") as nowhere:
                 async with (
                     stdio_client(given, errlog=nowhere) as (read, write),

@@ -126,15 +126,13 @@ class ChatController:
             if editing is not None and editing.role == "assistant":
                 turn = self.session.change_answer(editing, text)
             else:
-                if self.face.full_screen:
-                    would_send = partial(self.would_send, text)
-                    await check_fits(
-                        self.client,
-                        self.model,
-                        self.listed.n_ctx,
-                        would_send,
-                        compacts=self.compacts,
-                    )
+                await check_fits(
+                    self.client,
+                    self.model,
+                    self.listed.n_ctx,
+                    partial(self.would_send, text),
+                    compacts=self.compacts,
+                )
                 turn = self.session.ask(text, self.attached, instead=editing)
                 self.attached = []
             self.editing = None
