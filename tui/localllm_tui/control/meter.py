@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -190,36 +189,27 @@ async def check_fits(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FileCost:
-    """What attaching a file costs: `tokens` (None: the server can't count), or why it is
-    `refused`."""
-
-    tokens: int | None = None
-    refused: str = ""
-
-    @classmethod
-    async def of(cls, client: ChatClient, model: str, path: Path, n_ctx: int | None) -> FileCost:
-        """Counted by the server, unless it can't fit whatever the tokenizer."""
-        try:
-            files, _ = await asyncio.to_thread(read_files, path)
-            check_room(files, n_ctx)
-        except ContextLengthError:
-            size = sum(len(text.encode()) for _, text in files)
-            return cls(refused=f"too long: {byte_size(size)}")
-        except UsageError as e:
-            said = e.message
-            for begun in (f"{path.name} is ", f"{path} has ", f"{path} ", "a "):
-                said = said.removeprefix(begun)
-            return cls(refused=said.split(",")[0].split(" (")[0])
-        asked = [{"role": "user", "content": with_files("", files)}]
-        tokens, why_not = await client.counted(model, asked)
-        if why_not and is_image(files[0][1]):
-            return cls(refused=why_not.rpartition(": ")[2])
-        too_long = tokens is not None and n_ctx is not None and tokens >= n_ctx
-        return cls(tokens, f"too long: {tokens:,} tokens" if too_long else "")
-
-    @property
-    def words(self) -> str:
-        """In a few words; "" where nothing is known."""
-        return self.refused or (f"{self.tokens:,} tokens" if self.tokens is not None else "")
+async def file_cost(
+    client: ChatClient, model: str, path: Path, n_ctx: int | None
+) -> tuple[str, bool]:
+    """What attaching a file costs, or why it can't go along, in a few words ("" where the server
+    can't count); and whether it can. Counted by the server, unless it can't fit whatever the
+    tokenizer."""
+    try:
+        files, _ = await asyncio.to_thread(read_files, path)
+        check_room(files, n_ctx)
+    except ContextLengthError:
+        return f"too long: {byte_size(sum(len(text.encode()) for _, text in files))}", False
+    except UsageError as e:
+        said = e.message
+        for begun in (f"{path.name} is ", f"{path} has ", f"{path} ", "a "):
+            said = said.removeprefix(begun)
+        return said.split(",")[0].split(" (")[0], False
+    asked = [{"role": "user", "content": with_files("", files)}]
+    tokens, why_not = await client.counted(model, asked)
+    if why_not and is_image(files[0][1]):
+        return why_not.rpartition(": ")[2], False
+    if tokens is None:
+        return "", True
+    fits = n_ctx is None or tokens < n_ctx
+    return f"{'' if fits else 'too long: '}{tokens:,} tokens", fits

@@ -22,7 +22,7 @@ from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.attachments import files_and_folders, names_like, typed_in
 from localllm_tui.control.chat import QUIT_WITHIN_S
 from localllm_tui.control.chat_options import ChatOptions
-from localllm_tui.control.meter import FileCost
+from localllm_tui.control.meter import file_cost
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import (
     copy_with_tool,
@@ -275,9 +275,9 @@ class InlineFace(LineFace):
         self.page.offer()
 
     async def _count(self, name: str) -> None:
-        self._costs[name] = (
-            await FileCost.of(self.chat.client, self.chat.model, Path(name), self.chat.listed.n_ctx)
-        ).words
+        self._costs[name], _ = await file_cost(
+            self.chat.client, self.chat.model, Path(name), self.chat.listed.n_ctx
+        )
         self.page.offer()
 
     def _take(self, name: str) -> None:

@@ -24,7 +24,7 @@ from localllm_tui.control.attachments import files_and_folders, names_like
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, fitted, how_many
 from localllm_tui.control.keys import FILES, KeyContext, hints
-from localllm_tui.control.meter import FileCost
+from localllm_tui.control.meter import file_cost
 from localllm_tui.control.terminal import one_line
 from localllm_tui.screens.beside import start
 from localllm_tui.widgets.composer import Composer
@@ -131,7 +131,7 @@ class FilePicker(Picker[str]):
         )
         self._chat, self._folder = chat, folder
         self._names: list[str] | None = None
-        self._costs: dict[str, FileCost] = {}
+        self._costs: dict[str, tuple[str, bool]] = {}  # file_cost of each
 
     def on_mount(self) -> None:
         super().on_mount()
@@ -142,11 +142,11 @@ class FilePicker(Picker[str]):
         self.fill(self.query_one(Input).value)
 
     def choose(self, value: str) -> None:
-        refused = self._costs.get(value, FileCost()).refused
-        if refused:
-            self.found(f"{one_line(value)} can't go along: {refused}")
-        else:
+        cost, goes = self._costs.get(value, ("", True))
+        if goes:
             self.dismiss(value)
+        else:
+            self.found(f"{one_line(value)} can't go along: {cost}")
 
     def fill(self, query: str) -> None:
         if self._names is None:
@@ -170,7 +170,7 @@ class FilePicker(Picker[str]):
 
     async def _count(self, names: list[str]) -> None:
         for name in [name for name in names if name not in self._costs]:
-            self._costs[name] = await FileCost.of(
+            self._costs[name] = await file_cost(
                 self._chat.client, self._chat.model, self._folder / name, self._chat.listed.n_ctx
             )
             if name in self.values:
@@ -178,7 +178,7 @@ class FilePicker(Picker[str]):
                 self.options.replace_option_prompt_at_index(at, self._line(name))
 
     def _line(self, name: str) -> RichText:
-        cost = self._costs.get(name, FileCost()).words
+        cost, _ = self._costs.get(name, ("", True))
         shown = elide(one_line(name), self.width - len(cost) - 2)
         return RichText(shown + " " * max(2, self.width - len(cost) - cell_len(shown)) + cost)
 
