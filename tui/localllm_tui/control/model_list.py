@@ -28,10 +28,6 @@ from localllm_tui.control.interfaces import (
 from localllm_tui.control.terminal import printable
 
 
-class _Stopped(BaseException):
-    """Raised in a download's progress callback to end it."""
-
-
 @dataclass(slots=True)
 class Pull:
     """One download. `name` is what it is called on this disk once it is `done`; `error` what it
@@ -122,13 +118,13 @@ class Pulls(dict[str, Pull]):
     def _run(self, pull: Pull) -> None:
         def report(progress: PullProgress) -> None:
             if pull.stopping.is_set():
-                raise _Stopped
+                raise asyncio.CancelledError  # no error that a retry is for
             pull.now = progress
 
         try:
             pull.name = self.service.pull(pull.ref, report)
             pull.now = replace(pull.now, phase="done", left_s=None)
-        except _Stopped:
+        except asyncio.CancelledError:
             pass
         except LocalLLMError as e:
             pull.error = e

@@ -1,10 +1,8 @@
-"""The terminal and the process behind it: control characters, clipboard, signals, and garbage
-collection outside of frames."""
+"""The terminal and the process behind it: control characters, clipboard and signals."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import re
 import signal
@@ -252,28 +250,3 @@ def _wake_only_from_sleep(otherwise: Callable[[], object]) -> None:
 
     signal.signal(signal.SIGTSTP, stopped)
     signal.signal(signal.SIGCONT, continued)
-
-
-# of idle time: nobody types, nothing streams
-TIDY_AFTER_S = 3.0
-_NEVER = 1_000_000
-
-
-class DeferredGc:
-    """From here to `end` full collections run only when `quiet` reports idle time; young
-    generations as ever."""
-
-    def __init__(self) -> None:
-        self._tidy = False
-        self._before = gc.get_threshold()
-        gc.set_threshold(*self._before[:2], _NEVER)
-
-    def end(self) -> None:
-        gc.set_threshold(*self._before)
-
-    def quiet(self, for_s: float) -> None:
-        """Idle for `for_s` seconds: collect now, once until something happens again."""
-        idle = for_s >= TIDY_AFTER_S
-        if idle and not self._tidy:
-            gc.collect()
-        self._tidy = idle

@@ -3,6 +3,7 @@ conversation its helpers draw."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -24,7 +25,7 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
-from localllm_tui.control.terminal import DeferredGc, keyboard
+from localllm_tui.control.terminal import keyboard
 from localllm_tui.messages import (
     CopyWanted,
     MoreTurnsWanted,
@@ -43,6 +44,9 @@ from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, Questi
 STATUS_EVERY_S = 0.2
 # Of an answer that took so long one may look elsewhere meanwhile.
 LONG_S = 10.0
+# After so much time in which nobody types and nothing streams garbage is collected.
+TIDY_AFTER_S = 3.0
+_NEVER = 1_000_000
 
 
 class ChatScreen(HasKeys, Screen[None], keys=CHAT):
@@ -65,6 +69,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._copy_with_tool = copy
         self._keyboard = keyboard()
         self._typed_before = typed
+        self._tidy = False  # collected since something happened
         self._draft: str | None = None  # what was in the input when an edit began
         self._draft_of: str | None = None  # the conversation that what is typed is the draft of
 
@@ -77,7 +82,9 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         yield StatusLine(id="status")
 
     async def on_mount(self) -> None:
-        self._deferred_gc = DeferredGc()
+        # a full collection takes longer than a frame: those come in idle time
+        self._gc_before = gc.get_threshold()
+        gc.set_threshold(*self._gc_before[:2], _NEVER)
         self.set_interval(STATUS_EVERY_S, self._tick)
         await self._show_session(0)
         self.composer.focus()
@@ -85,7 +92,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self.call_after_refresh(self.chat.begin)
 
     async def on_unmount(self) -> None:
-        self._deferred_gc.end()
+        gc.set_threshold(*self._gc_before)
         await self.chat.tools.switch_off()
         self._drafts.close()
 
@@ -104,7 +111,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             await chat.leave()
         elif chat.streaming is not None:
             self._frames.show_numbers()
-        self._deferred_gc.quiet(chat.quiet_s)
+        idle = chat.quiet_s >= TIDY_AFTER_S
+        if idle and not self._tidy:
+            gc.collect()
+        self._tidy = idle
 
     # -- what is typed -----------------------------------------------------------------------------
 
