@@ -198,18 +198,14 @@ class ChatController:
             stream.meter.prompt_tokens = tokens
 
     def _events(self, keep: PendingAnswer) -> AsyncGenerator[StreamEvent, None]:
-        compact = self.session.compacts
-        if self.tools.on and not keep.continues:
-            return stream_with_tools(
-                self.client,
-                keep.model,
-                keep.messages,
-                self.tools,
-                lambda call, spec: self.face.approve(*approval_texts(call, spec)),
-                compact=compact,
-            )
-        return self.client.stream(
-            keep.model, keep.messages, compact=compact, continues=keep.continues
+        return stream_with_tools(
+            self.client,
+            keep.model,
+            keep.messages,
+            self.tools if not keep.continues else ToolBox(),
+            lambda call, spec: self.face.approve(*approval_texts(call, spec)),
+            compact=self.session.compacts,
+            continues=keep.continues,
         )
 
     async def _answer(self, stream: PendingAnswer, shown: AnswerDisplay) -> None:

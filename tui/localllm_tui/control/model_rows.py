@@ -27,13 +27,16 @@ class ModelRow:
     late: bool = False
 
 
+_NOTHING_YET = PlanList("", (), complete=False)
+
+
 @dataclass(slots=True)
 class ModelRows:
-    """`planned` and `disk` are None while not known; `current` is the model that answers now."""
+    """`disk` is None while not known; `current` is the model that answers now."""
 
     pulls: Pulls
     current: str = ""
-    planned: PlanList | None = None
+    planned: PlanList = _NOTHING_YET
     disk: Sequence[InstalledModel] | None = None
     shows_disk: bool = False
     order: str = "best"
@@ -41,17 +44,15 @@ class ModelRows:
     @property
     def of_files(self) -> bool:
         """Whether the rows are files on this disk: asked for, or all that is known yet."""
-        return self.shows_disk or self.planned is None
-
-    @property
-    def choices(self) -> tuple[PlanChoice, ...]:
-        return self.planned.choices if self.planned is not None else ()
+        return self.shows_disk or not (self.planned.complete or self.planned.choices)
 
     @property
     def ordered(self) -> list[PlanChoice]:
         """The model in use first, then in the order that was asked for."""
-        late, by = self.planned.too_slow if self.planned is not None else (), ORDERS[self.order]
-        return sorted([*self.choices, *late], key=lambda o: (not self._in_use(o), o in late, by(o)))
+        late, by = self.planned.too_slow, ORDERS[self.order]
+        return sorted(
+            [*self.planned.choices, *late], key=lambda o: (not self._in_use(o), o in late, by(o))
+        )
 
     def _in_use(self, choice: PlanChoice) -> bool:
         return bool(choice.installed) and choice.installed == self.current
@@ -82,7 +83,6 @@ class ModelRows:
         return rows
 
     def _plan_rows(self, width: int) -> list[ModelRow]:
-        late = self.planned.too_slow if self.planned is not None else ()
         rows = []
         # another quant, or a model that others beat: no plan has it
         used = next((m for m in self.disk or () if m.name == self.current), None)
@@ -93,7 +93,11 @@ class ModelRows:
         for o in self.ordered:
             name = f"{self._mark(o)} {one_line(o.plan['name'])}"
             texts = {c.head: c.value(o) for c in PLAN_COLUMNS}
-            rows.append(ModelRow(o.ref, list_line(PLAN_COLUMNS, width, name, texts), o in late))
+            rows.append(
+                ModelRow(
+                    o.ref, list_line(PLAN_COLUMNS, width, name, texts), o in self.planned.too_slow
+                )
+            )
         return rows
 
     def _mark(self, choice: PlanChoice) -> str:
@@ -106,7 +110,7 @@ class ModelRows:
         return "↓" if pull is not None and not pull.ended else " "
 
     def summary(self) -> str:
-        if self.planned is None or self.shows_disk:
+        if self.of_files:
             said = "looking …"
             if self.disk is not None:
                 said = (
@@ -115,8 +119,8 @@ class ModelRows:
                 )
             return said if self.shows_disk else f"{said} · planning what else fits …"
         if not self.planned.complete:
-            return f"{len(self.choices)} fit so far · planning the others …"
+            return f"{len(self.planned.choices)} fit so far · planning the others …"
         order = "" if self.order == "best" else f"by {self.order} · "
         slow = f", {len(self.planned.too_slow)} answer too late" if self.planned.too_slow else ""
         others = "".join(f", {n} {why}" for why, n in self.planned.left_out.items())
-        return f"{order}{len(self.choices)} fit{others}{slow} · {self.planned.machine}"
+        return f"{order}{len(self.planned.choices)} fit{others}{slow} · {self.planned.machine}"

@@ -145,20 +145,15 @@ async def stream_with_tools(
     for rounds in range(MOST_ROUNDS + 1):
         calls: list[ToolCall] = []
         text = ""
-        done: AnswerDone | None = None
         offered = box.offered() if rounds < MOST_ROUNDS else []
         async with aclosing(client.stream(model, said, tools=offered, **more)) as events:
             async for event in events:
                 if isinstance(event, ToolCall):
                     calls.append(event)
-                elif isinstance(event, AnswerDone):
-                    done = event
-                else:
+                elif not (calls and isinstance(event, AnswerDone)):
                     text += event.text if isinstance(event, TextDelta) else ""
                     yield event
         if not calls:
-            if done is not None:
-                yield done
             return
         asked = [
             {

@@ -279,8 +279,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         said = hints("on disk" if self.rows.shows_disk else "models", without=without)
         self._write("#keys", in_lines(said, self._columns))
         if choice is not None:
-            accounts = self.rows.planned.accounts if self.rows.planned is not None else ()
-            lines = plan_details(choice, self._columns, self._pulls.get(choice.ref), accounts)
+            lines = plan_details(
+                choice, self._columns, self._pulls.get(choice.ref), self.rows.planned.accounts
+            )
         elif model is not None:
             lines = disk_details(
                 model,
@@ -289,7 +290,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             )
             if model.path not in self._fits and self.rows.shows_disk:
                 start(self, partial(self._weigh, model), "fit")
-        elif self.rows.planned is not None and not self.rows.shows_disk:
+        elif not self.rows.of_files:
             lines = ["nothing fits: a shorter context or another purpose may"]
         self._write(
             "#details", "\n".join(lines[: min(_MOST_DETAILS, self.size.height // _ROWS_PER_DETAIL)])
@@ -393,7 +394,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         orders = [*ORDERS]
         self.rows.order = orders[(orders.index(self.rows.order) + 1) % len(orders)]
         self._list()
-        self.query_one(OptionList).highlighted = 0 if self.rows.choices else None
+        self.query_one(OptionList).highlighted = 0 if self.rows.planned.choices else None
 
     def action_disk(self) -> None:
         self.rows.shows_disk = not self.rows.shows_disk
