@@ -213,7 +213,7 @@ def test_what_is_not_a_text_file_is_refused_with_the_reason(tmp_path: Path) -> N
         ("latin.txt", "not UTF-8"),
         ("zero.bin", "binary"),
         ("none.txt", "No such file"),
-        (".", "folder"),
+        (".", "directory"),
     ):
         with pytest.raises(UsageError, match=why):
             read_text(tmp_path / name)

@@ -53,10 +53,6 @@ def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(
         ('[chat_keys]\n"chat.stopp" = "f9"', "unknown name: chat.stopp"),
         ('[chat_keys]\n"chat.stop" = 7', "must be keys"),
         ('[chat_keys]\n"turn.edit" = "r"', "two things at once: turn.edit and turn.again"),
-        (
-            '[chat_keys]\n"command.list" = "f4"',
-            "two things at once: command.list and command.models",
-        ),
         ("chat_keys = 3", "`chat_keys` is a table"),
     ],
 )

@@ -95,7 +95,7 @@ def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
     _remapped.clear()
     _remapped.update({name: str(keys).replace(" ", "").lower() for name, keys in table.items()})
     taken: dict[tuple[str, str], str] = {}
-    for entry in keys_of_all:
+    for entry in KEYS:
         for one in entry.keys_now.split(",") if entry.action else ():
             other = taken.setdefault((entry.owner, one), entry.id)
             if other != entry.id and {other, entry.id} & set(_remapped):
