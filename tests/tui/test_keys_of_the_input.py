@@ -59,7 +59,7 @@ def test_enter_takes_what_is_typed_and_not_what_was_offered_before(
 
     async def play(d: Driver) -> None:
         await d.type("/comp")
-        await d.until(lambda: d.app.page.composer.menu.chosen is not None)
+        await d.until(lambda: d.app.page.composer.menu.display)
         for key in ("ctrl+u", "h", "i", "enter"):  # faster than the menu follows
             d.app.post_message(events.Key(key, key if len(key) == 1 else None))
         await d.until(lambda: bool(server.requests) or "nothing to compare" in d.screen())

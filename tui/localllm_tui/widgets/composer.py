@@ -35,8 +35,8 @@ _NAME_CELLS = 22
 
 
 class SlashMenu(OptionList, can_focus=False):
-    """Hidden while there is nothing to offer. The keys stay with the input, which asks for what is
-    `chosen`."""
+    """Hidden while there is nothing to offer. The keys stay with the input, which asks what is
+    chosen."""
 
     DEFAULT_CSS = """
     SlashMenu {
@@ -48,24 +48,16 @@ class SlashMenu(OptionList, can_focus=False):
 
     _offered: Sequence[Command] = ()
 
-    @property
-    def chosen(self) -> Command | None:
-        """The highlighted command; None while the menu is hidden."""
-        return (
-            self._offered[self.highlighted]
-            if self._offered and self.highlighted is not None
-            else None
-        )
-
-    def offer(self, typed: str) -> None:
+    def offer(self, typed: str) -> Command | None:
+        """Offer what fits this text; returns the highlighted command, None where nothing does."""
         found = offered(typed)
-        if found == self._offered:
-            return
-        self._offered = found
-        self.display = bool(found)
-        rows = (f"{command.usage:<{_NAME_CELLS}} {command.help}" for command in found)
-        self.set_options([Option(Text(row, no_wrap=True, overflow="ellipsis")) for row in rows])
-        self.highlighted = 0 if found else None
+        if found != self._offered:
+            self._offered = found
+            self.display = bool(found)
+            rows = (f"{command.usage:<{_NAME_CELLS}} {command.help}" for command in found)
+            self.set_options([Option(Text(row, no_wrap=True, overflow="ellipsis")) for row in rows])
+            self.highlighted = 0 if found else None
+        return found[self.highlighted] if self.highlighted is not None else None
 
 
 class Composer(HasKeys, TextArea, keys=COMPOSER):
@@ -162,8 +154,7 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
     def _chosen(self) -> Command | None:
         """What the menu has chosen of what it offers for this very text: keys may come faster than
         it hears of changes."""
-        self.menu.offer(self.text)
-        return self.menu.chosen
+        return self.menu.offer(self.text)
 
     def _send(self) -> bool:
         chosen = self._chosen
