@@ -97,7 +97,6 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._drafts.close()
 
     def on_resize(self, event: events.Resize) -> None:
-        self._frames.columns = event.size.width
         self.query_one(GlassPanel).set_class(event.size.width < LEAST_COLUMNS, "narrow")
         self._frames.show_all()
 

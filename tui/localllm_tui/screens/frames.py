@@ -39,7 +39,6 @@ class ChatFrames:
         self._counted: int | None = None
         self._with_input: int | None = None
         self._more_below = False
-        self.columns = 0  # of the screen, as the last resize said
         self.removing = 0  # the turn that the next D removes
 
     @property
@@ -99,7 +98,7 @@ class ChatFrames:
             title(context, names, costs) + (" · ↓ more below" if self._more_below else "")
         )
         self.show_head()
-        room = (self.columns or self._screen.size.width) - 8
+        room = self._screen.app.size.width - 8
         box.border_subtitle = frame_title(footer(context, box.text, room, bool(chat.queued)))
         self._show_selected(box)
 
@@ -112,14 +111,14 @@ class ChatFrames:
         found = self._window.words_at(selected.turn_id)
         if found:
             box.border_title = frame_title(found)
-            box.border_subtitle = fitted(hints("found"), self._screen.size.width - 8)
+            box.border_subtitle = fitted(hints("found"), self._screen.app.size.width - 8)
         if selected.turn_id == self.removing and self.removing in turns:
             follows = len(turns) - 1 - turns.index(self.removing)
             with_it = f" and the {follows} after it" if follows else ""
             box.border_title = f"D again removes this turn{with_it} for good"
 
     def show_head(self) -> None:
-        chat, width = self._chat, self.columns or self._screen.size.width
+        chat, width = self._chat, self._screen.app.size.width
         loading, engine, listed = chat.loading_words, chat.client.engine, chat.listed
         attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
         how = sampling.words(listed.sampling, chat.client.sampling)
