@@ -48,7 +48,9 @@ def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f4")
         await d.until(
-            lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices)
+            lambda: (
+                isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.planned.choices)
+            )
         )
         await d.press("m", *"rtx")
         await d.until(lambda: "rtx" in d.screen())

@@ -62,7 +62,7 @@ def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> N
         assert "why big" in d.screen()
         for _ in range(7):
             await d.press("right")  # to 131,072 tokens
-        await d.until(lambda: len(screen.rows.choices) == 1)
+        await d.until(lambda: len(screen.rows.planned.choices) == 1)
         await d.until(lambda: "1 fit, 2 too large ·" in d.screen())
         assert it.requests[-1].context == 131072
         await d.press("p")

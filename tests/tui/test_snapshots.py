@@ -288,7 +288,9 @@ def test_every_screen_looks_as_it_did(
         await hold(d, "first-run", look)
         await d.press("f4")
         await d.until(
-            lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices)
+            lambda: (
+                isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.planned.choices)
+            )
         )
         await d.press("down", "down")
         await hold(d, "models", look)
