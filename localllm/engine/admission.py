@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from localllm.engine.cache import tunables
+from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import (
     NO_SOURCE,
     PrefixSource,
@@ -98,7 +99,10 @@ class Admission:
         """Have the tenant that has most requests running give a place to `job`, whose tenant is
         next: its youngest wait again (what they have read stays in the cache). True if the job was
         let in."""
-        waits = prefix_in_progress(job, self._source(job), self.jobs.running.values())
+        source = self._source(job)
+        waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(
+            job, source.state
+        )
         if waits or job.id in self._in_vain:
             return False
         running, shares = self.jobs.running, self.jobs.shares
@@ -119,11 +123,16 @@ class Admission:
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False
+        if not self._in_memory(job, source.state):
+            return False
         if not self._make_room(job, source):
             if self.jobs.running:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
             source = self._source(job)
+        elif not self._in_memory(job, source.state):
+            # Making room took it out of memory.
+            return False
         try:
             taken = self.jobs.pool.take(source, _matching(job).tokens)
         except NoCellsError:
@@ -134,6 +143,7 @@ class Admission:
             taken,
             source.known,
         )
+        self._in_memory(job, None)
         job.matching = None
         del self.jobs.waiting[job.id]
         self.jobs.running[job.id] = job
@@ -157,6 +167,21 @@ class Admission:
         # room where that was.
         coming = source.plan.saved if source.plan.divisible else 0
         return pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
+
+    def _in_memory(self, job: RunningRequest, state: Block | None) -> bool:
+        """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read
+        now."""
+        kv = self.jobs.pool.kv
+        if job.reading is not None and job.reading is not state:
+            kv.disk.reads.release(job.reading)
+            job.reading = None
+        if state is None or kv.in_memory(state):
+            return True
+        if job.reading is None:
+            kv.disk.reads.want(state, due=True)
+            job.reading = state
+        self.awaits_disk = True
+        return False
 
     def _source(self, job: RunningRequest) -> PrefixSource:
         """Where its prefix can come from; a job that does not share takes nothing, and nobody takes

@@ -20,6 +20,7 @@ from localllm.engine.scheduler import Sharer, arrival
 from localllm.engine.tokens import salted
 
 if TYPE_CHECKING:
+    from localllm.engine.cache.eviction import Block
     from localllm.engine.cache.matching import PromptMatch
     from localllm.engine.cache.restore import Restoration
     from localllm.engine.tokens import Placed, Tokens
@@ -37,8 +38,8 @@ class RunningRequest:
     `draft` is verified by the next step;
     `draft_from` holds the distributions its tokens were drawn from (None: they are plain guesses).
     `predicted` is the output its client expects, as tokens. While it waits, `matching` remembers
-    what its prompt was compared with, and while its grammar is compiled (`compilation`) it can't be
-    admitted. Once it is, its cached
+    what its prompt was compared with, and while its grammar is compiled (`compilation`), or a state
+    that it needs is being read from disk (`reading`), it can't be admitted. Once it is, its cached
     prefix comes back by `restoring`, and until then it is in no step but to compute a `gap` in it.
     `known` is how far its prompt followed any known line.
     `admissions` counts how often it went on to running: a parked job does so again, and
@@ -61,6 +62,7 @@ class RunningRequest:
     loop_guard: LoopGuard | None = None
     compilation: Compilation | None = None
     matching: PromptMatch | None = None
+    reading: Block | None = None
     restoring: Restoration | None = None
     known: int = 0
     checkpoints: list[int] = field(default_factory=list)

@@ -116,6 +116,9 @@ class RequestTable:
         self.prefill.forget(job, keep=keep)
         if job.compilation is not None:
             job.compilation.left = True
+        if job.reading is not None:
+            self.pool.kv.disk.reads.release(job.reading)
+            job.reading = None
         if job.restoring is not None:
             job.restoring.close()
         sequence, job.sequence, job.restoring = job.sequence, None, None

@@ -74,11 +74,11 @@ class KvStore:
         return self.budget.changes, self.budget.held_bytes, self.speed.token_s
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block | None]:
-        """The longest beginning of `prefix` whose state is in memory, and that state: for a
-        sequence that has its KV, so no snapshot."""
+        """The longest beginning of `prefix` whose state is held and worth reading, and that
+        state: for a sequence that has its KV, so no snapshot."""
         if self.states is None or self.snapshots:
             return 0, None
-        match = longest(self.states, prefix, lambda block, _: self.in_memory(block))
+        match = longest(self.states, prefix, self.should_load)
         return match.saved, match.parts[0].block if match.parts else None
 
     def read(self, block: Block) -> bytes | memoryview | None:
