@@ -106,7 +106,8 @@ class Engine:
             wanted.grammar_trials or Stages([]),
             kv.disk.reads.news,
         )
-        self._images = image_steps(self.backend, kv.disk.reads.news)
+        kept = wanted.disk_dir if wanted.disk_bytes > 0 else None
+        self._images = image_steps(self.backend, kv.disk.reads.news, kept)
         self._admission = Admission(self.backend, self.jobs, self.guard, wanted.cache_bytes)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
         self.pace = DecodeSpeedTracker(others)

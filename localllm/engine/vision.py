@@ -2,8 +2,8 @@
 encoded into embeddings.
 
 Both happen beside the engine's thread. An image whose KV is known already is never encoded; one
-that must be, once, while the text before it is read, and its embeddings are kept in memory for the
-line that has lost its KV.
+that must be, once, while the text before it is read, and its embeddings are kept, in memory and on
+disk, for the line that has lost its KV.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm import paths
+from localllm.engine.cache.eviction import StoredFile, files_to_remove
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed, laid_out, split
@@ -35,6 +38,7 @@ Embeddings = NDArray[np.float32]
 # by its size and hash.
 _PIXELS_BYTES = 128 * 10**6
 _EMBEDDINGS_BYTES = 256 * 10**6
+_FOLDER_BYTES = 2 * 10**9
 MOST_IMAGES = 64
 
 
@@ -73,11 +77,12 @@ class ImageReader:
 
 class Encoder:
     """Encodes what the engine asks for, one image at a time, in a thread of its own, and sets `news`
-    with each. Its methods belong to the engine's thread."""
+    with each; `folder` keeps what came of it (None: nowhere). Its methods belong to the engine's
+    thread."""
 
-    def __init__(self, backend: Backend, news: threading.Event) -> None:
-        self.backend, self._news = backend, news
-        self.encodes = 0
+    def __init__(self, backend: Backend, news: threading.Event, folder: Path | None) -> None:
+        self.backend, self._news, self._folder = backend, news, folder
+        self.encodes = self.from_disk = 0
         self.encode_s = 0.0
         self._thread = ThreadPoolExecutor(1, "images")
         # By the image's key, those used last at the end.
@@ -109,6 +114,7 @@ class Encoder:
         return {
             "image_encodes": self.encodes,
             "image_encode_s": self.encode_s,
+            "images_from_disk": self.from_disk,
             "image_cache_bytes": sum(self._held_bytes().values()),
         }
 
@@ -133,11 +139,56 @@ class Encoder:
     # --- the thread -------------------------------------------------------------------------------
 
     def _encode(self, run: ImageRun) -> Embeddings:
+        found = self._read_file(run)
+        if found is not None:
+            self.from_disk += 1
+            return found
         started = time.monotonic()
         found = self.backend.encode_image(run)
         self.encodes += 1
         self.encode_s += time.monotonic() - started
+        self._write_file(run, found)
         return found
+
+    def _read_file(self, run: ImageRun) -> Embeddings | None:
+        if self._folder is None:
+            return None
+        file = self._folder / f"{run.key.hex()}.image"
+        try:
+            data = file.read_bytes()
+            file.touch()
+        except OSError:
+            return None
+        body, digest = data[:-32], data[-32:]
+        if hashlib.sha256(body).digest() != digest or len(body) % (4 * run.n_tokens):
+            file.unlink(missing_ok=True)
+            return None
+        return np.frombuffer(body, dtype=np.float32).reshape(run.n_tokens, -1)
+
+    def _write_file(self, run: ImageRun, found: Embeddings) -> None:
+        if self._folder is None:
+            return
+        file = self._folder / f"{run.key.hex()}.image"
+        body = np.ascontiguousarray(found, dtype=np.float32).tobytes()
+        try:
+            paths.private_dir(self._folder)
+            part = file.with_suffix(".part")
+            part.write_bytes(body + hashlib.sha256(body).digest())
+            part.replace(file)
+            self._make_room()
+        except OSError:  # a full or read-only disk: it is encoded again another time
+            pass
+
+    def _make_room(self) -> None:
+        """The longest unused files go where there are too many bytes of them."""
+        assert self._folder is not None
+        files = [
+            StoredFile(f.stat().st_mtime_ns, f.stat().st_size, f)
+            for f in self._folder.glob("*.image")
+        ]
+        excess_bytes = sum(file.size_bytes for file in files) - _FOLDER_BYTES
+        for file in files_to_remove(files, excess_bytes, time.time_ns())[0]:
+            file.path.unlink(missing_ok=True)
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -288,7 +339,9 @@ class ImageSteps:
         return Grant(job.id, left if self.indivisible else min(left, most), prefill=True)
 
 
-def image_steps(backend: Backend, news: threading.Event) -> ImageSteps | None:
-    """What plans the images of this backend; None where it sees none."""
+def image_steps(backend: Backend, news: threading.Event, kept: str | None) -> ImageSteps | None:
+    """What plans the images of this backend, whose embeddings are kept under `kept` (None: in
+    memory only); None where it sees none."""
+    folder = Path(kept) / "images" if kept is not None else None
     able = backend.capabilities
-    return ImageSteps(Encoder(backend, news), able.whole_images) if able.vision else None
+    return ImageSteps(Encoder(backend, news, folder), able.whole_images) if able.vision else None

@@ -151,6 +151,9 @@ def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
     assert third.tokens["r"] == again.tokens["r"]
     assert encodes(engine) == 0
     assert third.finish("r").usage.cached_tokens >= usage.prompt_tokens - 20 - slack
+    # And a line that was never read takes the images' embeddings from there.
+    ask(engine, prompt("something else entirely {B} then {A} and so"))
+    assert encodes(engine) == 0
     engine.close()
 
 
@@ -284,4 +287,21 @@ def test_an_image_that_can_t_be_encoded_fails_its_request_alone(model: VisionMod
     assert len(outcome.tokens["good"]) == len(outcome.tokens["text"]) == 12
     backend.encode_image = right
     assert len(ask(engine, prompt("see {B} now")).tokens["r"]) == 12
+    engine.close()
+
+
+def test_a_damaged_file_of_embeddings_is_encoded_again(model: VisionModel, tmp_path: Path) -> None:
+    settings = EngineSettings(disk_dir=str(tmp_path), disk_free_bytes=0)
+    engine = load(model, settings)
+    expected = ask(engine, prompt("see {A} now")).tokens["r"]
+    engine.close()
+    (file,) = (tmp_path / "images").glob("*.image")
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    engine = load(model, settings)
+    outcome = ask(engine, prompt("other words and then {A} now"))
+    assert outcome.finish("r").reason == "length"
+    assert encodes(engine) == 1
+    assert ask(engine, prompt("see {A} now")).tokens["r"] == expected
     engine.close()
