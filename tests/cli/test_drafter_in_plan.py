@@ -48,7 +48,7 @@ def test_what_is_loaded_is_what_was_planned(smollm2: Path) -> None:
         "q8_0",
     )
     assert (spec.n_batch, spec.n_outputs, spec.n_gpu_layers) == (
-        planned.n_batch, planned.n_outputs, planned.n_gpu_layers,
+        planned.n_batch, planned.n_outputs, planned.placement.gpu_layers,
     )  # fmt: skip
     backend = backends.for_path(str(smollm2)).load(spec)
     try:
