@@ -38,3 +38,10 @@ def under_adapters(mark: str, adapters: Iterable[LoraAdapter]) -> str:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
         mark = digest.hexdigest()[:32]
     return mark
+
+
+def fingerprint(path: Path) -> str:
+    """Identity of a GGUF file (hex, 32 digits)."""
+    digest = hashlib.sha256()
+    add_samples(digest, path)
+    return digest.hexdigest()[:32]

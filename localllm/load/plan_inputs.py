@@ -21,6 +21,7 @@ from localllm.planner.quality import KvPrecision
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, Workload
 from localllm.settings import Settings
+from localllm_backends.fingerprints import fingerprint
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.types import Model, Purpose
 
@@ -159,9 +160,6 @@ def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
 
 def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     """What KV types were measured to cost on these very files."""
-
-    from localllm_backends.llamacpp.weights import fingerprint
-
     folder = paths.kv_evidence_dir()
     if local.path.suffix != ".gguf" or not folder.is_dir():
         return ()

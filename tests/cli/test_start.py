@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,20 +45,23 @@ def test_recommend_reads_only_what_it_needs() -> None:
     assert collects  # whoever calls `run` gets the collector back
 
 
-def test_the_server_is_up_before_what_only_requests_need() -> None:
+def test_the_server_is_up_before_what_only_requests_need(tiny_model: Path) -> None:
     """Until it listens `serve` imports no client, no template engine, no numbers' library, and has
-    pydantic build no body: that is done behind "ready"."""
+    pydantic build no body: that is done behind "ready". A plan needs none of it either."""
     script = """
 import sys
+from localllm.load.load_plan import load_plan_named
 from localllm.server import app
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.http import run
 from localllm.server.models.router import ModelRouter
+from localllm.settings import Settings
 app.create_app(ModelRouter([]))
+load_plan_named(sys.argv[1], Settings({"context": 1024}))
 print(ChatFields.__pydantic_complete__, *sys.modules)
 """
     complete, *modules = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, str(tiny_model)], capture_output=True, text=True, check=True
     ).stdout.split()
     assert complete == "False"
     heavy = (

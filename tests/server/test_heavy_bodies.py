@@ -135,7 +135,8 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
     while min(waits_s) > MOST_S and len(waits_s) < 3:
         waits_s.append(_longest_wait_s(server, ten))
     assert min(waits_s) <= MOST_S
-    assert {r.status_code for r in said} == {400}
+    # Too much for the template, or told to come again while it finds that out for another.
+    assert {r.status_code for r in said} <= {400, 503}
 
 
 def test_others_are_answered_while_a_large_body_is_translated(

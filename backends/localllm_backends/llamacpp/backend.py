@@ -24,7 +24,7 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
-from localllm_backends.fingerprints import under_adapters
+from localllm_backends.fingerprints import fingerprint, under_adapters
 from localllm_backends.following import joined, parted
 from localllm_backends.llamacpp.batch import (
     ABORTED,
@@ -50,7 +50,6 @@ from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabiliti
 from localllm_backends.llamacpp.native import Buffers, log, purpose_bytes
 from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
 from localllm_backends.llamacpp.top_logits import TopLogits
-from localllm_backends.llamacpp.weights import fingerprint
 from localllm_backends.owned import OwnedBackend
 
 

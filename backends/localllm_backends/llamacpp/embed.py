@@ -13,12 +13,13 @@ import numpy as np
 
 from localllm_backends.contract import LoadError, LoadSpec, Placement, StepError
 from localllm_backends.control_text import LiteralText, control_texts
+from localllm_backends.fingerprints import fingerprint
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.context import made_context, model_params
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
 from localllm_backends.llamacpp.native import c_string, log, start_native
 from localllm_backends.llamacpp.threads import usable_cores
-from localllm_backends.llamacpp.weights import fingerprint, open_file
+from localllm_backends.llamacpp.weights import open_file
 
 # llama.h: enum llama_pooling_type
 _POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}

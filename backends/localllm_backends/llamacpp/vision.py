@@ -29,13 +29,14 @@ from localllm_backends.contract import (
     SequenceId,
 )
 from localllm_backends.control_text import LiteralText
+from localllm_backends.fingerprints import fingerprint
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.batch import Batch, LlamaCppStepResult
 from localllm_backends.llamacpp.cells import PlacedImage
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import bindings, bindings_version, log, purpose_bytes
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
-from localllm_backends.llamacpp.weights import check_file, fingerprint
+from localllm_backends.llamacpp.weights import check_file
 
 _TEXT, _IMAGE = 0, 1
 WITHOUT = (

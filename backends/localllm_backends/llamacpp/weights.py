@@ -3,7 +3,6 @@ reads them."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
-from localllm_backends.fingerprints import add_samples
+from localllm_backends.fingerprints import fingerprint
 from localllm_backends.llamacpp import context
 from localllm_backends.llamacpp.kv_blocks import KV
 from localllm_backends.llamacpp.native import (
@@ -21,13 +20,6 @@ from localllm_backends.llamacpp.native import (
     log,
     start_native,
 )
-
-
-def fingerprint(path: Path) -> str:
-    """Identity of a GGUF file (hex, 32 digits)."""
-    digest = hashlib.sha256()
-    add_samples(digest, path)
-    return digest.hexdigest()[:32]
 
 
 @cache
