@@ -65,6 +65,14 @@ def test_no_refusal_is_in_the_validator_s_words(path: str) -> None:
     assert [text for text in said if PYDANTICS.search(text)] == []
 
 
+def test_what_is_of_a_kind_that_is_taken_is_not_told_of_the_other_kind() -> None:
+    """Biases may be an object or a list: an object with too many is not told to be a list."""
+    many = {str(token): 1 for token in range(5_000)}
+    with pytest.raises(RequestError) as refused:
+        known.read(BODIES["/v1/chat/completions"][0], {"messages": [], "logit_bias": many})
+    assert refused.value.message == "logit_bias: has more than 4096 entries"
+
+
 def test_every_kind_of_error_of_the_validator_has_words() -> None:
     """Those that a body can meet: of its types, lengths and ranges."""
     kinds = {

@@ -197,7 +197,7 @@ WRONG = {
     "less_than": "must be below {lt}",
     "less_than_equal": "must be {le} or less",
     "too_short": "has {actual_length} entries; {min_length} is the least",
-    "too_long": "has {actual_length} entries; {max_length} is the most",
+    "too_long": "has more than {max_length} entries",
     "string_too_short": "must have {min_length} characters or more",
     "string_too_long": "must have {max_length} characters or fewer",
     "union_tag_invalid": "must have a type: {expected_tags}",
@@ -215,9 +215,12 @@ def _invalid(found: ValidationError, body: Any) -> RequestError:
         for error in of_field
         if _sent_path(error, body) == path
     ]
-    # The members of a union say what they would take.
+    # The members of a union say what they would take, or what is wrong with what is of their kind.
     wanted = [words.removeprefix("must be ") for words in said if words.startswith("must be ")]
-    wrong = f"must be {' or '.join(dict.fromkeys(wanted))}" if wanted else said[0]
+    wrong = next(
+        (words for words in said if not words.startswith("must be ")),
+        f"must be {' or '.join(dict.fromkeys(wanted))}",
+    )
     where = ".".join(path)
     return RequestError(f"{where or 'body'}: {wrong}", param=where or None)
 
