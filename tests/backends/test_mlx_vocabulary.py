@@ -204,3 +204,14 @@ def test_a_checkpoint_without_words_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(LoadError):
         vocabulary(tmp_path)
+
+
+def test_older_tokenizer_files_are_read_as_the_newer_one(byte_level: Path, tmp_path: Path) -> None:
+    """vocab.json and merges.txt, as checkpoints had them before tokenizer.json."""
+    model = json.loads((byte_level / "tokenizer.json").read_text())["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    text = "hello w1 and w2"
+    assert vocabulary(tmp_path).tokenize(text) == vocabulary(byte_level).tokenize(text)

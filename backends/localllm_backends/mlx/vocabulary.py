@@ -79,8 +79,9 @@ class MlxVocabulary(TokenBytes):
 
     def __init__(self, folder: Path, config: dict[str, Any], n_vocab: int) -> None:
         settings = read_json(folder / "tokenizer_config.json")
-        self._parsing, self._literal = _tokenizers(folder)
-        parsed = read_json(folder / "tokenizer.json")
+        source = _tokenizer_json(folder)
+        self._parsing, self._literal = _tokenizers(source)
+        parsed = json.loads(source)
         self._added = {int(t["id"]): str(t["content"]) for t in parsed.get("added_tokens", [])}
         self._control = frozenset(
             int(t["id"]) for t in parsed.get("added_tokens", []) if t.get("special")
@@ -156,16 +157,31 @@ class MlxVocabulary(TokenBytes):
         return token if token is not None else next(iter(_ids(fallback)), None)
 
 
-def _tokenizers(folder: Path) -> tuple[Any, Any]:
+def _tokenizer_json(folder: Path) -> str:
+    """The text of tokenizer.json; made from the older files by transformers where the checkpoint
+    has only those."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return path.read_text("utf-8")
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        wrapper = load_tokenizer(folder, {"trust_remote_code": False})
+        return str(wrapper._tokenizer.backend_tokenizer.to_str())
+    except Exception as e:
+        raise LoadError(
+            f"{folder.name!r} has no tokenizer.json, and none could be made from its other "
+            f"tokenizer files: {e}"
+        ) from e
+
+
+def _tokenizers(source: str) -> tuple[Any, Any]:
     """The tokenizer that parses control tokens written in text, and the one that reads them as
     plain text."""
     from tokenizers import Tokenizer
 
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise LoadError(f"{folder.name!r} has no tokenizer.json: `mlx_lm.convert` writes one")
     try:
-        parsing, literal = Tokenizer.from_file(str(path)), Tokenizer.from_file(str(path))
+        parsing, literal = Tokenizer.from_str(source), Tokenizer.from_str(source)
     except Exception as e:
         raise LoadError(f"tokenizer.json can't be read: {e}") from e
     for one in (parsing, literal):
