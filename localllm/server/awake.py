@@ -46,6 +46,8 @@ class Awake:
         self._command, self._after_s = command, after_s
         self._running = 0
         self._holding: asyncio.Task[None] | None = None
+        # Those that were let go, until their program has ended: the event loop alone keeps no task.
+        self._ending: set[asyncio.Task[None]] = set()
 
     @classmethod
     def here(cls, *, wanted: bool) -> Awake:
@@ -64,6 +66,8 @@ class Awake:
             self._running -= 1
             if not self._running and self._holding is not None:
                 self._holding.cancel()
+                self._ending.add(self._holding)
+                self._holding.add_done_callback(self._ending.discard)
                 self._holding = None
 
     async def _hold(self) -> None:
@@ -76,3 +80,4 @@ class Awake:
                 await process.wait()
             finally:
                 process.stdin.close()  # type: ignore[union-attr]
+                await process.wait()

@@ -15,9 +15,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from localllm import paths
 from localllm.cli.commands.chat import FIRST_QUESTION, chat
 from localllm.conversation.history import History
 from localllm.errors import BusyError, LocalLLMError, NotFoundError, UsageError
+from support.until import until
 from tui.scripted_sse import Finish, Gate, Raw, Refuse, Say, ScriptedServer, UntilGone
 
 # `localllm chat` against a scripted server: what a child process runs.
@@ -313,6 +315,11 @@ def test_on_a_terminal_the_screen_opens_and_the_conversation_is_kept(
     assert again.rest() == 0
 
 
+def drafts() -> list[str]:
+    """What is saved of messages that were not sent."""
+    return [file.read_text() for file in (paths.data_dir() / "drafts").glob("*.txt")]
+
+
 @pty
 def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(
     server: ScriptedServer, terminal: Callable[..., Terminal]
@@ -324,7 +331,7 @@ def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(
     chat_.type("tell me\r")
     chat_.until("first half")
     chat_.type("a draft")
-    chat_.until("draft")
+    until(lambda: "a draft" in drafts(), "what is typed is not saved")
     os.kill(chat_.child.pid, signal.SIGKILL)
     assert chat_.rest() == -signal.SIGKILL
     gate.opened.set()

@@ -17,9 +17,10 @@ from textual.widgets import Input, OptionList
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
 from localllm_tui.screens.picking import AskedPicker
+from support.until import until
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
-from tui.test_chat_command import Terminal, pty, terminal
+from tui.test_chat_command import Terminal, drafts, pty, terminal
 
 __all__ = ["terminal"]
 
@@ -210,7 +211,7 @@ def test_a_chat_that_was_asleep_is_drawn_again(
     chat = terminal()
     chat.until("Enter sends")
     chat.type("half a question")
-    chat.until("question")
+    until(lambda: "half a question" in drafts(), "what is typed is not taken")
     os.kill(chat.child.pid, sleep)
     _, status = os.waitpid(chat.child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
@@ -219,10 +220,11 @@ def test_a_chat_that_was_asleep_is_drawn_again(
     chat.seen = b""
     os.kill(chat.child.pid, signal.SIGCONT)
     chat.until("\x1b[?1049h")
+    chat.seen = chat.seen.partition(b"\x1b[?1049h")[2]
     chat.until("half a question")
     chat.until("Enter sends")
     chat.type(" more")
-    chat.until("more")
+    until(lambda: "half a question more" in drafts(), "what is typed then is not taken")
     chat.type("\x11")
     assert chat.rest() == 0
 
