@@ -29,10 +29,10 @@ JOBS ?= 3
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 
-# The laws of the house and what is pure: no model is loaded, no server started. Under a minute on two cores.
+# The code limits and the pure tests: no model is loaded, no server started. Under a minute on two cores.
 QUICK := tests/test_*.py tests/catalog tests/grammars/test_gbnf.py tests/grammars/test_json_lark.py \
 	$(wildcard tests/conversation/test_[hmn]*.py)
-quick: $(VENV)/.dev ## lint, the laws of the house and the pure tests, in less than a minute
+quick: $(VENV)/.dev ## lint, the code limits and the pure tests, in less than a minute
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -k "not largest_headers" $(QUICK) $(ARGS)
 

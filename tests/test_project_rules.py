@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from localllm import errors
-from support.house_measures import Function, functions, product
+from support.code_measures import Function, functions, product
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
@@ -171,7 +171,7 @@ def parameters(node: Function) -> int:
 
 
 def test_no_file_is_too_long() -> None:
-    """Functions are held by their statements and branches (house_ceilings.toml): lines say how wide
+    """Functions are held by their statements and branches (code_limits.toml): lines say how wide
     the page is."""
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PRODUCT}
     assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}

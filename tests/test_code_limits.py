@@ -1,5 +1,5 @@
-"""Laws of the house that keep it readable: names, floors, doors. Each lists what breaks it, so that
-it can be mended."""
+"""Limits on the product's code: shape, size, names, dependency layers and public interfaces. Each
+failure lists the places that exceed a limit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
+from typing import Any
 
-import pytest
-
-from support.house_measures import ROOT, Function, all_nodes, measure, product
+from support.code_measures import (
+    ROOT,
+    Function,
+    all_nodes,
+    measure,
+    nodes_of_packages,
+    product,
+    sources,
+)
 
 
 @cache
@@ -22,7 +30,8 @@ def trees_of_tests() -> dict[str, ast.Module]:
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in files}
 
 
-CEILINGS = "tests/house_ceilings.toml"
+LIMITS = "tests/code_limits.toml"
+SIZE = "tests/code_size.toml"
 
 
 def git(*arguments: str) -> str:
@@ -30,28 +39,104 @@ def git(*arguments: str) -> str:
     return found.stdout if found.returncode == 0 else ""
 
 
-def test_no_measure_of_the_house_is_above_its_ceiling() -> None:
-    ceilings = tomllib.loads((ROOT / CEILINGS).read_text())
-    measures = measure(product())
-    assert set(ceilings) == set(measures.figures)
-    above = {
-        name: f"{n} > {ceilings[name]} ({measures.largest.get(name, '')})"
+def versions(path: str) -> list[dict[str, Any]]:
+    """The contents of a TOML file: in the working tree, then in each commit, newest first."""
+    texts = [(ROOT / path).read_text("utf-8")]
+    texts += [
+        git("show", f"{commit}:{path}") for commit in git("log", "--format=%H", "--", path).split()
+    ]
+    return [tomllib.loads(text) for text in texts if text]
+
+
+def above_limits(texts: dict[str, str]) -> dict[str, str]:
+    limits = tomllib.loads((ROOT / LIMITS).read_text())
+    measures = measure(texts)
+    assert set(limits) == set(measures.figures)
+    return {
+        name: f"{n:g} > {limits[name]} ({measures.largest.get(name, '')})"
         for name, n in measures.figures.items()
-        if n > ceilings[name]
+        if n > limits[name]
     }
-    assert above == {}
 
 
-@pytest.mark.skipif(not git("log", "--format=%H", "--", CEILINGS), reason="no history here")
-def test_a_ceiling_never_rises() -> None:
-    """Beside every version the file had: none is raised, and none is taken away."""
-    now = tomllib.loads((ROOT / CEILINGS).read_text())
-    for commit in git("log", "--format=%H", "--", CEILINGS).split():
-        before = tomllib.loads(git("show", f"{commit}:{CEILINGS}"))
+def test_no_figure_is_above_its_limit() -> None:
+    assert above_limits(sources()) == {}
+
+
+def test_a_limit_never_rises() -> None:
+    """Compared with every version of the file: no limit is raised, and none is removed."""
+    now, *earlier = versions(LIMITS)
+    for before in earlier:
         raised = {
             name: (n, now.get(name)) for name, n in before.items() if now.get(name, n + 1) > n
         }
-        assert raised == {}, f"since {commit}"
+        assert raised == {}
+
+
+def test_no_package_is_larger_than_recorded() -> None:
+    recorded = tomllib.loads((ROOT / SIZE).read_text())["nodes"]
+    measured = nodes_of_packages(sources())
+    assert set(measured) == set(recorded)
+    larger = {name: f"{n} > {recorded[name]}" for name, n in measured.items() if n > recorded[name]}
+    assert larger == {}, f"raise the figure in {SIZE} and name the feature that needs it there"
+
+
+def unnamed_growth(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
+    """Packages whose recorded size rose although `now` names no feature that `before` lacks."""
+    grown = {
+        name: n - before["nodes"].get(name, 0)
+        for name, n in now["nodes"].items()
+        if n > before["nodes"].get(name, 0)
+    }
+    if sum(now["nodes"].values()) <= sum(before["nodes"].values()):
+        return {}
+    return {} if set(now["features"]) > set(before["features"]) else grown
+
+
+def test_a_package_grows_only_with_a_feature_that_is_named() -> None:
+    history = versions(SIZE)
+    for now, before in pairwise(history):
+        assert unnamed_growth(before, now) == {}
+
+
+def test_a_growth_without_a_feature_is_noticed() -> None:
+    before = {"nodes": {"a": 10, "b": 5}, "features": ["one: +10"]}
+    larger = {"a": 12, "b": 5}
+    assert unnamed_growth(before, {"nodes": larger, "features": ["one: +10"]}) == {"a": 2}
+    assert unnamed_growth(before, {"nodes": larger, "features": ["one: +10", "two: +2"]}) == {}
+    moved = {"a": 12, "b": 3}
+    assert unnamed_growth(before, {"nodes": moved, "features": ["one: +10"]}) == {}
+
+
+def test_a_sampling_parameter_can_be_added_within_the_limits() -> None:
+    """The extension that docs/extending.md describes: a field of `Sampling` with its range, and its
+    use in the sampler."""
+    texts = dict(sources())
+    messages = "localllm/engine/messages.py"
+    field = "class Sampling:"
+    assert texts[messages].count(field) == 1
+    head, _, tail = texts[messages].partition(field)
+    docstring = tail.index('"""', tail.index('"""') + 3) + 3
+    texts[messages] = (
+        f"{head}{field}{tail[:docstring]}\n"
+        "    sharpness: Annotated[float, FieldRange(0, 2, preset=False)] = 1.0\n"
+        f"{tail[docstring:]}"
+    )
+    texts["localllm/engine/sampling/sharpness.py"] = (
+        "def sharpen(logits, sampling):\n"
+        "    if sampling.sharpness == 1.0:\n"
+        "        return logits\n"
+        "    return logits * sampling.sharpness\n"
+    )
+    assert above_limits(texts) == {}
+    size = tomllib.loads((ROOT / SIZE).read_text())
+    grown = {
+        "nodes": {
+            name: max(n, size["nodes"][name]) for name, n in nodes_of_packages(texts).items()
+        },
+        "features": [*size["features"], "sampling: sharpness"],
+    }
+    assert unnamed_growth(size, grown) == {}
 
 
 def test_a_step_fits_on_a_screen() -> None:

@@ -1,0 +1,228 @@
+"""Measures of the product's code, read from its syntax: size in AST nodes, nodes per statement,
+branches, shapes of expressions, and names."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("localllm", "backends", "model_catalog", "tui")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+_BRANCHES = (
+    ast.If, ast.For, ast.While, ast.AsyncFor, ast.ExceptHandler, ast.IfExp, ast.comprehension,
+    ast.match_case,
+)  # fmt: skip
+
+
+MOST_NODES = 60  # of a statement without a body
+SHORT_PIECE = 12  # characters
+
+
+@cache
+def sources() -> dict[str, str]:
+    """The text of every file of the product, by its path in the checkout."""
+    files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in files}
+
+
+@cache
+def product() -> dict[str, ast.Module]:
+    """The syntax of every file of the product, by its path in the checkout."""
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+@cache
+def all_nodes(tree: ast.Module) -> list[ast.AST]:
+    """Every node of a file. Cached, because many tests walk the same files."""
+    return list(ast.walk(tree))
+
+
+def docstrings(nodes: Iterable[ast.AST]) -> set[int]:
+    """The `id` of every docstring's statement."""
+    found = set()
+    for node in nodes:
+        if not isinstance(node, ast.Module | ast.ClassDef | Function) or not node.body:
+            continue
+        first = node.body[0]
+        if not isinstance(first, ast.Expr) or not isinstance(first.value, ast.Constant):
+            continue
+        if isinstance(first.value.value, str):
+            found.add(id(first))
+    return found
+
+
+def statements(nodes: Iterable[ast.AST]) -> int:
+    return sum(isinstance(node, ast.stmt) for node in nodes)
+
+
+def size(nodes: Iterable[ast.AST]) -> int:
+    """The number of AST nodes without the contexts Load, Store and Del."""
+    return sum(not isinstance(node, ast.expr_context) for node in nodes)
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Whether `node` assigns several values at once, as in `a, b = x, y`. A swap does not count."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    target = node.targets[0]
+    if not isinstance(target, ast.Tuple):
+        return False
+    stored = {ast.unparse(element) for element in target.elts}
+    return stored != {ast.unparse(element) for element in node.value.elts}
+
+
+def broken_strings(text: str) -> int:
+    """The number of adjacent string literals of which one has at most `SHORT_PIECE` characters."""
+    n = 0
+    previous = None
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING:
+            length = len(token.string.lstrip("rbfuRBFU").strip("\"'"))
+            if previous is not None and min(length, previous) <= SHORT_PIECE:
+                n += 1
+            previous = length
+        elif token.type not in (tokenize.NL, tokenize.COMMENT):
+            previous = None
+    return n
+
+
+def branches(nodes: Iterable[ast.AST]) -> int:
+    """Ways through a function of these nodes: each if, loop, except, ternary, comprehension and
+    case, and each further operand of and/or."""
+    return sum(
+        len(node.values) - 1 if isinstance(node, ast.BoolOp) else isinstance(node, _BRANCHES)
+        for node in nodes
+    )
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Every function with its qualified name, methods and inner ones included."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr):
+            continue  # holds no function with a name
+        named = isinstance(child, Function | ast.ClassDef)
+        if isinstance(child, Function):
+            yield prefix + child.name, child
+        yield from functions(child, f"{prefix}{child.name}." if named else prefix)
+
+
+def is_nested(node: ast.AST) -> bool:
+    """Whether `node` is a comprehension with two loops, or with another comprehension in it."""
+    if not isinstance(node, _COMPREHENSIONS):
+        return False
+    inner = (n for n in ast.walk(node) if n is not node and isinstance(n, _COMPREHENSIONS))
+    return len(node.generators) > 1 or any(inner)
+
+
+def riddles() -> frozenset[str]:
+    """Names that say too little: the first column of the glossary's last table."""
+    table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not named")[2]
+    rows = re.findall(r"^\| ([a-z_, ]+) \|", table, re.M)
+    return frozenset(name for row in rows[1:] for name in row.split(", "))
+
+
+def named_values(node: ast.AST) -> Iterator[str]:
+    """What `node` names for others to use: parameters, fields and attributes."""
+    if isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.attr
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
+COUNTED = (
+    "broken_strings",
+    "functions_over_12_branches",
+    "nested_comprehensions",
+    "riddle_functions",
+    "riddle_values",
+    "statements_over_60_nodes",
+    "walrus",
+)
+PER_1000_STATEMENTS = ("lambdas", "packed_assignments")
+
+
+@dataclass
+class Measures:
+    """The figures that `tests/code_limits.toml` limits, and where the largest of each is."""
+
+    figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    largest: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, n: int = 1) -> None:
+        self.figures[name] = self.figures.get(name, 0) + n
+
+    def maximum(self, name: str, n: int, where: str) -> None:
+        if n > self.figures.get(name, -1):
+            self.figures[name] = n
+            self.largest[name] = where
+
+
+def measure(texts: dict[str, str]) -> Measures:
+    """Measure the files of a product. `texts` maps the path of each file to its text."""
+    measures = Measures()
+    totals: Counter[str] = Counter()
+    riddle_names = riddles()
+    own = sources()
+    for path, text in texts.items():
+        tree = product()[path] if own.get(path) == text else ast.parse(text)
+        nodes = all_nodes(tree)
+        texts_only = docstrings(nodes)
+        totals["nodes"] += size(nodes) - 2 * len(texts_only)
+        measures.add("broken_strings", broken_strings(text))
+        for node in nodes:
+            if isinstance(node, ast.stmt) and id(node) not in texts_only:
+                totals["statements"] += 1
+                if not hasattr(node, "body") and size(ast.walk(node)) > MOST_NODES:
+                    measures.add("statements_over_60_nodes")
+            totals["ifs"] += isinstance(node, ast.If)
+            totals["conditional_expressions"] += isinstance(node, ast.IfExp)
+            totals["lambdas"] += isinstance(node, ast.Lambda)
+            totals["packed_assignments"] += is_packed(node)
+            measures.add("nested_comprehensions", is_nested(node))
+            measures.add("walrus", isinstance(node, ast.NamedExpr))
+        for name, function in functions(tree):
+            inside = list(ast.walk(function))
+            n_branches = branches(inside)
+            where = f"{path}::{name}"
+            measures.add("functions_over_12_branches", n_branches > 12)
+            measures.maximum("branches_of_a_function", n_branches, where)
+            measures.maximum("statements_of_a_function", statements(inside) - 1, where)
+        defined = [node.name for node in nodes if isinstance(node, Function | ast.ClassDef)]
+        named = [name for node in nodes for name in named_values(node)]
+        measures.add("riddle_functions", sum(name.strip("_") in riddle_names for name in defined))
+        measures.add("riddle_values", sum(name.strip("_") in riddle_names for name in named))
+    n_statements = totals["statements"]
+    measures.figures["nodes_per_statement"] = totals["nodes"] / n_statements
+    for name in PER_1000_STATEMENTS:
+        measures.figures[f"{name}_per_1000_statements"] = 1000 * totals[name] / n_statements
+    per_if = totals["conditional_expressions"] / totals["ifs"]
+    measures.figures["conditional_expressions_per_if"] = per_if
+    return measures
+
+
+def package(path: str) -> str:
+    """The package that a file of the product belongs to, as `tests/code_size.toml` names it."""
+    parts = path.split("/")
+    if parts[0] == "localllm" and len(parts) > 2:
+        return f"localllm.{parts[1]}"
+    return parts[0]
+
+
+def nodes_of_packages(texts: dict[str, str]) -> dict[str, int]:
+    """The number of AST nodes of each package, docstrings left out."""
+    found: Counter[str] = Counter()
+    for path, text in texts.items():
+        nodes = list(ast.walk(ast.parse(text)))
+        found[package(path)] += size(nodes) - 2 * len(docstrings(nodes))
+    return dict(found)
