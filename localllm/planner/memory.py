@@ -57,11 +57,11 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
     its peak.
 
     dense feed-forward: (3·FF + 3·E + H·Dk) floats a token; experts: the chosen experts' rows twice
-    over; output rows: (V + 2·E) floats each. Each with the attention mask (f16 under flash
-    attention). Without flash attention the score matrix H × n_kv joins. Measured: exact for dense
-    models, at most 30 MiB over for hybrids and mixtures.
+    over; output rows: (V + 2·E) floats each. Each with the f16 attention mask of flash attention,
+    which is always on. Measured: exact for dense models, at most 30 MiB over for hybrids and
+    mixtures.
     """
-    n_batch, flash = settings.n_batch, settings.flash_attention
+    n_batch = settings.n_batch
     hidden = model.hidden_size
     heads = model.n_heads * model.head_dim
     width = (
@@ -78,17 +78,12 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
     # counted.
     width += max(0, model.residual_streams - 2) * hidden
     cells = _attention_mask_cells(model, settings)
-    step = F32 * width * n_batch + (F16 if flash else F32) * cells * n_batch
+    step = (F32 * width + F16 * cells) * n_batch
     # While logits are made, the micro-batch's last hidden states are still held.
     output = F32 * (
         (model.vocab_size + 2 * hidden) * min(settings.n_outputs, n_batch) + 2 * hidden * n_batch
     )
-    if flash:
-        return max(step, output)
-    n_kv = pad(settings.n_ctx)
-    widest = max((sum(kv_widths(layer)) for layer, _ in facts(model).groups), default=0)
-    scores = F32 * n_batch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
-    return max(step, output, scores)
+    return max(step, output)
 
 
 def output_bytes(model: Model, n_rows: int) -> int:
@@ -174,7 +169,7 @@ def dequantised_bytes(model: Model, settings: RunSettings) -> int:
         most = max(
             most, kv_cells(layer, settings) * sum(width for width, kind in kinds if kind != "f16")
         )
-    return F16 * most if settings.flash_attention else 0
+    return F16 * most
 
 
 def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> int:

@@ -102,7 +102,6 @@ class RunSettings:
     n_outputs: int = 64
     placement: Placement = field(default_factory=Placement)
     n_rewind: int = 0
-    flash_attention: bool = True
     drafter: DraftChoice = DraftChoice()
     projector_bytes: int = 0
     scores_at_once: int = 0

@@ -57,7 +57,6 @@ def run_settings(s: ProbeSettings) -> RunSettings:
         n_batch=s.n_ubatch,
         n_outputs=max(s.n_outputs, s.n_seq_max * (1 + s.n_rewind)),
         n_rewind=s.n_rewind,
-        flash_attention=s.flash_attention,
     )
 
 
@@ -90,7 +89,6 @@ def test_closed_form_follows_the_settings_our_backend_uses(files: Path) -> None:
         ProbeSettings(n_ctx=8192, n_seq_max=9, n_ubatch=128, n_outputs=64),
         ProbeSettings(n_ctx=5000, n_seq_max=3, n_ubatch=512),
         ProbeSettings(n_ctx=32768, n_seq_max=4, n_rewind=4),
-        ProbeSettings(n_ctx=8192, flash_attention=False),
         ProbeSettings(n_ctx=4096, n_ubatch=2048),
         ProbeSettings(n_ctx=65536, n_seq_max=9, n_ubatch=1024, n_outputs=64),
         ProbeSettings(n_ctx=65536, n_seq_max=9, n_ubatch=4096, n_outputs=64),
