@@ -96,7 +96,9 @@ class _GbnfReader:
         if self._name:
             self._end_way()
             self._rules[self._name] = tuple(self._pieces)
-        self._name, self._pieces, self._item = "", [], None
+        self._name = ""
+        self._pieces = []
+        self._item = None
 
     def _end_way(self) -> None:
         if not self._pieces or self._pieces[-1] in (_OPEN, _BAR):
@@ -152,12 +154,15 @@ class _GbnfReader:
         other = "^" if inside.startswith("^") else ""
         ranges = ""
         for found in _LETTERS.finditer(inside, len(other)):
-            low, high = self._code(found[1]), self._code(found[2] or found[1])
+            low = self._code(found[1])
+            high = self._code(found[2] or found[1])
             if low <= high:  # llama.cpp takes the others for empty
                 ranges += f"{low}-{high}"
         if inside == "^" or not (ranges or other):  # to llama.cpp no letter at all
             raise self._wrong("no letter is in []")
-        return ("item", f"[{other}{ranges}]") if ranges else _ANY
+        if ranges:
+            return ("item", f"[{other}{ranges}]")
+        return _ANY
 
     def _repeat(self, found: re.Match[str]) -> None:
         if self._item is None:
@@ -165,12 +170,16 @@ class _GbnfReader:
         least, comma, most = found.groups()[-4:-1]
         low, high = _SIGNS.get(found[0], (0, None))
         if least is not None:
-            low, high = int(least), int(most or least) if most or not comma else None
+            low = int(least)
+            high = int(most or least) if most or not comma else None
         if max(low, high or 0) > _MOST_REPEATS or (high is not None and high < low):
             raise self._wrong("too many repetitions, or fewer at most than at least")
         times: Piece = ("mark", f"{{{low},{'' if high is None else high}}}")
         repeated = [_OPEN, *self._pieces[self._item :], _CLOSE, times]
-        self._pieces[self._item :] = [_NOTHING] if high == 0 else repeated
+        if high == 0:
+            self._pieces[self._item :] = [_NOTHING]
+        else:
+            self._pieces[self._item :] = repeated
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -181,8 +190,12 @@ def _in_lark(piece: Piece, numbers: dict[str, str]) -> str:
     if kind == "rule":
         return numbers[said]
     if kind == "item":
-        return f"/{said}/" if said else '""'
-    return "(" if piece == _OPEN else said
+        if said:
+            return f"/{said}/"
+        return '""'
+    if piece == _OPEN:
+        return "("
+    return said
 
 
 def _with_terminals(pieces: Sequence[Piece], terminals: dict[Sequence[Piece], str]) -> list[Piece]:
@@ -219,7 +232,8 @@ def _terminals(rules: Rules, expressions: Expressions) -> dict[Sequence[Piece], 
 def _runs(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     """From a letter to a later one beside it, with a repetition between them."""
     for first, (kind, said) in enumerate(pieces):
-        depth, repeats = 0, False
+        depth = 0
+        repeats = False
         for last in range(first + 1, len(pieces) if kind == "item" and said else 0):
             kind_of, mark = pieces[last]
             repeats |= kind_of == "mark" and mark.startswith("{")

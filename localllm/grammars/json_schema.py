@@ -90,7 +90,9 @@ def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     refused: set[str] = set()
     schema = as_taken(_of_no_place(text), refused)
     if not isinstance(schema, dict):
-        return (schema, ()) if isinstance(schema, bool) else (True, ("schema",))
+        if isinstance(schema, bool):
+            return (schema, ())
+        return (True, ("schema",))
     check = _loosely_checked(schema)
     # One property that breaks costs the others nothing.
     if check.error and '"$ref"' not in text and isinstance(schema.get("properties"), dict):

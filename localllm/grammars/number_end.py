@@ -22,7 +22,9 @@ class NumberEnd:
         """How many digits a text ends with, after `token` behind `digits` of them."""
         spelling = self._spellings[token]
         tail = len(spelling) - len(spelling.rstrip(_DIGITS))
-        return digits + tail if tail == len(spelling) else tail
+        if tail == len(spelling):
+            return digits + tail
+        return tail
 
     def ended(self, mask: bytes, digits: int) -> bytes:
         """The mask of what may follow so many digits: no more of them where a number may end. A
@@ -31,4 +33,6 @@ class NumberEnd:
             return mask
         allowed = int.from_bytes(mask, "little")
         rest = allowed & ~self._digits
-        return mask if allowed & self._quotes or not rest else rest.to_bytes(len(mask), "little")
+        if allowed & self._quotes or not rest:
+            return mask
+        return rest.to_bytes(len(mask), "little")

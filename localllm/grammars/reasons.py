@@ -9,7 +9,8 @@ from localllm.errors import UnsupportedError
 from localllm.grammars.deep_stack import on_deep_stack
 
 # What a grammar may cost to make: about a second (llguidance counts its own steps).
-_FUEL, _SIZE = 2_000_000, 100_000
+_FUEL = 2_000_000
+_SIZE = 100_000
 _NOT_KNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _BLAMED = re.compile(r"\bfor '(\$?\w+)'|(\$?\w+) must be an? ")
 UNSATISFIABLE = "Unsatisfiable schema"
@@ -63,7 +64,10 @@ def reason_of(message: str) -> Reason:
         if sign in message:
             return reason
     blamed = _BLAMED.search(message)
-    line = message.strip().splitlines()[0] if message.strip() else "no reason given"
+    if message.strip():
+        line = message.strip().splitlines()[0]
+    else:
+        line = "no reason given"
     words = (blamed[1] or blamed[2],) if blamed is not None else ()
     return Reason(words, line.rpartition("failed to compile JSON schema: ")[2])
 
@@ -88,7 +92,9 @@ def check_schema(schema: str) -> GrammarCheck:
         )
     except (UnsupportedError, ValueError) as e:
         return GrammarCheck(str(e))
-    return GrammarCheck(said[0]) if wrong else GrammarCheck("", tuple(said))
+    if wrong:
+        return GrammarCheck(said[0])
+    return GrammarCheck("", tuple(said))
 
 
 def why_stuck(message: str) -> str:

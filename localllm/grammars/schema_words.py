@@ -16,7 +16,8 @@ _EXACT = 2**53
 # Each remainder is a state of llguidance's automaton: 10,000 take 0.1 s, a million 12 s (1.9.1).
 _MOST_REMAINDERS = 10_000
 _KINDS = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
-_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
+_LOWER = ("minimum", "exclusiveMinimum")
 # Where schemas stand, and where they stand under names of the author's choosing.
 _SCHEMAS = frozenset(
     {
@@ -61,7 +62,10 @@ def as_taken(node: Any, refused: set[str]) -> Any:
 
 def _inside(word: str, value: Any, refused: set[str]) -> Any:
     if word in NAMED and isinstance(value, dict):
-        names = map(_escapable, value) if word == "patternProperties" else value
+        if word == "patternProperties":
+            names = [_escapable(name) for name in value]
+        else:
+            names = [*value]
         return {
             name: as_taken(inner, refused)
             for name, inner in zip(names, value.values(), strict=True)
@@ -71,12 +75,16 @@ def _inside(word: str, value: Any, refused: set[str]) -> Any:
     if word == "pattern" and isinstance(value, str):
         return _escapable(value)
     if word == "type":
-        return [_lower(kind) for kind in value] if isinstance(value, list) else _lower(value)
+        if isinstance(value, list):
+            return [_lower(kind) for kind in value]
+        return _lower(value)
     return value
 
 
 def _lower(kind: Any) -> Any:
-    return kind.lower() if isinstance(kind, str) else kind
+    if isinstance(kind, str):
+        return kind.lower()
+    return kind
 
 
 def _not_as_written(out: dict[str, Any]) -> list[str]:
@@ -146,7 +154,9 @@ _WRONG: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def why_not(word: str) -> str:
-    return _WRONG[word][1] if word in _WRONG else "not supported"
+    if word in _WRONG:
+        return _WRONG[word][1]
+    return "not supported"
 
 
 def _escapable(pattern: str) -> str:
@@ -156,6 +166,8 @@ def _escapable(pattern: str) -> str:
     def narrowed(found: re.Match[str]) -> str:
         if found[1] is None or not (found[1] or r"\x0" in found[2] or r"\u00" in found[2]):
             return found[0]
-        return f"[^{found[2]}\\f]" if found[1] else f"[{found[2]}--\\f]"
+        if found[1]:
+            return f"[^{found[2]}\\f]"
+        return f"[{found[2]}--\\f]"
 
     return _CLASS.sub(narrowed, pattern)

@@ -75,7 +75,9 @@ def _with_tokens(lark: str, token_ids: Mapping[str, int]) -> str:
 
     def by_id(found: re.Match[str]) -> str:
         token = token_ids.get(found[1]) if found[1] else None
-        return found[0] if token is None else f"<[{token}]>"
+        if token is None:
+            return found[0]
+        return f"<[{token}]>"
 
     return _TOKEN_NAME.sub(by_id, lark)
 

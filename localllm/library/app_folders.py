@@ -32,7 +32,9 @@ MANIFESTS = ("manifests-v2", "manifests")
 
 def _env_path(name: str) -> Path | None:
     value = os.environ.get(name, "").strip()
-    return Path(value).expanduser() if value else None
+    if value:
+        return Path(value).expanduser()
+    return None
 
 
 def hub_cache() -> Path:
@@ -101,11 +103,9 @@ def remembered() -> list[Path]:
         listed = json_store.load(folders_file())
     except (OSError, ValueError):
         return []
-    return (
-        [Path(entry) for entry in listed if isinstance(entry, str)]
-        if isinstance(listed, list)
-        else []
-    )
+    if isinstance(listed, list):
+        return [Path(entry) for entry in listed if isinstance(entry, str)]
+    return []
 
 
 def remember(listed: list[Path]) -> None:

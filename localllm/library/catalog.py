@@ -44,7 +44,8 @@ def age_days(folder: Path, today: datetime.date | None = None) -> int:
     try:
         with (folder / UPDATE_FILE).open(encoding="utf-8") as file:
             dated = _DATED.match(file.readline())
-        read = max(read, datetime.date.fromisoformat(dated[1])) if dated else read
+        if dated:
+            read = max(read, datetime.date.fromisoformat(dated[1]))
     except (OSError, ValueError):
         pass
     return ((today or datetime.date.today()) - read).days
@@ -134,7 +135,8 @@ def open_model(local: LocalModel, catalog: Catalog) -> OpenedModel:
     """Read what files on this disk say of their model; the catalog lends what they cannot say."""
     from localllm_catalog import from_gguf
 
-    known, header = catalog.recognise(local.name, local.path.name), None
+    known = catalog.recognise(local.name, local.path.name)
+    header = None
     try:
         if local.path.is_dir():
             return OpenedModel(local, model=_read_folder(local.path, known))

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # A file further from what its format and the model's shapes say is something else: a draft head, a
 # part, another model.
 _PLAUSIBLE = 0.4
-_LEAST_BITS, _MOST_BITS = 1.0, 20.0
+_LEAST_BITS = 1.0
+_MOST_BITS = 20.0
 # Sizes nearer than this to the old ones are the same file, counted in another way.
 _SAME = 0.005
 
@@ -166,7 +167,9 @@ def _there(model: Model, form: Format, listing: Listing, sure: str = "") -> list
         for s in variants.selections(listing)
         if s.format == form and (is_of(model, s) or sure in s.names)
     ]
-    return found if form.is_folder else [*{v.quant: v for v in reversed(found)}.values()][::-1]
+    if form.is_folder:
+        return found
+    return [*{v.quant: v for v in reversed(found)}.values()][::-1]
 
 
 def _kept(model: Model, form: Format, repo: str, *, is_gone: bool) -> list[Variant]:
@@ -219,7 +222,8 @@ def _changes(model: Model, new: Sequence[Variant]) -> list[str]:
     old = {(v.format, v.repo, v.quant): v for v in model.variants}
     lines = []
     for now in new:
-        before, size = old.pop((now.format, now.repo, now.quant), None), now.file_bytes
+        before = old.pop((now.format, now.repo, now.quant), None)
+        size = now.file_bytes
         if before is None:
             lines.append(f"new: {now.quant} ({size / 1e9:.1f} GB) in {now.repo}")
         elif before.is_estimate and not now.is_estimate:
@@ -301,7 +305,9 @@ def _sampling(model: Model) -> dict[str, Any]:
         for key, value in asdict(model.sampling).items()
         if value is not None and key != "source"
     }
-    return {**known, "source": model.sampling.source or "the file's own header"} if known else {}
+    if known:
+        return {**known, "source": model.sampling.source or "the file's own header"}
+    return {}
 
 
 def summary(model: Model) -> list[str]:
@@ -312,7 +318,8 @@ def summary(model: Model) -> list[str]:
         f"new: {model.params_total / 1e9:.1f}B parameters, layers: {kinds}; context "
         f"{model.native_context:,}"
     ]
-    calls, reasons = model.calls_tools, model.reasoning_kind != "none"
+    calls = model.calls_tools
+    reasons = model.reasoning_kind != "none"
     if calls or reasons:
         lines.append(
             f"its template calls {'' if calls else 'no '}tools, and "

@@ -43,7 +43,10 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
     if known is not None:
         names.check_quant(known, quant)
         return known, quant
-    local = resolve.by_path(reference) if "://" not in reference else None
+    if "://" not in reference:
+        local = resolve.by_path(reference)
+    else:
+        local = None
     if local is None:
         asked = names.parse(reference)
         found = _of_catalog(asked, catalog) if asked.repo else None
@@ -55,11 +58,10 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
         return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
     if not asked.repo:
         near = catalog.suggest(asked.name)
-        hint = (
-            f"did you mean {', '.join(near)}?"
-            if near
-            else "see `localllm models list`, or name a repository: org/name"
-        )
+        if near:
+            hint = f"did you mean {', '.join(near)}?"
+        else:
+            hint = "see `localllm models list`, or name a repository: org/name"
         raise ModelNotFoundError(
             f"neither the catalog nor this disk has a model {reference!r}", hint=hint
         )
@@ -114,7 +116,10 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
     whole = known
     if whole is None:  # what the smallest states, of which only the header is fetched
         is_folder = there[0].format.is_folder
-        whole = _of_config(listing, there[0]) if is_folder else variants.model_of(listing, there)
+        if is_folder:
+            whole = _of_config(listing, there[0])
+        else:
+            whole = variants.model_of(listing, there)
     found = tuple(
         variants.listed(s, listing)
         for s in there

@@ -43,7 +43,10 @@ def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
             sizes[name] = file.stat().st_size
     found: dict[str, tuple[Path, Kind]] = {}
     for name, place in kinds.among(sizes).items():
-        stated = of_header(files[name]) if names.is_first_part(name) else None
+        if names.is_first_part(name):
+            stated = of_header(files[name])
+        else:
+            stated = None
         by_place = stated is None or (stated in kinds.MODELS and place == "drafter")
         found[name] = files[name], place if by_place or stated is None else stated
     return found
@@ -55,7 +58,9 @@ def of_header(file: Path) -> Kind | None:
 
     header = _peeked(file)
     if header is None:
-        return "pointer" if _is_pointer(file) else None
+        if _is_pointer(file):
+            return "pointer"
+        return None
     # The first part of a split may hold no tensors of its own (llama-gguf-split
     # --no-tensor-first-split).
     return kinds.of_header(header[0], header[1] if names.split_of(file.name) is None else 1)
@@ -76,11 +81,10 @@ def said_names(file: Path) -> frozenset[str]:
     """What a file's header calls its model and the models it is made from, for comparing with
     another file's."""
     header = _peeked(file)
-    said = (
-        [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)]
-        if header
-        else []
-    )
+    if header:
+        said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)]
+    else:
+        said = []
     return frozenset(map(names.bare, said)) - {""}
 
 
@@ -134,7 +138,11 @@ def check_is_model(file: Path) -> None:
     model."""
     from localllm_catalog import kinds
 
-    kind: Kind | None = "side file" if file.name.startswith("._") else of_header(file)
+    kind: Kind | None
+    if file.name.startswith("._"):
+        kind = "side file"
+    else:
+        kind = of_header(file)
     if kind is None or kind in kinds.MODELS:
         return
     what, instead = kinds.WORDS[kind]
@@ -142,5 +150,8 @@ def check_is_model(file: Path) -> None:
     beside = sorted(
         name for name, (other, k) in there.items() if k in kinds.MODELS and other != file
     )
-    hint = f"{instead}; beside it lies {', '.join(beside[:3])}" if beside else instead
+    if beside:
+        hint = f"{instead}; beside it lies {', '.join(beside[:3])}"
+    else:
+        hint = instead
     raise ModelFileError(f"{file.name} is {what}, not a language model", hint=hint)

@@ -113,7 +113,9 @@ def _own_projector(
         said = file_kinds.said_names(weights[name])
         mine = [p for p, file in projectors.items() if said & file_kinds.said_names(file)]
     best = names.best_projector({p: _total_size([projectors[p]]) for p in mine})
-    return projectors[best] if best is not None else None
+    if best is not None:
+        return projectors[best]
+    return None
 
 
 def mlx(
@@ -136,7 +138,10 @@ def mlx(
     index = by_name.get("model.safetensors.index.json")
     if index is not None:
         weight_map = json_store.read(index).get("weight_map")
-        wanted = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        if isinstance(weight_map, dict):
+            wanted = set(weight_map.values())
+        else:
+            wanted = set()
         if not all(isinstance(w, str) and w in by_name for w in wanted):
             return None
     return LocalModel(
@@ -155,7 +160,8 @@ def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
     if isinstance(quantized, dict):
         if quantized.get("quant_method") and "quantization" not in config:
             return str(quantized["quant_method"])[:20]
-        mode, bits = quantized.get("mode"), quantized.get("bits")
+        mode = quantized.get("mode")
+        bits = quantized.get("bits")
         if isinstance(mode, str) and mode not in ("affine", ""):
             return mode
         if isinstance(bits, int):
@@ -170,7 +176,9 @@ def _total_size(parts: list[Path]) -> int:
         sizes = [part.stat().st_size for part in parts]
     except OSError:
         return 0
-    return sum(sizes) if all(sizes) else 0
+    if all(sizes):
+        return sum(sizes)
+    return 0
 
 
 def scan(
@@ -182,7 +190,10 @@ def scan(
     of_repo: dict[str, list[Path]] = {}
     for current, files in walk(folder, DEPTH):
         candidate = "/".join(current.relative_to(folder).parts[:2])
-        repo = candidate if repo_of_folder and names.safe_repo(candidate) else ""
+        if repo_of_folder and names.safe_repo(candidate):
+            repo = candidate
+        else:
+            repo = ""
         if repo:
             of_repo.setdefault(repo, []).extend(files)
         else:

@@ -91,7 +91,9 @@ def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[Lo
     at_root = [file for file in there if file.parent == snapshot]
     whole = folders.mlx(snapshot, at_root, origin, repo.partition("/")[2], repo)
     ggufs = folders.ggufs(there, origin, repo, snapshot)
-    return ggufs if whole is None else [whole, *ggufs]
+    if whole is None:
+        return ggufs
+    return [whole, *ggufs]
 
 
 # --- blobs ----------------------------------------------------------------------------------------
@@ -104,7 +106,9 @@ def digest_of(pointer: Path) -> str:
         name = os.path.basename(os.readlink(pointer))
     except OSError:
         return ""
-    return name if _DIGEST.fullmatch(name) else ""
+    if _DIGEST.fullmatch(name):
+        return name
+    return ""
 
 
 def partials(cache: Path) -> list[Path]:
@@ -174,4 +178,6 @@ def partials_in(folder: Path) -> list[Path]:
 
 def size_of(path: Path) -> int:
     """Bytes of a file or a link; 0 where it is gone."""
-    return path.lstat().st_size if path.exists() or path.is_symlink() else 0
+    if path.exists() or path.is_symlink():
+        return path.lstat().st_size
+    return 0

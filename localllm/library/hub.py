@@ -76,7 +76,9 @@ class Patience:
         """How long to wait before the next try, after `failures` in a row, when the server asked
         for `asked_s`."""
         own = min(self.longest_wait_s, self.first_wait_s * 2.0 ** max(0, failures - 1))
-        return own if asked_s is None else max(own, asked_s)
+        if asked_s is None:
+            return own
+        return max(own, asked_s)
 
 
 def _positive(name: str, default: float) -> float:
@@ -84,7 +86,9 @@ def _positive(name: str, default: float) -> float:
         value = float(os.environ.get(name, ""))
     except ValueError:
         return default
-    return value if value > 0 else default
+    if value > 0:
+        return value
+    return default
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +151,9 @@ def headers(*, anonymous: bool = False) -> dict[str, str]:
 
 
 def _token_place() -> str:
-    return (
-        "HF_TOKEN"
-        if os.environ.get("HF_TOKEN", "").strip()
-        else ("the stored login (`hf auth login`)")
-    )
+    if os.environ.get("HF_TOKEN", "").strip():
+        return "HF_TOKEN"
+    return "the stored login (`hf auth login`)"
 
 
 def file_url(listing: Listing, name: str) -> str:
@@ -200,7 +202,8 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
     url = f"{endpoint()}/api/models/{repo}"
     if revision:
         url += f"/revision/{quote(revision, safe='')}"
-    refusal, failures = "", 0
+    refusal = ""
+    failures = 0
     trouble: HubUnreachableError
     with new_client(headers(), patience, endpoint()) as client:
         while True:
@@ -232,7 +235,8 @@ class HubUnreachableError(DownloadError, code="hub_unreachable"):
 def _listing(response: httpx.Response, repo: str, revision: str, refusal: str) -> Listing:
     """The Listing that the hub answered; `refusal` says that it was asked without the user's token,
     and why. Raises DownloadError where a name, size or hash is not one, and ModelNotFoundError."""
-    host, code = response.url.host, response.headers.get("X-Error-Code")
+    host = response.url.host
+    code = response.headers.get("X-Error-Code")
     if code == "RevisionNotFound":
         raise DownloadError(
             f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`"
@@ -275,7 +279,10 @@ def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
 
 
 def _no_answer(error: Exception, repo: str) -> HubUnreachableError:
-    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    if str(error):
+        reason = str(error).splitlines()[0][:200]
+    else:
+        reason = type(error).__name__
     return HubUnreachableError(
         f"{urlsplit(endpoint()).hostname} can't be asked about {repo}: {reason}",
         hint=f"check the connection and {_proxy()}; what is on this disk works without",
@@ -302,12 +309,13 @@ def status_error(status: int, headers: Any, host: str, what: str) -> DownloadErr
         return DownloadError(f"{host} refuses {what} ({status})", hint=TOKEN_HINT)
     if status == 403:
         return _forbidden(host, what, headers)
-    hint = (
-        "the hub may not give it out (451, for legal reasons): ask its makers, or take another "
-        "model"
-        if status == 451
-        else "check its name: the repository may have changed"
-    )
+    if status == 451:
+        hint = (
+            "the hub may not give it out (451, for legal reasons): ask its makers, or take another "
+            "model"
+        )
+    else:
+        hint = "check its name: the repository may have changed"
     return DownloadError(f"{host} answered {status} about {what}", hint=hint)
 
 
@@ -332,10 +340,13 @@ def _proxy() -> str:
     """The proxy that the hub is asked through, without its password, for people."""
     from urllib.request import getproxies
 
-    known, scheme = getproxies(), urlsplit(endpoint()).scheme
+    known = getproxies()
+    scheme = urlsplit(endpoint()).scheme
     name = scheme if known.get(scheme) else "all"
     address = known.get(name, "").rpartition("@")[2].rpartition("/")[2]
-    return f"the proxy {address} ({name.upper()}_PROXY)" if address else "the proxy"
+    if address:
+        return f"the proxy {address} ({name.upper()}_PROXY)"
+    return "the proxy"
 
 
 def retry_after(sent: Any) -> float | None:
@@ -344,7 +355,9 @@ def retry_after(sent: Any) -> float | None:
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
         return float(value)
     limit = re.search(r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or ""))
-    return float(limit[1]) if limit else None
+    if limit:
+        return float(limit[1])
+    return None
 
 
 def _checked(repo: str, info: Any, *, is_anonymous: bool) -> Listing:
@@ -368,8 +381,12 @@ def _file(repo: str, row: Any) -> RepoFile | None:
         raise _unusable(repo, f"it lists a file called {name[:80]!r}")
     if not names.safe_file(name):
         return None  # hidden files and the like: nothing a model needs
-    lfs, size = row.get("lfs"), row.get("size")
-    digest, form = (lfs["sha256"], _SHA256) if lfs else (row.get("blobId"), _COMMIT)
+    lfs = row.get("lfs")
+    size = row.get("size")
+    if lfs:
+        digest, form = (lfs["sha256"], _SHA256)
+    else:
+        digest, form = (row.get("blobId"), _COMMIT)
     is_valid = form.fullmatch(str(digest)) and isinstance(size, int)
     if not is_valid or not 0 <= size <= _MAX_FILE_BYTES:
         raise _unusable(repo, f"it gives {name[:80]!r} no usable size and hash")

@@ -48,7 +48,9 @@ def endpoint() -> str:
 def mlx_quant_of(name: str) -> str:
     """The quant an MLX repository's name carries ("4bit", "mxfp4"), or ""."""
     found = _MLX_QUANT.findall(name)
-    return str(found[-1]).lower() if found else ""
+    if found:
+        return str(found[-1]).lower()
+    return ""
 
 
 def mlx_weights(names: Iterable[str]) -> list[str]:
@@ -122,7 +124,9 @@ def raw_part_of(name: str) -> str:
     """The file that a raw part is cut from ("m.gguf" of "m.gguf-split-a", "m.gguf.part1of2"), or
     ""."""
     match = _RAW_PART.fullmatch(name)
-    return match["whole"] if match else ""
+    if match:
+        return match["whole"]
+    return ""
 
 
 def join_hint(whole: str) -> str:
@@ -140,7 +144,9 @@ def stem_of(name: str) -> str:
     split = split_of(name)
     if split is not None:
         return split[0]
-    return name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
+    if name.lower().endswith(".gguf"):
+        return name[: -len(".gguf")]
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +197,25 @@ def _parse_url(text: str) -> ModelReference:
         )
     path, _, quant = url.path.strip("/").partition(":")
     parts = [unquote(part) for part in path.split("/")]
-    repo, rest = "/".join(parts[:2]), parts[2:]
+    repo = "/".join(parts[:2])
+    rest = parts[2:]
     if len(parts) < 2 or not safe_repo(repo):
         raise UsageError(
             f"{text[:100]!r} names no repository",
             hint="repository addresses look like hf.co/org/name",
         )
     found = ModelReference(text, parts[1], repo, quant)
-    return _below_repository(found, rest) if rest else found
+    if rest:
+        return _below_repository(found, rest)
+    return found
 
 
 def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference:
     """`found` with what an address says behind the repository: blob/REVISION/FILE,
     tree/REVISION/FOLDER and their like."""
-    kind, revision, file = parts[0], "".join(parts[1:2]), "/".join(parts[2:])
+    kind = parts[0]
+    revision = "".join(parts[1:2])
+    file = "/".join(parts[2:])
     if kind not in ("blob", "resolve", "tree", "raw") or len(parts) < 2:
         raise UsageError(
             f"{found.text[:100]!r} is not the address of a model or a file", hint=_REFERENCE_HINT

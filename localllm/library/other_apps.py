@@ -24,7 +24,8 @@ _FLAT = (
     re.compile(r"(?P<publisher>[^_]+)_(?P<name>.+?-GGUF)_.+\.gguf", re.IGNORECASE),
 )
 _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
-_MODEL, _PROJECTOR = "application/vnd.ollama.image.model", "application/vnd.ollama.image.projector"
+_MODEL = "application/vnd.ollama.image.model"
+_PROJECTOR = "application/vnd.ollama.image.projector"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
 # Runners of a list's manifests that are Ollama's own engine ("": not said), in this order after
@@ -62,7 +63,9 @@ def _repo_of(name: str) -> str:
     """The repository in the name of a flat file, or ""."""
     match = next(filter(None, (pattern.fullmatch(name) for pattern in _FLAT)), None)
     repo = f"{match['publisher']}/{match['name']}" if match else ""
-    return repo if names.safe_repo(repo) else ""
+    if names.safe_repo(repo):
+        return repo
+    return ""
 
 
 def ollama(store: Path) -> list[LocalModel]:
@@ -76,7 +79,10 @@ def ollama(store: Path) -> list[LocalModel]:
     for root in app_folders.MANIFESTS:
         for manifest in _manifests(store / root):
             name = manifest.relative_to(store / root).parts
-            model = _ollama_model(store, manifest, name) if _title(name) not in found else None
+            if _title(name) not in found:
+                model = _ollama_model(store, manifest, name)
+            else:
+                model = None
             if model is not None:
                 found[model.name] = model
     return list(found.values())
@@ -94,7 +100,9 @@ def _title(name: tuple[str, ...]) -> str:
     host, namespace, model, tag = name
     if host.lower() not in _OLLAMA_HOSTS:
         return f"{host}/{namespace}/{model}:{tag}"
-    return f"{model}:{tag}" if namespace == "library" else f"{namespace}/{model}:{tag}"
+    if namespace == "library":
+        return f"{model}:{tag}"
+    return f"{namespace}/{model}:{tag}"
 
 
 def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +111,10 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
     if content.get("mediaType") != _MANIFEST_LIST:
         return content
     listed = content.get("manifests")
-    children = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        children = [c for c in listed if isinstance(c, dict)]
+    else:
+        children = []
     ours = [
         c
         for c in children
@@ -111,7 +122,9 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
     ]
     child = min(ours, key=lambda c: _OWN_RUNNERS.get(_runner(c), 0), default={})
     blob = _blob(store, child) if "layers" not in child else None
-    return json_store.read(blob) if blob is not None else child
+    if blob is not None:
+        return json_store.read(blob)
+    return child
 
 
 def _runner(child: dict[str, Any]) -> str:
@@ -129,11 +142,23 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
     if file_kinds.of_header(weights[0]) not in (None, *MODELS):
         return None
     host, namespace, model, tag = name
-    repo = f"{namespace}/{model}" if host in ("hf.co", "huggingface.co") else ""
+    if host in ("hf.co", "huggingface.co"):
+        repo = f"{namespace}/{model}"
+    else:
+        repo = ""
     config = content.get("config")
-    config_blob = _blob(store, config) if isinstance(config, dict) else None
-    facts = json_store.read(config_blob) if config_blob is not None else {}
-    quant = facts.get("file_type") if isinstance(facts.get("file_type"), str) else ""
+    if isinstance(config, dict):
+        config_blob = _blob(store, config)
+    else:
+        config_blob = None
+    if config_blob is not None:
+        facts = json_store.read(config_blob)
+    else:
+        facts = {}
+    if isinstance(facts.get("file_type"), str):
+        quant = facts.get("file_type")
+    else:
+        quant = ""
     if not quant or quant == "unknown":
         quant = names.quant_of(f"-{tag}")
     projectors = by_type.get(_PROJECTOR, [])
@@ -183,7 +208,9 @@ def _blob(store: Path, layer: dict[str, object]) -> Path | None:
 def ollama_digest(blob: Path) -> str:
     """The sha256 in a blob's name, or ""."""
     match = _OLLAMA_DIGEST.fullmatch(os.path.basename(blob))
-    return match["hex"] if match else ""
+    if match:
+        return match["hex"]
+    return ""
 
 
 def _is_gguf(path: Path) -> bool:

@@ -132,7 +132,8 @@ def pull_drafter(
 def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
     """The drafters that `catalog` names for the model of these names, as far as they are in the
     hub's cache."""
-    model, cache = catalog.recognise(*names_of), app_folders.hub_cache()
+    model = catalog.recognise(*names_of)
+    cache = app_folders.hub_cache()
     found = []
     for companion in model.companions if model is not None else ():
         snapshots = hf_cache.repo_folder(cache, companion.repo) / "snapshots"
@@ -154,11 +155,10 @@ def _picked(
         described=lambda: _described(listing, catalog),
         choose=choose,
     )
-    projector = (
-        variants.projector_of(listing, selection.files[0].name, wanted.projector)
-        if mmproj
-        else None
-    )
+    if mmproj:
+        projector = variants.projector_of(listing, selection.files[0].name, wanted.projector)
+    else:
+        projector = None
     return replace(selection, projector=projector)
 
 

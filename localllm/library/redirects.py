@@ -38,9 +38,13 @@ class RedirectRule:
         """Raise DownloadError if `url` (absolute) may not be asked."""
         try:
             parts = urlsplit(url)
-            scheme, host, port = parts.scheme, (parts.hostname or "").lower(), parts.port
+            scheme = parts.scheme
+            host = (parts.hostname or "").lower()
+            port = parts.port
         except ValueError:
-            scheme, host, port = "", "", None
+            scheme = ""
+            host = ""
+            port = None
         if scheme not in ("http", "https", ""):  # before the host: `file:///x` has none
             raise DownloadError(
                 f"{self._host} leads to a {scheme[:20]}: address, which is refused",

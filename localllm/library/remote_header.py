@@ -81,7 +81,10 @@ class HttpSource(ByteSource):
             )
         given = response.headers.get("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(given)
-        first, last, total = map(int, match.groups()) if match else (-1, -1, -1)
+        if match:
+            first, last, total = map(int, match.groups())
+        else:
+            first, last, total = (-1, -1, -1)
         if first != offset or last >= total or last != min(offset + length, total) - 1:
             raise SourceError(
                 f"{self.name} answered {given[:60] or 'no range'} when asked for {length} bytes at "
@@ -90,5 +93,6 @@ class HttpSource(ByteSource):
         etag = response.headers.get("ETag", "")
         if self.size and (total != self.size or (etag and self._etag and etag != self._etag)):
             raise SourceError(f"{self.name} changed while it was read", "try again")
-        self.size, self._etag = total, etag
+        self.size = total
+        self._etag = etag
         return last - first + 1

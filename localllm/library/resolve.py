@@ -48,7 +48,10 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None) -> LocalModel:
         reference = names.parse(ref)
         installed = store.scan()
         candidates = _matching(reference, installed)
-        found = best_of(candidates) if candidates else _by_catalog(reference, installed, catalog)
+        if candidates:
+            found = best_of(candidates)
+        else:
+            found = _by_catalog(reference, installed, catalog)
     names.check_readable(found.name, found.path.name)
     return found
 
@@ -89,7 +92,9 @@ def matching(
 
 def _catalog_model(reference: names.ModelReference, catalog: Catalog | None) -> Model | None:
     known = catalog if catalog is not None else load_catalog()
-    return known.recognise(reference.repo) if reference.repo else known.get(reference.name)
+    if reference.repo:
+        return known.recognise(reference.repo)
+    return known.get(reference.name)
 
 
 def _of_model(model: Model | None, quant: str, installed: list[LocalModel]) -> list[LocalModel]:
@@ -178,8 +183,10 @@ def _exists(path: str) -> bool:
 
 
 def _of_quant(path: Path, quant: str) -> LocalModel:
-    found = [by_path(str(path))] if path.is_file() else folders.ggufs(_files_of(path), "path")
-    there = [m for m in found if m is not None]
+    if path.is_dir():
+        there = folders.ggufs(_files_of(path), "path")
+    else:
+        there = [m for m in [by_path(str(path))] if m is not None]
     chosen = [m for m in there if m.quant.upper() == quant.upper()]
     if len(chosen) == 1:
         return chosen[0]

@@ -17,4 +17,6 @@ def path() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).parent / FILE
-    return file if file.is_file() else None
+    if file.is_file():
+        return file
+    return None

@@ -93,7 +93,9 @@ def _all_files(model: LocalModel) -> list[Path]:
     files = list(model.files or (model.path,))
     if model.is_folder:
         files = folders.files_below(model.path, 2)
-    return [*files, model.mmproj] if model.mmproj is not None else files
+    if model.mmproj is not None:
+        return [*files, model.mmproj]
+    return files
 
 
 # --- rm and prune ---------------------------------------------------------------------------------

@@ -45,11 +45,15 @@ def _offered(reference: ModelReference, offered: Model, choose: Choose | None) -
     if reference.quant:
         listed = [v for v in offered.variants if names.same_quant(reference.quant, v.quant)]
         # A quant that the catalog does not list may still be in the repository.
-        variant = listed[0] if listed else variants.usual_variant(offered.variants)
+        if listed:
+            variant = listed[0]
+        else:
+            variant = variants.usual_variant(offered.variants)
     else:
-        variant = (
-            choose(offered) if choose is not None else variants.usual_variant(offered.variants)
-        )
+        if choose is not None:
+            variant = choose(offered)
+        else:
+            variant = variants.usual_variant(offered.variants)
     target = replace(
         reference, repo=variant.repo, projector=variant.mmproj_file, name=offered.id, quant=""
     )

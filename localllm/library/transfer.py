@@ -74,7 +74,8 @@ class Fetch:
         import httpx
 
         self._take_up()
-        failures, restarts = 0, -1 if self._have else 0
+        failures = 0
+        restarts = -1 if self._have else 0
         while True:
             before = self._have
             try:
@@ -101,11 +102,17 @@ class Fetch:
                 HubUnreachableError,
             ) as e:
                 trouble = e
-            failures = 1 if self._have - before >= _LEAST_GAIN_BYTES else failures + 1
+            if self._have - before >= _LEAST_GAIN_BYTES:
+                failures = 1
+            else:
+                failures += 1
             self._wait_or_give_up(trouble, failures)
 
     def _wait_or_give_up(self, trouble: Exception, failures: int) -> None:
-        why = trouble.message if isinstance(trouble, HubUnreachableError) else _reason(trouble)
+        if isinstance(trouble, HubUnreachableError):
+            why = trouble.message
+        else:
+            why = _reason(trouble)
         asked = getattr(trouble, "retry_after_s", None)
         if asked is not None and asked > self._patience.longest_asked_s:
             raise DownloadError(
@@ -126,7 +133,10 @@ class Fetch:
     def _take_up(self) -> None:
         """Go on with what an earlier run left: its bytes enter the hash."""
         try:
-            size = self._partial.stat().st_size if self._partial.is_file() else 0
+            if self._partial.is_file():
+                size = self._partial.stat().st_size
+            else:
+                size = 0
             if size > self._file.size_bytes:
                 self._restart()
                 return
@@ -164,7 +174,8 @@ class Fetch:
             raise HubUnreachableError("the connection ended early")
 
     def _receive(self, response: httpx.Response, out: BinaryIO) -> None:
-        began, had = time.monotonic(), self._have
+        began = time.monotonic()
+        had = self._have
         for block in response.iter_raw():
             if self._have + len(block) > self._file.size_bytes:
                 raise HubUnreachableError("the server sent more than it announced")
@@ -182,7 +193,8 @@ class Fetch:
                         "a "
                         "second"
                     )
-                began, had = time.monotonic(), self._have
+                began = time.monotonic()
+                had = self._have
 
     def _check(self, response: httpx.Response) -> None:
         """Let a response pass that continues our bytes. A whole file instead of the rest empties
@@ -210,7 +222,8 @@ class Fetch:
             self._restart()
 
     def _refuse(self, response: httpx.Response) -> None:
-        status, host = response.status_code, response.url.host
+        status = response.status_code
+        host = response.url.host
         if status == 416:
             self._restart()
             raise HubUnreachableError("the server does not have the rest of it")
@@ -297,7 +310,10 @@ class DownloadMeter:
         then, before = self._samples[0]
         elapsed = now - then
         # A restart (wrong content) takes bytes back: no speed is better than a negative one.
-        speed = max(0.0, (done - before) / elapsed) if elapsed > 0 else 0.0
+        if elapsed > 0:
+            speed = max(0.0, (done - before) / elapsed)
+        else:
+            speed = 0.0
         eta = (self.total_bytes - done) / speed if speed > 0 else None
         self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta, digest))
 

@@ -43,7 +43,9 @@ class LocalModel:
     def ref(self) -> str:
         """What to type for files of this quant: the repository where it is known, else the name."""
         named = self.repo or self.name
-        return f"{named}:{self.quant}" if self.quant else named
+        if self.quant:
+            return f"{named}:{self.quant}"
+        return named
 
     @property
     def is_folder(self) -> bool:

@@ -68,7 +68,8 @@ def selections(listing: Listing) -> list[Selection]:
     """Every whole variant of a repository, those in its folders last, else smallest first. Left
     out are splits of which a part is
     missing, files without a byte, and what is no model (projectors, adapters, drafters …)."""
-    found, kinds_of = [], _kinds(listing)
+    found = []
+    kinds_of = _kinds(listing)
     files = {f.name: f for f in listing.files if f.name in kinds_of}
     for name, parts in names.whole_models({f.name: f.size_bytes for f in files.values()}):
         if kinds_of[name] in kinds.MODELS:
@@ -140,7 +141,9 @@ def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | N
     mine = kinds.own_projectors(model, models, projectors, one_repo=True)
     there = {f.name: f for f in listing.files if f.name in mine}
     best = names.best_projector({f.name: f.size_bytes for f in there.values()})
-    return there[best] if best is not None else None
+    if best is not None:
+        return there[best]
+    return None
 
 
 def pick(

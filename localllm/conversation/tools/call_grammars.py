@@ -66,7 +66,9 @@ class TagGrammar:
             return r" /\n{0,2}/ ".join(text(part) for part in said.split("\n") if part) + (
                 r" /\n{0,2}/" if said.endswith("\n") else ""
             )
-        return r"/\n{0,2}/" if self.loose else text(said)
+        if self.loose:
+            return r"/\n{0,2}/"
+        return text(said)
 
     def held(self, described: Mapping[str, Any]) -> str | None:
         """A text that is held to its pattern, up to the end of its closing tag: its end is where
@@ -97,7 +99,10 @@ def tagged_calls(
     tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False, closing: str = ""
 ) -> Grammar:
     """A call, or several behind one another (`repeat`), and `closing`."""
-    spelled_values = SpelledValues(tags.spelling) if tags.spelling is not None else None
+    if tags.spelling is not None:
+        spelled_values = SpelledValues(tags.spelling)
+    else:
+        spelled_values = None
     value = tags.json if spelled_values is None else spelled_values.of
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
@@ -126,7 +131,10 @@ def _parameter(
     ways: dict[str, list[str]] = {}
     options = options_of(described, root)
     for option in [{"type": kind} for kind in _KINDS] if options is None else options:
-        kind = kind_of(option["const"]) if "const" in option else str(option["type"])
+        if "const" in option:
+            kind = kind_of(option["const"])
+        else:
+            kind = str(option["type"])
         way = ways.setdefault(tags.before(key, kind), [])
         if kind != "string":
             way.append(f"{value(option, root)} {tags.lark(tags.after)}")
@@ -161,7 +169,9 @@ def listed_calls(
     def parameter(key: str | None, value: str) -> str:
         if before is not None:
             return f"{before(key)} {value}"
-        return spelling.any_member(value) if key is None else values.member(key, value)
+        if key is None:
+            return spelling.any_member(value)
+        return values.member(key, value)
 
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):

@@ -50,7 +50,8 @@ def answer_or_call(
         call = _marked_call(style, template, tools, marker_id)
     if call is None:
         return None
-    choices, answer = "answer | call_", json_value(json.loads(schema))
+    choices = "answer | call_"
+    answer = json_value(json.loads(schema))
     framed = style.framed or (lambda choices, answer: f"start: {choices}\nanswer: {answer}\n")
     return framed(choices, answer) + call
 
@@ -76,14 +77,16 @@ def _marked_call(
     if style.named_tokens:
         head = f"{spelled(opening)} {spelled(trigger.lead)}"
     else:
-        marker = f"<[{marker_id}]>" if marker_id is not None else text(opening)
+        if marker_id is not None:
+            marker = f"<[{marker_id}]>"
+        else:
+            marker = text(opening)
         head = f"{marker} {text(trigger.lead) if trigger.lead else ''}"
     kind, source = trigger.grammar
-    body, rules = (
-        (json_value(json.loads(source)), "")
-        if kind == "json_schema"
-        else ("body", source.replace("start:", "body:", 1))
-    )
+    if kind == "json_schema":
+        body, rules = (json_value(json.loads(source)), "")
+    else:
+        body, rules = ("body", source.replace("start:", "body:", 1))
     # A closing marker may be a control token, which text can't spell: the reader does without it at
     # the reply's end.
     return f"call_: {head} {body}\n{rules}"

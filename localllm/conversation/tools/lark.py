@@ -90,7 +90,10 @@ def in_any_order(
         return ""
     if len(named) > _MOST_FREE:
         free = [name for name, wanted in named if not wanted]
-        late = f"({comma} ({' | '.join(free)})){{0,{len(free)}}}" if len(free) > 1 else ""
+        if len(free) > 1:
+            late = f"({comma} ({' | '.join(free)})){{0,{len(free)}}}"
+        else:
+            late = ""
         return in_order(prefix, named, rules, comma, late)
     whole = 2 ** len(named) - 1
     for left in range(1, whole + 1):

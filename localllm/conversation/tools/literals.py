@@ -97,7 +97,9 @@ def _text(text: str, at: int) -> tuple[str, int]:
 
 def _unescaped(found: re.Match[str]) -> str:
     code = found[1] or found[2] or found[3]
-    return chr(int(code, 16)) if code else _LETTERS.get(found[0][1:], found[0])
+    if code:
+        return chr(int(code, 16))
+    return _LETTERS.get(found[0][1:], found[0])
 
 
 def _after_comma(text: str, at: int, closing: str) -> int:
@@ -111,4 +113,6 @@ def _after_comma(text: str, at: int, closing: str) -> int:
 
 def _after_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
-    return match.end() if match is not None else at
+    if match is not None:
+        return match.end()
+    return at

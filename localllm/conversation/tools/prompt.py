@@ -56,7 +56,10 @@ def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}.type {str(kind)[:40]!r} is not supported; send functions", param=where
         )
     function = tool.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(function, Mapping):
+        name = function.get("name")
+    else:
+        name = None
     if (
         not isinstance(function, Mapping)
         or not isinstance(name, str)
@@ -71,9 +74,10 @@ def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         "description": str(function.get("description") or ""),
         "parameters": dict(schema) if schema else {"type": "object", "properties": {}},
     }
-    strict = (
-        {"strict": True} if function.get("strict") is True or tool.get("strict") is True else {}
-    )
+    if function.get("strict") is True or tool.get("strict") is True:
+        strict = {"strict": True}
+    else:
+        strict = {}
     return {"type": "function", "function": complete, **strict}
 
 
@@ -84,7 +88,8 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
         return list(tools), sent
     inner = sent.get("allowed_tools")
     inner = inner if isinstance(inner, Mapping) else sent
-    listed, mode = inner.get("tools"), inner.get("mode", "auto")
+    listed = inner.get("tools")
+    mode = inner.get("mode", "auto")
     if not isinstance(listed, list) or mode not in ("auto", "required"):
         raise RequestError(
             "allowed_tools needs an array of tools and a mode, auto or required",
@@ -124,7 +129,10 @@ def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
 
 def _chosen_name(sent: Mapping[str, Any], tools: Sequence[Tool]) -> str:
     inner = sent.get("function")
-    name = inner.get("name") if isinstance(inner, Mapping) else sent.get("name")
+    if isinstance(inner, Mapping):
+        name = inner.get("name")
+    else:
+        name = sent.get("name")
     if sent.get("type") != "function" or not isinstance(name, str):
         raise RequestError("tool_choice must be a string or name a function", param="tool_choice")
     if name not in [parameters_of(tool)[0] for tool in tools]:

@@ -41,7 +41,8 @@ class JsonEnd:
 
     def feed(self, text: str) -> int:
         """Index just after the value's last bracket, or -1 while it goes on."""
-        before, self._held = self._held, ""
+        before = self._held
+        self._held = ""
         for turn in _TURNS.finditer(before + text):
             if turn[0] == '"':
                 self._in_string = not self._in_string
@@ -77,8 +78,14 @@ class JsonReader(CallReader):
         alone: bool = False,
     ) -> None:
         self._next = self._first = first
-        self._head, self._end, self._names, self._alone = head, end, names, alone
-        self._opening, self._held = ("", opening) if is_part else (opening, "")
+        self._head = head
+        self._end = end
+        self._names = names
+        self._alone = alone
+        if is_part:
+            self._opening, self._held = ("", opening)
+        else:
+            self._opening, self._held = (opening, "")
         self._scan: JsonEnd | None = None
 
     def feed(self, text: str) -> list[Delta]:
@@ -95,16 +102,21 @@ class JsonReader(CallReader):
                     break
                 self._scan = None
                 if self._alone:
-                    self.rest, self._held = self._held, ""
+                    self.rest = self._held
+                    self._held = ""
                     break
             match = self._head.match(self._held)
             if match is not None:
                 said = next(filter(None, match.groups()))
-                quoted = json_store.parsed(said) if said.startswith('"') else said
+                if said.startswith('"'):
+                    quoted = json_store.parsed(said)
+                else:
+                    quoted = said
                 name = str(quoted or said.strip('"'))
                 if self._names is not None and name not in self._names:
                     out.append(Content(self._opening + self._held))
-                    self.rest, self._held = "", ""
+                    self.rest = ""
+                    self._held = ""
                     break
                 out.append(CallStart(self._next, name))
                 self._next += 1
@@ -170,8 +182,11 @@ class BlockReader(CallReader):
         tail: str = "",
         is_open: Callable[[str], bool] | None = None,
     ) -> None:
-        self._first, self._opening, self._end = first, opening, end
-        self._parse, self._tail = parse, tail
+        self._first = first
+        self._opening = opening
+        self._end = end
+        self._parse = parse
+        self._tail = tail
         self._is_open = is_open
         self._held = ""
         self._seen = 0  # up to here no end stands in `_held` that could be the block's
@@ -198,7 +213,9 @@ class BlockReader(CallReader):
         if cut:
             return []
         if self._ended:
-            return [Content(self._held)] if self._held.strip() else []
+            if self._held.strip():
+                return [Content(self._held)]
+            return []
         at = self._held.find(self._end)
         out = self._read(at if at >= 0 else len(self._held))
         self.rest = self._held.removeprefix(self._tail)
@@ -215,10 +232,15 @@ class BlockReader(CallReader):
 
     def _read(self, at: int) -> list[Delta]:
         """The calls of the block up to `at`, where its end stands or is missing."""
-        block, behind = self._held[:at], at + len(self._end)
-        calls, said = self._parse(block), self._opening + self._held[:behind]
-        self._held, self._ended = self._held[behind:], True
-        return whole_calls(self._first, calls) if calls else [Content(said)]
+        block = self._held[:at]
+        behind = at + len(self._end)
+        calls = self._parse(block)
+        said = self._opening + self._held[:behind]
+        self._held = self._held[behind:]
+        self._ended = True
+        if calls:
+            return whole_calls(self._first, calls)
+        return [Content(said)]
 
 
 def json_calls(block: str) -> list[Call] | None:

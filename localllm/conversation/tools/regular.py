@@ -76,7 +76,10 @@ def _rules(lark: str) -> dict[str, list[Piece]]:
 
 def _imported(match: re.Match[str]) -> dict[str, list[Piece]]:
     module, _, name = match["path"].partition(".")
-    names = [n.strip() for n in match["names"].split(",")] if match["names"] else [name]
+    if match["names"]:
+        names = [n.strip() for n in match["names"].split(",")]
+    else:
+        names = [name]
     if module != "common":
         raise ValueError("only what Lark's common names is known")
     return {match["as"] or n: [("item", _COMMON[n])] for n in names}
@@ -102,4 +105,6 @@ def _piece(match: re.Match[str]) -> Piece:
 def _escaped(char: str) -> str:
     if char in "\n\r\t":
         return {"\n": r"\n", "\r": r"\r", "\t": r"\t"}[char]
-    return "\\" + char if char in r"\.+*?()|[]{}^$#&-~/" else char
+    if char in r"\.+*?()|[]{}^$#&-~/":
+        return "\\" + char
+    return char

@@ -31,7 +31,8 @@ _MOST_REFERENCES = 8
 
 def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """Name and schema of every parameter, and whether it must be there."""
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
+    required = schema.get("required")
     wanted = set(required) if isinstance(required, list) else set()
     return [
         (k, v, k in wanted)
@@ -42,7 +43,8 @@ def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 def names_all(schema: Mapping[str, Any]) -> bool:
     """True when the arguments are no more than `parameters`: none must be there that it does not
     describe, nor do they depend on one another, and a schema that describes none wants none."""
-    properties, required = schema.get("properties"), schema.get("required", [])
+    properties = schema.get("properties")
+    required = schema.get("required", [])
     if _BEYOND & set(schema) or not isinstance(required, list):
         return False
     if not isinstance(properties, Mapping):
@@ -62,11 +64,10 @@ def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | Non
             return None
         described = root
         for part in reference[2:].split("/"):
-            described = (
-                described.get(part.replace("~1", "/").replace("~0", "~"))
-                if isinstance(described, Mapping)
-                else None
-            )
+            if isinstance(described, Mapping):
+                described = described.get(part.replace("~1", "/").replace("~0", "~"))
+            else:
+                described = None
     return None
 
 
@@ -78,15 +79,22 @@ def options_of(
     described = resolved(described, root)
     if described is None or depth > _MOST_REFERENCES:
         return None
-    constants = [described["const"]] if "const" in described else described.get("enum")
+    if "const" in described:
+        constants = [described["const"]]
+    else:
+        constants = described.get("enum")
     if isinstance(constants, list) and constants:
         return [{"const": value} for value in constants]
     either = described.get("anyOf") or described.get("oneOf")
     if isinstance(either, list) and either:
         found = [options_of(alternative, root, depth + 1) for alternative in either]
-        return None if None in found else [*chain.from_iterable(filter(None, found))]
+        if None in found:
+            return None
+        return [*chain.from_iterable(filter(None, found))]
     kinds = _stated_kinds(described)
-    return [{**described, "type": kind} for kind in kinds] if kinds else None
+    if kinds:
+        return [{**described, "type": kind} for kind in kinds]
+    return None
 
 
 def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
@@ -94,7 +102,9 @@ def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
     says nothing."""
     kind = described.get("type")
     if isinstance(kind, str | list):
-        return [kind] if isinstance(kind, str) else kind
+        if isinstance(kind, str):
+            return [kind]
+        return kind
     implied = {"properties": "object", "items": "array"}
     return [kind for word, kind in implied.items() if word in described][:1]
 
@@ -157,7 +167,9 @@ def any_of_tools(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]
 
 def as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` as one of an object: arguments always are one, and editors leave the type out."""
-    return {"type": "object", **schema} if schema else {"type": "object", "properties": {}}
+    if schema:
+        return {"type": "object", **schema}
+    return {"type": "object", "properties": {}}
 
 
 def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
@@ -171,7 +183,8 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
         held: Any
         held, words = loosened(as_object(schema))
         if isinstance(held, dict) and "object" not in held.get("type", "object"):
-            held, words = True, (*words, "schema")
+            held = True
+            words = (*words, "schema")
         if words and tool.get("strict"):
             raise UnsupportedError(
                 f"the parameters of the strict tool {name[:60]!r} can't be enforced: "

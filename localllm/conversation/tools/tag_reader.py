@@ -103,13 +103,22 @@ def _arguments(
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for opening, said in pairs:
-        quoted = tags.quoted.match(said) if tags.quoted is not None else None
+        if tags.quoted is not None:
+            quoted = tags.quoted.match(said)
+        else:
+            quoted = None
         if quoted is not None:
             values[opening[1]] = quoted[1]
         elif tags.is_json is not None:
-            values[opening[1]] = json.loads(said) if tags.is_json(opening) else said
+            if tags.is_json(opening):
+                values[opening[1]] = json.loads(said)
+            else:
+                values[opening[1]] = said
         else:  # wrapped by a template's own newlines, if by any
-            own = said[1:].removesuffix("\n") if tags.wrapped and said[:1] == "\n" else said
+            if tags.wrapped and said[:1] == "\n":
+                own = said[1:].removesuffix("\n")
+            else:
+                own = said
             values[opening[1]] = typed(own, opening[1], function, tools)
     return values
 
@@ -167,7 +176,10 @@ def _end_of_value(
     for closing in re.compile(re.escape(tags.parameter_end)).finditer(block, at):
         if _tag_follows(block, closing.end(), tags, strict):
             return closing.span()
-    last = block.rfind(tags.function_end, at) if tags.function_end else len(block)
+    if tags.function_end:
+        last = block.rfind(tags.function_end, at)
+    else:
+        last = len(block)
     if strict or last < 0:
         raise _OpenError
     return last, last
@@ -198,7 +210,9 @@ def as_kind(value: str, kinds: set[str]) -> Any:
     except (ValueError, RecursionError):
         return _in_python(value, kinds)
     wanted = kinds | ({"integer"} if "number" in kinds else set())
-    return value if "string" in kinds and kind_of(read) not in wanted else read
+    if "string" in kinds and kind_of(read) not in wanted:
+        return value
+    return read
 
 
 def _in_python(value: str, kinds: set[str]) -> Any:
@@ -207,4 +221,6 @@ def _in_python(value: str, kinds: set[str]) -> Any:
         read = literal(value)
     except (ValueError, RecursionError):
         return value
-    return read if kind_of(read) in kinds - {"string"} else value
+    if kind_of(read) in kinds - {"string"}:
+        return read
+    return value

@@ -73,11 +73,16 @@ class SpelledValues:
 
     def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """The Lark of a value; `root` is where references point to."""
-        options = options_of(described, root) if depth < _MOST_NESTED else None
+        if depth < _MOST_NESTED:
+            options = options_of(described, root)
+        else:
+            options = None
         if options is None:
             return self.anything()
         ways = dict.fromkeys(self._one(o, root, depth) for o in options)
-        return ANYTHING if ANYTHING in ways else f"({' | '.join(ways)})"
+        if ANYTHING in ways:
+            return ANYTHING
+        return f"({' | '.join(ways)})"
 
     def anything(self) -> str:
         if self.spelling.has_any and ANYTHING not in self._named:
@@ -105,7 +110,8 @@ class SpelledValues:
     def _one(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
         if "const" in option:
             return self._constant(option["const"])
-        kind, truth = option["type"], self.spelling.truth
+        kind = option["type"]
+        truth = self.spelling.truth
         if kind == "string":
             return self.spelling.any_text
         if kind in ("integer", "number"):
@@ -116,7 +122,9 @@ class SpelledValues:
             return truth(None)
         if kind == "object":
             return self._object(option, root, depth)
-        return self._array(option, root, depth) if kind == "array" else self.anything()
+        if kind == "array":
+            return self._array(option, root, depth)
+        return self.anything()
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, str):
@@ -124,7 +132,9 @@ class SpelledValues:
         if value is None or isinstance(value, bool):
             return self.spelling.truth(value)
         is_number = isinstance(value, int | float)
-        return f"{text(json.dumps(value))} {self.spelling.closed}" if is_number else self.anything()
+        if is_number:
+            return f"{text(json.dumps(value))} {self.spelling.closed}"
+        return self.anything()
 
     def _object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
         named = self.ordered(parameters(option))
@@ -134,14 +144,19 @@ class SpelledValues:
         if not self.spelling.has_any:
             return ANYTHING
         extra = option.get("additionalProperties")
-        value = self.of(extra, root, depth + 1) if isinstance(extra, Mapping) else self.anything()
+        if isinstance(extra, Mapping):
+            value = self.of(extra, root, depth + 1)
+        else:
+            value = self.anything()
         members_of = self._listed(self.spelling.any_member(self._rule(value)))
         return self._between(self.spelling.braces, members_of)
 
     def _array(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        low, high = option.get("minItems", 0), option.get("maxItems")
+        low = option.get("minItems", 0)
+        high = option.get("maxItems")
         low = low if type(low) is int and low >= 0 else 0
-        high = high if type(high) is int and high >= max(1, low) else None
+        if type(high) is not int or high < max(1, low):
+            high = None
         item = self._rule(self.spelling.item(self.of(option.get("items"), root, depth + 1)))
         most = "" if high is None else high - 1
         more = f"({text(self.spelling.comma)} {item}){{{max(0, low - 1)},{most}}}"
@@ -152,7 +167,9 @@ class SpelledValues:
     def ordered(self, members: Sequence[tuple[str, Any, bool]]) -> Sequence[tuple[str, Any, bool]]:
         """An object's members in the order that they are written in."""
         sorts = self.spelling.sorts
-        return members if sorts is None else sorted(members, key=lambda m: sorts(m[0]))
+        if sorts is None:
+            return members
+        return sorted(members, key=lambda m: sorts(m[0]))
 
     def member(self, key: str, value: str) -> str:
         return self.spelling.member(key, value, self._rule)

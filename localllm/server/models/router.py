@@ -48,7 +48,10 @@ class ModelRouter:
         for model in self.named:
             model.worker.admission = admission
             for alias in (model.name, *model.aliases):
-                names = self._patterns if "*" in alias or "?" in alias else self._names
+                if "*" in alias or "?" in alias:
+                    names = self._patterns
+                else:
+                    names = self._names
                 other = names.setdefault(alias.lower(), model)
                 if other is not model:
                     raise UsageError(f"{alias!r} would name both {other.name} and {model.name}")
@@ -58,7 +61,9 @@ class ModelRouter:
         return [*self.named, *self._installed()]
 
     def _installed(self) -> Sequence[ServedModel]:
-        return self._installed_models.models() if self._installed_models is not None else ()
+        if self._installed_models is not None:
+            return self._installed_models.models()
+        return ()
 
     def names(self) -> Sequence[ServedModel]:
         """Every name on offer, aliases without wildcards among them, each with its model."""
@@ -69,12 +74,17 @@ class ModelRouter:
         """The model of that name as `names` has it. Raises ModelNotFoundError."""
         model = self.resolve(name)
         aliased = _key(name) in self._names and _key(name) != model.name.lower()
-        return model.called(_key(name)) if aliased else model
+        if aliased:
+            return model.called(_key(name))
+        return model
 
     def elsewhere(self) -> Sequence[RemoteModel]:
         """The models of upstreams whose names no model here has."""
         here = {model.name.lower() for model in self.list()}
-        remote = self.upstreams.models() if self.upstreams is not None else []
+        if self.upstreams is not None:
+            remote = self.upstreams.models()
+        else:
+            remote = []
         return [model for model in remote if model.name.lower() not in here]
 
     def workers(self) -> Sequence[ModelWorker]:
@@ -87,7 +97,10 @@ class ModelRouter:
         known = (
             not name or self._installed_models is None or self._names.get(_key(name)) is not None
         )
-        model = self.resolve(name) if known else await asyncio.to_thread(self.resolve, name)
+        if known:
+            model = self.resolve(name)
+        else:
+            model = await asyncio.to_thread(self.resolve, name)
         await model.worker.planned()
         return model
 
@@ -129,7 +142,9 @@ class ModelRouter:
         """The model of the most specific pattern that matches."""
         matching = [p for p in self._patterns if fnmatchcase(_key(name), p)]
         matching.sort(key=lambda pattern: pattern.count("*") + pattern.count("?") - len(pattern))
-        return self._patterns[matching[0]] if matching else None
+        if matching:
+            return self._patterns[matching[0]]
+        return None
 
     def _unknown(self, name: str) -> ModelNotFoundError:
         names = [m.name for m in self.list()]
@@ -155,7 +170,9 @@ class ModelRouter:
             return "loading", sum(w.progress for w in self._starting) / len(self._starting)
         failed = bool(self.named) and all(m.worker.failure for m in self.named)
         lost = failed and not any(w.loaded for w in self.workers())
-        return ("error", 0.0) if lost else ("ok", 1.0)
+        if lost:
+            return ("error", 0.0)
+        return ("ok", 1.0)
 
     async def preload(self) -> None:
         """Load the first model and those of the others that fit beside it; the rest wait for a

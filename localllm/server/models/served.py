@@ -51,7 +51,9 @@ class ServedModel:
             assert host is not None
             worker = ModelWorker(name, PlannedModel(host, ModelMetadata(**facts)))
             worker.info = info
-        self.name, self.aliases, self.worker = name, aliases, worker
+        self.name = name
+        self.aliases = aliases
+        self.worker = worker
         self.defaults = defaults or ModelDefaults()
         self.created_s = int(time.time())
         self._templates: dict[str, ChatTemplate] = {}
@@ -80,15 +82,20 @@ class ServedModel:
     @property
     def served_n_ctx(self) -> int | None:
         """The context in tokens that every dialect reports."""
-        return self.info.n_ctx if self.info is not None else self.facts.n_ctx
+        if self.info is not None:
+            return self.info.n_ctx
+        return self.facts.n_ctx
 
     @property
     def room_hint(self) -> str:
         """What to do about a prompt that is longer than the served context."""
-        most, served = self.facts.physics.get("max_context") or 0, self.served_n_ctx or 0
+        most = self.facts.physics.get("max_context") or 0
+        served = self.served_n_ctx or 0
         if most > served:
             return f"shorten it, or serve with a larger --context: up to {most} fits here"
-        return "shorten it: no larger --context fits here" if most else ""
+        if most:
+            return "shorten it: no larger --context fits here"
+        return ""
 
     @property
     def capabilities(self) -> list[str]:
@@ -139,7 +146,9 @@ class ServedModel:
     def state(self) -> State:
         if self.worker.loaded:
             return "loaded"
-        return "loading" if self.worker.loading else "available"
+        if self.worker.loading:
+            return "loading"
+        return "available"
 
     async def engine(self) -> EngineClient:
         return await self.worker.engine()

@@ -84,7 +84,10 @@ class ModelAdmission:
     async def fits(self, model: ModelWorker) -> bool:
         """Whether `model` could be loaded now without unloading another."""
         alone = model in self._admitted or not self._admitted
-        room_bytes = self.limit_bytes if alone else await self._room_bytes()
+        if alone:
+            room_bytes = self.limit_bytes
+        else:
+            room_bytes = await self._room_bytes()
         return has_room("memory", model.facts.needs_bytes, room_bytes)
 
     async def _room_bytes(self) -> int:
@@ -173,8 +176,12 @@ class ModelWorker:
         plan: Plan | None = None,
         idle_s: float | None = None,
     ) -> None:
-        self.name, self.idle_s, self.owners_idle_s = name, idle_s, idle_s
-        self.host, self.facts, self._loading = planned.host, planned.facts, planned.loading
+        self.name = name
+        self.idle_s = idle_s
+        self.owners_idle_s = idle_s
+        self.host = planned.host
+        self.facts = planned.facts
+        self._loading = planned.loading
         self.admission: ModelAdmission | None = None
         self.info: ModelInfo | None = None
         self.loaded = False
@@ -199,18 +206,25 @@ class ModelWorker:
     @property
     def silent_s(self) -> float:
         """Seconds since its last request; 0 while one runs."""
-        return 0.0 if self.in_use else asyncio.get_running_loop().time() - self.last_used_s
+        if self.in_use:
+            return 0.0
+        return asyncio.get_running_loop().time() - self.last_used_s
 
     @property
     def progress(self) -> float:
         """The share that is loaded, 0 to 1."""
-        return 1.0 if self.loaded else self._loading.share if self.loading else 0.0
+        if self.loaded:
+            return 1.0
+        if self.loading:
+            return self._loading.share
+        return 0.0
 
     def describe(self) -> None:
         """Find out what it would be if it were loaded now, where nobody has asked for it yet: its
         context, and whether it makes text, vectors or scores. What can't be planned keeps what its
         name says. Blocks."""
-        known, self.described = self.described or self.loaded or self.loading, True
+        known = self.described or self.loaded or self.loading
+        self.described = True
         if self._plan is not None and not known:
             try:
                 self.facts = self._plan(0).facts
@@ -225,10 +239,15 @@ class ModelWorker:
         loop = asyncio.get_running_loop()
         async with self._lock:
             if loop.time() - self._planned_s >= _PLAN_TTL_S:
-                spare_bytes = self.admission.idle_bytes if self.admission is not None else 0
+                if self.admission is not None:
+                    spare_bytes = self.admission.idle_bytes
+                else:
+                    spare_bytes = 0
                 found = await asyncio.to_thread(self._plan, spare_bytes)
                 await self.host.close()  # it may have crashed
-                self.host, self.facts, self._loading = found.host, found.facts, found.loading
+                self.host = found.host
+                self.facts = found.facts
+                self._loading = found.loading
                 self._planned_s = loop.time()
 
     async def engine(self) -> EngineClient:
@@ -271,16 +290,20 @@ class ModelWorker:
             await self.planned()
             if self.admission is not None:
                 await self.admission.admit(self)
-            self._loading.share, self.notice = 0.0, ""
+            self._loading.share = 0.0
+            self.notice = ""
             engine = await self.host.engine()
         except BaseException as e:
-            self.failure = (
-                LocalLLMError(e.message, hint=e.hint) if isinstance(e, LocalLLMError) else None
-            )
+            if isinstance(e, LocalLLMError):
+                self.failure = LocalLLMError(e.message, hint=e.hint)
+            else:
+                self.failure = None
             self._release()
             raise
         else:
-            self.info, self.loaded, self.failure = engine.info, True, None
+            self.info = engine.info
+            self.loaded = True
+            self.failure = None
             notes = self._loading.notice, *engine.info.load_notes
             self.notice = "; ".join(filter(None, notes))
             return engine
@@ -318,7 +341,8 @@ class ModelWorker:
         closed."""
         if self.in_use:
             raise BusyError(f"{self.name} answers {self.in_use} requests")
-        self.loaded, self.idle_s = False, self.owners_idle_s
+        self.loaded = False
+        self.idle_s = self.owners_idle_s
         async with self._lock:
             await self.host.close()
             self._planned_s = _NEVER

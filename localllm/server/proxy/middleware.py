@@ -35,8 +35,11 @@ class ProxyMiddleware:
         is_full: Callable[[Any], Awaitable[bool]],
         settings: ServerSettings,
     ) -> None:
-        self.app, self.upstreams, self._settings = app, upstreams, settings
-        self._offered, self._is_full = offered, is_full
+        self.app = app
+        self.upstreams = upstreams
+        self._settings = settings
+        self._offered = offered
+        self._is_full = is_full
         self._http = upstreams.client = UpstreamClient()
         self._listed_s = float("-inf")
         self._lock = asyncio.Lock()
@@ -69,7 +72,9 @@ class ProxyMiddleware:
             model = self.upstreams.find(name)
         if model is None or local is None:
             return model
-        return model if model.upstream.spill and await self._is_full(local) else None
+        if model.upstream.spill and await self._is_full(local):
+            return model
+        return None
 
     def _outgoing(self, scope: Scope, model: RemoteModel, body: JsonBody) -> ProxyRequest:
         raw, value = body

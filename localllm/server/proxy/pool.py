@@ -40,7 +40,8 @@ _FAILED_S = 5.0
 # A conversation stays on its server until that has so many more requests than the least loaded one.
 _CROWDED = 8
 # A server that answers so can't serve now, or does not have what is stored on another one.
-_REFUSED, _NOT_FOUND = (502, 503), 404
+_REFUSED = (502, 503)
+_NOT_FOUND = 404
 _STORED_PATH = re.compile(r"/(v1/)?responses/resp_")
 # Of a prompt, what counts as its beginning: characters, or token ids.
 _HEAD = 512
@@ -97,7 +98,9 @@ class PoolFront:
     def __init__(
         self, nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None = None
     ) -> None:
-        self.nodes, self._settings, self._key = nodes, settings, key
+        self.nodes = nodes
+        self._settings = settings
+        self._key = key
         self._accounts = Accounts(settings.keys, settings.api_key)
         self.app = SecurityGate(self, settings, self._accounts)
         self.http = UpstreamClient()
@@ -120,7 +123,9 @@ class PoolFront:
         return "\n".join([*active, *used_lines(self._accounts.visible_to(caller()))]) + "\n"
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw, key, meter = b"", None, UsageMeter()
+        raw = b""
+        key = None
+        meter = UsageMeter()
         stored = _STORED_PATH.match(scope["path"]) is not None
         if scope["method"] == "POST":
             raw, body = await read_body(Request(scope, receive), self._settings)

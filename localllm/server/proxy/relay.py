@@ -116,14 +116,18 @@ class UpstreamClient:
         async with self.open(outgoing) as answer:
             if answer.status in refused:
                 return False
-            body = None if is_stream(answer) else await read_body(answer, outgoing)
+            if is_stream(answer):
+                body = None
+            else:
+                body = await read_body(answer, outgoing)
             headers = _relayed_headers(answer, outgoing.name)
             if body is not None:
                 headers.append((b"content-length", str(len(body)).encode()))
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             if body is None:
                 connection = scope.get(CONNECTION)
-                send = connection.send if connection is not None else send
+                if connection is not None:
+                    send = connection.send
                 body = await _relay_pieces(answer, outgoing, send)
             await send({"type": "http.response.body", "body": body})
             return True
@@ -137,8 +141,13 @@ class UpstreamClient:
                 answered = json.loads(await read_body(answer, outgoing))
         except (UpstreamError, ValueError):
             return []
-        data = answered.get("data") if isinstance(answered, dict) else None
-        return [e for e in data if isinstance(e, dict)] if isinstance(data, list) else []
+        if isinstance(answered, dict):
+            data = answered.get("data")
+        else:
+            data = None
+        if isinstance(data, list):
+            return [e for e in data if isinstance(e, dict)]
+        return []
 
     def _open_session(self) -> aiohttp.ClientSession:
         """The session; aiohttp wants it created inside a running loop."""
@@ -218,7 +227,9 @@ async def _relay_pieces(
         error = upstream_error(outgoing, e).to_openai()
         said = json.dumps(error, separators=(",", ":")).encode()
         events = "event-stream" in answer.headers.get("content-type", "")
-        return b"data: " + said + b"\n\n" if events else said + b"\n"
+        if events:
+            return b"data: " + said + b"\n\n"
+        return said + b"\n"
     return b""
 
 

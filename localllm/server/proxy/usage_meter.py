@@ -19,7 +19,8 @@ _COUNT = re.compile(rb'"(\w+)"\s*:\s*(\d{1,12})')
 _PROMPT = (b"prompt_tokens", b"input_tokens", b"prompt_eval_count", b"tokens_evaluated")
 _WRITTEN = (b"completion_tokens", b"output_tokens", b"eval_count", b"tokens_predicted")
 # Anthropic's input_tokens excludes cache reads and writes.
-_CACHE_READ, _CACHE_WRITTEN = b"cache_read_input_tokens", b"cache_creation_input_tokens"
+_CACHE_READ = b"cache_read_input_tokens"
+_CACHE_WRITTEN = b"cache_creation_input_tokens"
 # The estimate for a prompt that was never counted: about English.
 _CHARACTERS_PER_TOKEN = 4
 # These paths count tokens and compute nothing.
@@ -32,15 +33,19 @@ class UsageMeter:
     `prompt_estimate`: tokens of the prompt, for an answer that reports none."""
 
     def __init__(self, account: Account | None = None, prompt_estimate: int = 0) -> None:
-        self._account, self._prompt_estimate = account, prompt_estimate
+        self._account = account
+        self._prompt_estimate = prompt_estimate
         self._costs: bool | None = None
         self._streams = False
-        self._seen, self._frames = b"", 0
+        self._seen = b""
+        self._frames = 0
 
     def begin(self, status: int, *, streams: bool) -> None:
         """An answer begins, in place of one of another node; an error costs nothing."""
-        self._costs, self._streams = status < 300, streams
-        self._seen, self._frames = b"", 0
+        self._costs = status < 300
+        self._streams = streams
+        self._seen = b""
+        self._frames = 0
 
     def feed(self, piece: bytes) -> None:
         if self._streams:
@@ -61,7 +66,10 @@ class UsageMeter:
         read = counts.get(_CACHE_READ, 0)
         if prompt:
             prompt += read + counts.get(_CACHE_WRITTEN, 0)
-        counted = max(written, self._frames) if left else written or self._frames
+        if left:
+            counted = max(written, self._frames)
+        else:
+            counted = written or self._frames
         cached = counts.get(b"cached_tokens") or read
         self._account.charge(prompt or self._prompt_estimate, cached, counted)
 
@@ -81,9 +89,13 @@ def meter_for(path: str, body: dict[str, Any]) -> UsageMeter:
 def _characters(value: object) -> int:
     """Characters of text in a part of a body, without images in base64."""
     if isinstance(value, str):
-        return 0 if value.startswith("data:") else len(value)
+        if value.startswith("data:"):
+            return 0
+        return len(value)
     if isinstance(value, list):
         return sum(map(_characters, value))
     if isinstance(value, dict):
         return sum(_characters(v) for k, v in value.items() if k not in ("data", "images"))
-    return _CHARACTERS_PER_TOKEN if isinstance(value, int) else 0
+    if isinstance(value, int):
+        return _CHARACTERS_PER_TOKEN
+    return 0

@@ -9,7 +9,8 @@ from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import array_of
 
-_OPEN, _CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
+_OPEN = "<|tools_prefix|>"
+_CLOSE = "<|tools_suffix|>"
 
 
 def _parse(block: str) -> list[Call] | None:

@@ -11,7 +11,8 @@ from localllm.conversation.tools.lark import any_of, json_value, text
 from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import as_object
 
-_OPEN, _CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+_OPEN = "<|START_ACTION|>"
+_CLOSE = "<|END_ACTION|>"
 _HEAD = re.compile(
     r'[\s\]},]*\[?\s*\{\s*(?:"tool_call_id"\s*:\s*"[^"]*"\s*,\s*)?"tool_name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"parameters"\s*:\s*(?=\{)'

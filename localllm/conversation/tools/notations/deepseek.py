@@ -15,16 +15,20 @@ _HEAD = re.compile(
     r"[\s`]*(?:<｜tool▁call▁end｜>)?\s*(?:<｜tool▁call▁begin｜>)?\s*"
     r"(?:function\s*<｜tool▁sep｜>\s*([^\s<{`]+)\s*(?:```json)?|([^\s<{`]+)\s*<｜tool▁sep｜>)\s*(?=\{)"
 )
-_SECTION, _CALL, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SECTION = "<｜tool▁calls▁begin｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_END = "<｜tool▁call▁end｜>"
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """The section opens the first call, its own token every other one."""
     if "```json" in template:  # V3 and R1
-        lead, end = "function<｜tool▁sep｜>", f"\n```{_END}"
+        lead = "function<｜tool▁sep｜>"
+        end = f"\n```{_END}"
         lark = json_calls(tools, lambda name: text(f"{name}\n```json\n"))
     else:
-        lead, end = "", _END
+        lead = ""
+        end = _END
         lark = json_calls(tools, lambda name: spelled(f"{name}<｜tool▁sep｜>"))
     return {
         _SECTION: GrammarTrigger(_CALL + lead, lark, end, again=True),

@@ -8,7 +8,8 @@ from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
 from localllm.conversation.tools.lark import json_calls, text
 from localllm.conversation.tools.readers import json_block
 
-_OPEN, _CLOSE = "<function=", "</function>"
+_OPEN = "<function="
+_CLOSE = "</function>"
 
 
 FORMATS = (

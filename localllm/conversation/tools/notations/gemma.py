@@ -65,19 +65,24 @@ class _GemmaReader(LiteralReader):
             values, at = self.value(block, match.end())
         except (ValueError, RecursionError):
             return None
-        return None if block[at:].strip() else [(match[1], as_json(values))]
+        if block[at:].strip():
+            return None
+        return [(match[1], as_json(values))]
 
 
 def _spelling(quote: str) -> Spelling:
     """A control token for a text's quotes, and none at keys."""
-    any_text, names = f"{quote} /(?s:.*)/ {quote}", _NAME.pattern
+    any_text = f"{quote} /(?s:.*)/ {quote}"
+    names = _NAME.pattern
 
     def this_text(said: str) -> str:
         return f"{quote} {text(said) if said else ''} {quote}"
 
     def member(key: str, value: str, _: object) -> str:
         bare = _NAME.fullmatch(key)
-        return f"{text(f'{key}:')} {value}" if bare else f'{this_text(key)} ":" {value}'
+        if bare:
+            return f"{text(f'{key}:')} {value}"
+        return f'{this_text(key)} ":" {value}'
 
     return Spelling(
         any_text=any_text,

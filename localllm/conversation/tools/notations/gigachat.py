@@ -7,7 +7,8 @@ from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import one_call
 
 # 3.1 has a token for what 3.0 has a role for.
-_TOKEN, _ROLE = "<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+_TOKEN = "<|function_call|>"
+_ROLE = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
 
 
 FORMATS = (

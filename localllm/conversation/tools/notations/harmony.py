@@ -28,7 +28,8 @@ class _Reader(JsonReader):
 
     def feed(self, text: str) -> list[Delta]:
         header, found, said = (self._held + text).partition(_MESSAGE)
-        name, said = _NAME.match(header), said.lstrip()
+        name = _NAME.match(header)
+        said = said.lstrip()
         is_open = said.startswith("{") or any(o.startswith(said) and o != said for o in _OVER)
         if self._scan is not None or not found or (name is not None and is_open):
             return super().feed(text)

@@ -22,7 +22,8 @@ _HEAD = re.compile(
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*"
     r"<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
-_SECTION, _CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+_SECTION = "<|tool_calls_section_begin|>"
+_CALL = "<|tool_call_begin|>"
 
 
 def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:

@@ -18,7 +18,8 @@ from localllm.conversation.tools.readers import BlockReader, Call, as_json, json
 from localllm.conversation.tools.schemas import parameters
 from localllm.conversation.tools.values import python_values
 
-_OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+_OPEN = "<|tool_call_start|>"
+_CLOSE = "<|tool_call_end|>"
 # What can stand for a name in a call of Python's.
 _WORD = r"[^\s()\[\]=,\"']+"
 _NAME = re.compile(_WORD)
@@ -36,7 +37,9 @@ def _parse(block: str) -> list[Call] | None:
         calls = _listed(block.strip())
     except (ValueError, RecursionError):
         calls = None
-    return calls if calls is not None else json_calls(block)
+    if calls is not None:
+        return calls
+    return json_calls(block)
 
 
 def _listed(block: str) -> list[Call] | None:
@@ -55,11 +58,15 @@ def _listed(block: str) -> list[Call] | None:
             return None
         at += 1
         calls.append((head[1], as_json(values)))
-    return calls if calls and block[at:].strip() == "]" else None
+    if calls and block[at:].strip() == "]":
+        return calls
+    return None
 
 
 def _before(key: str | None) -> str:
-    return f'/{_WORD}/ "="' if key is None else text(f"{key}=")
+    if key is None:
+        return f'/{_WORD}/ "="'
+    return text(f"{key}=")
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:

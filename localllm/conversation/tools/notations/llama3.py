@@ -18,7 +18,8 @@ from localllm.conversation.tools.lark import json_value
 from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
 from localllm.conversation.tools.schemas import any_call, arguments
 
-_TAG, _KEY = "<|python_tag|>", "parameters"
+_TAG = "<|python_tag|>"
+_KEY = "parameters"
 
 
 def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:

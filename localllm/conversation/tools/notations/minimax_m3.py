@@ -23,7 +23,8 @@ from localllm.conversation.tools.tag_reader import as_kind
 from localllm.conversation.tools.values import ANYTHING, Spelling
 
 _MARK = "]<]minimax[>["
-_OPEN, _CLOSE = f"{_MARK}<tool_call>", f"{_MARK}</tool_call>"
+_OPEN = f"{_MARK}<tool_call>"
+_CLOSE = f"{_MARK}</tool_call>"
 _INVOKE = re.compile(r'\s*\]<\]minimax\[>\[<invoke name="([^"]+)">')
 _INVOKE_END = f"{_MARK}</invoke>"
 _TAG = re.compile(r"\s*\]<\]minimax\[>\[<([^<>/\s]+)>")
@@ -66,7 +67,9 @@ _SPELLING = Spelling(
 
 
 def _or_text(value: str) -> str:
-    return "v_text" if value == ANYTHING else value
+    if value == ANYTHING:
+        return "v_text"
+    return value
 
 
 def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
@@ -75,12 +78,17 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     while (head := _INVOKE.match(block, at)) is not None:
         end = block.find(_INVOKE_END, head.end())
         schema = next((s for n, s in map(parameters_of, tools) if n == head[1]), {})
-        values = _members(block[head.end() : end], schema, schema, 0) if end >= 0 else None
+        if end >= 0:
+            values = _members(block[head.end() : end], schema, schema, 0)
+        else:
+            values = None
         if values is None:
             return None
         calls.append((head[1], as_json(dict(values))))
         at = end + len(_INVOKE_END)
-    return None if block[at:].strip() else calls or None
+    if block[at:].strip():
+        return None
+    return calls or None
 
 
 def _members(
@@ -92,7 +100,10 @@ def _members(
     while at < len(body) and not body[at:].isspace():
         head = _TAG.match(body, at)
         closing = f"{_MARK}</{head[1]}>" if head is not None else ""
-        end = _closing(body, head.end(), head[1]) if head is not None else -1
+        if head is not None:
+            end = _closing(body, head.end(), head[1])
+        else:
+            end = -1
         if head is None or end < 0 or depth > _MOST_NESTED:
             return None
         found.append(
@@ -118,11 +129,14 @@ def _closing(body: str, at: int, name: str) -> int:
 def _value(text: str, schema: Any, root: Mapping[str, Any], depth: int) -> Any:
     """A value as its schema wants it: where text will do, tags inside are text."""
     kinds = kinds_of(schema, root)
-    members = (
-        _members(text, schema, root, depth) if _TAG.match(text) and "string" not in kinds else None
-    )
+    if _TAG.match(text) and "string" not in kinds:
+        members = _members(text, schema, root, depth)
+    else:
+        members = None
     if not members:
-        return as_kind(text, kinds) if text.strip() else _empty(text, kinds)
+        if text.strip():
+            return as_kind(text, kinds)
+        return _empty(text, kinds)
     if all(name == "item" for name, _ in members) and kinds != {"object"}:
         return [value for _, value in members]
     return dict(members)
@@ -134,7 +148,9 @@ def _empty(text: str, kinds: set[str]) -> Any:
         return None
     if kinds == {"array"}:
         return []
-    return {} if kinds == {"object"} else as_kind(text, kinds)
+    if kinds == {"object"}:
+        return {}
+    return as_kind(text, kinds)
 
 
 def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:

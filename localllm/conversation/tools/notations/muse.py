@@ -25,7 +25,8 @@ from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_c
 
 _HEADER = "<|start|>assistant"
 _LINE = "\n"
-_OPEN, _CLOSE = "<atem:function_calls>", "</atem:function_calls>"
+_OPEN = "<atem:function_calls>"
+_CLOSE = "</atem:function_calls>"
 _PATTERNS = TagPatterns(
     re.compile(r'(?:[^<]*<\|message\|>\s*<atem:function_calls>)?\s*<atem:invoke name="([^"]+)">'),
     "</atem:invoke>",

@@ -36,7 +36,9 @@ def _parse(tools: Sequence[Tool], patterns: TagPatterns, block: str) -> list[Cal
     if head is None:
         return None
     values = json_store.parsed(block[head.end() :].strip().removesuffix(_END))
-    return [(head[1], as_json(values))] if isinstance(values, dict) else None
+    if isinstance(values, dict):
+        return [(head[1], as_json(values))]
+    return None
 
 
 def _format(outer: str, patterns: TagPatterns, grammar: TagGrammar, **facts: Any) -> ToolFormat:
