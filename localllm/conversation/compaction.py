@@ -75,7 +75,8 @@ class _Replay:
     """The conversation as it grew, one message at a time, and what was left out on the way."""
 
     def __init__(self, fixed_tokens: int, budget_tokens: int) -> None:
-        self._fixed, self._budget = fixed_tokens + NOTE_TOKENS, budget_tokens
+        self._fixed = fixed_tokens + NOTE_TOKENS
+        self._budget = budget_tokens
         self._kept: list[_Unit] = []
         self._turn = 0
         self._callers: dict[str, _Unit] = {}
@@ -90,7 +91,9 @@ class _Replay:
         if oldest and oldest[0].turn < self._turn:
             return oldest
         rounds = [unit for unit in oldest if not unit.asks]
-        return rounds[:1] if len(rounds) > 1 else []
+        if len(rounds) > 1:
+            return rounds[:1]
+        return []
 
     def add(self, index: int, message: Mapping[str, Any], cost: MessageCost) -> None:
         """One message more; whatever it pushes out is dropped."""
@@ -114,7 +117,8 @@ class _Replay:
         self._make_room()
 
     def _unit_for(self, message: Mapping[str, Any]) -> _Unit:
-        role, last = message["role"], self._kept[-1] if self._kept else None
+        role = message["role"]
+        last = self._kept[-1] if self._kept else None
         if role == "tool":
             caller = self._callers.get(message.get("tool_call_id", ""), last)
             if caller is not None:
@@ -165,7 +169,10 @@ def compact(
 
 
 def note(count: int) -> str:
-    said = "1 earlier message was" if count == 1 else f"{count} earlier messages were"
+    if count == 1:
+        said = "1 earlier message was"
+    else:
+        said = f"{count} earlier messages were"
     return f"[{said} left out to fit the context]"
 
 

@@ -57,7 +57,9 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
 
 def _decoded(sent: str, kind: str) -> bytes:
     """The bytes of a file in base64, or in a data URL of it."""
-    head, comma, encoded = ";base64", ",", sent
+    head = ";base64"
+    comma = ","
+    encoded = sent
     if sent[:5].lower() == "data:":
         head, comma, encoded = sent.partition(",")
     if len(encoded) > MOST_BYTES * 4 // 3 + 4:
@@ -74,10 +76,17 @@ def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:
     """(the file's name, its data as it was sent or "", whether it is said to be a PDF): OpenAI's `file`
     and `input_file`, Anthropic's `document`."""
     inner: Any = part.get("file", part.get("source"))
-    fields: Mapping[str, Any] = inner if isinstance(inner, Mapping) else part
+    fields: Mapping[str, Any]
+    if isinstance(inner, Mapping):
+        fields = inner
+    else:
+        fields = part
     name = fields.get("filename", part.get("filename", part.get("title")))
     data = fields.get("file_data", fields.get("data") if fields.get("type") == "base64" else None)
-    said = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH] if isinstance(name, str) else ""
+    if isinstance(name, str):
+        said = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH]
+    else:
+        said = ""
     sent = data if isinstance(data, str) else ""
     says_pdf = sent[:40].lower().startswith(f"data:{_PDF_TYPE};")
     return said, sent, says_pdf or fields.get("media_type") == _PDF_TYPE

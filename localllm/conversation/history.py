@@ -74,7 +74,10 @@ class History:
     raises HistoryError."""
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self.path = Path(path) if path is not None else paths.data_dir() / "conversations.db"
+        if path is not None:
+            self.path = Path(path)
+        else:
+            self.path = paths.data_dir() / "conversations.db"
         self._lock = threading.RLock()
         try:
             paths.private_dir(self.path.parent)

@@ -141,7 +141,8 @@ def _from_1(db: sqlite3.Connection) -> None:
             (n, conv_id, parent, role, content, reasoning, json.dumps(meta), complete, created_s),
         )
         if role != "system":
-            heads[conv_id], times[conv_id] = n, created_s
+            heads[conv_id] = n
+            times[conv_id] = created_s
     db.executemany(
         "UPDATE conversations SET head_id = ? WHERE id = ?", [(n, c) for c, n in heads.items()]
     )

@@ -10,7 +10,8 @@ from itertools import islice
 # The index knows nothing shorter.
 _INDEXED_CHARS = 3
 # What stands around the first hit, in characters.
-_BEFORE, _SNIPPET = 24, 120
+_BEFORE = 24
+_SNIPPET = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ def _containing(query: str) -> tuple[str, list[str]]:
     words = query.replace("\0", " ").split()
     short = [word for word in words if len(word) < _INDEXED_CHARS]
     long = [word for word in words if len(word) >= _INDEXED_CHARS]
-    parts, args = [], []
+    parts = []
+    args = []
     if long:
         # Turns that still stream, or never ended, are not in the index.
         unfinished = " AND ".join("content LIKE ? ESCAPE '\\'" for _ in long)
@@ -112,4 +114,6 @@ def _around(text: str, word: str) -> tuple[str, int, int]:
     start = max(0, at - _BEFORE)
     line = ("…" if start else "") + " ".join(text[start : start + _SNIPPET].split())
     begin = line.lower().find(word.lower())
-    return (line, begin, begin + len(word)) if begin >= 0 else (line, 0, 0)
+    if begin >= 0:
+        return (line, begin, begin + len(word))
+    return (line, 0, 0)

@@ -75,7 +75,10 @@ def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedIma
 def of_file(file: Any, where: str, *, asked: bool) -> AttachedImage:
     """The image that is `file`: base64, or a data URL of it."""
     data, problem = _without_scheme(file)
-    address = file if problem == _REMOTE and _ADDRESS.match(file) else ""
+    if problem == _REMOTE and _ADDRESS.match(file):
+        address = file
+    else:
+        address = ""
     return AttachedImage(_mark(data or where), data, where, asked, problem, address)
 
 

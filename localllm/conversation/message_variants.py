@@ -103,7 +103,10 @@ def with_short_ids(messages: Messages) -> Messages:
             m = {**m, "tool_calls": calls}
         elif m["role"] == "tool":
             sent = m.get("tool_call_id")
-            identity = _short_id(sent) if sent else next(iter(waiting), _short_id("0"))
+            if sent:
+                identity = _short_id(sent)
+            else:
+                identity = next(iter(waiting), _short_id("0"))
             if identity in waiting:
                 waiting.remove(identity)
             m = {**m, "tool_call_id": identity}
@@ -163,7 +166,10 @@ def _with_text_arguments(messages: Messages) -> Messages:
 def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        text = arguments
+    else:
+        text = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
 
 

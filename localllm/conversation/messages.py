@@ -122,7 +122,9 @@ def _role(message: Mapping[str, Any], where: str) -> str:
 
 def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
     value = message.get(field_name)
-    return value if isinstance(value, str) else None
+    if isinstance(value, str):
+        return value
+    return None
 
 
 def _ollama_images(
@@ -145,7 +147,9 @@ def _ollama_images(
 def _reasoning(message: Mapping[str, Any], thoughts: Sequence[str]) -> str | None:
     named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
     reasoning = named or "\n".join(thoughts)
-    return reasoning if isinstance(reasoning, str) else None
+    if isinstance(reasoning, str):
+        return reasoning
+    return None
 
 
 def _reasoning_text(part: Mapping[str, Any]) -> str:
@@ -153,7 +157,9 @@ def _reasoning_text(part: Mapping[str, Any]) -> str:
     said = part.get("thinking", part.get("text"))
     if isinstance(said, list):
         return "\n".join(str(p.get("text", "")) for p in said if isinstance(p, Mapping))
-    return said if isinstance(said, str) else ""
+    if isinstance(said, str):
+        return said
+    return ""
 
 
 def flatten(
@@ -244,7 +250,10 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     calls = []
     for i, call in enumerate(sent):
         spot = f"{where}.tool_calls[{i}]"
-        function = _function(call) if isinstance(call, Mapping) else None
+        if isinstance(call, Mapping):
+            function = _function(call)
+        else:
+            function = None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{spot}.function needs a name", param=spot)
         identity = call.get("id")
@@ -285,10 +294,14 @@ def parse_arguments(arguments: Any) -> Any:
         return {}
     if isinstance(arguments, str):
         parsed = json_store.parsed(arguments)
-        return parsed if isinstance(parsed, dict) else arguments
+        if isinstance(parsed, dict):
+            return parsed
+        return arguments
     return arguments
 
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "…"
+    if len(text) <= 40:
+        return text
+    return text[:37] + "…"

@@ -54,7 +54,8 @@ def installed() -> bool:
 def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
     """What `data` holds; blocks for as long as that takes. `pictures`: of pages without text, where
     a model sees them."""
-    child, until_s = LimitedChild("localllm.conversation.pdf", _LIMITS), time.monotonic() + whole_s
+    child = LimitedChild("localllm.conversation.pdf", _LIMITS)
+    until_s = time.monotonic() + whole_s
     question = [base64.b64encode(data).decode(), MOST_PICTURES if pictures else 0]
     try:
         pages = child.ask(question, wanted=lambda: time.monotonic() < until_s)

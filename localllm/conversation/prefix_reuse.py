@@ -65,7 +65,10 @@ class ReasoningCache:
 
 
 def _canonical(arguments: Any) -> str:
-    parsed = json_store.parsed(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        parsed = json_store.parsed(arguments)
+    else:
+        parsed = arguments
     return json.dumps(arguments if parsed is None else parsed, sort_keys=True)
 
 

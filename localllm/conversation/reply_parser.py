@@ -58,15 +58,18 @@ class ReplyParser:
         text, so a call or a marker that is half there is no more than that."""
         out: list[Delta] = []
         while self._reader is not None:
-            reader, self._reader = self._reader, None
+            reader = self._reader
+            self._reader = None
             self._take(reader.close(cut), out)
             self._read(reader.rest or "", out)
-        held, self._pending = self._pending, ""
+        held = self._pending
+        self._pending = ""
         if self._ended:
             return out
         if self._drops or cut:
             half = _partial(held, self._markers())
-            held = held[: len(held) - half].rstrip() if half > _BRACKETS else held
+            if half > _BRACKETS:
+                held = held[: len(held) - half].rstrip()
         self._show(held.rstrip() if self._thought or self.calls else held, out)
         return out
 
@@ -95,7 +98,10 @@ class ReplyParser:
             keep = len(text) - at
         if marker is None:
             # Space before a marker belongs to neither side: it waits with what may become one.
-            shown = text[: len(text) - keep].rstrip() if markers else text
+            if markers:
+                shown = text[: len(text) - keep].rstrip()
+            else:
+                shown = text
             self._pending = text[len(shown) :]
             self._show(shown, out)
             return None
@@ -109,7 +115,9 @@ class ReplyParser:
             self._show(gap + marker, out)
         else:  # a call's marker inside the reasoning, behind some of it
             self._reader = _PossibleCall(self._format, self.calls, gap, marker)
-        return None if self._ended else text[at + len(marker) :]
+        if self._ended:
+            return None
+        return text[at + len(marker) :]
 
     def _markers(self) -> list[str]:
         think = self._format.think
@@ -125,13 +133,14 @@ class ReplyParser:
     def _thought_markers(self) -> Sequence[str]:
         """Markers that open calls inside the reasoning; where there are `drops`, every marker
         does."""
-        return (
-            self._format.call_markers if self._format.calls_in_reasoning and not self._drops else ()
-        )
+        if self._format.calls_in_reasoning and not self._drops:
+            return self._format.call_markers
+        return ()
 
     def _enter(self, marker: str) -> None:
         think = self._format.think
-        was, self._thinking = self._thinking, False
+        was = self._thinking
+        self._thinking = False
         self._fresh = True
         if think is not None and marker == think[0]:
             self._thinking = self._thought = True
@@ -188,7 +197,8 @@ class _Skipped(CallReader):
     """What is left out, up to its `closing` marker."""
 
     def __init__(self, closing: str) -> None:
-        self._closing, self._held = closing, ""
+        self._closing = closing
+        self._held = ""
 
     def feed(self, text: str) -> list[Delta]:
         before, found, behind = (self._held + text).partition(self._closing)
@@ -220,7 +230,9 @@ class _PossibleCall(CallReader):
         self._closing = reply.think[1]
         self._n_read = 0  # of `raw`; half a closing marker waits
         self._closed = self._has_words = False
-        self._gap, self._opened, self._raw = gap, opened, ""
+        self._gap = gap
+        self._opened = opened
+        self._raw = ""
         self._deltas: list[Delta] = []
         self.feed(opened)
 
@@ -228,7 +240,10 @@ class _PossibleCall(CallReader):
         self._raw += text
         at = self._raw.find(self._closing, self._n_read)
         self._closed = at >= 0
-        end = at if self._closed else len(self._raw) - _partial(self._raw, [self._closing])
+        if self._closed:
+            end = at
+        else:
+            end = len(self._raw) - _partial(self._raw, [self._closing])
         self._keep(self._parser.feed(self._raw[self._n_read : end]))
         self._n_read = end
         behind = self._raw[end + len(self._closing) :]
@@ -239,11 +254,15 @@ class _PossibleCall(CallReader):
     def close(self, cut: bool) -> list[Delta]:
         """The reply ended. What a cut left half is not shown."""
         if cut:
-            return [] if self._parser.in_call else self._deltas
+            if self._parser.in_call:
+                return []
+            return self._deltas
         if not self._closed:
             self._keep(self._parser.feed(self._raw[self._n_read :]))
         self._keep(self._parser.close())
-        return self._as_thought() if self._has_words or not self._deltas else self._deltas
+        if self._has_words or not self._deltas:
+            return self._as_thought()
+        return self._deltas
 
     def _keep(self, deltas: list[Delta]) -> None:
         self._deltas += deltas

@@ -72,7 +72,8 @@ class ChatTemplate:
     def __init__(self, source: str | None, *, bos_text: str = "", eos_text: str = "") -> None:
         self.is_default = not source
         self.source = source or DEFAULT_TEMPLATE
-        self.bos_text, self.eos_text = bos_text, eos_text
+        self.bos_text = bos_text
+        self.eos_text = eos_text
         # OpenAI's open models read a turn's reasoning as `thinking`; everybody else's as
         # `reasoning_content`.
         self._reads_thinking = "thinking" in self.source and "reasoning_content" not in self.source

@@ -121,7 +121,10 @@ def _own_paths(
     @paths.answers("GET", "/metrics", responses=openapi.answer_of("text/plain", "string"))
     async def prometheus(request: Request) -> Response:
         """Counters in Prometheus' text format."""
-        figures = await asyncio.to_thread(power) if power is not None and caller().admin else {}
+        if power is not None and caller().admin:
+            figures = await asyncio.to_thread(power)
+        else:
+            figures = {}
         return Response(await render_metrics(server, figures), media_type=CONTENT_TYPE)
 
     @paths.answers("GET", "/usage.csv", responses=openapi.answer_of("text/csv", "string"))
@@ -140,7 +143,10 @@ async def _http(request: Request, error: Exception) -> NoReturn:
         wrong.methods = methods
         raise wrong
     near = _path_meant(request)
-    hint = f"the path is {near}" if near else "GET /openapi.json lists them"
+    if near:
+        hint = f"the path is {near}"
+    else:
+        hint = "GET /openapi.json lists them"
     raise RouteNotFoundError("no such path here", hint=hint)
 
 

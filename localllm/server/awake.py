@@ -30,11 +30,15 @@ def holding_command(
     which desktops ask before they suspend an idle machine (systemd-inhibit(1))."""
     if platform == "darwin":
         found = which("caffeinate")
-        return (found, "-i", *_UNTIL_LET_GO) if found else ()
+        if found:
+            return (found, "-i", *_UNTIL_LET_GO)
+        return ()
     if platform == "linux" and any(environment.get(name) for name in _DESKTOP):
         found = which("systemd-inhibit")
         what = ("--what=idle", "--who=localllm", "--why=requests are being answered")
-        return (found, *what, *_UNTIL_LET_GO) if found else ()
+        if found:
+            return (found, *what, *_UNTIL_LET_GO)
+        return ()
     return ()
 
 
@@ -43,7 +47,8 @@ class Awake:
     awake (() = nothing does)."""
 
     def __init__(self, command: tuple[str, ...], *, after_s: float = _HOLD_AFTER_S) -> None:
-        self._command, self._after_s = command, after_s
+        self._command = command
+        self._after_s = after_s
         self._running = 0
         self._holding: asyncio.Task[None] | None = None
         # Those that were let go, until their program has ended: the event loop alone keeps no task.

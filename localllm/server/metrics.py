@@ -79,5 +79,8 @@ def _series(
         at = labels(model=model, reason=recomputed[1])
         yield ("localllm_recomputed_tokens_total", "counter"), (at, value)
     elif isinstance(value, (int, float)):
-        named = (f"{name}_total", "counter") if key in _COUNTERS else (name, "gauge")
+        if key in _COUNTERS:
+            named = (f"{name}_total", "counter")
+        else:
+            named = (name, "gauge")
         yield named, (labels(model=model), +value)  # a flag is 1 or 0

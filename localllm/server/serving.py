@@ -112,9 +112,10 @@ class Server:
         progress = PrefillProgress()
         headers = answer_headers(translated.ignored)
         # A kept stream's events are numbered as they are written: besides there are comments only.
-        keepalive = (
-            translated.keepalive if translated.keepalive and kept is None else dialect.keepalive
-        )
+        if translated.keepalive and kept is None:
+            keepalive = translated.keepalive
+        else:
+            keepalive = dialect.keepalive
 
         def progress_frame() -> bytes:
             progress.loaded = model.worker.progress
@@ -178,7 +179,9 @@ class Server:
             job = await task(engine)
             grammar, loose = await _enforceable(job.answer.grammar)
             job = replace(job, answer=replace(job.answer, grammar=grammar))
-        return replace(job, ignored=(*job.ignored, *loose)) if loose else job
+        if loose:
+            return replace(job, ignored=(*job.ignored, *loose))
+        return job
 
     async def prompt(
         self, translated: TranslatedRequest, model: ServedModel

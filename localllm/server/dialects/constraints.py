@@ -40,11 +40,9 @@ def of_schema(
             raise RequestError(f"{where} is no JSON", param=where) from e
         if not isinstance(schema, dict | bool):
             raise RequestError(f"{where} must be a JSON schema", param=where)
-    return (
-        None
-        if schema is None
-        else ("json_schema" if strict else "loose_schema", json.dumps(schema))
-    )
+    if schema is None:
+        return None
+    return ("json_schema" if strict else "loose_schema", json.dumps(schema))
 
 
 def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
@@ -59,7 +57,10 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
 def of_response_format(response_format: Any, where: str = "response_format") -> Constraint | None:
     """The engine's constraint for OpenAI's `response_format`, which a client calls `where`; raises
     RequestError."""
-    form = response_format if isinstance(response_format, Mapping) else {}
+    if isinstance(response_format, Mapping):
+        form = response_format
+    else:
+        form = {}
     kind = form.get("type")
     if response_format is None or kind == "text":
         return None

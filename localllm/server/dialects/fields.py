@@ -251,12 +251,16 @@ class SamplingFields(RequestBody, GenerationFields):
 def first_limit(*sent: int | None) -> int | None:
     """The first limit that was sent; None = no limit, which a negative one asks for."""
     value = next((n for n in sent if n is not None), None)
-    return None if value is None or value < 0 else value
+    if value is None or value < 0:
+        return None
+    return value
 
 
 def each(sent: Any) -> list[Any]:
     """Each of what is sent by itself: one text, the token ids of one, or several of those."""
-    return [sent] if isinstance(sent, str) or isinstance(sent[0], int) else list(sent)
+    if isinstance(sent, str) or isinstance(sent[0], int):
+        return [sent]
+    return list(sent)
 
 
 def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:

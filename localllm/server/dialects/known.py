@@ -177,7 +177,8 @@ def read(kind: type[Body], body: Mapping[str, Any]) -> tuple[Body, list[str]]:
         raise _invalid(e, body) from e
 
 
-_NUMBER, _OBJECT = "must be a number", "must be an object"
+_NUMBER = "must be a number"
+_OBJECT = "must be an object"
 # What is wrong, by the names that pydantic has for it; its own words name its types.
 WRONG = {
     "missing": "is missing",
@@ -230,11 +231,10 @@ def _sent_path(error: Any, body: Any) -> list[str]:
     which nobody sent."""
     path = []
     for step in error["loc"]:
-        there = (
-            step in body
-            if isinstance(body, Mapping)
-            else isinstance(body, list) and step in range(len(body))
-        )
+        if isinstance(body, Mapping):
+            there = step in body
+        else:
+            there = isinstance(body, list) and step in range(len(body))
         if there:
             body = body[step]
         if there or (error["type"] == "missing" and step is error["loc"][-1]):

@@ -80,7 +80,10 @@ def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, 
     )
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     # Without keys: an object, or a list of them (llama.cpp's several choices).
-    form = {"type": "object", "required": list(keys)} if keys else {"type": ["object", "array"]}
+    if keys:
+        form = {"type": "object", "required": list(keys)}
+    else:
+        form = {"type": ["object", "array"]}
     answer: dict[str, Any] = {"application/json": {"schema": form}}
     if streams:
         answer[streams] = {}

@@ -32,7 +32,9 @@ class Paths(list[Route]):
         def added(endpoint: Endpoint) -> Endpoint:
             async def respond(request: Request) -> Response:
                 answer = await endpoint(request)
-                return answer if isinstance(answer, Response) else JSONResponse(answer)
+                if isinstance(answer, Response):
+                    return answer
+                return JSONResponse(answer)
 
             self.extend(Route(path, respond, methods=[method]) for path in paths)
             says = getdoc(endpoint) if about is None else about

@@ -112,7 +112,10 @@ def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str
 
 async def _answer(server: Server, route: Route[Any], request: Request) -> Response:
     body = await read_json(request, server.settings)
-    key = _kept(request, body) if route.dialect.media_type.startswith("text/event-stream") else None
+    if route.dialect.media_type.startswith("text/event-stream"):
+        key = _kept(request, body)
+    else:
+        key = None
     stream = server.kept.find(key[0]) if key is not None else None
     if key is not None and stream is not None:
         if stream.asked != key[1]:

@@ -129,7 +129,12 @@ class ThinkingFields(RequestBody):
         if thinking == "disabled" or False in switches:
             return "none"
         level = self.think if isinstance(self.think, str) else None
-        on = "high" if thinking else "medium" if True in switches[:2] else None
+        if thinking:
+            on = "high"
+        elif True in switches[:2]:
+            on = "medium"
+        else:
+            on = None
         return self.reasoning_effort or asked.effort or level or on
 
     def summarises(self) -> str | None:

@@ -48,7 +48,8 @@ class Toolbox:
         names: dict[str, ClientToolName] = {}
         skipped: list[str] = []
         for i, (tool, namespace) in enumerate(_each(sent or ())):
-            kind, where = tool.get("type", "function"), f"tools[{i}]"
+            kind = tool.get("type", "function")
+            where = f"tools[{i}]"
             if kind == "custom":
                 function = _custom(tool, where, skipped)
             elif kind == "function":
@@ -78,7 +79,8 @@ class Toolbox:
         """The functions and the choice that `tool_choice` leaves. Raises RequestError."""
         if isinstance(sent, Mapping):
             inner = sent.get("allowed_tools")
-            sent = {**sent, **inner} if isinstance(inner, Mapping) else sent
+            if isinstance(inner, Mapping):
+                sent = {**sent, **inner}
             if isinstance(sent.get("tools"), list):
                 sent = {**sent, "tools": [*map(_as_function, sent["tools"])], "allowed_tools": None}
             sent = _as_function(sent)
@@ -93,7 +95,9 @@ def flat_name(name: Any, namespace: Any) -> Any:
     """The model's name for the function `name` of `namespace`."""
     if not namespace or not isinstance(name, str) or not isinstance(namespace, str):
         return name
-    return namespace + name if namespace.endswith(_BETWEEN) else namespace + _BETWEEN + name
+    if namespace.endswith(_BETWEEN):
+        return namespace + name
+    return namespace + _BETWEEN + name
 
 
 def _each(
@@ -103,7 +107,8 @@ def _each(
     for i, tool in enumerate(sent):
         if not isinstance(tool, Mapping):
             raise RequestError(f"tools[{i}] must be an object", param="tools")
-        name, inner = tool.get("name"), tool.get("tools")
+        name = tool.get("name")
+        inner = tool.get("tools")
         if tool.get("type") != "namespace":
             yield tool, namespace
         elif namespace is None and isinstance(name, str) and name and isinstance(inner, list):
@@ -120,7 +125,10 @@ def _as_function(choice: Any) -> Any:
     if kind not in ("custom", "function"):
         return choice
     named = choice.get(kind)
-    name = named.get("name") if isinstance(named, Mapping) else choice.get("name")
+    if isinstance(named, Mapping):
+        name = named.get("name")
+    else:
+        name = choice.get("name")
     return {"type": "function", "name": flat_name(name, choice.get("namespace"))}
 
 
@@ -135,7 +143,8 @@ def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str
     if isinstance(wanted, Mapping) and wanted.get("type") == "grammar":
         grammar = wanted.get("grammar")
         wanted = grammar if isinstance(grammar, Mapping) else wanted
-        syntax, definition = wanted.get("syntax"), wanted.get("definition")
+        syntax = wanted.get("syntax")
+        definition = wanted.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str):
             raise RequestError(
                 f"{where}.format needs a syntax (lark or regex) and a definition", param=where

@@ -34,7 +34,12 @@ def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> 
     if getattr(model.facts, fact):
         return model
     lacks = "does not rank texts" if ranks else "makes no embeddings"
-    does = "ranks" if model.facts.ranks else "embeds" if model.facts.embeds else "generates text"
+    if model.facts.ranks:
+        does = "ranks"
+    elif model.facts.embeds:
+        does = "embeds"
+    else:
+        does = "generates text"
     kind = "a reranker" if ranks else "an embedding model"
     raise UnsupportedError(
         f"{model.name} {does}; it {lacks}",

@@ -87,7 +87,8 @@ class PageFields(RequestBody):
 def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, Any]:
     """The page that is `wanted` of what is `listed`, by ids."""
     ids = [one["id"] for one in listed]
-    after, before = wanted.after or wanted.after_id, wanted.before_id
+    after = wanted.after or wanted.after_id
+    before = wanted.before_id
     start = ids.index(after) + 1 if after in ids else 0
     end = min(start + wanted.limit, len(ids))
     more = end < len(ids)
@@ -95,8 +96,13 @@ def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, A
         end = ids.index(before)
         start = max(0, end - wanted.limit)
         more = start > 0
-    first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
-    return {"data": listed[start:end], "first_id": first, "last_id": last, "has_more": more}
+    shown = ids[start:end]
+    return {
+        "data": listed[start:end],
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+        "has_more": more,
+    }
 
 
 def arguments_object(arguments: str) -> Any:

@@ -66,7 +66,8 @@ class TokenBucket:
     """A token bucket of a minute's allowance; it may go into debt, which is then waited for."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
-        self.size, self._clock = per_minute, clock
+        self.size = per_minute
+        self._clock = clock
         self._left, self._seen_s = per_minute, clock()
 
     def wait_s(self, amount: float) -> float:
@@ -75,7 +76,9 @@ class TokenBucket:
         self._left = min(self.size, self._left + (now - self._seen_s) * self.size / _MINUTE_S)
         self._seen_s = now
         missing = min(amount, self.size) - self._left
-        return 0.0 if missing <= 1e-9 else missing * _MINUTE_S / self.size
+        if missing <= 1e-9:
+            return 0.0
+        return missing * _MINUTE_S / self.size
 
     def take(self, amount: float) -> None:
         self.wait_s(0.0)
@@ -102,7 +105,10 @@ class Account:
         self.name, self.parallel, self.used, self.active = key.name, key.parallel, KeyUsage(), 0
         self.admin = key.admin or not key.name
         own_scope = f"key {key.name}" if key.name else ""
-        self.cache_scope = f"group {key.share_cache}" if key.share_cache else own_scope
+        if key.share_cache:
+            self.cache_scope = f"group {key.share_cache}"
+        else:
+            self.cache_scope = own_scope
         sizes = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         self._buckets = {
             what: TokenBucket(size, clock) for what, size in sizes.items() if size is not None
@@ -170,7 +176,9 @@ def salt_of(cache_salt: str) -> str:
     """What the prefixes of the current request are kept under: whose it is, and the salt that its
     client names."""
     scope = caller().cache_scope
-    return f"{scope}\n{cache_salt}" if scope or cache_salt else ""
+    if scope or cache_salt:
+        return f"{scope}\n{cache_salt}"
+    return ""
 
 
 class PerCaller(Generic[T]):
@@ -184,7 +192,9 @@ class PerCaller(Generic[T]):
         """The current caller's."""
         name = caller().name
         found = self._of.get(name)
-        return found if found is not None else self._of.put(name, self._make())
+        if found is not None:
+            return found
+        return self._of.put(name, self._make())
 
 
 class Accounts:
@@ -196,7 +206,10 @@ class Accounts:
         keys: Iterable[NamedKey] = (),
         owner_key: str | None = None,
     ) -> None:
-        owners = [NamedKey("", digest_of(owner_key.encode()))] if owner_key is not None else []
+        if owner_key is not None:
+            owners = [NamedKey("", digest_of(owner_key.encode()))]
+        else:
+            owners = []
         self._keys = [(key.digest, Account(key)) for key in (*keys, *owners)]
         self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
 
@@ -228,7 +241,9 @@ class Accounts:
     def visible_to(self, account: Account) -> list[Account]:
         """The named accounts whose usage `account` may see: its own, or all for an admin."""
         named = [a for _, a in self._keys if a.name]
-        return named if account.admin else [a for a in named if a is account]
+        if account.admin:
+            return named
+        return [a for a in named if a is account]
 
     def table(self, account: Account) -> str:
         """The usage that `account` may see, as CSV."""

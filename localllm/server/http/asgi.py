@@ -21,7 +21,8 @@ IGNORED = "x-localllm-ignored"
 SEEDED = "x-localllm-seed"
 # The server that answered, where the request was proxied.
 RAN_ON = "x-localllm-ran-on"
-_MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
+_MAX_CHARS = 1024
+_MAX_NAME_CHARS = 64
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 

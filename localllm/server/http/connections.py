@@ -115,7 +115,8 @@ class Connection(H11Protocol):
     async def _answer(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         plain_target(scope)
         scope[CONNECTION] = self
-        self.send, self.probes = send, []
+        self.send = send
+        self.probes = []
         self._in_pieces = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
         # The server stops: the client was told (streaming.py, gate.py); uvicorn would log the whole
         # stack.
@@ -200,7 +201,8 @@ class Connection(H11Protocol):
         """h11's `send`, less what was sent of an answer."""
         data: bytes | None = h11.Connection.send(self.conn, event)
         if isinstance(event, h11.Response) and data is not None:
-            begun, self._begun = self._begun, 0
+            begun = self._begun
+            self._begun = 0
             return data[begun:]
         return data
 
@@ -253,7 +255,10 @@ def free_descriptors() -> int:
     except ImportError:  # Windows bounds no sockets
         return _WANTED_DESCRIPTORS
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
+    if hard == resource.RLIM_INFINITY:
+        most = _WANTED_DESCRIPTORS
+    else:
+        most = min(_WANTED_DESCRIPTORS, hard)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(_SHARES, most - len(os.listdir("/dev/fd")))

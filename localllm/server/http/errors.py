@@ -93,7 +93,10 @@ def speaks_anthropic(scope: Scope) -> bool:
 def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
     """Anthropic's error object. Clients parse this message of a too long prompt to compact the
     conversation."""
-    other = "invalid_request_error" if 400 <= error.http_status < 500 else "api_error"
+    if 400 <= error.http_status < 500:
+        other = "invalid_request_error"
+    else:
+        other = "api_error"
     said = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
@@ -131,7 +134,9 @@ def _headers_of(error: LocalLLMError) -> dict[str, str]:
         return {"retry-after": f"{error.retry_after_s:.0f}"}
     if error.http_status == 401:
         return {"www-authenticate": "Bearer"}
-    return {"retry-after": "1"} if error.http_status == 503 else {}
+    if error.http_status == 503:
+        return {"retry-after": "1"}
+    return {}
 
 
 def for_client(error: BaseException) -> LocalLLMError:

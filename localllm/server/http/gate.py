@@ -163,12 +163,17 @@ class SecurityGate:
         if not self.settings.keyed:
             return NOBODY
         sent = headers.get(b"authorization", b"")
-        key = sent[7:] if sent[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        if sent[:7].lower() == b"bearer ":
+            key = sent[7:]
+        else:
+            key = headers.get(b"x-api-key", b"")
         account = self._accounts.of(key.strip())
         if account is None:
             raise KeyRequiredError("the API key is missing or wrong")
         delegated = headers.get(DELEGATION.encode())
-        return account if delegated is None else self._accounts.on_behalf(account, delegated)
+        if delegated is None:
+            return account
+        return self._accounts.on_behalf(account, delegated)
 
     def _check_origin(self, origin: str, headers: dict[bytes, bytes]) -> None:
         if origin and not self._origin_allowed(origin):

@@ -19,7 +19,8 @@ from localllm.errors import BusyError, RequestError
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
 from localllm.server.http.settings import ServerSettings
 
-_GZIP_OR_ZLIB, _RAW = 47, -15
+_GZIP_OR_ZLIB = 47
+_RAW = -15
 # In one go nobody else has a turn.
 _PIECE_BYTES = _PIECE_CHARS = 2**18
 # Larger bodies are read beside the event loop.
@@ -30,7 +31,8 @@ _LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
 # They are parsed and validated in one go each, so this bounds how long: 32 MiB could hold a hundred
 # times as many. Real conversations with tools have thousands; a prompt of token numbers has as many
 # values as tokens.
-_MOST_CONTAINERS, _MOST_VALUES = 50_000, 1_000_000
+_MOST_CONTAINERS = 50_000
+_MOST_VALUES = 1_000_000
 # Of JSON text: up to the next string; and of a string, whole escapes and what lies between them, up
 # to its end.
 _PLAIN = re.compile(r'[^"]*("?)')
@@ -53,7 +55,9 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     wbits = _window_bits(body, encoding)
     if wbits is None:
         return body
-    unpacked, piece, packed = bytearray(), b"", body
+    unpacked = bytearray()
+    piece = b""
+    packed = body
     unpacker = zlib.decompressobj(wbits)
     try:
         while not unpacker.eof and (packed or piece):
@@ -80,7 +84,9 @@ def _window_bits(body: bytes, encoding: str) -> int | None:
         case "gzip" | "x-gzip" | "deflate":
             # Deflate means zlib's format; some clients send it raw (RFC 9110, 8.4.1.2).
             is_zlib = len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
-            return _GZIP_OR_ZLIB if is_zlib or "gzip" in encoding.lower() else _RAW
+            if is_zlib or "gzip" in encoding.lower():
+                return _GZIP_OR_ZLIB
+            return _RAW
     raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
 
 
@@ -123,7 +129,9 @@ async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
         return await asyncio.get_running_loop().run_in_executor(
             _LARGE_BODIES, copy_context().run, work
         )
-    return await asyncio.to_thread(work) if takes_ms else work()
+    if takes_ms:
+        return await asyncio.to_thread(work)
+    return work()
 
 
 class _Held:
@@ -133,7 +141,8 @@ class _Held:
     all_bytes = 0
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._bytes = most_bytes, 0
+        self._most_bytes = most_bytes
+        self._bytes = 0
 
     def __enter__(self) -> _Held:
         return self
@@ -243,7 +252,9 @@ def _check_depth(value: Any, levels: int, max_depth: int) -> None:
 
 def _without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
-        return _SURROGATE.sub("\ufffd", value) if _SURROGATE.search(value) else value
+        if _SURROGATE.search(value):
+            return _SURROGATE.sub("\ufffd", value)
+        return value
     if isinstance(value, dict):
         return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -16,7 +16,9 @@ class RecentlyUsed(Generic[Key, Value]):
     def __init__(
         self, most: int, most_size: int = 0, size_of: Callable[[Value], int] = lambda _: 0
     ) -> None:
-        self._most, self._most_size, self._size_of = most, most_size, size_of
+        self._most = most
+        self._most_size = most_size
+        self._size_of = size_of
         self._entries: dict[Key, Value] = {}
 
     def get(self, key: Key) -> Value | None:
@@ -29,7 +31,8 @@ class RecentlyUsed(Generic[Key, Value]):
         """Keep `value`; returns it."""
         self._entries.pop(key, None)
         self._entries[key] = value
-        entries, most_size = self._entries, self._most_size
+        entries = self._entries
+        most_size = self._most_size
         while len(entries) > 1 and (
             len(entries) > self._most
             or (most_size and sum(map(self._size_of, entries.values())) > most_size)

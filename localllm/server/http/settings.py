@@ -32,8 +32,12 @@ def host_name(authority: str) -> str:
     authority = authority.strip().lower()
     if authority.startswith("["):
         name, closed, rest = authority[1:].partition("]")
-        return name if closed and (not rest or rest.startswith(":")) else authority
-    return authority.rpartition(":")[0] if authority.count(":") == 1 else authority
+        if closed and (not rest or rest.startswith(":")):
+            return name
+        return authority
+    if authority.count(":") == 1:
+        return authority.rpartition(":")[0]
+    return authority
 
 
 def is_loopback(host: str) -> bool:
@@ -83,7 +87,10 @@ def image_host(text: str) -> tuple[str, int]:
     """Name and port in the value of `--allow-image-hosts`. Raises UsageError."""
     sent = text.strip().lower()
     name = host_name(sent)
-    port = "443" if sent.removeprefix("[").removesuffix("]") == name else sent.rpartition(":")[2]
+    if sent.removeprefix("[").removesuffix("]") == name:
+        port = "443"
+    else:
+        port = sent.rpartition(":")[2]
     if not (is_address(name) or _NAME.fullmatch(name)) or not (
         port.isdecimal() and 0 < int(port) < 65536
     ):

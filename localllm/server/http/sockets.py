@@ -69,7 +69,10 @@ def _bind_one(host: str, port: int) -> socket.socket:
     except OSError as e:
         sock.close()
         if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            why = "is in use" if e.errno == errno.EADDRINUSE else "needs administrator rights"
+            if e.errno == errno.EADDRINUSE:
+                why = "is in use"
+            else:
+                why = "needs administrator rights"
             raise PortInUseError(f"port {port} on {host} {why}") from e
         raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
     return sock
@@ -129,7 +132,8 @@ def inherited() -> list[socket.socket]:
     once.
 
     Raises UsageError for descriptors that are not listening sockets."""
-    pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
+    pid = os.environ.pop("LISTEN_PID", "")
+    count = os.environ.pop("LISTEN_FDS", "")
     os.environ.pop("LISTEN_FDNAMES", None)
     if os.name != "posix" or pid != str(os.getpid()) or not count.isdecimal():
         return []

@@ -52,7 +52,8 @@ class Outbox:
 
     def close(self, error: LocalLLMError | None = None) -> None:
         """End the queue; `error` if it did not end well."""
-        self.closed, self.error = True, error
+        self.closed = True
+        self.error = error
         self._wake()
 
     async def wait(self) -> None:
@@ -71,7 +72,8 @@ class Outbox:
         return not self._pieces
 
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
+        waiter = self._waiter
+        self._waiter = None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -136,9 +138,13 @@ class StreamResponse(Response):
         connection = scope.get(CONNECTION)
         if connection is not None:
             # Middleware only looks at the headers, and they have been sent.
-            send, direct = connection.send, connection.write_piece
+            send = connection.send
+            direct = connection.write_piece
             # Before an event a comment, before a line of JSON a blank.
-            blank = b": \n" if self._media_type.startswith("text/event-stream") else b" "
+            if self._media_type.startswith("text/event-stream"):
+                blank = b": \n"
+            else:
+                blank = b" "
             connection.probes.append(lambda: outbox.write(blank))
         if outbox.empty and not outbox.closed:
             outbox.write(self._keepalive())
@@ -191,14 +197,17 @@ async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s:
     frame if it has changed or the silence is long. One timer per stream, none per token."""
     period_s = min(_TICK_S, longest_s)
     most_silent = max(1, int(longest_s / period_s) - 1)
-    seen, silent, last_frame = outbox.writes, 0, b""
+    seen = outbox.writes
+    silent = 0
+    last_frame = b""
     while True:
         await asyncio.sleep(period_s)
         silent = silent + 1 if outbox.writes == seen else 0
         frame = keepalive() if silent else b""
         if frame and (frame != last_frame or silent >= most_silent):
             outbox.write(frame)
-            silent, last_frame = 0, frame
+            silent = 0
+            last_frame = frame
         seen = outbox.writes
 
 
@@ -208,7 +217,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
     watcher = asyncio.create_task(_cancel_when_gone(receive, task))
     try:
         await asyncio.wait({task})
-        return None if task.cancelled() else task.result()
+        if task.cancelled():
+            return None
+        return task.result()
     finally:
         await _end(task, watcher)
 
@@ -232,7 +243,8 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 
 
 # So many streams are kept, and so many bytes of each: the newest.
-_MOST_STREAMS, _MOST_BYTES = 32, 2 * 2**20
+_MOST_STREAMS = 32
+_MOST_BYTES = 2 * 2**20
 
 
 class StreamGoneError(
@@ -254,7 +266,9 @@ class KeptStream(Outbox):
 
     def __init__(self, kept: KeptStreams, asked: bytes, produce: Produce) -> None:
         super().__init__()
-        self.account, self.asked, self._kept = caller(), asked, kept
+        self.account = caller()
+        self.asked = asked
+        self._kept = kept
         self.readers: list[Outbox] = []
         self._blocks: deque[bytes] = deque()
         self._first = self._bytes = 0

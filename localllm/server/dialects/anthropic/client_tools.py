@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_TEXT, _WHOLE, _FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+_TEXT = {"type": "string"}
+_WHOLE = {"type": "integer"}
+_FLAG = {"type": "boolean"}
 _RANGE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 
 
@@ -116,8 +118,10 @@ def _text_editor(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, 
 
 
 def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
-    width, height = tool.get("display_width_px"), tool.get("display_height_px")
-    actions, more = [*_POINTER], {}
+    width = tool.get("display_width_px")
+    height = tool.get("display_height_px")
+    actions = [*_POINTER]
+    more = {}
     if version >= 20250124:
         actions += _SINCE_2025
         more = dict(_PARAMETERS_SINCE_2025)

@@ -99,8 +99,11 @@ class MessagesFields(ReasonedFields):
 
     def effort(self) -> str | None:
         """The same; `output_config` names a level of what is not switched off."""
-        found, named = super().effort(), self.output_config and self.output_config.effort
-        return found if found == "none" else named or found
+        found = super().effort()
+        named = self.output_config and self.output_config.effort
+        if found == "none":
+            return found
+        return named or found
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """`output_config.format`, or the form in another dialect's words."""
@@ -144,7 +147,8 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
 
 def _toolbox(sent: list[dict[str, Any]]) -> Toolbox:
     """The tools as functions; skipped are those that only Anthropic's servers run."""
-    kept, skipped = [], []
+    kept = []
+    skipped = []
     for tool in sent:
         function = function_of(tool)
         if function is None:
@@ -159,7 +163,8 @@ def plain_messages(
 ) -> list[dict[str, Any]]:
     """One message in OpenAI's form: tool results become messages of their own. `omitted` collects
     the names of blocks that are left out. Raises RequestError."""
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role must be user or assistant", param=f"{where}.role")
     if not isinstance(content, list):
@@ -182,13 +187,22 @@ def plain_messages(
     plain: dict[str, Any] = {"role": role, "content": parts}
     if calls:
         plain["tool_calls"] = calls
-    return [*results, plain] if parts or calls or not results else results
+    if parts or calls or not results:
+        return [*results, plain]
+    return results
 
 
 def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     said = block.get("content")
-    parts = said if isinstance(said, list) else [{"type": "text", "text": flatten(said, where)}]
-    read: list[Any] = [{"type": "text", "text": FAILED}] if block.get("is_error") is True else []
+    if isinstance(said, list):
+        parts = said
+    else:
+        parts = [{"type": "text", "text": flatten(said, where)}]
+    read: list[Any]
+    if block.get("is_error") is True:
+        read = [{"type": "text", "text": FAILED}]
+    else:
+        read = []
     for i, part in enumerate(parts):
         read += _readable(part, f"{where}[{i}]")
     texts = [p for p in read if not (isinstance(p, Mapping) and p.get("text") == "")]
@@ -221,7 +235,9 @@ def _titled(block: Mapping[str, Any], content: Any) -> list[Any]:
     """What is in a block, behind its title."""
     title = block.get("title")
     parts = content if isinstance(content, list) else _text(content)
-    return [*_text(title), *parts] if isinstance(title, str) and title else parts
+    if isinstance(title, str) and title:
+        return [*_text(title), *parts]
+    return parts
 
 
 def _text(text: Any) -> list[Any]:

@@ -37,7 +37,9 @@ class MessageEvents(ReplyWriter):
     size is known."""
 
     def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
-        self._outbox, self._model, self._progress = outbox, model, progress
+        self._outbox = outbox
+        self._model = model
+        self._progress = progress
         self._block, self._kind = -1, ""  # the open one
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
@@ -136,9 +138,11 @@ def _message(model: ServedModel, usage: ReplyUsage) -> dict[str, Any]:
 def _end_of(outcome: Outcome, n_ctx: int | None) -> dict[str, str | None]:
     """Why it ended. A full window has a reason of its own: a higher limit would not help."""
     used = outcome.usage.prompt_tokens + outcome.usage.completion_tokens
-    reason, sequence = _STOP_REASONS[outcome.reason], None
+    reason = _STOP_REASONS[outcome.reason]
+    sequence = None
     if outcome.stop is not None and outcome.reason == "stop":
-        reason, sequence = "stop_sequence", outcome.stop
+        reason = "stop_sequence"
+        sequence = outcome.stop
     elif outcome.reason == "length" and n_ctx is not None and used >= n_ctx:
         reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": sequence}

@@ -115,13 +115,18 @@ async def _generation(
     bias: dict[int, float] = {}
     for key, amount in sent.items():
         numbered = re.fullmatch("[0-9]{1,10}", str(key))
-        ids = [int(key)] if numbered else await engine.tokenize(str(key), special=False)
+        if numbered:
+            ids = [int(key)]
+        else:
+            ids = await engine.tokenize(str(key), special=False)
         bias.update(dict.fromkeys(ids, amount))
     # No alternatives are the same as no log-probabilities.
     made = fields.generation(
         model.sampling, first_limit(fields.n_predict), logprobs=fields.n_probs or None
     )
-    return replace(made, sampling=replace(made.sampling, logit_bias=bias)) if sent else made
+    if sent:
+        return replace(made, sampling=replace(made.sampling, logit_bias=bias))
+    return made
 
 
 async def _prompts(
@@ -133,7 +138,8 @@ async def _prompts(
     if isinstance(fields, InfillFields):
         return [await _gap(fields, engine)], {}
     if isinstance(sent, PicturedPrompt):
-        where, sees = "prompt.multimodal_data", engine.info.vision
+        where = "prompt.multimodal_data"
+        sees = engine.info.vision
         text, images = images_in_prompt(
             sent.prompt_string, MARKER, sent.multimodal_data, where, vision=sees
         )
@@ -142,8 +148,14 @@ async def _prompts(
         return [sent], {}
     if not sent:
         raise RequestError("prompt is an empty array", param="prompt")
-    each: Sequence[Any] = [sent] if any(isinstance(part, int) for part in sent) else sent
-    return [await _ids([one] if isinstance(one, str) else one, engine) for one in each], {}
+    each: Sequence[Any] = sent
+    if any(isinstance(part, int) for part in sent):
+        each = [sent]
+    prompts: list[str | list[int]] = []
+    for one in each:
+        pieces = [one] if isinstance(one, str) else one
+        prompts.append(await _ids(pieces, engine))
+    return prompts, {}
 
 
 async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
@@ -173,16 +185,20 @@ class CompletionEvents(ReplyWriter):
     def __init__(
         self, outbox: Outbox, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
     ) -> None:
-        self._outbox, self._job, self._model, self._wanted = outbox, job, model, wanted
+        self._outbox = outbox
+        self._job = job
+        self._model = model
+        self._wanted = wanted
         self._ids: list[int] = []
 
     def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
         self._ids += ids
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        more = (
-            f',"completion_probabilities":{json.dumps(probabilities(logprobs))}' if logprobs else ""
-        )
+        if logprobs:
+            more = f',"completion_probabilities":{json.dumps(probabilities(logprobs))}'
+        else:
+            more = ""
         self._outbox.write(
             "data: "
             f'{{"index":{choice},"content":{quote(text)},"tokens":{self._ids},"stop":false{more}}}\n\n'.encode()
@@ -204,7 +220,10 @@ def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, An
     for path in wanted:
         value: Any = body
         for name in path.split("/"):
-            value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+            if isinstance(value, Mapping):
+                value = value.get(name, _ABSENT)
+            else:
+                value = _ABSENT
         if value is not _ABSENT:
             found[path] = value
     return found
@@ -212,7 +231,8 @@ def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, An
 
 def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -> dict[str, Any]:
     """The last object of a stream, or the whole reply."""
-    usage, most = outcome.usage, job.generation.max_tokens
+    usage = outcome.usage
+    most = job.generation.max_tokens
     stop_type = _STOP_TYPES.get(outcome.reason) or ("word" if outcome.stop else "eos")
     return {
         "index": 0,
@@ -247,7 +267,9 @@ def completions(
         if choice.logprobs:
             body["completion_probabilities"] = probabilities(choice.logprobs)
         bodies.append(selected(body, wanted))
-    return bodies[0] if len(bodies) == 1 else bodies
+    if len(bodies) == 1:
+        return bodies[0]
+    return bodies
 
 
 def probabilities(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

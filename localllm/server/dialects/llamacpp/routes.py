@@ -27,7 +27,8 @@ from localllm.server.http.accounts import Account, admins_only, caller
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
-_LOOK_S, _LOOKS_PER_KEEPALIVE = 0.5, 20
+_LOOK_S = 0.5
+_LOOKS_PER_KEEPALIVE = 20
 # Query parameters as the OpenAPI document describes them.
 _MODEL, _NO_SLOT = (
     {"name": name, "in": "query", "schema": {"type": "string"}}

@@ -44,7 +44,8 @@ def remote_tag(model: RemoteModel) -> dict[str, Any]:
 
 def model_details(model: ServedModel, header: Mapping[str, Any] = {}) -> dict[str, Any]:
     """What a model is. `header`: what its file says, of one that isn't loaded."""
-    info, known = model.info, model.facts.details
+    info = model.info
+    known = model.facts.details
     read = header.get("architecture") or str(known.get("architecture", ""))
     family = info.architecture if info else read
     n_params = info.n_params if info else header.get("parameter_count")
@@ -91,7 +92,10 @@ def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
 
 def _expires_at(model: ServedModel, idle_s: float) -> str:
     """When it will be unloaded; the year 1 means never to `ollama ps`."""
-    own_s = idle_s if model.worker.idle_s is None else model.worker.idle_s
+    if model.worker.idle_s is None:
+        own_s = idle_s
+    else:
+        own_s = model.worker.idle_s
     if not own_s or math.isinf(own_s):
         return "0001-01-01T00:00:00Z"
     expires = datetime.now(UTC) + timedelta(seconds=own_s - model.worker.silent_s)
@@ -105,11 +109,10 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
     header: dict[str, Any] = model.facts.details.get("header", dict)()
     details = model_details(model, header)
     architecture = details["family"] or "unknown"
-    width = (
-        {f"{architecture}.embedding_length": header["embedding_length"]}
-        if "embedding_length" in header
-        else {}
-    )
+    if "embedding_length" in header:
+        width = {f"{architecture}.embedding_length": header["embedding_length"]}
+    else:
+        width = {}
     capabilities = model.capabilities
     parameters = _parameters(model)
     if "insert" in capabilities:
@@ -134,12 +137,13 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
 def _parameters(model: ServedModel) -> list[str]:
     """The sampling defaults, one per line."""
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-    lines = (
-        []
-        if model.facts.embeds
-        else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
-    )
-    return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"] if model.served_n_ctx else lines
+    if model.facts.embeds:
+        lines = []
+    else:
+        lines = [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
+    if model.served_n_ctx:
+        return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"]
+    return lines
 
 
 # A function that puts text, thinking and tool calls where the lines of a path have them.
@@ -167,7 +171,9 @@ class JsonLines(ReplyWriter):
     """Writes JSON lines. A tool call is one object, so it waits for the end."""
 
     def __init__(self, outbox: Outbox, model: str, part: Part) -> None:
-        self._outbox, self._model, self._part = outbox, model, part
+        self._outbox = outbox
+        self._model = model
+        self._part = part
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if text or logprobs:
@@ -227,12 +233,15 @@ def _calls(reply: Reply) -> list[dict[str, Any]]:
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`logprobs`, where they were asked for."""
     entries = [logprob_entry(t) if t.top else token_logprob(t.text, t.logprob) for t in tokens]
-    return {"logprobs": entries} if entries else {}
+    if entries:
+        return {"logprobs": entries}
+    return {}
 
 
 def _done(reply: Reply) -> dict[str, Any]:
     """The fields of the last line; durations in nanoseconds."""
-    usage, timings = reply.usage, reply.timings
+    usage = reply.usage
+    timings = reply.timings
     total = timings.queued_s + timings.prefill_s + timings.decode_s
     return {
         "done": True,

@@ -61,7 +61,9 @@ def keep_alive_s(sent: str | float | None) -> float | None:
             )
         length = sum(float(n) * _UNIT_S[unit] for n, unit in _PIECE.findall(sent))
         sent = -length if sent.startswith("-") else length
-    return math.inf if sent < 0 or sent > _FOR_EVER_S else float(sent)
+    if sent < 0 or sent > _FOR_EVER_S:
+        return math.inf
+    return float(sent)
 
 
 class Options(GenerationFields):
@@ -115,7 +117,9 @@ class OllamaBody(ThinkingFields):
 
     def ignored(self) -> list[str]:
         """Names of what has no effect beside the other fields."""
-        return ["top_logprobs"] if self.top_logprobs and not self.logprobs else []
+        if self.top_logprobs and not self.logprobs:
+            return ["top_logprobs"]
+        return []
 
 
 class OllamaChat(OllamaBody):

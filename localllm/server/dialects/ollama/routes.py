@@ -58,8 +58,10 @@ async def _pull(
 ) -> None:
     """Download `ref` in `thread`, reporting lines to `report`, at most one for each ten-thousandth of it. If
     cancelled it stops, and the next call resumes. Raises what the store raises."""
-    loop, left = asyncio.get_running_loop(), threading.Event()
-    digest, said = "", ("", 0)
+    loop = asyncio.get_running_loop()
+    left = threading.Event()
+    digest = ""
+    said = ("", 0)
 
     def on_progress(progress: StoreProgress) -> None:
         nonlocal digest, said
@@ -106,7 +108,8 @@ def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest |
     ignored = fields.ignored()
     if not fields.messages:
         return _preload(fields, model, lines.chat_part)
-    toolbox, messages = Toolbox(checked(fields.tools)), normalise(fields.messages, ignored)
+    toolbox = Toolbox(checked(fields.tools))
+    messages = normalise(fields.messages, ignored)
     task = requests.chat_request(fields, model, messages, toolbox, fields.tool_choice)
     return _translated(task, model, lines.chat_part, ignored, fields)
 
@@ -129,7 +132,10 @@ def generate(fields: requests.OllamaGenerate, model: ServedModel) -> TranslatedR
         task = raw
     else:
         asked = {"role": "user", "content": fields.prompt, "images": fields.images}
-        system = [{"role": "system", "content": fields.system}] if fields.system else []
+        if fields.system:
+            system = [{"role": "system", "content": fields.system}]
+        else:
+            system = []
         task = requests.chat_request(fields, model, normalise([*system, asked]))
     return _translated(task, model, lines.generated_part, ignored, fields)
 
@@ -241,7 +247,8 @@ def _managing(paths: Paths, server: Server) -> None:
         admins_only("fetching a model")
         store = allowed(server.store)
         fields, ignored = read(requests.OllamaPull, await read_json(request, server.settings))
-        name, headers = fields.wanted(), answer_headers(ignored)
+        name = fields.wanted()
+        headers = answer_headers(ignored)
         if fields.stream is False:
             await unless_gone(request.receive, _pull(thread, store, name, lambda line: None))
             return JSONResponse({"status": "success"}, headers=headers)  # or nobody reads it
@@ -307,7 +314,10 @@ def _about_models(paths: Paths, server: Server) -> None:
 
     async def show(fields: requests.OllamaManaged) -> Any:
         model = await server.models.find(fields.wanted())
-        template = (model.info.chat_template or "") if model.info else ""
+        if model.info:
+            template = model.info.chat_template or ""
+        else:
+            template = ""
         return await asyncio.to_thread(lines.show, model, template)
 
     mount_whole(

@@ -82,7 +82,10 @@ class ChatFields(ReasonedFields):
         """Whether the answer continues a final assistant message: yes by default. Raises
         RequestError if the client asks for it and there is none."""
         wanted = self.continue_final_message or self.add_generation_prompt is False
-        field = "continue_final_message" if self.continue_final_message else "add_generation_prompt"
+        if self.continue_final_message:
+            field = "continue_final_message"
+        else:
+            field = "add_generation_prompt"
         if wanted and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other: the answer "
@@ -103,7 +106,9 @@ class ChatFields(ReasonedFields):
         """Alternatives per token to report; None = no log-probabilities. Raises RequestError."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if self.logprobs:
+            return self.top_logprobs or 0
+        return None
 
 
 def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
@@ -141,7 +146,8 @@ class Chunks(ReplyWriter):
     differs. The constant parts are made once: a token costs one JSON string. `counts_in_choice`: the
     usage is in the last choice's end, and no chunk is without a choice."""
 
-    kind, ids = "chat.completion.chunk", "chatcmpl-"
+    kind = "chat.completion.chunk"
+    ids = "chatcmpl-"
     nothing = '"delta":{}'  # of a choice's last chunk
 
     def __init__(
@@ -154,7 +160,9 @@ class Chunks(ReplyWriter):
         *,
         counts_in_choice: bool = False,
     ) -> None:
-        self._outbox, self._job, self._toolbox = outbox, job, toolbox
+        self._outbox = outbox
+        self._job = job
+        self._toolbox = toolbox
         self._include_usage = options is not None and options.include_usage
         self._counts_in_choice = counts_in_choice
         self._inputs: dict[tuple[int, int], CustomInputReader] = {}
@@ -196,7 +204,10 @@ class Chunks(ReplyWriter):
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         called = self._toolbox.called(name)
-        kind, content = ("custom", INPUT) if called.custom else ("function", "arguments")
+        if called.custom:
+            kind, content = ("custom", INPUT)
+        else:
+            kind, content = ("function", "arguments")
         if called.custom:
             self._inputs[choice, index] = CustomInputReader()
         begun = f'"type":"{kind}","{kind}":{{"name":{quote(name)},"{content}":""}}'

@@ -112,7 +112,8 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
 class CompletionChunks(Chunks):
     """Writes text_completion events; `echo` puts the prompt before each choice's answer."""
 
-    kind, ids = "text_completion", "cmpl-"
+    kind = "text_completion"
+    ids = "cmpl-"
     nothing = '"text":""'
 
     def __init__(
@@ -135,7 +136,10 @@ class CompletionChunks(Chunks):
                 self.text(i, str(prompts[i // self._job.n]), ())
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        data = json.dumps(logprobs_body(logprobs, self._tokens_end[choice])) if logprobs else "null"
+        if logprobs:
+            data = json.dumps(logprobs_body(logprobs, self._tokens_end[choice]))
+        else:
+            data = "null"
         self._tokens_end[choice] = offsets(logprobs, self._tokens_end[choice])[-1]
         self._send(choice, f'"text":{quote(text)}', data)
 
@@ -144,10 +148,14 @@ def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool)
     prompts = (job.prompt, *job.also)
     choices = []
     for i, choice in enumerate(reply.choices):
-        text = f"{prompts[i // job.n]}{choice.text}" if echo else choice.text
-        logprobs = (
-            logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
-        )
+        if echo:
+            text = f"{prompts[i // job.n]}{choice.text}"
+        else:
+            text = choice.text
+        if job.generation.logprobs is not None:
+            logprobs = logprobs_body(tuple(choice.logprobs))
+        else:
+            logprobs = None
         choices.append(
             {"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
         )
@@ -190,6 +198,9 @@ def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
     for text, token, logprob in top:
         data = text.encode("utf-8", "surrogateescape")
         plain = data.decode("utf-8", "replace")
-        name = plain if plain.encode() == data else "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+        if plain.encode() == data:
+            name = plain
+        else:
+            name = "bytes:" + "".join(f"\\x{b:02x}" for b in data)
         named[name if name not in named else f"token_id:{token}"] = logprob
     return named

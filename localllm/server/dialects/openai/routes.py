@@ -122,7 +122,9 @@ def status(model: ServedModel) -> dict[str, Any]:
 
 def codex_entry(model: ServedModel) -> dict[str, Any]:
     """One model in the format of Codex's catalogue."""
-    name, n_ctx, reasons = model.name, model.served_n_ctx, "thinking" in model.capabilities
+    name = model.name
+    n_ctx = model.served_n_ctx
+    reasons = "thinking" in model.capabilities
     efforts = ("none", "low", "medium", "high") if reasons else ()
     return {
         "slug": name,
@@ -223,7 +225,8 @@ def routes(server: Server) -> Paths:
         if speaks_anthropic(request.scope):
             wanted, _ = read(PageFields, request.query_params)
             return page([*map(model_entry, server.models.names())], wanted)
-        ours, theirs = server.models.names(), server.models.elsewhere()
+        ours = server.models.names()
+        theirs = server.models.elsewhere()
         return {
             "object": "list",
             "data": [*map(entry, ours), *map(remote_entry, theirs)],
@@ -237,7 +240,10 @@ def routes(server: Server) -> Paths:
         if speaks_anthropic(request.scope):
             return model_entry(server.models.listed(model_id))
         elsewhere = server.models.upstreams
-        remote = elsewhere.find(model_id) if elsewhere is not None else None
+        if elsewhere is not None:
+            remote = elsewhere.find(model_id)
+        else:
+            remote = None
         if remote is not None and server.models.offered(model_id) is None:
             return remote_entry(remote)
         return entry(server.models.listed(model_id))
@@ -258,8 +264,9 @@ def routes(server: Server) -> Paths:
         data = []
         for i, row in enumerate(rows):
             shaped = vectors.cut(row, fields.dimensions)
-            as_text = fields.encoding_format == "base64"
-            vector = base64.b64encode(shaped).decode() if as_text else vectors.numbers(shaped)
+            vector: str | list[float] = vectors.numbers(shaped)
+            if fields.encoding_format == "base64":
+                vector = base64.b64encode(shaped).decode()
             data.append({"object": "embedding", "index": i, "embedding": vector})
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "model": name, "data": data, "usage": usage}

@@ -71,14 +71,19 @@ class ResponseEvents(ReplyWriter):
     ) -> None:
         self._outbox = Outbox()  # of an answer that is not streamed nobody reads it
         self._compacted = ""
-        self._toolbox, self._keep, self._silence_s = toolbox, keep, silence_s
+        self._toolbox = toolbox
+        self._keep = keep
+        self._silence_s = silence_s
         self._sequence = 0  # events so far
         self._said_s = time.monotonic()
         self._text_of: CustomInputReader | None = None
         self._open: dict[str, Any] | None = None
         self._kind = ""  # of the open item
         tier = fields.service_tier
-        self._thought = "summary" if fields.summarises() else "reasoning"
+        if fields.summarises():
+            self._thought = "summary"
+        else:
+            self._thought = "reasoning"
         echoed = (
             "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
             "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
@@ -108,7 +113,8 @@ class ResponseEvents(ReplyWriter):
 
     def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
         """Write events into `outbox`; returns itself. `compacted`: what compaction left out."""
-        self._outbox, self._compacted = outbox, compacted
+        self._outbox = outbox
+        self._compacted = compacted
         return self
 
     def start(self) -> None:
@@ -145,16 +151,23 @@ class ResponseEvents(ReplyWriter):
         called = self._toolbox.called(name)
         self._text_of = CustomInputReader() if called.custom else None
         kind = "custom_tool_call" if called.custom else "function_call"
-        space = {} if called.namespace is None else {"namespace": called.namespace}
+        if called.namespace is None:
+            space = {}
+        else:
+            space = {"namespace": called.namespace}
         self._enter(kind, call_id=new_id("call_"), name=called.name, **space)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        data = text if self._text_of is None else self._text_of.feed(text)
+        if self._text_of is None:
+            data = text
+        else:
+            data = self._text_of.feed(text)
         if data:
             self._delta(data)
 
     def end(self, reply: Reply) -> None:
-        outcome, usage = reply.choices[0].outcome, reply.usage
+        outcome = reply.choices[0].outcome
+        usage = reply.usage
         cut = outcome.reason in CUT
         # A call that is whole when the answer is cut has been said to its end.
         called = self._open is not None and self._kind.endswith("_call")
@@ -209,7 +222,10 @@ class ResponseEvents(ReplyWriter):
 
     def _part(self, text: str) -> dict[str, Any]:
         """The part of the open item, with the log-probabilities there are."""
-        more = {"annotations": [], "logprobs": self._logprobs} if self._kind == "message" else {}
+        if self._kind == "message":
+            more = {"annotations": [], "logprobs": self._logprobs}
+        else:
+            more = {}
         return {"type": _KINDS[self._kind][5], "text": text, **more}
 
     def _leave(self, status: str = "completed") -> None:

@@ -30,7 +30,8 @@ from localllm.server.http.asgi import new_id
 from localllm.server.http.recent import RecentlyUsed
 
 # Entries, and characters as JSON.
-_MAX_ENTRIES, _MAX_CHARS = 256, 64 * 2**20
+_MAX_ENTRIES = 256
+_MAX_CHARS = 64 * 2**20
 _KEPT = "responses are kept in memory until the server stops; send the whole conversation"
 
 
@@ -53,13 +54,20 @@ def typed(item: Mapping[str, Any]) -> dict[str, Any]:
     """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which
     a client may leave out."""
     kind = item.get("type") or "message"
-    more: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"status": "completed"}
+    more: dict[str, Any]
+    if kind == "reasoning":
+        more = {"summary": []}
+    else:
+        more = {"status": "completed"}
     sent = {name: value for name, value in item.items() if value is not None}
     whole = {"id": new_id(_ID_HEADS.get(kind, "item") + "_"), **more, **sent, "type": kind}
     if kind == "message":
         content = item.get("content") or ""
         if not isinstance(content, list):
-            part = "output_text" if item.get("role") == "assistant" else "input_text"
+            if item.get("role") == "assistant":
+                part = "output_text"
+            else:
+                part = "input_text"
             content = [{"type": part, "text": content}]
         whole["content"] = [
             {**_PART_DEFAULTS.get(str(part.get("type")), {}), **part}
@@ -175,7 +183,9 @@ class ResponsesFields(ReasonedFields):
     def alternatives(self) -> int | None:
         """Alternatives per token to report; None = no log-probabilities."""
         wanted = "message.output_text.logprobs" in (self.include or ())
-        return 0 if wanted and self.top_logprobs is None else self.top_logprobs
+        if wanted and self.top_logprobs is None:
+            return 0
+        return self.top_logprobs
 
 
 def input_items(fields: ResponsesFields, store: ResponseStore) -> list[Any]:
@@ -199,7 +209,9 @@ def _stored(item: Any, where: str, store: ResponseStore) -> Any:
     if not isinstance(item, Mapping):
         raise RequestError(f"{where} must be an object", param=where)
     reference = item.get("type") == "item_reference" or set(item) == {"id"}
-    return store.item(str(item.get("id")), where) if reference else item
+    if reference:
+        return store.item(str(item.get("id")), where)
+    return item
 
 
 def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
@@ -219,7 +231,10 @@ def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]
             messages[-1].setdefault("tool_calls", []).append(_call(item, kind))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             said = item.get("output")
-            content = said if isinstance(said, str | list) or said is None else json.dumps(said)
+            if isinstance(said, str | list) or said is None:
+                content = said
+            else:
+                content = json.dumps(said)
             answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
             messages.append(answer)
         else:
@@ -232,7 +247,10 @@ def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]
 
 
 def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    arguments = item.get("arguments") if kind == "function_call" else {INPUT: item.get("input")}
+    if kind == "function_call":
+        arguments = item.get("arguments")
+    else:
+        arguments = {INPUT: item.get("input")}
     name = flat_name(item.get("name"), item.get("namespace"))
     return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
 

@@ -54,7 +54,8 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
     async def get(request: Request) -> dict[str, Any] | Response:
         """A stored response; with `stream=true` the events of one that is kept, behind the number
         `starting_after`."""
-        response_id, asked = request.path_params["response_id"], request.query_params
+        response_id = request.path_params["response_id"]
+        asked = request.query_params
         if asked.get("stream", "false").lower() in ("false", "0"):
             return stores.current().get(response_id).body
         stream = server.kept.find(response_id)

@@ -33,7 +33,9 @@ def as_text(content: Content | None) -> str:
 
 def _option(name: str, about: Content | None) -> str:
     described = as_text(about)
-    return f"{name}: {described}" if described else name
+    if described:
+        return f"{name}: {described}"
+    return name
 
 
 class _Question(BodyPart):
@@ -130,7 +132,8 @@ class NoulQuestion(_Question):
 
     def options(self) -> dict[Any, str]:
         about = self.criteria or {}
-        yes, no = about.get("true"), about.get("false")
+        yes = about.get("true")
+        no = about.get("false")
         return {True: _option("Yes, true", yes), False: _option("No, false", no)}
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
@@ -146,7 +149,9 @@ Question: TypeAlias = Annotated[
 def choice_confidence(p: Probabilities) -> float:
     """How far the greatest probability is above chance: 0 where all are alike, 1 where one is
     certain (TypeSafe's formula, also llama.cpp's: tools/server/server-decision.cpp)."""
-    return 1.0 if len(p) < 2 else max(0.0, (max(p) - 1 / len(p)) / (1 - 1 / len(p)))
+    if len(p) < 2:
+        return 1.0
+    return max(0.0, (max(p) - 1 / len(p)) / (1 - 1 / len(p)))
 
 
 def score_confidence(p: Probabilities) -> float:
@@ -154,7 +159,8 @@ def score_confidence(p: Probabilities) -> float:
     distribution around its middle (the same sources)."""
     if len(p) < 2:
         return 1.0
-    mode, middle = max(range(len(p)), key=lambda i: p[i]), (len(p) - 1) / 2
+    mode = max(range(len(p)), key=lambda i: p[i])
+    middle = (len(p) - 1) / 2
     distance = sum(share * abs(i - mode) for i, share in enumerate(p))
     return max(0.0, 1 - distance * len(p) / sum(abs(i - middle) for i in range(len(p))))
 
@@ -188,7 +194,9 @@ def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
 def saved_temperature(fingerprint: str) -> float:
     """What was fitted for the model with that fingerprint; 1 where nothing was."""
     said = json_store.read(_file(fingerprint)).get("temperature")
-    return float(said) if isinstance(said, int | float) and 0 < said < math.inf else 1.0
+    if isinstance(said, int | float) and 0 < said < math.inf:
+        return float(said)
+    return 1.0
 
 
 def save_temperature(fingerprint: str, temperature: float, examples: int) -> None:

@@ -54,10 +54,8 @@ class CannotDecideError(UnsupportedError, code="not_implemented", http_status=50
 def _spent(costs: Sequence[Usage]) -> dict[str, Any]:
     """The usage of an answer: tokens of the prompts, their common beginning counted once; how many
     of them were in the cache before; forks."""
-    tokens, cached = (
-        sum(cost.prompt_tokens for cost in costs),
-        sum(c.cached_tokens for c in costs),
-    )
+    tokens = sum(cost.prompt_tokens for cost in costs)
+    cached = sum(c.cached_tokens for c in costs)
     return {
         "input_tokens": tokens,
         "output_tokens": sum(cost.completion_tokens for cost in costs),
