@@ -44,7 +44,10 @@ def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> f
     moved = 0.0
     for layer, count in facts(model).groups:
         if _holds_scores(layer, fused_heads):
-            seen = min(context, layer.window or context) if layer.kind == "sliding" else context
+            if layer.kind == "sliding":
+                seen = min(context, layer.window or context)
+            else:
+                seen = context
             moved += count * (layer.n_heads or model.n_heads) * seen
     return _PASSES * _BYTES * moved
 

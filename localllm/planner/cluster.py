@@ -134,12 +134,17 @@ def divide(
         fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
         if position == 0:
             fixed += parts.input_bytes + parts.own_output_bytes
-        most = -(-len(left) // (len(order) - position)) if are_equal else len(left)
+        if are_equal:
+            most = -(-len(left) // (len(order) - position))
+        else:
+            most = len(left)
         needs = [fixed + n_bytes for n_bytes in accumulate(left[:most])]
         n = bisect_right(needs, device.room_bytes)
         shares.append(Share(device, n, needs[n - 1] if n else 0, device.room_bytes))
         left = left[n:]
-    return None if left else tuple(shares)
+    if left:
+        return None
+    return tuple(shares)
 
 
 def plan(
@@ -274,7 +279,8 @@ class SharedPlan:
 
 def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     """Why `variant` can't be shared by `devices`; "" where it can."""
-    n, backend = len(devices), backend_of(variant)
+    n = len(devices)
+    backend = backend_of(variant)
     runs = backend.tensor_parallel and all(backend.runs_on(d.accelerator) for d in devices)
     heads = {
         model.n_heads,
@@ -338,7 +344,10 @@ def tensor_parallel_decode(
     )
     saved_s = (1 - 1 / n) * read / (slowest.bandwidth_gbps.value * 1e9)
     # What adding up takes, at best and at worst.
-    messages_s = _RDMA_S if link.name == "Thunderbolt 5" else link.latency_s
+    if link.name == "Thunderbolt 5":
+        messages_s = _RDMA_S
+    else:
+        messages_s = link.latency_s
     best_s, worst_s = (_SUMS_A_LAYER * len(model.layers) * s for s in messages_s)
     usual_s = (best_s * worst_s) ** 0.5
     most = n * alone.high
@@ -372,7 +381,8 @@ def tensor_parallel_prefill(
         / link.bytes_per_s
     )
     value = 1 / (1 / slowest.value / n + crossing_s)
-    low, high = 1 / (1 / slowest.low + crossing_s), n * slowest.high
+    low = 1 / (1 / slowest.low + crossing_s)
+    high = n * slowest.high
     return Range(
         value, min(low, value), max(high, value), "its arithmetic divided; at worst no gain"
     )

@@ -68,7 +68,9 @@ _APART_POWER = 0.5
 
 def further(n_sequences: int) -> float:
     """As how many the sequences beside the first count, for the arithmetic of a step."""
-    return float((n_sequences - 1) ** _FURTHER_POWER) if n_sequences > 1 else 0.0
+    if n_sequences > 1:
+        return float((n_sequences - 1) ** _FURTHER_POWER)
+    return 0.0
 
 
 def apart(n_sequences: int) -> float:
@@ -110,18 +112,18 @@ class Hardware:
     def timed_flops_s(self, model: Model, variant: Variant) -> tuple[float, float] | None:
         """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was
         timed on a processor."""
-        return (
-            kernels.flops_s(self.rates, model, variant, stored=self.stored) if self.rates else None
-        )
+        if self.rates:
+            return kernels.flops_s(self.rates, model, variant, stored=self.stored)
+        return None
 
     def timed_row_s(self, model: Model, variant: Variant, rows: int) -> float | None:
         """Seconds of multiplying one of `rows` tokens that are computed together, where its type
         was timed on a processor."""
         flops_s = kernels.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
         read = streamed(model, variant)
-        return (
-            2 * (read.dense_params + read.routed_params) / flops_s if flops_s is not None else None
-        )
+        if flops_s is not None:
+            return 2 * (read.dense_params + read.routed_params) / flops_s
+        return None
 
 
 @lru_cache(4096)
@@ -130,20 +132,21 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     tflops, _ = efficiency.nominal_tflops(device, backend)
     name = device.match or device.name
     share = efficiency.share(efficiency.part(name), device.compute_units)
-    clock_ghz = (
-        efficiency.REFERENCE_GHZ if device.accelerator == "cpu" else efficiency.clock_ghz(name)
-    )
-    keys, bandwidth_gbps = efficiency.device_keys(device, backend), device.bandwidth_gbps.value
+    if device.accelerator == "cpu":
+        clock_ghz = efficiency.REFERENCE_GHZ
+    else:
+        clock_ghz = efficiency.clock_ghz(name)
+    keys = efficiency.device_keys(device, backend)
+    bandwidth_gbps = device.bandwidth_gbps.value
     if device.accelerator == "cpu" and device.bandwidth_gbps.basis not in ("measured", "reported"):
         cores_gbps = CPU_CORE_GBPS * (device.n_cpu_cores or math.inf)
         bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
-    lanes = (
-        efficiency.lane_tflops(name, device.compute_units)
-        if kernel_facts(keys).unpacks_kv_on_lanes
-        else 0.0
-    )
+    if kernel_facts(keys).unpacks_kv_on_lanes:
+        lanes = efficiency.lane_tflops(name, device.compute_units)
+    else:
+        lanes = 0.0
     return Hardware(
         keys,
         bandwidth_gbps,
@@ -216,18 +219,26 @@ def decode_parts(
 ) -> dict[str, CostTerm]:
     """What a decode step of `n_sequences`, each at `depth` tokens of context, is made of: the law
     without its coefficients, which benchmarks/planner_fit finds and `decode_terms` reads."""
-    bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
+    bandwidth = hardware.bandwidth_gbps * 1e9
+    units = hardware.tflops * 1e12
     plain_units = (hardware.plain_tflops or hardware.tflops) * 1e12
-    read, known = streamed(model, variant), facts(model)
+    read = streamed(model, variant)
+    known = facts(model)
     core: Powers = (("moe", 1),) if model.experts is not None else ()
     weights: Powers = (("eta", -1), ("quant", 1), *core)
     wait: Powers = (("clock", lag(hardware.clock_ghz)), *core)
     unpack: Powers = (("unpack", -1), *core)
     # Weights are multiplied as they lie, or unpacked by arithmetic. (A processor's rate of reading
     # has that in it.)
-    unpacked = 0 if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS else 2
+    if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS:
+        unpacked = 0
+    else:
+        unpacked = 2
     hard = kernels.unpack_flops(variant, hardware.keys)
-    n_routed = read.step_routed_params(model, apart(n_sequences)) if unpacked or hard else 0.0
+    if unpacked or hard:
+        n_routed = read.step_routed_params(model, apart(n_sequences))
+    else:
+        n_routed = 0.0
     kv = CostTerm(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
     if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
         kv = CostTerm(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
@@ -309,7 +320,9 @@ def further_parts(
     counts whichever is longer.)"""
     if n_sequences <= 1 or hardware.engine == "cpu":
         return ()
-    read, known, more = streamed(model, variant), facts(model), further(n_sequences)
+    read = streamed(model, variant)
+    known = facts(model)
+    more = further(n_sequences)
     mixture: Powers = (("moe", 1),) if model.experts is not None else ()
     arithmetic = 2 * (read.dense_params + read.routed_params) / (hardware.tflops * 1e12)
     shared = more * _ROW_TFLOPS / hardware.tflops
@@ -336,7 +349,10 @@ def weight_share(
         bytes_a_weight = read.total_bytes / (read.dense_params + read.routed_params)
         return min(PEAK_SHARE, measured[1] / 2 * bytes_a_weight / (hardware.bandwidth_gbps * 1e9))
     laid_out = not hardware.stored and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
-    gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and laid_out else 1.0
+    if hardware.engine == "cpu" and laid_out:
+        gain = _CPU_LAID_OUT_GAIN
+    else:
+        gain = 1.0
     return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
 
 
@@ -348,11 +364,9 @@ def lag(clock_ghz: float) -> float:
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
     """KV bytes one token's attention reads after `depth` tokens."""
-    return (
-        int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type)))
-        if depth > 0
-        else 0
-    )
+    if depth > 0:
+        return int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type)))
+    return 0
 
 
 def state_traffic_bytes(model: Model) -> int:
@@ -368,7 +382,10 @@ def attention_flops(layer: Layer, n_heads: int, depth: float, *, beside: float =
         return 2 * n_heads * (2 * layer.mla_rank + layer.mla_rope_dim) * depth
     if layer.kind not in ("full", "sliding"):
         return 0.0
-    seen = min(depth, layer.window + beside) if layer.kind == "sliding" and layer.window else depth
+    if layer.kind == "sliding" and layer.window:
+        seen = min(depth, layer.window + beside)
+    else:
+        seen = depth
     return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
 
 

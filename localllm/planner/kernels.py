@@ -35,21 +35,25 @@ def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
     """What attention computes of a micro-batch although the mask hides it, as shares: of the tokens
     after one, and of those before its window."""
     row = facts(keys)
-    return (
-        row.masked_large if row.masked_large is not None and batch >= _LARGE_BATCH else row.masked
-    )
+    if row.masked_large is not None and batch >= _LARGE_BATCH:
+        return row.masked_large
+    return row.masked
 
 
 def read_share(variant: Variant, keys: Keys) -> float:
     """Share of the usual rate at which weights of this format are read for one token."""
     row = facts(keys)
-    return 1.0 if efficiency.quant_class(variant) in row.read_fast else row.read_share
+    if efficiency.quant_class(variant) in row.read_fast:
+        return 1.0
+    return row.read_share
 
 
 def experts_read_share(variant: Variant, keys: Keys) -> float:
     """The same of chosen experts."""
     share = facts(keys).bf16_experts_share
-    return share if variant.quant.upper() == "BF16" and share < 1 else read_share(variant, keys)
+    if variant.quant.upper() == "BF16" and share < 1:
+        return share
+    return read_share(variant, keys)
 
 
 def unpack_flops(variant: Variant, keys: Keys) -> float:
@@ -63,7 +67,8 @@ def matrix_share(variant: Variant, keys: Keys) -> float:
 
     A processor's are those of Q4_K laid out anew, where this type was not timed itself.
     """
-    row, quant = facts(keys), variant.quant.upper()
+    row = facts(keys)
+    quant = variant.quant.upper()
     if quant == "BF16" and row.bf16_share < 1:
         return row.bf16_share
     if keys[0] == "cpu" and quant in CPU_PLAIN_FORMATS:
@@ -79,7 +84,8 @@ _RAISED_HIGH = "Q8_0"
 # Up to so many tokens at once a matrix is multiplied token by token; from so many on as fast as a
 # whole prompt's. (Products of Q4_K as stored, two Zen cores: 155, 150, 154, 191, 331, 457 and 506
 # GFLOP/s with 1, 2, 4, 8, 16, 32 and 64 tokens.)
-_FEW, _MANY = 2, 64
+_FEW = 2
+_MANY = 64
 _UNMIXED = ("Q8_0", "F16", "BF16", "F32")
 # Of these the output alone is raised, which a prompt is not multiplied with but for its last token.
 _OUTPUT_RAISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -121,7 +127,9 @@ def parts(model: Model, variant: Variant) -> tuple[WeightPart, ...]:
     """What one token is multiplied with, by type. A file says its bits, and its name the type of
     most of it; what is above that type's bits is of the type that mixtures raise their better
     matrices to."""
-    base, read, found = base_type(variant), streamed(model, variant), list[WeightPart]()
+    base = base_type(variant)
+    read = streamed(model, variant)
+    found = list[WeightPart]()
     both = (
         (False, read.dense_bytes, read.dense_params),
         (True, read.routed_bytes, read.routed_params),
@@ -142,9 +150,14 @@ def _raised(base: str, bits: float) -> tuple[str, float]:
     if base in _UNMIXED:
         return base, 0.0
     low, high = (float(quants.GGUF_TYPES[name].bits) for name in (base, _RAISED))
-    raised = _RAISED_HIGH if base == "MXFP4" or bits > high >= low else _RAISED
+    if base == "MXFP4" or bits > high >= low:
+        raised = _RAISED_HIGH
+    else:
+        raised = _RAISED
     high = float(quants.GGUF_TYPES[raised].bits)
-    return (raised, min(max((bits - low) / (high - low), 0.0), 1.0)) if high > low else (base, 0.0)
+    if high > low:
+        return raised, min(max((bits - low) / (high - low), 0.0), 1.0)
+    return base, 0.0
 
 
 def _timed(
@@ -175,7 +188,8 @@ def flops_s(
 ) -> tuple[float, float] | None:
     """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices; None where its main type
     was not timed."""
-    timed, base = _timed(rates, model, variant, stored=stored), base_type(variant)
+    timed = _timed(rates, model, variant, stored=stored)
+    base = base_type(variant)
     if not timed:
         return None
     is_plain = base not in _OUTPUT_RAISED
@@ -190,7 +204,8 @@ def rows_flops_s(
     """FLOP/s of the file's matrices in a step over `rows` tokens, such as several streams' or a
     draft's; None as `flops_s`. Experts get a share of the rows each, which is one for as long as
     there are more experts than rows."""
-    timed, x = _timed(rates, model, variant, stored=stored), model.experts
+    timed = _timed(rates, model, variant, stored=stored)
+    x = model.experts
     each = rows if x is None else rows * x.n_active / x.n_experts
     rated = [
         (
@@ -199,7 +214,9 @@ def rows_flops_s(
         )
         for part, at in timed
     ]
-    return _mean_flops_s(rated) if rated else None
+    if rated:
+        return _mean_flops_s(rated)
+    return None
 
 
 def _between(token: float, prompt: float, rows: float) -> float:
@@ -237,14 +254,18 @@ def layout(
         # Held so once for a whole session, whose first prompt nothing of is cached.
         return need.prompt_tokens / prompt + _ANSWER_TOKENS / token
 
-    return "stored" if work(stored) < work(usual) else "auto"
+    if work(stored) < work(usual):
+        return "stored"
+    return "auto"
 
 
 def types_to_time(device: Device, variant: Variant) -> list[str]:
     """The types whose kernels are worth timing before `variant` is planned on `device`: they decide
     how its weights are held and how fast it is said to be."""
     heavy = (variant.weights_bytes or variant.file_bytes) >= _WORTH_TIMING_BYTES
-    return types_needed(variant) if heavy and _on_the_processor(device, variant) else []
+    if heavy and _on_the_processor(device, variant):
+        return types_needed(variant)
+    return []
 
 
 def _on_the_processor(device: Device, variant: Variant) -> bool:

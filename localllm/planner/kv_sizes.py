@@ -89,8 +89,10 @@ def kv_bytes(model: Model, settings: RunSettings) -> int:
 def _kv_bytes_of(layer: Layer, settings: RunSettings) -> int:
     """Bytes of one layer's KV, in whole numbers: fractions cost ten times as long. (Cells come in
     whole blocks of every type.)"""
-    cells, (width_k, width_v) = kv_cells(layer, settings), kv_widths(layer)
-    k, v = quants.kv_element_bytes(settings.kv_type_k), quants.kv_element_bytes(settings.kv_type_v)
+    cells = kv_cells(layer, settings)
+    (width_k, width_v) = kv_widths(layer)
+    k = quants.kv_element_bytes(settings.kv_type_k)
+    v = quants.kv_element_bytes(settings.kv_type_v)
     both = width_k * k.numerator * v.denominator + width_v * v.numerator * k.denominator
     return cells * both // (k.denominator * v.denominator)
 
@@ -140,12 +142,11 @@ def _mlx_group(model: Model) -> int:
 def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
     """Bytes one cached element takes in MLX: 2 in the model's own 16-bit type, else its bits and
     its group's share."""
-    bits, group = _MLX_KV_BITS.get(kv_type, 0), _mlx_group(model)
-    return (
-        Fraction(bits, 8) + Fraction(_MLX_GROUP_EXTRA_BYTES, group)
-        if bits and group
-        else Fraction(F16)
-    )
+    bits = _MLX_KV_BITS.get(kv_type, 0)
+    group = _mlx_group(model)
+    if bits and group:
+        return Fraction(bits, 8) + Fraction(_MLX_GROUP_EXTRA_BYTES, group)
+    return Fraction(F16)
 
 
 def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
@@ -157,6 +158,9 @@ def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
         if layer.kind in ("recurrent", "none") or layer.shares_kv:
             continue
         bounded = layer.kind == "sliding" and layer.window
-        cells = min(context, layer.window * settings.slots) if bounded else context
+        if bounded:
+            cells = min(context, layer.window * settings.slots)
+        else:
+            cells = context
         elements += count * cells * sum(kv_widths(layer))
     return int(elements * mlx_element_bytes(model, settings.kv_type))

@@ -64,14 +64,11 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
     n_batch = settings.n_batch
     hidden = model.hidden_size
     heads = model.n_heads * model.head_dim
-    width = (
-        3 * model.intermediate_size + 3 * hidden + heads
-        if model.intermediate_size
-        else 3 * hidden + heads
-    )
+    width = 3 * model.intermediate_size + 3 * hidden + heads
     if model.experts is not None:
         x = model.experts
-        rows, narrow = x.n_active * hidden, x.n_active * x.intermediate
+        rows = x.n_active * hidden
+        narrow = x.n_active * x.intermediate
         shared = 2 * hidden if x.n_shared else 0
         width = max(width, 3 * narrow + 3 * hidden + heads, 2 * narrow + 2 * rows + shared)
     # Hyper-connections hold that many streams of hidden states in place of the two that are
@@ -138,12 +135,12 @@ def whole_weights(model: Model, variant: Variant, device: Device | None) -> tupl
         return total, 0
     embedding = min(total, embedding_bytes(model, variant))
     if device.kind == "unified":
-        return total + (
-            embedding
-            if model.tied_embeddings and not KINDS[device.accelerator].shares_tables
-            else 0
-        ), 0
-    return (total, embedding) if model.tied_embeddings else (total - embedding, embedding)
+        if model.tied_embeddings and not KINDS[device.accelerator].shares_tables:
+            total += embedding
+        return total, 0
+    if model.tied_embeddings:
+        return total, embedding
+    return total - embedding, embedding
 
 
 # --- runtime --------------------------------------------------------------------------------------
@@ -152,11 +149,9 @@ def whole_weights(model: Model, variant: Variant, device: Device | None) -> tupl
 def overhead_bytes(device: Device | None) -> int:
     """What the runtime itself keeps on the accelerator, in bytes; once for each of several
     cards."""
-    return (
-        0
-        if device is None
-        else device.n_gpus * KINDS[device.accelerator].runtime_bytes(device.compute_units)
-    )
+    if device is None:
+        return 0
+    return device.n_gpus * KINDS[device.accelerator].runtime_bytes(device.compute_units)
 
 
 def dequantised_bytes(model: Model, settings: RunSettings) -> int:
@@ -177,7 +172,10 @@ def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> i
     # planner's figure.
     if device is None or device.accelerator == "cpu":
         return compute_bytes(model, settings)
-    widened = dequantised_bytes(model, settings) if KINDS[device.accelerator].dequantises_kv else 0
+    if KINDS[device.accelerator].dequantises_kv:
+        widened = dequantised_bytes(model, settings)
+    else:
+        widened = 0
     # The mask is written by the host and kept by the device for the whole step: two in one memory.
     if device.kind == "unified":
         widened += 2 * F16 * _attention_mask_cells(model, settings) * settings.n_batch
@@ -189,7 +187,8 @@ def host_compute_bytes(model: Model, settings: RunSettings) -> int:
     the hidden states at both ends; what it computes of experts; where layers are its own, what they
     take. Held against llama.cpp's plans with a device beside the processor: exact with nothing or
     whole layers there, up to 12 MiB over with experts."""
-    n_layers, placed = len(model.layers), settings.placement
+    n_layers = len(model.layers)
+    placed = settings.placement
     ends = F16 * _attention_mask_cells(model, settings) * settings.n_batch
     ends += 2 * F32 * model.hidden_size * settings.n_batch
     if placed.first_gpu_layer(n_layers) > 0:
@@ -220,7 +219,8 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
 
 def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> places.Ledger:
     """What each layer weighs in this run."""
-    kv, state = layer_kv_bytes(model, settings), layer_state_bytes(model, settings)
+    kv = layer_kv_bytes(model, settings)
+    state = layer_state_bytes(model, settings)
     found = places.parts(model, variant)
     rows = tuple((d, e, k, s) for (d, e), k, s in zip(found.layers, kv, state, strict=True))
     return places.Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes)
@@ -260,22 +260,29 @@ def _need_apart(
     model: Model, variant: Variant, settings: RunSettings, device: Device
 ) -> MemoryNeed:
     """`need` of a card, or several, with memory of their own beside the host's."""
-    placed, n_cards = settings.placement, device.n_gpus
-    kv, state = kv_bytes(model, settings), recurrent_bytes(model, settings)
+    placed = settings.placement
+    n_cards = device.n_gpus
+    kv = kv_bytes(model, settings)
+    state = recurrent_bytes(model, settings)
     host_kv = host_state = 0
     rows: list[int] = []
     if placed.is_split or n_cards > 1 or variant.layer_bytes:
         book = layer_ledger(model, variant, settings)
         host_kv, host_state = book.host_kv_bytes(placed)
-        kv, state = kv - host_kv, state - host_state
+        kv = kv - host_kv
+        state = state - host_state
         rows = book.device_layers(placed)
-        weights, host_weights = sum(rows) - kv - state, book.host_weights_bytes(placed)
+        weights = sum(rows) - kv - state
+        host_weights = book.host_weights_bytes(placed)
     else:
         weights, host_weights = whole_weights(model, variant, device)
     is_used = placed.gpu_layers != 0
     # Every card of several holds the buffers of its own layers' graph.
     copies = pipeline_bytes(model, settings, n_cards)
-    compute = _step_bytes(model, settings, device) + copies if is_used else 0
+    if is_used:
+        compute = _step_bytes(model, settings, device) + copies
+    else:
+        compute = 0
     overhead = overhead_bytes(device) if is_used else 0
     drafted = _draft_bytes(model, variant, settings, device)
     logits = output_bytes(model, settings.slots)
@@ -349,7 +356,8 @@ _HEADS_DRAFT_CELLS = 48
 _REWIND_TOKENS = 3
 # What a trained drafter reads at once there (localllm_backends/llamacpp/companion.py), and layers
 # whose rows it reads, about.
-_COMPANION_BATCH, _COMPANION_LAYERS = 128, 5
+_COMPANION_BATCH = 128
+_COMPANION_LAYERS = 5
 
 
 def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
@@ -358,14 +366,14 @@ def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
     state, and where the model's own `heads` draft."""
     kinds = {layer.kind for layer, _ in facts(model).groups}
     plain = not kinds & {"sliding", "recurrent"}
-    return (
-        0
-        if plain
+    if (
+        plain
         or heads
         or not backend_of(variant).spare_sequence
         or not kinds & {"sliding", "full", "mla"}
-        else 1
-    )
+    ):
+        return 0
+    return 1
 
 
 def rewind_for(model: Model, drafter: DraftChoice) -> int:
@@ -379,7 +387,9 @@ def rewind_for(model: Model, drafter: DraftChoice) -> int:
         or drafter.companion is not None
         or drafter.name == "ngram"
     )
-    return _REWIND_TOKENS if recurrent and drafts else 0
+    if recurrent and drafts:
+        return _REWIND_TOKENS
+    return 0
 
 
 def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
@@ -435,7 +445,9 @@ def _need_mlx(
         mtp_bytes(model, variant, settings) if settings.drafter.is_mtp and model.mtp_layers else 0
     )
     # MLX's processor side has no fused attention at all (mlx/backend/no_gpu/primitives.cpp).
-    fused = () if device is None or device.accelerator == "cpu" else backend_of(variant).fused_heads
+    fused = backend_of(variant).fused_heads
+    if device is None or device.accelerator == "cpu":
+        fused = ()
     return MemoryNeed(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, settings),

@@ -57,7 +57,8 @@ def parts(model: Model, variant: Variant) -> Parts:
             0, total - variant.input_bytes - sum(dense + experts for dense, experts in layers)
         )
         return Parts(variant.input_bytes, max(own, variant.output_bytes), own, layers)
-    stream, known = streamed(model, variant), facts(model)
+    stream = streamed(model, variant)
+    known = facts(model)
     matrix = model.vocab_size * model.hidden_size
     stored = known.dense_params + known.pool_params + known.embedding_params + model.lookup_params
     mix = quants.MIXTURES.get(variant.quant)
@@ -71,7 +72,8 @@ def parts(model: Model, variant: Variant) -> Parts:
     holds = [
         layer.ffn in ("experts", "both") and model.experts is not None for layer in model.layers
     ]
-    each_dense, each_pool = dense // max(1, len(holds)), experts // max(1, sum(holds))
+    each_dense = dense // max(1, len(holds))
+    each_pool = experts // max(1, sum(holds))
     layers = tuple((each_dense, each_pool if has else 0) for has in holds)
     own = 0 if model.tied_embeddings else output
     return Parts(max(0, total - own - sum(a + b for a, b in layers)), output, own, layers)
@@ -91,18 +93,22 @@ class Ledger:
         """Bytes on devices of each layer from the first that one computes, and last of the
         output."""
         n = len(self.layers)
-        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+        first = placed.first_gpu_layer(n)
+        kept = placed.host_expert_layers(n)
         found = [
             dense + (0 if i < kept else experts) + (0 if placed.kv_on_host else kv + state)
             for i, (dense, experts, kv, state) in enumerate(self.layers)
             if i >= first
         ]
-        return [*found, self.output_bytes] if first <= n else found
+        if first <= n:
+            return [*found, self.output_bytes]
+        return found
 
     def host_weights_bytes(self, placed: Placement) -> int:
         """Weight bytes in system memory."""
         n = len(self.layers)
-        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+        first = placed.first_gpu_layer(n)
+        kept = placed.host_expert_layers(n)
         output = self.own_output_bytes if first > n else 0
         left = sum(dense + experts for dense, experts, _, _ in self.layers[: min(first, n)])
         return self.input_bytes + output + left + sum(layer[1] for layer in self.layers[first:kept])
@@ -110,9 +116,10 @@ class Ledger:
     def host_kv_bytes(self, placed: Placement) -> tuple[int, int]:
         """(KV, state) bytes in system memory."""
         n = len(self.layers)
-        there = (
-            self.layers if placed.kv_on_host else self.layers[: min(n, placed.first_gpu_layer(n))]
-        )
+        if placed.kv_on_host:
+            there = self.layers
+        else:
+            there = self.layers[: min(n, placed.first_gpu_layer(n))]
         return sum(layer[2] for layer in there), sum(layer[3] for layer in there)
 
 
@@ -121,7 +128,9 @@ class Ledger:
 
 def used(device: Device, placed: Placement) -> Device:
     """`device` with the cards that `placed` uses."""
-    return cards.only(device, placed.cards) if placed.cards else device
+    if placed.cards:
+        return cards.only(device, placed.cards)
+    return device
 
 
 def over_cards(
@@ -132,9 +141,11 @@ def over_cards(
     exactly."""
     if not device_layers:
         return tuple(0 for _ in limits), tuple(0 for _ in limits)
-    total, room = sum(device_layers), max(1, sum(limits))
+    total = sum(device_layers)
+    room = max(1, sum(limits))
     upto = [0, *accumulate(device_layers)]
-    ends, last = [], 0
+    ends = []
+    last = 0
     for part in accumulate(limits):
         goal = total * part / room
         # The boundary nearest to the card's share, but not behind the one before.
@@ -166,8 +177,10 @@ def weights_of_cards(
     kinds = {(card.match or card.name, card.bandwidth_gbps.value) for card in device.cards}
     if len(kinds) < 2:
         return ((device, 1.0),)
-    found, n = parts(model, variant), len(model.layers)
-    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+    found = parts(model, variant)
+    n = len(model.layers)
+    first = placed.first_gpu_layer(n)
+    kept = placed.host_expert_layers(n)
     rows = [d + (0 if i < kept else e) for i, (d, e) in enumerate(found.layers) if i >= first]
     split = placed.tensor_split or tuple(card.room_bytes for card in device.cards)
     held = as_split([*rows, found.output_bytes], split, len(device.cards))
@@ -214,12 +227,17 @@ def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
     the activations."""
     if not placed.is_split:
         return WHOLE
-    found, n = parts(model, variant), len(model.layers)
-    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+    found = parts(model, variant)
+    n = len(model.layers)
+    first = placed.first_gpu_layer(n)
+    kept = placed.host_expert_layers(n)
     matrix = found.output_bytes
     dense = sum(d for d, _ in found.layers[first:]) + (matrix if first <= n else 0)
     experts = sum(e for _, e in found.layers[max(first, kept) :])
-    n_split = sum(1 for _, e in found.layers[first:kept] if e) if kept > first else 0
+    if kept > first:
+        n_split = sum(1 for _, e in found.layers[first:kept] if e)
+    else:
+        n_split = 0
     n_device = max(0, n - first)
     kv = 0.0 if placed.kv_on_host else n_device / max(1, n)
     crossings = (
@@ -267,11 +285,15 @@ def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     if not model.lookup_params or where == "memory" or not backend_of(variant).disk_tables:
         return 0
     found = table_bytes(model, variant)
-    return found if where == "disk" or found > LEAST_BYTES else 0
+    if where == "disk" or found > LEAST_BYTES:
+        return found
+    return 0
 
 
 def token_s(
     model: Model, variant: Variant, settings: RunSettings, *, row_s: float = ROW_S
 ) -> float:
     """Seconds a token waits for its rows from the disk, when none of them is in memory."""
-    return model.lookup_rows * row_s if disk_bytes(model, variant, settings) else 0.0
+    if disk_bytes(model, variant, settings):
+        return model.lookup_rows * row_s
+    return 0.0

@@ -64,12 +64,18 @@ def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
     giving way."""
     roomy = int(TIGHT_SHARE * min(need.limit_bytes, device.memory.loadable_bytes))
     has_cards = bool(need.cards_bytes and device.cards)
-    free = need.limit_bytes if has_cards else device.memory.available_bytes
+    if has_cards:
+        free = need.limit_bytes
+    else:
+        free = device.memory.available_bytes
     parts = [Part(device.name, need.total_bytes, need.limit_bytes, free, roomy)]
     for i, (n_bytes, limit) in enumerate(
         zip(need.cards_bytes, need.cards_limit_bytes, strict=True)
     ):
-        free = device.cards[i].memory.available_bytes if has_cards else limit
+        if has_cards:
+            free = device.cards[i].memory.available_bytes
+        else:
+            free = limit
         parts.append(Part(f"card {i}", n_bytes, limit, free))
     if need.host_bytes and device.host is not None:
         limit = device.host.limit_bytes
@@ -115,7 +121,8 @@ def _goals(
     if len(set(rates)) < 2:
         return limits
     beside_bytes = memory.need(model, variant, settings, device).total_bytes - held_bytes
-    goals, left = [0] * len(limits), held_bytes
+    goals = [0] * len(limits)
+    left = held_bytes
     for rate in sorted(set(rates), reverse=True):
         alike = [i for i, r in enumerate(rates) if r == rate]
         rooms = [max(0, int(_FILLED * limits[i]) - beside_bytes // len(limits)) for i in alike]
@@ -123,7 +130,9 @@ def _goals(
         for i, room in zip(alike, rooms, strict=True):
             goals[i] = taken * room // max(1, sum(rooms))
         left -= taken
-    return limits if left > 0 else tuple(goals)
+    if left > 0:
+        return limits
+    return tuple(goals)
 
 
 # Choices of cards that are weighed against each other, at most.
@@ -185,7 +194,9 @@ def fastest(
     """Of several ways to run a variant the one that is predicted to decode fastest, the first of
     equals."""
     if len(found) < 2:
-        return found[0] if found else None
+        if found:
+            return found[0]
+        return None
     return max(found, key=lambda s: speed.decode(device, model, variant, s, depth=depth).value)
 
 
@@ -200,7 +211,10 @@ class _Search:
         settings: RunSettings,
         offload: OffloadOptions,
     ) -> None:
-        self._device, self._model, self._variant, self._offload = device, model, variant, offload
+        self._device = device
+        self._model = model
+        self._variant = variant
+        self._offload = offload
         self._settings = settings
         self._book = memory.layer_ledger(model, variant, settings)
         self._limits = memory.cards_limits(device)
@@ -221,17 +235,22 @@ class _Search:
     def _fewest_off(self, start: Placement) -> RunSettings | None:
         """`start` with as few experts, else as few layers in system memory as makes the rest fit;
         as is, if that does."""
-        n, offload = len(self._model.layers), self._offload
+        n = len(self._model.layers)
+        offload = self._offload
         placed: Placement | None = start
         if not self._room(start):
             experts = offload.experts_on_host is None and any(
                 layer[1] for layer in self._book.layers
             )
-            placed = (
-                self._least(1, n, lambda k: replace(start, experts_on_host=k)) if experts else None
-            )
+            if experts:
+                placed = self._least(1, n, lambda k: replace(start, experts_on_host=k))
+            else:
+                placed = None
             if placed is None and offload.gpu_layers is None:
-                off = replace(start, experts_on_host=-1) if experts else start
+                if experts:
+                    off = replace(start, experts_on_host=-1)
+                else:
+                    off = start
                 placed = self._least(0, n + 1, lambda k: replace(off, gpu_layers=n + 1 - k))
         if placed is None:
             return None
@@ -239,14 +258,18 @@ class _Search:
             self._device, self._model, self._variant, replace(self._settings, placement=placed)
         )
         need = memory.need(self._model, self._variant, divided, self._device)
-        return divided if verdict(self._device, need) != "no" else None
+        if verdict(self._device, need) != "no":
+            return divided
+        return None
 
     def _least(self, low: int, high: int, take: Callable[[int], Placement]) -> Placement | None:
         """`take(n)` for the least n from `low` to `high` that there is room for; None where not
         even for `high`."""
         choices = range(low, high + 1)
         i = bisect_left(choices, True, key=lambda n: self._room(take(n)))
-        return take(choices[i]) if i < len(choices) else None
+        if i < len(choices):
+            return take(choices[i])
+        return None
 
     def _room(self, placed: Placement) -> bool:
         """True where the cards hold their part."""

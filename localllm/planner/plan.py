@@ -111,7 +111,9 @@ def plan_for(
     if drafts is not None:
         drafted = _Run.of(device, model, variant, workload, drafts).rough_plan()
         plan = drafted if _drafting_pays(drafted, plan) else plan
-    return plan if rough else finished(device, plan, workload, overrides)
+    if rough:
+        return plan
+    return finished(device, plan, workload, overrides)
 
 
 def _drafting_pays(drafted: Plan, plain: Plan) -> bool:
@@ -152,10 +154,8 @@ class _Run:
         workload: Workload,
         overrides: Overrides,
     ) -> _Run:
-        purpose, tokens = (
-            needs.need_of(workload),
-            context_for(model, workload) // max(1, workload.parallel),
-        )
+        purpose = needs.need_of(workload)
+        tokens = context_for(model, workload) // max(1, workload.parallel)
         return cls(
             device,
             model,
@@ -169,7 +169,9 @@ class _Run:
 
     def rough_plan(self) -> Plan:
         """The best way to run it, rough; as it would be where none fits."""
-        device, model, variant = self.device, self.model, self.variant
+        device = self.device
+        model = self.model
+        variant = self.variant
         wanted = settings_for(device, model, variant, self.workload, self.overrides)
         kv_types = self.kv_types()
         plan = self.best(wanted, kv_types)
@@ -207,7 +209,8 @@ class _Run:
         is not looked at, nor all cards together where the fastest alone is free."""
         wanted = wanted.with_kv_type(kv_types[0])
         weights_bytes = self.variant.file_bytes - places.disk_bytes(self.model, self.variant, USUAL)
-        best, fastest = None, 0.0
+        best = None
+        fastest = 0.0
         is_free = self.overrides.offload.tensor_split is None
         for cards in placing.choices(self.device) if is_free else ():
             settings = wanted.placed(cards=cards)
@@ -239,7 +242,10 @@ class _Run:
         costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
         ways: list[tuple[bool, tuple[float, ...], Plan, str]] = []
         for top in tops:
-            lost = 0.0 if self.device.accelerator == "cpu" else needs.prompt_lost(top, self.purpose)
+            if self.device.accelerator == "cpu":
+                lost = 0.0
+            else:
+                lost = needs.prompt_lost(top, self.purpose)
             ways += [
                 (True, self.rank(top, cost - lost), top, kv_type)
                 for kv_type, cost in zip(kv_types, costs, strict=True)
@@ -259,7 +265,10 @@ class _Run:
             if settled is None or settled[2] == "no":
                 continue
             alike = is_whole and settled[0].placement == top.settings.placement
-            plan = self.held(top, settled) if alike else self.planned(settled)
+            if alike:
+                plan = self.held(top, settled)
+            else:
+                plan = self.planned(settled)
             best = max(best or plan, self.read(plan), key=self.rank)
         return best
 
@@ -281,11 +290,9 @@ class _Run:
         found = placing.best_split(
             self.device, self.model, self.variant, settings, self.overrides.offload
         )
-        return (
-            None
-            if found is None
-            else (found, memory.need(self.model, self.variant, found, self.device), "split")
-        )
+        if found is None:
+            return None
+        return found, memory.need(self.model, self.variant, found, self.device), "split"
 
     def held(self, top: Plan, settled: _Settled) -> Plan:
         """`top`, which lies in the same places and answers as fast, as it was `settled`."""
@@ -293,7 +300,9 @@ class _Run:
         cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
         plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
         same = fits == "yes" and not cost and not need.cards_bytes
-        return plan if same else replace(plan, score=score(plan, self.purpose))
+        if same:
+            return plan
+        return replace(plan, score=score(plan, self.purpose))
 
     def read(self, plan: Plan) -> Plan:
         """`plan`, or the better one with larger steps where waiting for its prompts costs
@@ -301,11 +310,9 @@ class _Run:
         if self.device.accelerator == "cpu" or not needs.prompt_lost(plan, self.purpose):
             return plan
         settled = self.larger((plan.settings, plan.memory, plan.fits))
-        return (
-            plan
-            if settled[0] == plan.settings
-            else max(plan, self.planned(settled), key=lambda p: p.score)
-        )
+        if settled[0] == plan.settings:
+            return plan
+        return max(plan, self.planned(settled), key=lambda p: p.score)
 
     def larger(self, settled: _Settled) -> _Settled:
         """What was `settled`, with a larger micro-batch where that pays for such a prompt and
@@ -382,7 +389,9 @@ class _Run:
     def planned(self, settled: _Settled, *, rough: bool = True) -> Plan:
         """The Plan of what was `settled`, with its speeds and its score."""
         settings, need, fits = settled
-        model, variant, workload = self.model, self.variant, self.workload
+        model = self.model
+        variant = self.variant
+        workload = self.workload
         if fits == "split" and not rough:
             settings = _pinned(self.device, settings, need)
         rating = quality.rate(model, workload.purpose)
@@ -408,17 +417,27 @@ class _Run:
             else 1.0,
         )
         drafted = drafting.for_purpose(self.device, plan, workload)
-        plan = plan if drafted is None else replace(plan, drafting=drafted)
+        if drafted is None:
+            plan = plan
+        else:
+            plan = replace(plan, drafting=drafted)
         return replace(plan, score=score(plan, self.purpose))
 
     def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
         """Decode with the context empty and full, prefill, and the wait for the first token with
         and without a cache."""
-        run, measured = (self.device, self.model, self.variant, settings), self.overrides.measured
+        run = (self.device, self.model, self.variant, settings)
+        measured = self.overrides.measured
         decode = speed.decode(*run, measured=measured)
-        full = decode if rough else speed.decode(*run, depth=self.request_tokens, measured=measured)
+        if rough:
+            full = decode
+        else:
+            full = speed.decode(*run, depth=self.request_tokens, measured=measured)
         prompt = self.prompt_tokens
-        cached = 0 if loses_turns(self.model, settings) else self.purpose.cached_tokens
+        if loses_turns(self.model, settings):
+            cached = 0
+        else:
+            cached = self.purpose.cached_tokens
         usual = speed.prefill(
             *run, prompt_tokens=min(_PREFILL_PROMPT_TOKENS, prompt), measured=measured
         )
@@ -447,7 +466,9 @@ def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSetti
     ):
         return settings
     has_room = device.host is not None and need.host_bytes <= device.host.available_bytes
-    return settings.placed(weights="read") if has_room else settings
+    if has_room:
+        return settings.placed(weights="read")
+    return settings
 
 
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)

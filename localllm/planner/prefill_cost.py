@@ -56,7 +56,8 @@ def activation_bytes(model: Model) -> float:
 
 
 def _layer_elements(model: Model, layer: Layer) -> int:
-    x, width = model.experts, 0
+    x = model.experts
+    width = 0
     if layer.ffn in ("dense", "both"):
         width += layer.intermediate or model.intermediate_size
     if x is not None and layer.ffn in ("experts", "both"):
@@ -95,24 +96,32 @@ def prefill_parts(
     made of: the law without its coefficients, which benchmarks/planner_fit finds and
     `prefill_terms` reads. `masked`: other shares of what the mask hides than today's kernels
     compute (`kernels.masked_share`)."""
-    bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
-    read, known = streamed(model, variant), facts(model)
+    bandwidth = hardware.bandwidth_gbps * 1e9
+    units = hardware.tflops * 1e12
+    read = streamed(model, variant)
+    known = facts(model)
     batch = max(1, min(prompt_tokens, n_batch))
     after, before = masked or kernels.masked_share(hardware.keys, batch)
     flops = all_attention_flops(
         model, mean_context(prompt_tokens, depth, batch * after), beside=batch * before
     )
     measured = hardware.timed_flops_s(model, variant)
-    held = (
-        units * hardware.power_share * kernels.matrix_share(variant, hardware.keys)
-        if measured is None
-        else measured[0]
-    )
+    if measured is None:
+        held = units * hardware.power_share * kernels.matrix_share(variant, hardware.keys)
+    else:
+        held = measured[0]
     # (What was timed with experts has in it what they cost more.)
-    moe: Powers = (("moe", 1),) if model.experts is not None and measured is None else ()
+    moe: Powers
+    if model.experts is not None and measured is None:
+        moe = (("moe", 1),)
+    else:
+        moe = ()
     matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
     wait: Powers = (("clock", lag(hardware.clock_ghz)),)
-    touched = read.step_routed_params(model, batch) if model.experts is not None else 0.0
+    if model.experts is not None:
+        touched = read.step_routed_params(model, batch)
+    else:
+        touched = 0.0
     rows = kernel_facts(hardware.keys).expert_tile
     tile: Powers = () if rows else (("tile", 1),)
     is_cpu = hardware.engine == "cpu"

@@ -30,10 +30,8 @@ def projector_bytes(metadata: Mapping[str, Any], file_bytes: int) -> int:
     patches = (side // max(patch, 1)) ** 2
     pixels = 3 * 4 * side * side
     laid_out = 2 * 3 * patch * patch * patches
-    width, inner = (
-        _number(metadata, "embedding_length", 1152),
-        _number(metadata, "feed_forward_length", 4304),
-    )
+    width = _number(metadata, "embedding_length", 1152)
+    inner = _number(metadata, "feed_forward_length", 4304)
     activations = 4 * patches * (inner + 4 * width)
     return file_bytes + pixels + max(laid_out, activations)
 
@@ -68,4 +66,6 @@ def listed_bytes(model: Model, variant: Variant) -> int:
 
 def _number(metadata: Mapping[str, Any], key: str, default: int) -> int:
     value = metadata.get(f"clip.vision.{key}", default)
-    return value if isinstance(value, int) and value > 0 else default
+    if isinstance(value, int) and value > 0:
+        return value
+    return default

@@ -66,7 +66,9 @@ _DYNAMIC_SINCE = "2026-02"
 
 def _shared_bits(quant: str, average_bits: float, released: str) -> float:
     if (quant.startswith("UD-") and not "" < released < _DYNAMIC_SINCE) or quant == "MXFP4_MOE":
-        return max(_DYNAMIC_BITS, average_bits) if average_bits < 15 else average_bits
+        if average_bits < 15:
+            return max(_DYNAMIC_BITS, average_bits)
+        return average_bits
     return average_bits + (_ABOVE_BASE_BITS if average_bits < 6.5 else 0.0)
 
 
@@ -80,7 +82,9 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     2 % error of the file into 50 % here.
     """
     known = facts(model)
-    chosen, pool, dense = known.chosen_params, known.pool_params, known.dense_params
+    chosen = known.chosen_params
+    pool = known.pool_params
+    dense = known.dense_params
     weights = variant.weights_bytes or variant.file_bytes
     if variant.is_folder:
         expert_bits, bits = (float(b) for b in shapes.mlx_parts(variant.quant))
@@ -95,13 +99,15 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     stored = dense + pool + lookup
     average = 8 * weights / max(1, stored)
     mix = quants.MIXTURES.get(variant.quant)
-    embed_bits = (
-        float(quants.GGUF_TYPES[mix.embed].bits) if mix is not None and average < 16 else average
-    )
+    if mix is not None and average < 16:
+        embed_bits = float(quants.GGUF_TYPES[mix.embed].bits)
+    else:
+        embed_bits = average
     # the tables have a format of their own: the rest is what the file holds without them
     if model.lookup_bits:
         weights -= round(model.lookup_params * model.lookup_bits / 8)
-        lookup, stored = known.embedding_params, stored - model.lookup_params
+        lookup = known.embedding_params
+        stored = stored - model.lookup_params
         average = 8 * weights / max(1, stored)
         embed_bits = min(embed_bits, average)
     if not chosen:
@@ -167,14 +173,16 @@ class ModelCounts:
 @lru_cache(4096)
 def facts(model: Model) -> ModelCounts:
     """The facts of `model`, counted on the first call."""
-    n_experts = (
-        sum(layer.ffn in ("experts", "both") for layer in model.layers) if model.experts else 0
-    )
+    if model.experts:
+        n_experts = sum(layer.ffn in ("experts", "both") for layer in model.layers)
+    else:
+        n_experts = 0
     chosen = pool = 0
     if model.experts is not None:
         x = model.experts
         one = n_experts * model.ffn_matrices * (x.latent_size or model.hidden_size) * x.intermediate
-        chosen, pool = one * x.n_active, one * x.n_experts
+        chosen = one * x.n_active
+        pool = one * x.n_experts
     _, active = shapes.count_params(model)
     kinds = {layer.kind for layer in model.layers}
     return ModelCounts(

@@ -114,11 +114,9 @@ class RunSettings:
     @property
     def kv_type(self) -> str:
         """The KV cache's type, or "K/V" where keys and values differ."""
-        return (
-            self.kv_type_k
-            if self.kv_type_k == self.kv_type_v
-            else f"{self.kv_type_k}/{self.kv_type_v}"
-        )
+        if self.kv_type_k == self.kv_type_v:
+            return self.kv_type_k
+        return f"{self.kv_type_k}/{self.kv_type_v}"
 
     def with_kv_type(self, kv_type: str) -> RunSettings:
         """These settings with `kv_type` for keys and values, or with its two for a pair "K/V"."""
@@ -233,7 +231,10 @@ class Plan:
     @property
     def stream_tok_s(self) -> float:
         """What one stream is answered at: decode, with the drafts of heads or a trained drafter."""
-        drafts = self.drafting if self.settings.drafter.reads_along else None
+        if self.settings.drafter.reads_along:
+            drafts = self.drafting
+        else:
+            drafts = None
         return self.decode_tok_s.value * (drafts.value if drafts is not None else 1.0)
 
 

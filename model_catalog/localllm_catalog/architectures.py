@@ -66,7 +66,8 @@ INDEX_ROWS = {
 # On its leading dense layers too, except here.
 NO_INDEX_WHERE_DENSE = frozenset({"minimax-m3"})
 # DeepSeek V4: layers that keep every 4th token's row choose among them by an index.
-INDEXED_RATIO, COMPRESSED_WINDOW = 4, 128
+INDEXED_RATIO = 4
+COMPRESSED_WINDOW = 128
 SPLIT_BLOCKS = frozenset({"nemotron_h", "nemotron_h_moe"})
 ALL_RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
 NO_CACHE = frozenset(

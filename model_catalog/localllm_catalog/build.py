@@ -55,7 +55,10 @@ def build_model(raw: Mapping[str, Any], sources: Sources) -> Model:
     unknown = sorted(raw.keys() - MODEL_KEYS)
     if unknown:
         near = difflib.get_close_matches(unknown[0], MODEL_KEYS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "see the README in model_catalog/"
+        if near:
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = "see the README in model_catalog/"
         raise BadCatalogError(
             f"{raw['_file']}: {raw['id']}: {unknown[0]!r} is not a key of a model", hint
         )
@@ -184,7 +187,10 @@ def _gguf_variants(
     model: Model, tables: Iterable[Mapping[str, Any]], sources: Sources
 ) -> Iterator[Variant]:
     for table in tables:
-        source = sources[table["source"]]["title"] if "source" in table else ""
+        if "source" in table:
+            source = sources[table["source"]]["title"]
+        else:
+            source = ""
         seeing = model.vision_params  # lies in a file of its own
         share = (model.extra_params - seeing) / (model.params_total - seeing)
         heads = share if table.get("heads") else 0.0
@@ -206,7 +212,10 @@ def _gguf(
     mtp_bytes = round(heads * size)
     names = table.get("files", {}).get(quant)
     if names is None:
-        names = [table["file"].replace("{quant}", quant)] if "file" in table else []
+        if "file" in table:
+            names = [table["file"].replace("{quant}", quant)]
+        else:
+            names = []
     return Variant(
         Format.GGUF,
         quant,
@@ -226,12 +235,17 @@ def _mlx_variants(
     model: Model, tables: Iterable[Mapping[str, Any]], sources: Sources
 ) -> Iterator[Variant]:
     for table in tables:
-        repo, quant = check_repo(table["repo"]), table["quant"]
+        repo = check_repo(table["repo"])
+        quant = table["quant"]
         size = table.get("bytes", table.get("about"))
         if size is None:
-            size, source = shapes.estimate_mlx_bytes(model, quant), ESTIMATED
+            size = shapes.estimate_mlx_bytes(model, quant)
+            source = ESTIMATED
         else:
-            source = sources[table["source"]]["title"] if "source" in table else ""
+            if "source" in table:
+                source = sources[table["source"]]["title"]
+            else:
+                source = ""
         yield Variant(Format.MLX, quant, repo, (), int(size), "bytes" in table, source=source)
 
 
@@ -274,8 +288,10 @@ def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
         return hidden * (conv - 1), hidden * 3 * hidden + hidden * conv + hidden * hidden
     if kind == "gated_delta":
         state = int(facts["state"])
-        value_heads, key_heads = int(facts["value_heads"]), int(facts["key_heads"])
-        values, keys = value_heads * state, key_heads * state
+        value_heads = int(facts["value_heads"])
+        key_heads = int(facts["key_heads"])
+        values = value_heads * state
+        keys = key_heads * state
         channels = values + 2 * keys
         weights = (
             hidden * (channels + values + 2 * value_heads)
@@ -311,12 +327,16 @@ def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
             facts["ranks"]
         )
     if kind == "kda":
-        heads, size = int(facts["heads"]), int(facts["state"])
+        heads = int(facts["heads"])
+        size = int(facts["state"])
         width = heads * size
         # q, k, v and output projections are hidden × width; so are the forget and the output gate,
         # or through a rank.
         rank = int(facts.get("gate_rank", 0))
-        gates = 2 * (hidden + width) * rank if rank else 2 * hidden * width
+        if rank:
+            gates = 2 * (hidden + width) * rank
+        else:
+            gates = 2 * hidden * width
         weights = 4 * hidden * width + gates + 3 * width * conv + hidden * heads + heads + width
         return 3 * (conv - 1) * width + size * width, weights
     raise BadCatalogError(
@@ -334,7 +354,10 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
     kinds = expand_pattern(raw.get("pattern", ["full"]), n_layers)
     experts = raw.get("experts")
     shared_from = n_layers - int(raw.get("shared_kv_layers", 0))
-    dense_until = int(experts.get("dense_layers", 0)) if experts else n_layers
+    if experts:
+        dense_until = int(experts.get("dense_layers", 0))
+    else:
+        dense_until = n_layers
     made: dict[tuple[LayerKind, bool, bool], Layer] = {}
     layers = []
     for index, kind in enumerate(kinds):

@@ -123,7 +123,8 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
         if key in _TEXT and not isinstance(value, str):
             raise BadCatalogError(f"{where}: {key} is {value!r}, not text")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            least, most = int(key in _AT_LEAST_ONE), _MOST_LAYERS if key == "layers" else _MOST
+            least = int(key in _AT_LEAST_ONE)
+            most = _MOST_LAYERS if key == "layers" else _MOST
             if not least <= value <= most:
                 raise BadCatalogError(
                     f"{where}: {key} is {value}, not a number from {least} to {most:,}"
@@ -178,7 +179,8 @@ def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, An
     for key, value in table.items():
         old = merged.get(key)
         if key != "family":
-            merged[key] = (
-                {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-            )
+            if isinstance(old, dict) and isinstance(value, dict):
+                merged[key] = {**old, **value}
+            else:
+                merged[key] = value
     return merged

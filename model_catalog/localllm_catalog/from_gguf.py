@@ -195,14 +195,20 @@ def _kind(facts: Facts, index: int) -> LayerKind:
         and facts.value("attention.key_length_mla") is not None
     ):
         return "mla"
-    return "sliding" if facts.is_sliding(index) else "full"
+    if facts.is_sliding(index):
+        return "sliding"
+    return "full"
 
 
 def _ffn_kind(block: _Block) -> FfnKind:
     dense = block.has("ffn_up") or block.has("ffn_gate")
     if block.has_experts():
-        return "both" if dense else "experts"
-    return "dense" if dense or not block.tensors else "none"
+        if dense:
+            return "both"
+        return "experts"
+    if dense or not block.tensors:
+        return "dense"
+    return "none"
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -229,8 +235,12 @@ def _place(name: str, n_layers: int) -> str:
     "input" table, or for the "output"."""
     match = _BLOCK.fullmatch(name)
     if match is not None:
-        return "layer" if int(match[1]) < n_layers else "mtp"
-    return "input" if name in _INPUT_TENSORS else "output"
+        if int(match[1]) < n_layers:
+            return "layer"
+        return "mtp"
+    if name in _INPUT_TENSORS:
+        return "input"
+    return "output"
 
 
 def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
@@ -247,7 +257,10 @@ def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
 def _variant(header: GgufHeader, facts: Facts, blocks: list[_Block], repo: str) -> Variant:
     count = facts.number("expert_count", 0)
     used = facts.per_layer("expert_used_count", 0)
-    share = min(1.0, sum(used[: facts.n_layers]) / facts.n_layers / count) if count else 1.0
+    if count:
+        share = min(1.0, sum(used[: facts.n_layers]) / facts.n_layers / count)
+    else:
+        share = 1.0
     n_bytes: Counter[str] = Counter()
     for tensor in header.tensors:
         n_bytes[_place(tensor.name, facts.n_layers)] += tensor.n_bytes
@@ -293,7 +306,9 @@ def _vocabulary(header: GgufHeader, facts: Facts) -> int:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, SkippedArray):
         return tokens.count
-    return len(tokens) if isinstance(tokens, tuple) else facts.number("vocab_size", 0)
+    if isinstance(tokens, tuple):
+        return len(tokens)
+    return facts.number("vocab_size", 0)
 
 
 def _model(
@@ -310,14 +325,21 @@ def _model(
     )
     template = header.text("tokenizer.chat_template")
     experts = _experts(facts, blocks)
-    of, used = (experts.n_experts, experts.n_active) if experts is not None else (1, 1)
+    if experts is not None:
+        of, used = (experts.n_experts, experts.n_active)
+    else:
+        of, used = (1, 1)
     pre = shown(header.text("tokenizer.ggml.pre"))
     lookup = sum(
         tensor.n_elements
         for tensor in header.tensors
         if tensor.name == "per_layer_token_embd.weight"
     )
-    purposes: tuple[Purpose, ...] = ("chat",) if facts.kind == "model" else ("embedding",)
+    purposes: tuple[Purpose, ...]
+    if facts.kind == "model":
+        purposes = ("chat",)
+    else:
+        purposes = ("embedding",)
     query = next(
         (block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors),
         None,

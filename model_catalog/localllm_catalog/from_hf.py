@@ -117,7 +117,10 @@ class _Config:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         text = config.get("text_config")
-        self.text: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
+        if isinstance(text, Mapping):
+            self.text = text
+        else:
+            self.text = {}
         self.whole = config
         self.type = shown(str(self.text.get("model_type") or config.get("model_type") or ""))
         if self.text and not self.text.get("model_type"):
@@ -259,7 +262,8 @@ def _layer_kinds(facts: _Config, n_layers: int) -> list[str]:
         return [_LETTERS[letter] for letter in letters]
     between, every, key = _PERIODS.get(facts.type, ("full", 1, ""))
     if isinstance(indices, list):
-        between, is_full = "recurrent", set(map(str, indices))
+        between = "recurrent"
+        is_full = set(map(str, indices))
     else:
         every = max(1, facts.number(key, default=every))
         is_full = {str(index) for index in range(every - 1, n_layers, every)}
@@ -438,7 +442,9 @@ def foreign_format(config: Mapping[str, Any]) -> str:
     method = str(section.get("quant_method") or "").lower()
     if not method and ("load_in_4bit" in section or "load_in_8bit" in section):
         method = "bitsandbytes"
-    return "" if method in _OUR_MODES else _FOREIGN.get(method, shown(method)[:40])
+    if method in _OUR_MODES:
+        return ""
+    return _FOREIGN.get(method, shown(method)[:40])
 
 
 def quant_of(config: Mapping[str, Any]) -> str:
@@ -458,7 +464,8 @@ def quant_of(config: Mapping[str, Any]) -> str:
         return mode
     if mode == "bitnet":
         return "bf16"
-    bits, group = section.get("bits"), section.get("group_size", 64)
+    bits = section.get("bits")
+    group = section.get("group_size", 64)
     name = f"{bits}bit" if group == 64 else f"{bits}bit-g{group}"
     mlx_bits(name)
     return name

@@ -46,7 +46,9 @@ _SCALARS: dict[int, struct.Struct] = {
     type_id: struct.Struct("<" + code)
     for type_id, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "B"))
 } | {10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d")}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 
 Scalar = int | float | bool | str
 
@@ -107,12 +109,16 @@ class GgufHeader:
     def text(self, key: str) -> str:
         """A string value, or "" where it is missing or something else."""
         value = self.metadata.get(key)
-        return value if isinstance(value, str) else ""
+        if isinstance(value, str):
+            return value
+        return ""
 
     def integer(self, key: str, default: int = 0) -> int:
         """A whole number, or `default` where it is missing or something else."""
         value = self.metadata.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else default
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        return default
 
 
 def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) -> GgufHeader:
@@ -122,7 +128,8 @@ def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) 
     Raises BadHeaderError for a damaged, hostile or unsupported file (message says which part),
     SourceError when it or one of its splits cannot be reached.
     """
-    name, opened = os.fspath(source), open_source or FileSource
+    name = os.fspath(source)
+    opened = open_source or FileSource
     first = _read_one(opened(name))
     count = first.integer("split.count", 1)
     if count <= 1:
@@ -218,7 +225,8 @@ class _Cursor:
         if index + count > len(self._buffer):
             size = min(max(count, self.source.chunk), self.limit - self.position)
             self._buffer = self.source.read(self.position, size)
-            self._base, index = self.position, 0
+            self._base = self.position
+            index = 0
         return self._buffer, index
 
     def too_long(self, what: str) -> BadHeaderError:
@@ -345,7 +353,8 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
             f"GGUF version {version} is not read here (2 and 3 are)",
             "get a newer or requantised file",
         )
-    n_tensors, n_keys = cursor.u64("the tensor count"), cursor.u64("the key count")
+    n_tensors = cursor.u64("the tensor count")
+    n_keys = cursor.u64("the key count")
     if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
         raise BadHeaderError(f"{n_tensors} tensors and {n_keys} keys are more than any model has")
     cursor.fits(n_keys, 13, "keys")
@@ -383,7 +392,8 @@ def _value(cursor: _Cursor, key: str) -> Value:
 
 
 def _array(cursor: _Cursor, key: str) -> Value:
-    type_id, count = cursor.u32(key), cursor.u64(key)
+    type_id = cursor.u32(key)
+    count = cursor.u64(key)
     if type_id == _ARRAY:
         raise BadHeaderError(f"{key} is an array of arrays, which GGUF readers do not take")
     if type_id == _STRING:
@@ -425,7 +435,8 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     if not 1 <= n_dims <= _MAX_DIMS:
         raise BadHeaderError(f"{name} has {n_dims} dimensions")
     shape = tuple(cursor.u64(name) for _ in range(n_dims))
-    type_id, offset = cursor.u32(name), cursor.u64(name)
+    type_id = cursor.u32(name)
+    offset = cursor.u64(name)
     kind = GGUF_TYPE_BY_ID.get(type_id)
     if kind is None:
         raise _unknown_type(name, type_id)

@@ -111,7 +111,9 @@ class Facts:
                 )
             return [int(number) for number in numbers] + [0] * (self.n_blocks - len(numbers))
         if value is None:
-            return default if isinstance(default, list) else [default] * self.n_blocks
+            if isinstance(default, list):
+                return default
+            return [default] * self.n_blocks
         return [self.number(name)] * self.n_blocks
 
     def is_sliding(self, index: int) -> bool:
@@ -129,7 +131,9 @@ class Facts:
         period = self.number("attention.sliding_window_pattern", period, maximum=MAX_LAYERS)
         if not period:
             return True
-        return index % period != 0 if first_is_full else index % period < period - 1
+        if first_is_full:
+            return index % period != 0
+        return index % period < period - 1
 
     @property
     def window(self) -> int:
@@ -144,7 +148,9 @@ class Facts:
             architectures.SLIDING.get(self.arch, (0, False, 0))[2],
             maximum=MAX_TOKENS,
         )
-        return 8192 if self.arch == "llama4" and window else window
+        if self.arch == "llama4" and window:
+            return 8192
+        return window
 
     def is_recurrent(self, index: int) -> bool:
         """Whether this layer keeps a fixed state instead of (Falcon-H1: beside) a growing cache."""
@@ -166,17 +172,20 @@ class Facts:
         """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r +
         n_embd_s)."""
         heads = max(self.heads, default=0)
-        wkv, cached = self.number("wkv.head_size", 0), self.number("shortconv.l_cache", 0)
+        wkv = self.number("wkv.head_size", 0)
+        cached = self.number("shortconv.l_cache", 0)
         if wkv:
             return self.hidden * (self.number("token_shift_count", 2) + wkv)
         if cached:
             return self.hidden * (cached - 1)
-        conv, kda = self.number("ssm.conv_kernel", 0), self.number("kda.head_dim", 0)
+        conv = self.number("ssm.conv_kernel", 0)
+        kda = self.number("kda.head_dim", 0)
         if kda:
             return 3 * ((conv or 4) - 1) * heads * kda + kda * kda * heads
         if self.arch == "minimax-01":
             return self.head_dim_k * self.head_dim_k * heads
-        inner, state = self.number("ssm.inner_size", 0), self.number("ssm.state_size", 0)
+        inner = self.number("ssm.inner_size", 0)
+        state = self.number("ssm.state_size", 0)
         groups = self.number("ssm.group_count", 0)
         return max(0, conv - 1) * (inner + 2 * groups * state) + state * inner
 
@@ -195,11 +204,10 @@ class Facts:
         key side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
         """
         own = self.value("attention.indexer.types")
-        dense = (
-            self.number("leading_dense_block_count", 0)
-            if self.arch in architectures.NO_INDEX_WHERE_DENSE
-            else 0
-        )
+        if self.arch in architectures.NO_INDEX_WHERE_DENSE:
+            dense = self.number("leading_dense_block_count", 0)
+        else:
+            dense = 0
         if index < dense or (isinstance(own, tuple) and not any(own[index : index + 1])):
             return 0
         return architectures.INDEX_ROWS.get(self.arch, 0) * self.number(

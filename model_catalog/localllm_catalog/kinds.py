@@ -97,7 +97,8 @@ _OF_TYPE: Mapping[str, Kind] = {
     "control_vector": "adapter",
 }  # fmt: skip
 # https://github.com/ggml-org/llama.cpp include/llama.h, enum llama_pooling_type.
-_POOLING_NONE, _POOLING_RANK = 0, 4
+_POOLING_NONE = 0
+_POOLING_RANK = 4
 
 
 def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
@@ -228,13 +229,12 @@ def _weights(name: str, n_bytes: int) -> float:
     quant = quant_of(name)
     mixture = MIXTURES.get(quant) or MIXTURES.get(quant.removeprefix("UD-"))
     digit = re.search(r"[1-8]", quant)
-    bits = (
-        mixture.file_bits
-        if mixture
-        else float(digit[0]) + 0.5
-        if digit and quant[-2:] != "16"
-        else 16.0
-    )
+    if mixture:
+        bits = mixture.file_bits
+    elif digit and quant[-2:] != "16":
+        bits = float(digit[0]) + 0.5
+    else:
+        bits = 16.0
     return 8 * n_bytes / bits
 
 
@@ -269,7 +269,10 @@ def own_projectors(
     Among several models it is the one its name says; a name that says none counts in a repository
     (`one_repo`), whose files belong together, and nowhere else.
     """
-    kinds = {model_words(name) for name in models} if projectors else set()
+    if projectors:
+        kinds = {model_words(name) for name in models}
+    else:
+        kinds = set()
     spoken = {name: projector_words(name) for name in projectors}
     if len(kinds) == 1:
         # One word ("p2", "vision") may be anything; several are a model's name.

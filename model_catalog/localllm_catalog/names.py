@@ -29,7 +29,8 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
 # What file systems and this program take for something else than a part of a name.
 _NO_PART = frozenset("/\\:<>|?*")
-_MOST_PARTS, _MOST_PART_BYTES = 16, 255
+_MOST_PARTS = 16
+_MOST_PART_BYTES = 255
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
 _QUANT = re.compile(
     r"(?:^|[^A-Za-z0-9])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[^A-Za-z0-9_]|$)",
@@ -88,17 +89,17 @@ def check_file(name: str) -> str:
 def shown(name: str) -> str:
     """A name as it may be printed and typed: what is no sign of writing (control characters, marks
     that turn the direction of writing, bytes that are no text) becomes "?"."""
-    return (
-        name
-        if name.isprintable()
-        else "".join(sign if sign.isprintable() else "?" for sign in name)
-    )
+    if name.isprintable():
+        return name
+    return "".join(sign if sign.isprintable() else "?" for sign in name)
 
 
 def quant_of(name: str) -> str:
     """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
     found = _QUANT.findall(re.sub(r"(?i)\.gguf$", "", name))
-    return re.sub("^FP", "F", str(found[-1]).upper()) if found else ""
+    if found:
+        return re.sub("^FP", "F", str(found[-1]).upper())
+    return ""
 
 
 def split_of(name: str) -> tuple[str, int, int] | None:

@@ -208,7 +208,9 @@ _FALLBACK = {
 
 def fallback(type_name: str, row: int) -> str:
     """The format llama.cpp really uses for rows of `row` elements when asked for `type_name`."""
-    return _FALLBACK.get(type_name, type_name) if row % GGUF_TYPES[type_name].block else type_name
+    if row % GGUF_TYPES[type_name].block:
+        return _FALLBACK.get(type_name, type_name)
+    return type_name
 
 
 @cache

@@ -50,7 +50,8 @@ def recurrent_state_bytes(model: Model) -> int:
 
 
 def _mixer_params(model: Model, layer: Layer) -> int:
-    hidden, heads = model.hidden_size, layer.n_heads or model.n_heads
+    hidden = model.hidden_size
+    heads = layer.n_heads or model.n_heads
     if layer.kind == "none":
         return 0
     if layer.kind == "recurrent":
@@ -58,13 +59,22 @@ def _mixer_params(model: Model, layer: Layer) -> int:
     if layer.kind == "mla":
         nope = layer.head_dim_k - layer.mla_rope_dim
         width = heads * layer.head_dim_k
-        query = hidden * model.q_rank + model.q_rank * width if model.q_rank else hidden * width
+        if model.q_rank:
+            query = hidden * model.q_rank + model.q_rank * width
+        else:
+            query = hidden * width
         latent = hidden * (layer.mla_rank + layer.mla_rope_dim)
         expand = layer.mla_rank * heads * (nope + layer.head_dim_v)
         return query + latent + expand + heads * layer.head_dim_v * hidden + hidden
     query = hidden * heads * layer.head_dim_k * (2 if model.attention_gate else 1)
-    keys = 0 if layer.shares_kv else hidden * layer.n_kv_heads * layer.head_dim_k
-    values = 0 if layer.shares_kv or layer.v_is_k else hidden * layer.n_kv_heads * layer.head_dim_v
+    if layer.shares_kv:
+        keys = 0
+    else:
+        keys = hidden * layer.n_kv_heads * layer.head_dim_k
+    if layer.shares_kv or layer.v_is_k:
+        values = 0
+    else:
+        values = hidden * layer.n_kv_heads * layer.head_dim_v
     return query + keys + values + heads * layer.head_dim_v * hidden + layer.mixer_params + hidden
 
 
@@ -89,7 +99,8 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
     total = active = hidden
     if layer.ffn in ("dense", "both"):
         dense = model.ffn_matrices * hidden * (layer.intermediate or model.intermediate_size)
-        total, active = total + dense, active + dense
+        total = total + dense
+        active = active + dense
     if layer.ffn in ("experts", "both") and model.experts is not None:
         total += _expert_params(model, model.experts, model.experts.n_experts)
         active += _expert_params(model, model.experts, model.experts.n_active)
@@ -106,7 +117,8 @@ def trunk_params(model: Model) -> tuple[int, int]:
     for key, count in Counter(map(id, model.layers)).items():
         mixer = _mixer_params(model, layers[key])
         ffn_total, ffn_active = _ffn_params(model, layers[key])
-        total, active = total + count * (mixer + ffn_total), active + count * (mixer + ffn_active)
+        total = total + count * (mixer + ffn_total)
+        active = active + count * (mixer + ffn_active)
     return total, active
 
 
@@ -167,8 +179,12 @@ def estimate_gguf_bytes(model: Model, quant: str) -> int:
 def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
     """Bits a weight of the blocks, the output matrix and the token embedding: what a mixture's
     formats become on this model, whose rows may be too short for their blocks."""
-    mix, row = quants.MIXTURES[quant], model.hidden_size
-    narrow = model.experts.intermediate if model.experts else model.intermediate_size
+    mix = quants.MIXTURES[quant]
+    row = model.hidden_size
+    if model.experts:
+        narrow = model.experts.intermediate
+    else:
+        narrow = model.intermediate_size
     # Rows are hidden_size long in all matrices of a feed-forward but its last, whose rows are its
     # width.
     last = 1 / model.ffn_matrices
@@ -181,12 +197,17 @@ def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
 def _row_bits(quant: str, row: int) -> float:
     """Bits per body weight in rows of this length: the mixture's, or those of its fallback
     formats."""
-    mix, bits = quants.MIXTURES[quant], quants.body_bits(quant)
+    mix = quants.MIXTURES[quant]
+    bits = quants.body_bits(quant)
     plain = quants.fallback(mix.base, row)
     if plain == mix.base:
         return bits
-    base, high = float(quants.GGUF_TYPES[mix.base].bits), float(quants.GGUF_TYPES["Q6_K"].bits)
-    raised = max(0.0, (bits - base) / (high - base)) if base < high else 1.0
+    base = float(quants.GGUF_TYPES[mix.base].bits)
+    high = float(quants.GGUF_TYPES["Q6_K"].bits)
+    if base < high:
+        raised = max(0.0, (bits - base) / (high - base))
+    else:
+        raised = 1.0
     low = float(quants.GGUF_TYPES[plain].bits)
     return low + min(1.0, raised) * (float(quants.GGUF_TYPES["Q8_0"].bits) - low)
 

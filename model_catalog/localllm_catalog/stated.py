@@ -51,8 +51,13 @@ def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
         )
         if number and least <= value <= most and (name != "top_k" or value == int(value)):
             # A header holds 32-bit floats: 0.6 comes as 0.6000000238, and is meant as 0.6.
-            kept[name] = int(value) if name == "top_k" else round(float(value), 6)
-    return SamplingDefaults(**kept, source=source) if kept else SamplingDefaults()
+            if name == "top_k":
+                kept[name] = int(value)
+            else:
+                kept[name] = round(float(value), 6)
+    if kept:
+        return SamplingDefaults(**kept, source=source)
+    return SamplingDefaults()
 
 
 # A tag named for thinking, in any family's spelling, or gpt-oss's channel of it.
@@ -79,4 +84,6 @@ def calls_tools(template: str) -> bool:
 
 def reasoning_kind(template: str) -> str:
     """Whether a chat template knows of reasoning, in the catalog's word."""
-    return "hybrid" if _REASONING.search(template) else "none"
+    if _REASONING.search(template):
+        return "hybrid"
+    return "none"
