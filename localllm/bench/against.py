@@ -86,7 +86,10 @@ def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarge
         ) from e
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url!r} is no address", hint="such as http://127.0.0.1:8080/v1")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    if ":" in parts.hostname:
+        host = f"[{parts.hostname}]"
+    else:
+        host = parts.hostname
     where = f"{host}:{port}" if port else host
     path = parts.path.rstrip("/") or "/v1"
     target = BenchTarget(

@@ -59,14 +59,18 @@ class RoundComparison:
     def median(self, name: str) -> float:
         """Median over rounds; NaN where there is none."""
         known = self.known(name)
-        return statistics.median(known) if known else math.nan
+        if known:
+            return statistics.median(known)
+        return math.nan
 
     def ratios(self, name: str, to: str) -> Ratio | None:
         """The rounds' own ratios, of those rounds in which both gave a value; None where there is
         no such round. What changes from round to round (the text, the neighbours) cancels out."""
         pairs = zip(self.values.get(name, ()), self.values.get(to, ()), strict=False)
         found = tuple(a / b for a, b in pairs if b and not math.isnan(a / b))
-        return Ratio(statistics.median(found), min(found), max(found), found) if found else None
+        if found:
+            return Ratio(statistics.median(found), min(found), max(found), found)
+        return None
 
     def to_json(self, first: str) -> dict[str, Any]:
         """Everything, with the ratio of `first` to every other name."""
@@ -102,4 +106,6 @@ class RoundComparison:
 
 
 def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    if math.isnan(value):
+        return None
+    return value

@@ -41,7 +41,8 @@ MEANS: Mapping[str, str] = {
 DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "cancel", "copy")
 # Tokens the first stream gets in peace before the newcomer of "stall" arrives, and all that it
 # gets.
-_ALONE, _STALLED = 60, 600
+_ALONE = 60
+_STALLED = 600
 # How many stories are asked for: a model may have said all it has to say before the newcomer comes.
 _STORIES = 3
 # An answer of fewer tokens says nothing about speed.
@@ -53,7 +54,8 @@ _SETTLE_S = 0.5
 
 
 # What the scenarios find: the title of each table, its unit, and whether more or less is better.
-_TOGETHER, _EVEN = "aggregate, {} streams", "{} streams: 95th percentile of the gaps"
+_TOGETHER = "aggregate, {} streams"
+_EVEN = "{} streams: 95th percentile of the gaps"
 SINGLE = RoundComparison("decode, one stream", "tok/s")
 GAP = RoundComparison("one stream: 95th percentile of the gaps", "ms", "less")
 PREFILL = RoundComparison("prefill, 3,000 new tokens", "tok/s")
@@ -79,7 +81,8 @@ class Scenarios:
     means: Mapping[str, str] = MEANS
 
     def __init__(self, counter: Counter, tokens: Tokens | None, seed: int | None = None) -> None:
-        self.counter, self.tokens = counter, tokens
+        self.counter = counter
+        self.tokens = tokens
         self.tables: dict[str, RoundComparison] = {}
         self.round = 0
         self._seed = self._first = int(time.time()) if seed is None else seed
@@ -241,7 +244,10 @@ class Scenarios:
     def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every
         turn."""
-        seen = TokensRead(self.tokens) if self.tokens is not None else None
+        if self.tokens is not None:
+            seen = TokensRead(self.tokens)
+        else:
+            seen = None
         system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []

@@ -42,26 +42,36 @@ class StreamedAnswer:
 
     @property
     def pieces(self) -> int:
-        return len(self.gaps_s) + 1 if self.text else 0
+        if self.text:
+            return len(self.gaps_s) + 1
+        return 0
 
     @property
     def said_tokens(self) -> int | None:
         """Tokens of the answer as the server counts them; None where it does not say."""
         said = self.usage.get("completion_tokens")
-        return said if isinstance(said, int) and not isinstance(said, bool) else None
+        if isinstance(said, int) and not isinstance(said, bool):
+            return said
+        return None
 
     @property
     def cached_tokens(self) -> int | None:
         """Tokens of the prompt that the server says it had computed before; None where it does not
         say."""
         details = self.usage.get("prompt_tokens_details")
-        said = details.get("cached_tokens") if isinstance(details, dict) else None
-        return said if isinstance(said, int) else None
+        if isinstance(details, dict):
+            said = details.get("cached_tokens")
+        else:
+            said = None
+        if isinstance(said, int):
+            return said
+        return None
 
     def gaps_between(self, begun_s: float, ended_s: float) -> list[tuple[float, str]]:
         """The gaps that any part of this time (perf_counter) falls into, each with the text behind
         it."""
-        found, at = [], self.first_at_s
+        found = []
+        at = self.first_at_s
         for gap, text in zip(self.gaps_s, self.later, strict=True):
             if at < ended_s and at + gap > begun_s:
                 found.append((gap, text))
@@ -72,7 +82,9 @@ class StreamedAnswer:
         """Tokens per second after the first event, if `tokens` is what came in all; one event
         brings several where drafts were accepted. Infinite where everything came at once."""
         spent = sum(self.gaps_s)
-        return (tokens - 1) / spent if spent else float("inf")
+        if spent:
+            return (tokens - 1) / spent
+        return float("inf")
 
     @property
     def decode_tok_s(self) -> float:
@@ -116,7 +128,10 @@ class BenchTarget:
         """POST `body` to /chat/completions (/completions for one with a `prompt`) with stream=true
         and read the answer to its end, or leave after `stop_after` pieces. Raises BackendError for
         everything but text."""
-        path = "/completions" if "prompt" in body else "/chat/completions"
+        if "prompt" in body:
+            path = "/completions"
+        else:
+            path = "/chat/completions"
         while True:
             sent = {name: value for name, value in body.items() if name not in self.refused}
             sent = {
@@ -152,11 +167,9 @@ class BenchTarget:
             time.sleep(0.1)
             response = self._ask("GET", address)
         found = self._object(response).get("data")
-        return (
-            [str(m["id"]) for m in found if isinstance(m, dict) and "id" in m]
-            if isinstance(found, list)
-            else []
-        )
+        if isinstance(found, list):
+            return [str(m["id"]) for m in found if isinstance(m, dict) and "id" in m]
+        return []
 
     def wait_ready(self, most_s: float = _LOADING_S) -> None:
         """Return once it has answered one token. Raises BackendError if it does not within `most_s`
@@ -189,7 +202,10 @@ class BenchTarget:
     def _client(self) -> httpx.Client:
         """A connection for each request, as by separate programs; of proxies that the environment
         names it knows nothing."""
-        key = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        if self.key:
+            key = {"authorization": f"Bearer {self.key}"}
+        else:
+            key = {}
         limits = httpx.Limits(max_keepalive_connections=0)
         return httpx.Client(headers=key, timeout=_TIMEOUT_S, limits=limits, trust_env=False)
 
@@ -229,7 +245,9 @@ def _read(
     on_piece: Callable[[int], None] | None,
     stop_after: int | None,
 ) -> StreamedAnswer:
-    answer, last, n = StreamedAnswer(), started, 0
+    answer = StreamedAnswer()
+    last = started
+    n = 0
     for chunk in _chunks(response):
         if chunk.get("error"):
             raise BackendError(f"{name} broke off: {str(chunk['error'])[:300]}")
@@ -242,8 +260,10 @@ def _read(
             answer.gaps_s.append(now - last)
             answer.later.append(text)
         else:
-            answer.ttft_s, answer.first_at_s = now - started, now
-        last, n = now, n + 1
+            answer.ttft_s = now - started
+            answer.first_at_s = now
+        last = now
+        n = n + 1
         answer.text += text
         if on_piece is not None:
             on_piece(n)

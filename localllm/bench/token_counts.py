@@ -39,7 +39,10 @@ class Counter:
         if self.of is not None:
             borne_out = len(tokenized(self.of, answer.text, special=False))
         else:
-            borne_out = len(answer.text.encode()) if said is not None else answer.pieces
+            if said is not None:
+                borne_out = len(answer.text.encode())
+            else:
+                borne_out = answer.pieces
         if said is None:
             return borne_out
         if said - borne_out > max(2, borne_out / 10):
@@ -48,7 +51,9 @@ class Counter:
 
     def tokens_in(self, text: str) -> int | None:
         """Tokens of `text`; None where no server lends its tokenizer."""
-        return None if self.of is None else len(tokenized(self.of, text, special=False))
+        if self.of is None:
+            return None
+        return len(tokenized(self.of, text, special=False))
 
 
 class TokensRead:

@@ -66,7 +66,10 @@ class Memory:
     def account(self) -> str:
         """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9
         GB for a model"."""
-        kept = [f"the system keeps {gb(self.system_bytes, 1)}"] if self.system_bytes else []
+        if self.system_bytes:
+            kept = [f"the system keeps {gb(self.system_bytes, 1)}"]
+        else:
+            kept = []
         kept += [f"others have {gb(self.others_bytes, 1)}"] if self.others_bytes else []
         most = self.total_bytes - self.system_bytes - self.others_bytes
         kept += (
@@ -88,7 +91,8 @@ def shared_pool(
     bytes that are kept (None: by the machine's size).
     """
     keep = headroom_bytes(total_bytes) if headroom is None else headroom
-    limit, others = max(total_bytes - keep, 0), max(total_bytes - available_bytes, 0)
+    limit = max(total_bytes - keep, 0)
+    others = max(total_bytes - available_bytes, 0)
     return Memory(
         total_bytes,
         limit,

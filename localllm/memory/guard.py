@@ -41,11 +41,9 @@ def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "
     leave = _LEAVE_SHARE * headroom_bytes
     if available_bytes < _HOLD_SHARE * headroom_bytes + (leave if before == "hold" else 0):
         return "hold"
-    return (
-        "shrink"
-        if available_bytes < headroom_bytes + (leave if before != "none" else 0)
-        else "none"
-    )
+    if available_bytes < headroom_bytes + (leave if before != "none" else 0):
+        return "shrink"
+    return "none"
 
 
 def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
@@ -121,16 +119,14 @@ class MemoryGuard:
     def missing_bytes(self) -> int:
         """What must be given back to have the headroom free again; where the system alone says that
         memory is short, a part of the headroom at each look."""
-        missing = (
-            0
-            if self.available_bytes is None
-            else max(0, self.headroom_bytes - self.available_bytes)
-        )
-        short = (
-            int(_LEAVE_SHARE * self.headroom_bytes)
-            if self.system_pressure() in ("shrink", "hold")
-            else 0
-        )
+        if self.available_bytes is None:
+            missing = 0
+        else:
+            missing = max(0, self.headroom_bytes - self.available_bytes)
+        if self.system_pressure() in ("shrink", "hold"):
+            short = int(_LEAVE_SHARE * self.headroom_bytes)
+        else:
+            short = 0
         return max(missing, short)
 
     @property
@@ -138,11 +134,9 @@ class MemoryGuard:
         """What can be taken above the headroom, as last seen; None while nobody knows."""
         if self.pressure != "none":
             return 0
-        return (
-            None
-            if self.available_bytes is None
-            else max(0, self.available_bytes - self.headroom_bytes)
-        )
+        if self.available_bytes is None:
+            return None
+        return max(0, self.available_bytes - self.headroom_bytes)
 
     def why(self) -> str:
         """The state in one sentence, for an error."""
@@ -154,7 +148,10 @@ class MemoryGuard:
 
     def snapshot(self) -> dict[str, int | str]:
         """The state as plain values; available_bytes is missing while it is unknown."""
-        known = {} if self.available_bytes is None else {"available_bytes": self.available_bytes}
+        if self.available_bytes is None:
+            known = {}
+        else:
+            known = {"available_bytes": self.available_bytes}
         return {**known, "headroom_bytes": self.headroom_bytes, "pressure": self.pressure}
 
 
@@ -162,7 +159,8 @@ def guard_of(available: Available | None, headroom: int | None) -> MemoryGuard:
     """A guard over what is `available` (None: asked of the system). `headroom`: bytes (None: by the
     machine's size)."""
     system = SystemMemory()
-    headroom = headroom_bytes(system.total_bytes) if headroom is None else headroom
+    if headroom is None:
+        headroom = headroom_bytes(system.total_bytes)
     if available is not None:
         return MemoryGuard(available, headroom)
     return MemoryGuard(system.available_bytes, headroom, system.pressure)

@@ -11,7 +11,8 @@ from pathlib import Path
 ReadText = Callable[[str], str]
 """The text of a file; "" where there is none."""
 
-MEMINFO, OWN_GROUPS = "/proc/meminfo", "/proc/self/cgroup"
+MEMINFO = "/proc/meminfo"
+OWN_GROUPS = "/proc/self/cgroup"
 # cgroup v1 prints the largest page-aligned int64 when there is no limit.
 _UNLIMITED = 1 << 62
 # Longer than any real figure; int() of a million digits is slow.
@@ -58,14 +59,19 @@ def meminfo(text: str) -> MemInfo | None:
         available = values["MemFree"] + max(cached, 0)
     has_huge_pages = values.get("HugePages_Total", 0) > 0
     huge_free = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024
-    available_bytes = None if available is None else min(available * 1024, total)
+    if available is None:
+        available_bytes = None
+    else:
+        available_bytes = min(available * 1024, total)
     return MemInfo(total, available_bytes, min(huge_free, total) if has_huge_pages else None)
 
 
 def _number(text: str) -> int:
     """The number that is all of `text`; 0 where it is none, or one that nobody has."""
     digits = text.strip("\x00 \t\r\n")
-    return int(digits) if digits.isdecimal() and len(digits) <= _MOST_DIGITS else 0
+    if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
+        return int(digits)
+    return 0
 
 
 def _numbers(text: str) -> Iterator[tuple[str, int]]:
@@ -94,11 +100,9 @@ class ControlGroup:
 
     @property
     def _names(self) -> tuple[str, str]:
-        return (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if self.is_v1
-            else ("memory.max", "memory.current")
-        )
+        if self.is_v1:
+            return ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        return ("memory.max", "memory.current")
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -117,7 +121,8 @@ class ControlGroup:
         limited = self.limit(read)
         if limited is None:
             return None
-        limit, (used_file, stat_file, *_) = limited[0], self.files
+        limit = limited[0]
+        (used_file, stat_file, *_) = self.files
         used = _number(read(used_file))
         stat = dict(_numbers(read(stat_file)))
         prefix = "total_" if self.is_v1 else ""  # v1: with the groups below
@@ -134,7 +139,10 @@ def control_groups(own_groups: str) -> list[ControlGroup]:
         controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
-        root = "/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup"
+        if controllers:
+            root = "/sys/fs/cgroup/memory"
+        else:
+            root = "/sys/fs/cgroup"
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts), -1, -1):
             found.append(ControlGroup("/".join([root, *parts[:depth]]), bool(controllers)))
@@ -167,17 +175,18 @@ class LinuxMemory:
         machine = self.machine()
         limits = (group.limit(self._read) for group in self._groups)
         smallest = min((limit for limit in limits if limit is not None), default=None)
-        return (
-            None
-            if machine is None or smallest is None or smallest[0] >= machine.total_bytes
-            else smallest
-        )
+        if machine is None or smallest is None or smallest[0] >= machine.total_bytes:
+            return None
+        return smallest
 
     def total_bytes(self) -> int | None:
-        machine, smallest = self.machine(), self.smallest_limit()
+        machine = self.machine()
+        smallest = self.smallest_limit()
         if machine is None:
             return None
-        return machine.total_bytes if smallest is None else smallest[0]
+        if smallest is None:
+            return machine.total_bytes
+        return smallest[0]
 
     def available_bytes(
         self, users: Iterable[int] = (), machine_bytes: int | None = None
@@ -188,7 +197,10 @@ class LinuxMemory:
         `machine_bytes`: what the machine has free, where that is not MemAvailable."""
         if machine_bytes is None:
             machine = self.machine()
-            machine_bytes = None if machine is None else machine.available_bytes
+            if machine is None:
+                machine_bytes = None
+            else:
+                machine_bytes = machine.available_bytes
         if machine_bytes is None:
             return None
         free = [machine_bytes]
@@ -203,4 +215,6 @@ class LinuxMemory:
         """Resident pages of mapped files (and shared memory): proc(5), /proc/pid/statm, third
         field."""
         fields = self._read(f"/proc/{pid}/statm").split()
-        return int(fields[2]) * _PAGE_BYTES if len(fields) > 2 else 0
+        if len(fields) > 2:
+            return int(fields[2]) * _PAGE_BYTES
+        return 0

@@ -35,7 +35,10 @@ def sysctl(name: str) -> int | None:
 
 def sysctl_of(by_name: Callable[..., int], name: str) -> int | None:
     """The number that `by_name`, a sysctlbyname, writes for `name`: of four bytes or eight."""
-    value, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
+    value = ctypes.c_uint64(0)
+    size = ctypes.c_size_t(8)
     if by_name(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
         return None
-    return int(value.value) if size.value in (4, 8) else None
+    if size.value in (4, 8):
+        return int(value.value)
+    return None

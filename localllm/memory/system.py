@@ -58,7 +58,9 @@ class SystemMemory:
         on_mac = macos.available_bytes(
             self.total_bytes or 0, self._sysctl("kern.memorystatus_level")
         )
-        return int(_psutil_memory().available) if on_mac is None else on_mac
+        if on_mac is None:
+            return int(_psutil_memory().available)
+        return on_mac
 
     def pressure(self) -> macos.Pressure | None:
         """What the system itself says of its memory; None where it says nothing (all but macOS)."""
@@ -69,7 +71,8 @@ class SystemMemory:
     def account(self, headroom: int | None = None) -> Memory | None:
         """The account of system memory, of which `headroom` bytes stay with the system (None: by
         its size); None where the system does not say."""
-        total, available = self.total_bytes, self.available_bytes()
+        total = self.total_bytes
+        available = self.available_bytes()
         if total is None or available is None:
             return None
         return shared_pool(total, available, "the system", headroom)
@@ -86,7 +89,9 @@ def free_for_models(headroom: int | None = None) -> int | None:
     machine's size). None if the system does not say, or nothing is to be kept for it (0), so that
     only the plan decides."""
     account = SystemMemory(process_and_children).account(headroom)
-    return None if account is None or not account.system_bytes else account.available_bytes
+    if account is None or not account.system_bytes:
+        return None
+    return account.available_bytes
 
 
 def return_to_system() -> None:

@@ -86,7 +86,9 @@ class Launchd:
 
     def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> CommandResult:
         answer = self.call(["launchctl", *words])
-        return answer if answer.returncode in allowed else checked(answer)
+        if answer.returncode in allowed:
+            return answer
+        return checked(answer)
 
 
 def agent(service: Service, log_file: Path) -> str:

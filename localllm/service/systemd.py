@@ -121,7 +121,9 @@ class Systemd:
 
     def _version(self) -> int:
         found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).stdout)
-        return int(found[1]) if found else 0
+        if found:
+            return int(found[1])
+        return 0
 
     def _ask(self, *words: str, may_fail: bool = False) -> CommandResult:
         answer = self.call(["systemctl", "--user", *words])
@@ -131,7 +133,9 @@ class Systemd:
                 hint="log in as this user (not through su or sudo), or once: `sudo loginctl "
                 "enable-linger $USER`",
             )
-        return answer if may_fail else checked(answer)
+        if may_fail:
+            return answer
+        return checked(answer)
 
 
 def service_unit(service: Service, *, backs_off: bool) -> str:
@@ -146,15 +150,25 @@ def service_unit(service: Service, *, backs_off: bool) -> str:
     `OOMPolicy=continue`: a worker that is killed for memory costs its model's requests, never the
     server. Wrong usage, a model that is not there or not readable, and one that does not fit (exit
     codes 2 to 5) are the same at the next try."""
-    needs = f"Requires={SOCKET}\nAfter={SOCKET}\n" if service.addresses else ""
-    steps = "RestartSteps=6\nRestartMaxDelaySec=60\n" if backs_off else ""
-    settle = f"ExecStopPost=-{_line(service.settle)}\n" if service.settle else ""
+    if service.addresses:
+        needs = f"Requires={SOCKET}\nAfter={SOCKET}\n"
+    else:
+        needs = ""
+    if backs_off:
+        steps = "RestartSteps=6\nRestartMaxDelaySec=60\n"
+    else:
+        steps = ""
+    if service.settle:
+        settle = f"ExecStopPost=-{_line(service.settle)}\n"
+    else:
+        settle = ""
     variables = "".join(
         f"Environment={_quoted(f'{k}={v}')}\n" for k, v in sorted(service.environment.items())
     )
-    limit = (
-        f"MemoryMax={service.memory_max_bytes}\n" if service.memory_max_bytes is not None else ""
-    )
+    if service.memory_max_bytes is not None:
+        limit = f"MemoryMax={service.memory_max_bytes}\n"
+    else:
+        limit = ""
     return f"""\
 [Unit]
 Description=Language models on this machine (localllm)
@@ -201,7 +215,8 @@ WantedBy=sockets.target
 
 def parse_show(text: str) -> State:
     answer = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-    result, status = answer.get("Result", ""), _number(answer.get("ExecMainStatus"))
+    result = answer.get("Result", "")
+    status = _number(answer.get("ExecMainStatus"))
     words = [
         answer.get("ActiveState", ""),
         f"({answer['SubState']})" if answer.get("SubState") else "",
@@ -222,7 +237,9 @@ def parse_show(text: str) -> State:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdecimal() and text != _UNSET else None
+    if text and text.isdecimal() and text != _UNSET:
+        return int(text)
+    return None
 
 
 def _line(command: Sequence[str]) -> str:

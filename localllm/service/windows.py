@@ -114,7 +114,8 @@ def parse_state(text: str) -> State:
     """State from the JSON that `_ASK_STATE` prints. Raises ServiceError for anything else."""
     try:
         answer = json.loads(text)
-        state, code = str(answer.get("state", "")), answer.get("result")
+        state = str(answer.get("state", ""))
+        code = answer.get("result")
     except (ValueError, AttributeError) as e:
         raise ServiceError(f"PowerShell's answer can't be read: {text.strip()[:200]}") from e
     if not state:

@@ -63,7 +63,10 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         on_signals(self.chat.leave, self._woken)
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         chosen = json_store.read(self._preferences).get("theme")
-        self.theme = chosen if chosen in self.available_themes else self._fitting
+        if chosen in self.available_themes:
+            self.theme = chosen
+        else:
+            self.theme = self._fitting
         self.theme_changed_signal.subscribe(
             self, lambda theme: json_store.keep(self._preferences, {"theme": theme.name})
         )

@@ -35,7 +35,8 @@ class LineFace(Face):
     """A chat on standard output and error; implements control.face.Face."""
 
     full_screen = False
-    option, after_error = "--plain", ""
+    option = "--plain"
+    after_error = ""
 
     def __init__(self, options: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
         self._copy = copy
@@ -60,7 +61,9 @@ class LineFace(Face):
             picked = input("number, or Enter for none: ").strip()
         except EOFError:
             return None
-        return int(picked) - 1 if picked.isdigit() and 1 <= int(picked) <= len(rows) else None
+        if picked.isdigit() and 1 <= int(picked) <= len(rows):
+            return int(picked) - 1
+        return None
 
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         self.note(text)
@@ -112,8 +115,12 @@ class LineFace(Face):
     async def _find(self, words: str) -> None:
         """List the turns that have these words, and show one whole by its number; then the list
         again, until none is asked for."""
-        history, own = self.chat.history, self.chat.session.id or ""
-        hits = [hit for hit in history.search(words) if hit.conversation_id == own] if words else []
+        history = self.chat.history
+        own = self.chat.session.id or ""
+        if words:
+            hits = [hit for hit in history.search(words) if hit.conversation_id == own]
+        else:
+            hits = []
         self.note(how_many(len(hits), "turn") if words else "/find WORDS")
         rows = [
             f"{'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}"
@@ -142,7 +149,8 @@ class LineFace(Face):
         )
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
-        command, own = commands.known(name), {"list": self._list, "find": self._find}
+        command = commands.known(name)
+        own = {"list": self._list, "find": self._find}
         if name in own:
             await own[name](argument)
             return True
@@ -221,7 +229,9 @@ def _reader() -> Callable[[], str]:
 
 def _columns(out: TextIO) -> int:
     """Cells of a line on a terminal; 0 elsewhere."""
-    return shutil.get_terminal_size().columns if out.isatty() else 0
+    if out.isatty():
+        return shutil.get_terminal_size().columns
+    return 0
 
 
 class WrappedLines:
@@ -244,7 +254,8 @@ class WrappedLines:
 
     def end(self) -> str:
         """The word that was waited for."""
-        word, self._word = self._word, ""
+        word = self._word
+        self._word = ""
         return self._placed(word)
 
     def _placed(self, piece: str) -> str:
@@ -252,13 +263,16 @@ class WrappedLines:
         if piece == "\n":
             self._at = 0
         elif piece.isspace() and self._at + cells >= self._columns:
-            self._at, piece = 0, "\n"
+            self._at = 0
+            piece = "\n"
         elif self._at and self._at + cells > self._columns:
-            self._at, piece = cells % self._columns, "\n" + piece
+            self._at = cells % self._columns
+            piece = "\n" + piece
         else:
-            self._at = (
-                (self._at + cells) % self._columns if cells > self._columns else self._at + cells
-            )
+            if cells > self._columns:
+                self._at = (self._at + cells) % self._columns
+            else:
+                self._at = self._at + cells
         return piece
 
 

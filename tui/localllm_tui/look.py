@@ -45,11 +45,17 @@ class LookApp(App[T]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         filters = [*super().get_line_filters(), NoControls()]
-        return [*filters, NoColors()] if self.no_color else filters
+        if self.no_color:
+            return [*filters, NoColors()]
+        return filters
 
     def fitting_theme(self, *, light: bool) -> str:
         """The theme for a terminal of which nothing but its background is known: its own colours
         where it has 16."""
         if self.console.color_system in ("standard", "windows"):
-            return "ansi-light" if light else "ansi-dark"
-        return "textual-light" if light else "textual-dark"
+            if light:
+                return "ansi-light"
+            return "ansi-dark"
+        if light:
+            return "textual-light"
+        return "textual-dark"

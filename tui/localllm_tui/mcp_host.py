@@ -38,11 +38,10 @@ class McpHost:
             return await asyncio.wait_for(asyncio.shield(ready), _START_S)
         except Exception as e:
             await self.close()
-            why = (
-                f"it said nothing for {_START_S:.0f} s"
-                if isinstance(e, TimeoutError)
-                else _reason(e)
-            )
+            if isinstance(e, TimeoutError):
+                why = f"it said nothing for {_START_S:.0f} s"
+            else:
+                why = _reason(e)
             raise LocalLLMError(
                 f"{self.name} does not start: {why}",
                 hint="tools need an extra: pip install 'localllm[tools]'"
@@ -64,7 +63,9 @@ class McpHost:
             for part in getattr(result, "content", ())
         ]
         text = "\n".join(parts)
-        return f"error: {text}" if getattr(result, "is_error", False) else text
+        if getattr(result, "is_error", False):
+            return f"error: {text}"
+        return text
 
     async def close(self) -> None:
         if self._task is not None:

@@ -122,8 +122,10 @@ class AnswerStream:
                 shown.progress("")
                 shown.tool(ran)
             case AnswerDone():
-                self.meter.usage, self.reason = event.usage, event.reason
-                self._cache_miss, self.timings = event.cache_miss, event.timings
+                self.meter.usage = event.usage
+                self.reason = event.reason
+                self._cache_miss = event.cache_miss
+                self.timings = event.timings
 
 
 class PendingAnswer(AnswerStream):
@@ -151,18 +153,26 @@ class PendingAnswer(AnswerStream):
         super().__init__()
         begun = _to_go_on_with(session, to) if continues else None
         at = begun or to or session.last_question
-        question = session.all_turns.get(at.parent_id, begun) if at.role == "assistant" else at
+        if at.role == "assistant":
+            question = session.all_turns.get(at.parent_id, begun)
+        else:
+            question = at
         if question is None:
             raise UsageError(
                 "there is no question before this answer", hint="ask one, and it is answered"
             )
-        self.session, self.question, self._begun = session, question, begun
+        self.session = session
+        self.question = question
+        self._begun = begun
         self.model = model or session.model
         self.continues = continues
         # More of an answer is written in its place, unless the conversation has gone on from it.
-        self._stored = begun if begun is not None and not session.has_followers(begun) else None
+        self._stored: StoredMessage | None = None
+        if begun is not None and not session.has_followers(begun):
+            self._stored = begun
         so_far = begun or StoredMessage(0, "assistant", "")
-        self.text, self.reasoning = so_far.content, so_far.reasoning or ""
+        self.text = so_far.content
+        self.reasoning = so_far.reasoning or ""
         self._grown = self.unsaved = False
         self.refused: LocalLLMError | None = None
         self._meta: dict[str, Any] | None = None  # what is known at its end
@@ -214,7 +224,8 @@ class PendingAnswer(AnswerStream):
 
     def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
         """Write the last of it with `meta`. None when nothing came."""
-        self._meta, self.unsaved = meta, self._grown
+        self._meta = meta
+        self.unsaved = self._grown
         return self.save()
 
     def save(self) -> StoredMessage | None:
@@ -231,7 +242,8 @@ class PendingAnswer(AnswerStream):
             self.refused = e
             raise
         self._next_save_s = self.session.now() + SAVE_EVERY_S
-        self.refused, self.unsaved = None, False
+        self.refused = None
+        self.unsaved = False
         return self._stored
 
     def _write(self, meta: dict[str, Any]) -> StoredMessage:
@@ -243,7 +255,10 @@ class PendingAnswer(AnswerStream):
         if self._stored is not None:
             with suppress(NotFoundError):  # another window removed it: it becomes a new turn
                 return self.session.rewrite(replace(self._stored, content=self.text, **more))
-        parent = self._begun.parent_id if self._begun is not None else self.question.id
+        if self._begun is not None:
+            parent = self._begun.parent_id
+        else:
+            parent = self.question.id
         return self.session.append("assistant", self.text, parent=parent, **more)
 
     def _reread(self) -> dict[str, Any]:

@@ -197,7 +197,10 @@ def code_block(markdown: str, number: int | None, whose: str) -> tuple[str, str]
     blocks = code_blocks(markdown)
     at = len(blocks) if number is None else number
     if not 1 <= at <= len(blocks):
-        not_that = f", not {at}" if blocks and number is not None else ""
+        if blocks and number is not None:
+            not_that = f", not {at}"
+        else:
+            not_that = ""
         raise UsageError(f"{whose} has {len(blocks)} code blocks{not_that}")
     return blocks[at - 1], f"code block {at} of {len(blocks)}"
 
@@ -223,11 +226,9 @@ def with_files(text: str, attached: Sequence[tuple[str, str]], files: str = "") 
 def files_of(turn: StoredMessage) -> tuple[str, list[str]]:
     """The files that went with a question: fenced as they were sent, and their names."""
     names = [str(name) for name in turn.meta.get("attached", ())]
-    return (
-        (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names)
-        if names
-        else ("", [])
-    )
+    if names:
+        return (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names)
+    return ("", [])
 
 
 # More names than this are not read.
@@ -306,7 +307,9 @@ def dropped_files(pasted: str) -> list[Path]:
     except ValueError:
         return []
     paths = [_path(part) for part in parts]
-    return [path for path in paths if path is not None] if paths and None not in paths else []
+    if paths and None not in paths:
+        return [path for path in paths if path is not None]
+    return []
 
 
 def _path(text: str) -> Path | None:
@@ -314,6 +317,8 @@ def _path(text: str) -> Path | None:
         text = unquote(urlparse(text).path)
     try:
         path = Path(text).expanduser()
-        return path if path.is_absolute() and path.is_file() else None
+        if path.is_absolute() and path.is_file():
+            return path
+        return None
     except (OSError, RuntimeError, ValueError):
         return None

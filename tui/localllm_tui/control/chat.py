@@ -47,8 +47,11 @@ class ChatController:
     """
 
     def __init__(self, options: ChatOptions, face: Face) -> None:
-        self.options, self.face = options, face
-        self.client, self.history, self.model = options.client, options.history, options.model
+        self.options = options
+        self.face = face
+        self.client = options.client
+        self.history = options.history
+        self.model = options.model
         self.session = Session(
             options.history, options.model, conv_id=options.resume, system=options.system
         )
@@ -63,12 +66,12 @@ class ChatController:
         self.titles_after_s: float | None = TITLE_AFTER_S
         self.busy()
         self.plans: dict[PlanRequest, PlanList] = {}
-        self.pulls = Pulls(options.model_service) if options.model_service is not None else None
-        self.first_run = (
-            FirstRun(options.model, self.pulls)
-            if options.first_run and self.pulls is not None
-            else None
-        )
+        self.pulls: Pulls | None = None
+        self.first_run: FirstRun | None = None
+        if options.model_service is not None:
+            self.pulls = Pulls(options.model_service)
+            if options.first_run:
+                self.first_run = FirstRun(options.model, self.pulls)
         self._shown: AnswerDisplay | None = None  # of the newest answer
         self._running: asyncio.Task[None] | None = None
         self._save_failed = self._warned_full = False
@@ -85,12 +88,16 @@ class ChatController:
     @property
     def streaming(self) -> PendingAnswer | None:
         """The answer that is still coming."""
-        return self.stream if self.stream is not None and not self.stream.closed else None
+        if self.stream is not None and not self.stream.closed:
+            return self.stream
+        return None
 
     @property
     def speed(self) -> AnswerSpeed | None:
         """The speed of the newest answer; None before the first."""
-        return self.stream.speed(self.session.used_tokens) if self.stream is not None else None
+        if self.stream is not None:
+            return self.stream.speed(self.session.used_tokens)
+        return None
 
     @property
     def compacts(self) -> bool:
@@ -99,11 +106,9 @@ class ChatController:
     @property
     def loading_words(self) -> str:
         """How far the model is loaded; "" once it is."""
-        return (
-            self.client.engine.progress().words(one_line(self.model))
-            if self.client.engine is not None
-            else ""
-        )
+        if self.client.engine is not None:
+            return self.client.engine.progress().words(one_line(self.model))
+        return ""
 
     async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
         self._last_error = error
@@ -165,7 +170,8 @@ class ChatController:
     async def stop_answer(self) -> bool:
         """Stop the answer in progress and wait until it is on disk. Returns whether there was
         one."""
-        running, streaming = self._running, self.streaming
+        running = self._running
+        streaming = self.streaming
         if running is None:
             return False
         if streaming is not None:  # else only the drawing is left
@@ -226,7 +232,8 @@ class ChatController:
         finally:
             self._running = None
         self.face.changed(recount=True)
-        queued, self.queued = self.queued, ""
+        queued = self.queued
+        self.queued = ""
         if queued and error is None and not self.left:
             self.face.submit_queued(queued)
 
@@ -277,7 +284,10 @@ class ChatController:
     async def _note_other_window(self) -> None:
         session = self.session
         if session.copied or session.beside:
-            said = wording.CONTINUED_ELSEWHERE if session.copied else wording.CONTINUED_BESIDE
+            if session.copied:
+                said = wording.CONTINUED_ELSEWHERE
+            else:
+                said = wording.CONTINUED_BESIDE
             session.copied = session.beside = False
             await self.face.show_note(said)
 
@@ -294,7 +304,8 @@ class ChatController:
                 await self.face.show_note(printable(self.listed.notice))
 
     async def _warn_of_full_context(self) -> None:
-        used, n_ctx = self.session.used_tokens, self.listed.n_ctx
+        used = self.session.used_tokens
+        n_ctx = self.listed.n_ctx
         if (
             n_ctx
             and used >= CONTEXT_WARNING * n_ctx
@@ -312,8 +323,11 @@ class ChatController:
     async def open(self, session: Session, at: int = 0) -> None:
         """Show another conversation, at the turn of this id (0: its end)."""
         await self.stop_answer()
-        before, self.session = self.session.id, session
-        self.editing, self.queued, self._warned_full = None, "", False
+        before = self.session.id
+        self.session = session
+        self.editing = None
+        self.queued = ""
+        self._warned_full = False
         await self.face.show_session(at, before)
 
     def edit(self, turn: StoredMessage) -> None:
@@ -349,9 +363,10 @@ class ChatController:
         while not self.client.ready:
             await asyncio.sleep(LOOK_S)
             self.face.changed()
-        ended = (
-            self.client.engine.progress() if self.client.engine is not None else EngineProgress()
-        )
+        if self.client.engine is not None:
+            ended = self.client.engine.progress()
+        else:
+            ended = EngineProgress()
         # a waiting answer reports it by itself
         if ended.error not in (None, self._last_error) and not self.answering:
             await self.trouble(ended.error, wording.NOT_LOADED)
@@ -364,7 +379,11 @@ class ChatController:
         """Do what is due, a few times a second: save, report downloads and the engine, generate a
         title in a quiet moment."""
         for pull in self.pulls.newly_ended() if self.pulls is not None else ():
-            severity: Literal["error", "information"] = "error" if pull.error else "information"
+            severity: Literal["error", "information"]
+            if pull.error:
+                severity = "error"
+            else:
+                severity = "information"
             self.face.notify(
                 pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
             )

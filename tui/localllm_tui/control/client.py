@@ -101,7 +101,10 @@ class ChatClient:
             transport = self.transport
             if transport is None and self.engine is not None and self.engine.unix_socket:
                 transport = httpx.AsyncHTTPTransport(uds=self.engine.unix_socket)
-            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+            if self.api_key:
+                headers = {"Authorization": f"Bearer {self.api_key}"}
+            else:
+                headers = {}
             # trust_env=False: a proxy set in the environment must not see, or break, what stays on
             # this machine.
             self._http = httpx.AsyncClient(
@@ -134,7 +137,8 @@ class ChatClient:
         was waited for: later it is asked for again."""
         if self.engine is None:
             return
-        progress, said = self.engine.progress(), ""
+        progress = self.engine.progress()
+        said = ""
         while progress.state == "loading":
             words = progress.words(self.engine.model)
             if words != said:
@@ -176,7 +180,9 @@ class ChatClient:
         where it has no such model. Raises ServerUnreachableError."""
         response = await self._get(f"models/{quote(name, safe='')}")
         try:
-            return _listed(response.json()) if response.status_code == 200 else None
+            if response.status_code == 200:
+                return _listed(response.json())
+            return None
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -292,7 +298,8 @@ class _AnswerSoFar:
         noted = _CACHE.fullmatch(text)
         if noted:
             self.cache_miss = noted[1]
-        prefill, left_out = _PREFILL.search(text), _LEFT_OUT.fullmatch(text)
+        prefill = _PREFILL.search(text)
+        left_out = _LEFT_OUT.fullmatch(text)
         if prefill:
             yield PromptProgress(int(prefill[1]), int(prefill[2]))
         elif left_out:
@@ -327,8 +334,10 @@ class _AnswerSoFar:
 
     def _add_to_call(self, piece: Mapping[str, Any]) -> None:
         at = int(piece.get("index") or 0)
-        old, function = self.calls.get(at, ToolCall("", "", "")), piece.get("function") or {}
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        old = self.calls.get(at, ToolCall("", "", ""))
+        function = piece.get("function") or {}
+        name = function.get("name") or ""
+        arguments = function.get("arguments") or ""
         self.calls[at] = ToolCall(
             str(piece.get("id") or old.id), f"{old.name}{name}", f"{old.arguments}{arguments}"
         )
@@ -363,7 +372,9 @@ def _usage(usage: Mapping[str, Any]) -> AnswerUsage:
 def _timings(said: Mapping[str, Any]) -> AnswerTimings:
     def number(name: str) -> float:
         value = said.get(name)
-        return float(value) if isinstance(value, (int, float)) else 0.0
+        if isinstance(value, (int, float)):
+            return float(value)
+        return 0.0
 
     return AnswerTimings(
         number("queued_ms") / 1e3,
@@ -391,7 +402,9 @@ def _listed(entry: Mapping[str, Any]) -> ListedModel:
 
 def _table(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = entry.get(name)
-    return found if isinstance(found, Mapping) else {}
+    if isinstance(found, Mapping):
+        return found
+    return {}
 
 
 def _error(status: int, body: bytes) -> LocalLLMError:

@@ -55,11 +55,10 @@ async def resume_last(chat: ChatController, _: str) -> None:
 
 async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
     """Open an earlier conversation, at a turn of it if one is given."""
-    session = (
-        chat.session
-        if chat.session.id == conv_id
-        else Session(chat.history, chat.model, conv_id=conv_id)
-    )
+    if chat.session.id == conv_id:
+        session = chat.session
+    else:
+        session = Session(chat.history, chat.model, conv_id=conv_id)
     if at in session.all_turns:
         await chat.stop_answer()
         session.show(at)
@@ -80,7 +79,10 @@ async def on_last(what: str, chat: ChatController, _: str = "") -> None:
     "version" on the last answer, where it goes one back."""
     await chat.stop_answer()
     session = chat.session
-    turn = session.last_question if what == "edit" or not session.turns else session.turns[-1]
+    if what == "edit" or not session.turns:
+        turn = session.last_question
+    else:
+        turn = session.turns[-1]
     if what == "version":
         turn = session.last_answer or turn
     await run_on_turn(chat, what, turn, -1)
@@ -99,7 +101,10 @@ async def compact(chat: ChatController, argument: str) -> None:
         raise UsageError(f"/compact {argument} is not known", hint="use /compact or /compact off")
     chat.session.set_compacts(not argument)
     if argument:
-        always = "; but the setting `compaction` is auto" if chat.client.compacts else ""
+        if chat.client.compacts:
+            always = "; but the setting `compaction` is auto"
+        else:
+            always = ""
         await chat.face.show_note(
             f"a conversation that does not fit the context is an error again{always}"
         )
@@ -215,7 +220,10 @@ async def system(chat: ChatController, text: str) -> None:
         await chat.stop_answer()
         chat.session.set_system("" if text == "-" else text)
     now = chat.session.system
-    said = f"system prompt: {now}" if now else "no system prompt; /system TEXT sets one"
+    if now:
+        said = f"system prompt: {now}"
+    else:
+        said = "no system prompt; /system TEXT sets one"
     if text and chat.session.turns:
         said += (
             "\nIt stands before everything that was said, so all of it "
@@ -234,11 +242,10 @@ async def model(chat: ChatController, name: str) -> None:
         return
     names = [m.name for m in await chat.client.models()]
     lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
-    more = (
-        "\n/model NAME uses another"
-        if len(names) > 1
-        else ("\nlocalllm chat -m NAME starts with another")
-    )
+    if len(names) > 1:
+        more = "\n/model NAME uses another"
+    else:
+        more = "\nlocalllm chat -m NAME starts with another"
     await chat.face.show_note("models on this server:\n" + "\n".join(lines) + more)
 
 
@@ -291,11 +298,10 @@ async def switch_tools(chat: ChatController, what: str) -> None:
         await chat.tools.switch_off()
     elif word == "on":
         await chat.tools.switch_on(name.strip())
-    asks = (
-        "\nEach call waits for your yes, with its arguments shown"
-        if chat.tools.on
-        else ("\n/tools on starts them")
-    )
+    if chat.tools.on:
+        asks = "\nEach call waits for your yes, with its arguments shown"
+    else:
+        asks = "\n/tools on starts them"
     await chat.face.show_note(chat.tools.overview() + (asks if chat.tools.hosts else ""))
 
 

@@ -215,7 +215,8 @@ async def run_and_report(chat: ChatController, name: str, argument: str) -> None
 
 
 async def _run(chat: ChatController, name: str, argument: str) -> None:
-    command, runs = known(name), None
+    command = known(name)
+    runs = None
     if await chat.face.run_on_screen(name, argument):
         return
     if command is not None:
@@ -223,7 +224,10 @@ async def _run(chat: ChatController, name: str, argument: str) -> None:
     if runs is None:
         names = [one.name for one in COMMANDS]
         close = difflib.get_close_matches(name.rstrip("!"), names, n=1)
-        hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
+        if close:
+            hint = f"did you mean /{close[0]}?"
+        else:
+            hint = "/help lists the commands"
         raise UsageError(f"there is no command /{name}", hint=hint)
     await runs(chat, argument)
 
@@ -235,7 +239,9 @@ def known(name: str) -> Command | None:
 
 def question(text: str) -> str:
     """The question as sent: without the slash that kept it from being a command."""
-    return text[1:] if text.startswith(("//", "!!")) else text
+    if text.startswith(("//", "!!")):
+        return text[1:]
+    return text
 
 
 def offered(typed: str) -> list[Command]:

@@ -26,7 +26,9 @@ def elide(text: str, cells: int) -> str:
         return text
     while text and cell_len(text) > cells - 1:
         text = text[:-1]
-    return text + "…" if cells > 0 else ""
+    if cells > 0:
+        return text + "…"
+    return ""
 
 
 def fitted(hints: str, cells: int) -> str:
@@ -42,7 +44,10 @@ def in_lines(hints: str, cells: int) -> str:
     lines = [""]
     for hint in hints.split(" · "):
         longer = f"{lines[-1]} · {hint}" if lines[-1] else hint
-        lines = [*lines, hint] if lines[-1] and cell_len(longer) > cells else [*lines[:-1], longer]
+        if lines[-1] and cell_len(longer) > cells:
+            lines = [*lines, hint]
+        else:
+            lines = [*lines[:-1], longer]
     return "\n".join(lines)
 
 
@@ -60,7 +65,9 @@ def ago(seconds: float) -> str:
 
 def how_many(n: int, what: str) -> str:
     """ "1 message", "2 messages"."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    if n == 1:
+        return f"{n} {what}"
+    return f"{n} {what}s"
 
 
 def title_of(text: str) -> str:

@@ -52,7 +52,10 @@ def to_markdown(session: Session) -> str:
         parts.append(_system(session.system))
     parts += _systems_after(session, 0)
     for turn in session.turns:
-        who = "You" if turn.role == "user" else turn.meta.get("model") or session.model
+        if turn.role == "user":
+            who = "You"
+        else:
+            who = turn.meta.get("model") or session.model
         parts.append(f"## {who}")
         parts += _body(turn)
         versions = session.versions(turn)
@@ -73,7 +76,9 @@ def _systems_after(session: Session, turn_id: int) -> Iterable[str]:
 
 
 def _system(text: str) -> str:
-    return f"## System\n\n{text}" if text else "## System\n\n(removed)"
+    if text:
+        return f"## System\n\n{text}"
+    return "## System\n\n(removed)"
 
 
 def _body(turn: StoredMessage) -> list[str]:
@@ -106,7 +111,8 @@ def store(history: History, path: Path, model: str) -> str:
         if found["format"] != FORMAT or int(found["version"]) > FORMAT_VERSION:
             raise ValueError(f"{found['format']} of version {found['version']}")
         turns = [_turn(message) for message in found["messages"]]
-        head, title = int(found.get("head") or 0), str(found.get("title") or "Untitled")
+        head = int(found.get("head") or 0)
+        title = str(found.get("title") or "Untitled")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise UsageError(f"{path} is no conversation ({type(e).__name__}: {e})", hint=_KNOWN) from e
     conv_id = history.create(title, str(found.get("model") or model))

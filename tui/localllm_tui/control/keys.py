@@ -47,7 +47,9 @@ class Key:
             return ""
         found = _ACTION.fullmatch(self.action)
         assert found is not None
-        name, what, number = found["name"], found["what"], found["number"]
+        name = found["name"]
+        what = found["what"]
+        number = found["number"]
         words = [(what or name).replace("_", "-")]
         if number:
             words.append(
@@ -64,7 +66,9 @@ class Key:
 
     @property
     def label_now(self) -> str:
-        return label_of(self.keys_now) if self.id in _remapped else self.label
+        if self.id in _remapped:
+            return label_of(self.keys_now)
+        return self.label
 
 
 _ACTION = re.compile(
@@ -86,7 +90,10 @@ def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
     for name, keys in table.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`localllm config keys` lists them"
+            if near:
+                hint = f"did you mean {near[0]}?"
+            else:
+                hint = "`localllm config keys` lists them"
             raise UsageError(f"[chat_keys] of config.toml has an unknown name: {name}", hint=hint)
         if not isinstance(keys, str) or not keys.strip():
             raise UsageError(
@@ -113,19 +120,17 @@ def remapped() -> Mapping[str, str]:
     return _remapped
 
 
-APP, CHAT, COMMAND, COMPOSER, TURN, PICKER, HELP, FILES, MODELS, SLIDER, APPROVAL = (
-    "app",
-    "chat",
-    "command",
-    "composer",
-    "turn",
-    "picker",
-    "help",
-    "files",
-    "models",
-    "slider",
-    "approval",
-)
+APP = "app"
+CHAT = "chat"
+COMMAND = "command"
+COMPOSER = "composer"
+TURN = "turn"
+PICKER = "picker"
+HELP = "help"
+FILES = "files"
+MODELS = "models"
+SLIDER = "slider"
+APPROVAL = "approval"
 
 KEYS = (
     Key(

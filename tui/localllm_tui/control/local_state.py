@@ -74,7 +74,10 @@ class Drafts:
         """Take over a draft of this conversation from a window that is closed."""
         for place in range(1, _WINDOWS + 1):
             left = self._file(conv_id, place)
-            held = self._take(place) if place != self._place and left.exists() else None
+            if place != self._place and left.exists():
+                held = self._take(place)
+            else:
+                held = None
             if held is not None:
                 with suppress(OSError):
                     os.replace(left, file)

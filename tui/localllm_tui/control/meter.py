@@ -56,7 +56,8 @@ class AnswerMeter:
         now = self._now()
         # what the cache had was not read
         begun_s, begun = self._reading = self._reading or (now, done)
-        said, took_s = f"reading the prompt… {done:,} of {total:,} tokens", now - begun_s
+        said = f"reading the prompt… {done:,} of {total:,} tokens"
+        took_s = now - begun_s
         if done <= begun or took_s <= 0:
             return said
         rate = (done - begun) / took_s
@@ -69,12 +70,16 @@ class AnswerMeter:
 
     @property
     def tokens(self) -> int:
-        return self.usage.completion if self.usage else self._deltas
+        if self.usage:
+            return self.usage.completion
+        return self._deltas
 
     @property
     def ttft_s(self) -> float | None:
         """TTFT in seconds, as seen by this client."""
-        return None if self._first_s is None else self._first_s - self._started_s
+        if self._first_s is None:
+            return None
+        return self._first_s - self._started_s
 
     @property
     def tok_s(self) -> float | None:
@@ -82,17 +87,25 @@ class AnswerMeter:
         if self._first_s is None or self._last_s is None or self.tokens < 2:
             return None
         seconds = self._last_s - self._first_s
-        return (self.tokens - 1) / seconds if seconds > 0 else None
+        if seconds > 0:
+            return (self.tokens - 1) / seconds
+        return None
 
     @property
     def used(self) -> int:
         """Context in use: the prompt (once its length is known) and the generated tokens."""
         prompt = self.usage.prompt if self.usage else self.prompt_tokens
-        return prompt + self.tokens if prompt else 0
+        if prompt:
+            return prompt + self.tokens
+        return 0
 
     def meta(self) -> dict[str, Any]:
         """The metadata that the history keeps with the answer."""
-        meta: dict[str, Any] = {"left_out": self.left_out} if self.left_out else {}
+        meta: dict[str, Any]
+        if self.left_out:
+            meta = {"left_out": self.left_out}
+        else:
+            meta = {}
         if self.ttft_s is not None:
             meta["ttft_s"] = round(self.ttft_s, 4)
         if self.tok_s is not None:
@@ -133,7 +146,10 @@ def _figures(
     parts = [f"{meta['tok_s']:.1f} tok/s"] if "tok_s" in meta else []
     if n_ctx:
         drawn = f" {bar(used, n_ctx, bar_cells)}" if bar_cells else ""
-        percent = f" {min(999, round(100 * used / n_ctx))}%" if words else ""
+        if words:
+            percent = f" {min(999, round(100 * used / n_ctx))}%"
+        else:
+            percent = ""
         parts.append(f"{context} {used:,}/{n_ctx:,}{drawn}{percent}")
     elif used:
         parts.append(f"{context} {used:,}")
@@ -175,7 +191,9 @@ async def check_fits(
     tokens = await client.count(model, messages)
     if tokens is None or tokens < n_ctx:
         return
-    alone = tokens if compacts else await client.count(model, would_send(True))
+    alone: int | None = tokens
+    if not compacts:
+        alone = await client.count(model, would_send(True))
     if alone is not None and alone >= n_ctx:
         raise ContextLengthError(
             f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: it was not "

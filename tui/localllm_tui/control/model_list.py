@@ -50,7 +50,9 @@ class Pull:
         """What one can do once it has ended."""
         if self.done:
             return f": /model {self.name} uses it"
-        return "; /models goes on" if self.error is not None else ""
+        if self.error is not None:
+            return "; /models goes on"
+        return ""
 
     def words(self) -> str:
         if self.done:
@@ -64,10 +66,22 @@ class Pull:
                 "on there"
             )
         now = self.now
-        share = now.done_bytes / now.total_bytes if now.total_bytes else 0.0
-        of = f" {share:.0%} of {byte_size(now.total_bytes)}" if now.total_bytes else ""
-        speed = f", {byte_size(now.speed_bytes_s)}/s" if now.speed_bytes_s else ""
-        left = f", {span(now.left_s)} left" if now.left_s is not None else ""
+        if now.total_bytes:
+            share = now.done_bytes / now.total_bytes
+        else:
+            share = 0.0
+        if now.total_bytes:
+            of = f" {share:.0%} of {byte_size(now.total_bytes)}"
+        else:
+            of = ""
+        if now.speed_bytes_s:
+            speed = f", {byte_size(now.speed_bytes_s)}/s"
+        else:
+            speed = ""
+        if now.left_s is not None:
+            left = f", {span(now.left_s)} left"
+        else:
+            left = ""
         return f"{now.phase} {self.ref}{of}{speed}{left}"
 
 
@@ -134,13 +148,18 @@ class Pulls(dict[str, Pull]):
             pull.ended = True
 
 
-_MOST_NAME, _LEAST_NAME = 34, 8
+_MOST_NAME = 34
+_LEAST_NAME = 8
 _FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
 
 
 def context_words(tokens: int) -> str:
     """Tokens of context: 32k; 0 is the purpose's own."""
-    return "by purpose" if not tokens else f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+    if not tokens:
+        return "by purpose"
+    if tokens >= 1024:
+        return f"{tokens // 1024}k"
+    return str(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +231,16 @@ def plan_details(
     choice: PlanChoice, width: int, pull: Pull | None = None, accounts: Sequence[str] = ()
 ) -> list[str]:
     """What a plan comes to; `accounts` say what of the memory is left for a model."""
-    plan, memory = choice.plan, choice.plan["memory"]
+    plan = choice.plan
+    memory = choice.plan["memory"]
     if pull is not None:
         step = pull.words()
     elif choice.installed:
         step = "installed: Enter uses it here"
     else:
         step = f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}"
-    used, limit = byte_size(memory["total_bytes"]), byte_size(memory["limit_bytes"])
+    used = byte_size(memory["total_bytes"])
+    limit = byte_size(memory["limit_bytes"])
     lines = [
         f"{plan['name']}: {_FITS.get(plan['fits'], plan['fits'])}, {used} of {limit} with "
         f"{plan['n_ctx']:,} tokens ({plan['kv_type']})",
@@ -232,14 +253,19 @@ def plan_details(
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
-    may = "Delete twice removes them" if model.ours else "not removed from here"
+    if model.ours:
+        may = "Delete twice removes them"
+    else:
+        may = "not removed from here"
     lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
     wrapped = [textwrap.wrap(printable(line), max(20, width)) for line in lines]
     return [*itertools.chain.from_iterable(wrapped)]
 
 
 def _rate(tok_s: float) -> str:
-    return f"{tok_s:.1f}" if tok_s < 9.95 else f"{tok_s:.0f}"
+    if tok_s < 9.95:
+        return f"{tok_s:.1f}"
+    return f"{tok_s:.0f}"
 
 
 FIRST_RUN_KEYS = ("F5", "F6", "F7")
@@ -267,10 +293,12 @@ class FirstRun:
 
     async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
         """Plan what this machine could run; what is planned joins `plans`."""
-        request, found = PlanRequest(), PlanList("", ())
+        request = PlanRequest()
+        found = PlanList("", ())
         with suppress(LocalLLMError):
             found = plans[request] = await asyncio.to_thread(self.pulls.service.plan, request)
-        self.choices, self.guessed = found.choices, found.guessed
+        self.choices = found.choices
+        self.guessed = found.guessed
 
     @property
     def best(self) -> list[PlanChoice]:
@@ -300,4 +328,6 @@ class FirstRun:
             speed = choice.plan["decode_tok_s"]
             rate = f"{speed['low']:.0f} to {speed['high']:.0f} tok/s"
             return f"{choice.title}: {byte_size(choice.plan['variant']['bytes'])}, {rate}"
-        return f"{choice.plan['name']} is here: {key} uses it" if pull.done else pull.words()
+        if pull.done:
+            return f"{choice.plan['name']} is here: {key} uses it"
+        return pull.words()

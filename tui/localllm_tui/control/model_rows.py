@@ -49,7 +49,8 @@ class ModelRows:
     @property
     def ordered(self) -> list[PlanChoice]:
         """The model in use first, then in the order that was asked for."""
-        late, by = self.planned.too_slow, ORDERS[self.order]
+        late = self.planned.too_slow
+        by = ORDERS[self.order]
         return sorted(
             [*self.planned.choices, *late], key=lambda o: (not self._in_use(o), o in late, by(o))
         )
@@ -58,7 +59,9 @@ class ModelRows:
         return bool(choice.installed) and choice.installed == self.current
 
     def choice(self, key: str) -> PlanChoice | None:
-        return None if self.of_files else next((o for o in self.ordered if o.ref == key), None)
+        if self.of_files:
+            return None
+        return next((o for o in self.ordered if o.ref == key), None)
 
     def model(self, key: str) -> InstalledModel | None:
         return next((m for m in self.disk or () if m.path == key), None)
@@ -69,7 +72,10 @@ class ModelRows:
 
     def rows(self, width: int, words: Sequence[str]) -> list[ModelRow]:
         """The rows that have all of these words."""
-        rows = self._file_rows(width) if self.of_files else self._plan_rows(width)
+        if self.of_files:
+            rows = self._file_rows(width)
+        else:
+            rows = self._plan_rows(width)
         for word in words:
             rows = [row for row in rows if word in f"{row.key} {row.line}".lower()]
         return rows
@@ -107,7 +113,9 @@ class ModelRows:
             return "▸"
         if choice.installed or (pull is not None and pull.done):
             return "●"
-        return "↓" if pull is not None and not pull.ended else " "
+        if pull is not None and not pull.ended:
+            return "↓"
+        return " "
 
     def summary(self) -> str:
         if self.of_files:
@@ -117,10 +125,15 @@ class ModelRows:
                     f"{len(self.disk)} on this disk, "
                     f"{byte_size(sum(m.size_bytes for m in self.disk))}"
                 )
-            return said if self.shows_disk else f"{said} · planning what else fits …"
+            if self.shows_disk:
+                return said
+            return f"{said} · planning what else fits …"
         if not self.planned.complete:
             return f"{len(self.planned.choices)} fit so far · planning the others …"
         order = "" if self.order == "best" else f"by {self.order} · "
-        slow = f", {len(self.planned.too_slow)} answer too late" if self.planned.too_slow else ""
+        if self.planned.too_slow:
+            slow = f", {len(self.planned.too_slow)} answer too late"
+        else:
+            slow = ""
         others = "".join(f", {n} {why}" for why, n in self.planned.left_out.items())
         return f"{order}{len(self.planned.choices)} fit{others}{slow} · {self.planned.machine}"

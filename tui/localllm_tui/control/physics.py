@@ -41,7 +41,8 @@ class ModelPhysics:
     def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
         """Parsed from the server's JSON; None where that is missing or different."""
         try:
-            weights, plan = said["weights"], said["decode_tok_s"]
+            weights = said["weights"]
+            plan = said["decode_tok_s"]
             return cls(
                 float(said["bandwidth_gbps"]),
                 int(weights["dense_bytes"]),
@@ -98,14 +99,19 @@ class AnswerSpeed:
         if self.live is not None:
             return self.live
         made = self.usage.completion - 1
-        return made / self.timings.decode_s if self.timings.decode_s > 0 and made > 0 else None
+        if self.timings.decode_s > 0 and made > 0:
+            return made / self.timings.decode_s
+        return None
 
     def achieved_gbps(self, physics: ModelPhysics) -> float | None:
         """Memory bandwidth its decode steps used, in GB/s, counted for this answer alone."""
-        took, rate = self.timings, self.live
+        took = self.timings
+        rate = self.live
         if rate is None and took.decode_s > 0 and took.steps:
             rate = took.steps / took.decode_s
-        return None if rate is None else rate * physics.token_bytes(self.depth) / 1e9
+        if rate is None:
+            return None
+        return rate * physics.token_bytes(self.depth) / 1e9
 
 
 def memory_size(n_bytes: float) -> str:
@@ -150,15 +156,18 @@ _ASSUMED = ["  the plan assumes a bandwidth:", "  `localllm device --measure` fi
 
 
 def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    as_it_came = (
-        "" if speed.live is None else ", as it arrives" if speed.coming else (", as it arrived")
-    )
-    rate, (planned, low, high) = speed.tok_s, physics.planned_tok_s
-    now = (
-        f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s"
-        if rate is not None
-        else ("  nothing measured yet")
-    )
+    if speed.live is None:
+        as_it_came = ""
+    elif speed.coming:
+        as_it_came = ", as it arrives"
+    else:
+        as_it_came = ", as it arrived"
+    rate = speed.tok_s
+    (planned, low, high) = physics.planned_tok_s
+    if rate is not None:
+        now = f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s"
+    else:
+        now = "  nothing measured yet"
     beside_plan = rate is not None and not low <= rate <= high
     return [
         f"THIS ANSWER{as_it_came}",
@@ -171,7 +180,8 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
 
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     """The roof of decoding, as one bar: what of the memory's bandwidth the answer used."""
-    achieved, roof = speed.achieved_gbps(physics), physics.bandwidth_gbps
+    achieved = speed.achieved_gbps(physics)
+    roof = physics.bandwidth_gbps
     limit = f"  roof     {physics.limit_tok_s(speed.depth):>8.1f} tok/s undrafted"
     if achieved is None or roof <= 0:
         return [f"BANDWIDTH {roof:,.0f} GB/s", limit]
@@ -208,7 +218,8 @@ def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
 
 def _prompt(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     """What of this turn's prompt the prefix cache had, and how the rest was read."""
-    took, usage = speed.timings, speed.usage
+    took = speed.timings
+    usage = speed.usage
     if speed.live is not None or speed.coming or not usage.prompt:
         return []
     rows = [
@@ -227,7 +238,10 @@ def _time(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     took = speed.timings
     if speed.coming or speed.live is not None or not speed.usage.prompt:
         stopped = speed.live is not None and not speed.coming
-        said = "not told of a stopped answer" if stopped else "told once the answer is complete"
+        if stopped:
+            said = "not told of a stopped answer"
+        else:
+            said = "told once the answer is complete"
         return ["TIME", f"  {said}"]
     drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
     rows = [
@@ -243,11 +257,16 @@ def _time(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
 
 def _memory(physics: ModelPhysics, _: AnswerSpeed) -> list[str]:
     needs = physics.memory
-    total, limit = float(needs.get("total_bytes") or 0), float(needs.get("limit_bytes") or 0)
+    total = float(needs.get("total_bytes") or 0)
+    limit = float(needs.get("limit_bytes") or 0)
     if not total:
         return []
-    weights, kv = float(needs.get("weights_bytes") or 0), float(needs.get("kv_bytes") or 0)
-    drawn = [f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}"] if limit else []
+    weights = float(needs.get("weights_bytes") or 0)
+    kv = float(needs.get("kv_bytes") or 0)
+    if limit:
+        drawn = [f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}"]
+    else:
+        drawn = []
     return [
         f"MEMORY {memory_size(total)}" + (f" of {memory_size(limit)}" if limit else ""),
         *drawn,

@@ -42,7 +42,8 @@ class Session:
         if conv_id is not None:
             self._read(conv_id)
             stored = history.get(conv_id)
-            self.title, self.titled = stored.title, stored.titled
+            self.title = stored.title
+            self.titled = stored.titled
             if system is not None and system != self.system:
                 self.set_system(system)
 
@@ -83,12 +84,16 @@ class Session:
     @property
     def head(self) -> int:
         """The id of the last turn of the branch that is shown; 0 for none."""
-        return self.turns[-1].id if self.turns else 0
+        if self.turns:
+            return self.turns[-1].id
+        return 0
 
     @property
     def system(self) -> str:
         """The system prompt in force ("" for none): the last one set, on whichever branch."""
-        return self.systems[-1].content if self.systems else self._system
+        if self.systems:
+            return self.systems[-1].content
+        return self._system
 
     @property
     def last_answer(self) -> StoredMessage | None:
@@ -151,7 +156,10 @@ class Session:
         `instead`: as another version of this question, with its files; the old one is removed where
         nothing followed it.
         """
-        files, names = files_of(instead) if instead is not None else ("", [])
+        if instead is not None:
+            files, names = files_of(instead)
+        else:
+            files, names = ("", [])
         names += [name for name, _ in attached]
         meta = {"typed": text, "attached": names} if names else {}
         content = with_files(text, attached, files)
@@ -287,7 +295,10 @@ class Session:
         UsageError where there is no other."""
         versions = self.versions(turn)
         if len(versions) == 1:
-            how = "/retry makes one" if turn.role == "assistant" else "/edit makes one"
+            if turn.role == "assistant":
+                how = "/retry makes one"
+            else:
+                how = "/edit makes one"
             raise UsageError("this turn has no other version", hint=how)
         other = versions[(self.place(turn)[0] - 1 + step) % len(versions)]
         self.show(other.id)
@@ -314,7 +325,8 @@ class Session:
         """Change the title; `titled`: by a model (1) or the user (2). Raises NotFoundError where it
         is not on disk."""
         self.history.rename(self.id or "", title, titled=titled)
-        self.title, self.titled = title, titled
+        self.title = title
+        self.titled = titled
 
     @property
     def last_question(self) -> StoredMessage:

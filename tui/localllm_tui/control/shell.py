@@ -44,7 +44,8 @@ async def output_of(command: str, within_s: float = WITHIN_S) -> str:
     except (OSError, ValueError) as e:
         raise UsageError(f"the command can't be run: {e}") from e
     assert process.stdout is not None
-    said, note = bytearray(), ""
+    said = bytearray()
+    note = ""
     try:
         async with asyncio.timeout(within_s):
             while not process.stdout.at_eof() and len(said) <= MOST_BYTES:

@@ -41,7 +41,9 @@ def keyboard() -> int | None:
         fd = sys.__stdin__.fileno() if sys.__stdin__ is not None else -1
     except (OSError, ValueError):
         return None
-    return fd if fd >= 0 and os.isatty(fd) else None
+    if fd >= 0 and os.isatty(fd):
+        return fd
+    return None
 
 
 def printable(text: str) -> str:
@@ -114,7 +116,8 @@ class TerminalQuestion:
     """
 
     def __init__(self, question: str) -> None:
-        self._fd, self._said = -1, b""
+        self._fd = -1
+        self._said = b""
         with suppress(ImportError, OSError, ValueError, AttributeError):
             import termios
             import tty
@@ -148,7 +151,8 @@ class TerminalQuestion:
             finally:
                 termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
                 self._fd = -1
-        typed, before = _SEQUENCE.sub("", self._text), ""
+        typed = _SEQUENCE.sub("", self._text)
+        before = ""
         while typed != before:
             typed, before = _ERASED.sub("", typed), typed
         return self._text, printable(typed).replace("\n", "")
@@ -189,14 +193,16 @@ _AWAKE_AFTER_S = 0.1
 def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object]) -> None:
     """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is for a SIGCONT after
     a SIGSTOP."""
-    loop, gone = asyncio.get_running_loop(), False
+    loop = asyncio.get_running_loop()
+    gone = False
+    leaving: asyncio.Task[Any] | None = None
 
     def end(number: int) -> None:
-        nonlocal gone
+        nonlocal gone, leaving
         gone = number == getattr(signal, "SIGHUP", None)
         if gone:
             _write_nowhere()
-        loop.create_task(leave())
+        leaving = loop.create_task(leave())
 
     def again() -> None:
         if not gone:
@@ -230,7 +236,8 @@ def _wake_only_from_sleep(otherwise: Callable[[], object]) -> None:
     Textual restarts on every one, with another input thread that nothing ends; and a closed window
     sends one after its SIGHUP to programs that never slept.
     """
-    sleep, wake = signal.getsignal(signal.SIGTSTP), signal.getsignal(signal.SIGCONT)
+    sleep = signal.getsignal(signal.SIGTSTP)
+    wake = signal.getsignal(signal.SIGCONT)
     if not callable(sleep) or not callable(wake):
         return
     sleeping = False

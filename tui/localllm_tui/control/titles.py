@@ -39,7 +39,9 @@ def wanted(session: Session) -> bool:
 
 async def generate(client: ChatClient, model: str, session: Session) -> None:
     """Ask the model for a title, once, and keep it if it looks like one."""
-    conv_id, turns, text = session.id, list(session.turns), ""
+    conv_id = session.id
+    turns = list(session.turns)
+    text = ""
     messages = [*session.context(), {"role": "user", "content": _ASK}]
     try:
         # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels
@@ -68,7 +70,9 @@ def clean(text: str, turns: list[StoredMessage]) -> str | None:
     said = [" ".join(t.content.split()).lower() for t in turns if t.role == "assistant"]
     if any(s.startswith(line.lower()) for s in said):
         return None
-    return line if _was_said(line, turns) else None
+    if _was_said(line, turns):
+        return line
+    return None
 
 
 def _was_said(title: str, turns: list[StoredMessage]) -> bool:

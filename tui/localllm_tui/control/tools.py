@@ -76,13 +76,12 @@ class ToolBox:
         lines = []
         for name in self.hosts:
             tools = self._open.get(name)
-            what = (
-                ", ".join(spec.name for spec in tools)
-                if tools
-                else "off"
-                if tools is None
-                else ("on, without tools")
-            )
+            if tools:
+                what = ", ".join(spec.name for spec in tools)
+            elif tools is None:
+                what = "off"
+            else:
+                what = "on, without tools"
             lines.append(f"{name}: {what}")
         return "\n".join(lines) or "no programs that offer tools are named in config.toml"
 

@@ -16,11 +16,10 @@ def welcome(
 ) -> str:
     """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers,
     newest first. `elsewhere` is the address of a server that is not on this machine."""
-    stays = (
-        f"at {elsewhere}: what you ask goes there."
-        if elsewhere
-        else ("on this machine. Nothing you type leaves it.")
-    )
+    if elsewhere:
+        stays = f"at {elsewhere}: what you ask goes there."
+    else:
+        stays = "on this machine. Nothing you type leaves it."
     lines = [f"**localllm** with **{_plain(one_line(model))}** {stays}"]
     if greeting:
         lines.append(greeting)
@@ -97,7 +96,8 @@ def note_under(turn: StoredMessage) -> str:
     }.get(str(meta.get("finish_reason") or ""), "")
     if not turn.complete:
         ended = "the chat ended here before the answer did; /more goes on, /retry answers again"
-    left_out, again = int(meta.get("left_out") or 0), int(meta.get("reread_tokens") or 0)
+    left_out = int(meta.get("left_out") or 0)
+    again = int(meta.get("reread_tokens") or 0)
     why = f": {meta['reread_why']}" if meta.get("reread_why") else ""
     said = [
         ended,

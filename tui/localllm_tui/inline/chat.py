@@ -55,7 +55,8 @@ class InlineAnswer(AnswerDisplay):
     input."""
 
     def __init__(self, page: InlinePage, look: Console) -> None:
-        self._page, self._look = page, look
+        self._page = page
+        self._look = look
         # kept: what is written is not laid out again
         self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))
         self._rows = MarkdownRows()
@@ -95,7 +96,8 @@ class InlineFace(LineFace):
     """The chat of `--plain` on a page: what it prints goes above the input, and one can type while
     an answer comes."""
 
-    option, after_error = "--inline", "\n"
+    option = "--inline"
+    after_error = "\n"
 
     def __init__(
         self,
@@ -210,10 +212,8 @@ class InlineFace(LineFace):
 
     def _status(self) -> str:
         chat = self.chat
-        used, speed = (
-            chat.session.used_tokens,
-            chat.stream.meter.tok_s if chat.stream is not None else None,
-        )
+        used = chat.session.used_tokens
+        speed = chat.stream.meter.tok_s if chat.stream is not None else None
         parts = [
             one_line(chat.model),
             f"{used:,} tokens" if used else "",
@@ -227,7 +227,8 @@ class InlineFace(LineFace):
 
     def _offers(self, page: InlinePage) -> Sequence[Offer]:
         if self._picking is not None:
-            rows, words = self._picking[0], page.buffer.text.lower()
+            rows = self._picking[0]
+            words = page.buffer.text.lower()
             return [
                 Offer(one_line(row), "", partial(self._picked, n), partial(self._picked, n))
                 for n, row in enumerate(rows)
@@ -241,12 +242,16 @@ class InlineFace(LineFace):
     def _of_command(self, command: commands.Command) -> Offer:
         wants = bool(command.argument) and not command.argument.startswith("[")
         fill = partial(self.page.replace, f"/{command.name}" + (" " if command.argument else ""))
-        run = fill if wants else partial(self._submit, f"/{command.name}")
+        if wants:
+            run = fill
+        else:
+            run = partial(self._submit, f"/{command.name}")
         return Offer(command.usage, command.help, fill, run)
 
     def _picked(self, n: int | None) -> None:
         if self._picking is not None:
-            done, self._picking = self._picking[1], None
+            done = self._picking[1]
+            self._picking = None
             self.page.replace("")
             self.page.offer()
             if not done.done():
@@ -305,7 +310,8 @@ class InlineFace(LineFace):
         return keys
 
     def _escape(self) -> None:
-        self.chat.queued, self.chat.editing = "", None
+        self.chat.queued = ""
+        self.chat.editing = None
         if self._picking is not None:
             self._picked(None)
         elif self.chat.answering:

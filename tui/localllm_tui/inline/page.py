@@ -25,9 +25,12 @@ from prompt_toolkit.widgets import SearchToolbar
 from localllm_tui.control.characters import after, before
 
 # Rows of an answer whose block is not finished, of the menu, and of what is typed.
-TAIL_ROWS, MENU_ROWS, INPUT_ROWS = 8, 8, 10
+TAIL_ROWS = 8
+MENU_ROWS = 8
+INPUT_ROWS = 10
 # Terminals that know DEC mode 2026 show what is written between these at once.
-_TOGETHER, _SHOWN = "\x1b[?2026h", "\x1b[?2026l"
+_TOGETHER = "\x1b[?2026h"
+_SHOWN = "\x1b[?2026l"
 _FRAME_S = 1 / 15
 
 
@@ -59,7 +62,10 @@ class InlinePage:
     ) -> None:
         """`asked` were asked before, newest last; `reflows`: the terminal breaks lines anew when it
         is made narrower."""
-        self._submit, self._offers, self._status, self._reflows = submit, offers, status, reflows
+        self._submit = submit
+        self._offers = offers
+        self._status = status
+        self._reflows = reflows
         self.tail = self._hint = ""
         self.menu: Sequence[Offer] = ()
         self.chosen = 0
@@ -137,7 +143,8 @@ class InlinePage:
             raw = termios.tcgetattr(fd)
         except (ImportError, OSError, ValueError, NotImplementedError):
             return
-        loop, app = asyncio.get_running_loop(), self.app
+        loop = asyncio.get_running_loop()
+        app = self.app
 
         def sleep() -> None:
             app.renderer.erase(leave_alternate_screen=False)
@@ -157,7 +164,9 @@ class InlinePage:
 
     def offer(self) -> None:
         """Ask for the menu anew."""
-        self.menu, self.chosen, self._hint = self._offers(self), 0, ""
+        self.menu = self._offers(self)
+        self.chosen = 0
+        self._hint = ""
         self.changed()
 
     def replace(self, text: str) -> None:
@@ -183,12 +192,16 @@ class InlinePage:
         app.output.write_raw(_SHOWN)
         app.output.flush()
         screen = app.renderer.last_rendered_screen
-        self._drawn = (screen, self.columns) if screen is not None else None
+        if screen is not None:
+            self._drawn = (screen, self.columns)
+        else:
+            self._drawn = None
 
     def _erase_all(self, leave_alternate_screen: bool = True) -> None:
         """As the renderer does, and the rows that a terminal made more of as it became narrower."""
         if self._drawn is not None and self._reflows:
-            (screen, drawn_at), columns = self._drawn, self.columns
+            (screen, drawn_at) = self._drawn
+            columns = self.columns
             if columns < drawn_at:
                 at = screen.get_cursor_position(self._input)
                 rows = (

@@ -78,7 +78,9 @@ async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None
 
 
 def _words(editor: str) -> list[str]:
-    return [editor] if os.path.exists(editor) or os.name == "nt" else shlex.split(editor)
+    if os.path.exists(editor) or os.name == "nt":
+        return [editor]
+    return shlex.split(editor)
 
 
 async def run_beside(_: Screen[Any], chat: ChatController, command: str) -> None:

@@ -197,11 +197,13 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     async def action_turn(self, what: str, argument: int = 0) -> None:
         """Do what a key says with the turn that is selected; remove it if that is asked twice."""
-        view, frames = self.transcript.selected, self._frames
+        view = self.transcript.selected
+        frames = self._frames
         turns = [t for t in self.chat.session.turns if view is not None and t.id == view.turn_id]
         if not turns:
             return
-        removing, frames.removing = frames.removing, 0
+        removing = frames.removing
+        frames.removing = 0
         if what == "thinking":
             if isinstance(view, AnswerView):
                 view.toggle_thinking()
@@ -222,7 +224,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self.notify(wording.in_a_line(e), severity="warning", timeout=4, markup=False)
         if what in ("copy", "code"):
             return
-        versions = {v.id for v in self.chat.session.versions(turn)} if what == "version" else set()
+        if what == "version":
+            versions = {v.id for v in self.chat.session.versions(turn)}
+        else:
+            versions = set()
         views = (view for view in self.transcript.views if view.turn_id in versions)
         if what == "version":
             # What follows the version is seen too, as far as it fits.
@@ -366,11 +371,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         await self.redraw()  # an empty retry keeps the earlier answer
         await self.transcript.query(ChatNote).remove()
         if error is None:
-            how = (
-                "Stopped before the answer began"
-                if stream.reason == "stopped"
-                else ("The model gave an empty answer")
-            )
+            if stream.reason == "stopped":
+                how = "Stopped before the answer began"
+            else:
+                how = "The model gave an empty answer"
             await self.show_note(
                 f"{how}: /retry asks again, /edit changes the question, /drop removes it"
             )
@@ -399,7 +403,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     def copy(self, text: str, what: str) -> None:
         self.app.copy_to_clipboard(text)
-        how = "" if self._copy_with_tool(text) else " (through the terminal)"
+        if self._copy_with_tool(text):
+            how = ""
+        else:
+            how = " (through the terminal)"
         self.notify(f"copied {what}, {len(text):,} characters{how}", timeout=3)
 
     def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:

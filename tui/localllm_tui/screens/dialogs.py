@@ -40,7 +40,8 @@ class Dialog(HasKeys, ModalScreen[T], Generic[T]):
 
     def __init__(self, title: str, *contents: RenderableType) -> None:
         super().__init__()
-        self._title, self._contents = title, contents
+        self._title = title
+        self._contents = contents
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
@@ -67,7 +68,8 @@ class HelpScreen(Dialog[None], keys=HELP):
 def _key_table(section: HelpSection) -> Table:
     title, entries = section
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=title)
-    table.title_justify, table.title_style = "left", "bold"
+    table.title_justify = "left"
+    table.title_style = "bold"
     table.add_column(ratio=1, overflow="fold")
     table.add_column(ratio=2, overflow="fold")
     for how, what in entries:
@@ -97,7 +99,8 @@ class Approval(Dialog[bool], keys=APPROVAL):
 async def approved(app: App[Any], about: str, *texts: str) -> bool:
     """Ask the user whether what the `texts` say may be done. To cancel this (the answer is stopped) closes
     the dialog."""
-    dialog, answers = Approval(about, *texts), asyncio.Queue[bool | None]()
+    dialog = Approval(about, *texts)
+    answers = asyncio.Queue[bool | None]()
     await app.push_screen(dialog, answers.put_nowait)
     try:
         return await answers.get() is True

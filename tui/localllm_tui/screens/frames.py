@@ -34,7 +34,9 @@ class ChatFrames:
     """Draws them on `screen` from what the chat and the transcript say now."""
 
     def __init__(self, screen: Screen[Any], chat: ChatController, window: TurnWindow) -> None:
-        self._screen, self._chat, self._window = screen, chat, window
+        self._screen = screen
+        self._chat = chat
+        self._window = window
         # tokens of the conversation, and of it with what is typed; None: not counted
         self._counted: int | None = None
         self._with_input: int | None = None
@@ -54,13 +56,24 @@ class ChatFrames:
 
     async def _count(self) -> None:
         await asyncio.sleep(COUNT_AFTER_S)
-        chat, text = self._chat, self._screen.query_one(Composer).text.strip()
+        chat = self._chat
+        text = self._screen.query_one(Composer).text.strip()
         if chat.answering or (chat.editing is not None and chat.editing.role == "assistant"):
             return
-        typed = "" if commands.parse(text) is not None else commands.question(text)
-        asked = chat.would_send(typed) if typed or chat.attached else None
-        session, count = chat.session, partial(chat.client.count, chat.model)
-        self._counted = session.used_tokens if session.counted else await count(session.context())
+        if commands.parse(text) is not None:
+            typed = ""
+        else:
+            typed = commands.question(text)
+        if typed or chat.attached:
+            asked = chat.would_send(typed)
+        else:
+            asked = None
+        session = chat.session
+        count = partial(chat.client.count, chat.model)
+        if session.counted:
+            self._counted = session.used_tokens
+        else:
+            self._counted = await count(session.context())
         self._with_input = None if asked is None else await count(asked)
         self.show_all()
 
@@ -84,15 +97,17 @@ class ChatFrames:
             return "selecting"
         if self._chat.answering:
             return "answering"
-        return "editing" if self._chat.editing else "writing"
+        if self._chat.editing:
+            return "editing"
+        return "writing"
 
     def show_state(self) -> None:
         """Update the input's frame: the state, and what the keys do now."""
-        chat, box, context = self._chat, self._screen.query_one(Composer), self._context
-        names, costs = (
-            [name for name, _ in chat.attached],
-            cost_words(self._with_input, chat.listed.n_ctx),
-        )
+        chat = self._chat
+        box = self._screen.query_one(Composer)
+        context = self._context
+        names = [name for name, _ in chat.attached]
+        costs = cost_words(self._with_input, chat.listed.n_ctx)
         self._more_below = self.more_below
         box.border_title = frame_title(
             title(context, names, costs) + (" · ↓ more below" if self._more_below else "")
@@ -105,7 +120,8 @@ class ChatFrames:
     def _show_selected(self, box: Composer) -> None:
         """What was found in the selected turn; and keep the warning about the next D while its turn
         is selected."""
-        selected, turns = self._transcript.selected, [turn.id for turn in self._chat.session.turns]
+        selected = self._transcript.selected
+        turns = [turn.id for turn in self._chat.session.turns]
         if selected is None:
             return
         found = self._window.words_at(selected.turn_id)
@@ -118,9 +134,15 @@ class ChatFrames:
             box.border_title = f"D again removes this turn{with_it} for good"
 
     def show_head(self) -> None:
-        chat, width = self._chat, self._screen.app.size.width
-        loading, engine, listed = chat.loading_words, chat.client.engine, chat.listed
-        attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
+        chat = self._chat
+        width = self._screen.app.size.width
+        loading = chat.loading_words
+        engine = chat.client.engine
+        listed = chat.listed
+        if engine is not None and engine.where:
+            attached = f"attached to {engine.where}"
+        else:
+            attached = ""
         how = sampling.words(listed.sampling, chat.client.sampling)
         pulling = chat.pulls.words() if chat.pulls is not None else ""
         preset = listed.has_system and not chat.session.system
@@ -140,7 +162,8 @@ class ChatFrames:
 
     def _reads(self) -> str:
         """What a token of the newest answer read; "" before one, or where the panel says so."""
-        physics, speed = self._chat.listed.physics, self._chat.speed
+        physics = self._chat.listed.physics
+        speed = self._chat.speed
         panel = self._screen.query_one(GlassPanel).has_class("wanted")
         if panel or physics is None or speed is None or not speed.tok_s:
             return ""
@@ -153,17 +176,28 @@ class ChatFrames:
             for turn in reversed(self._chat.session.turns[-TURNS_SHOWN:])
         )
         at, of = next((place for place in places if place[1] > 1), (1, 1))
-        return f"version {at} of {of}" if of > 1 else ""
+        if of > 1:
+            return f"version {at} of {of}"
+        return ""
 
     def show_numbers(self) -> None:
-        chat, session, counted = self._chat, self._chat.session, self._counted
+        chat = self._chat
+        session = self._chat.session
+        counted = self._counted
         if chat.streaming is not None:
             meter = chat.streaming.meter
             # until the server counts
-            meta, used = meter.meta(), meter.used or session.used_tokens + meter.tokens
+            meta = meter.meta()
+            used = meter.used or session.used_tokens + meter.tokens
         else:
-            meta = session.last_answer.meta if session.last_answer is not None else {}
-            used = session.used_tokens if session.counted or counted is None else counted
+            if session.last_answer is not None:
+                meta = session.last_answer.meta
+            else:
+                meta = {}
+            if session.counted or counted is None:
+                used = session.used_tokens
+            else:
+                used = counted
         self._screen.query_one(StatusLine).show(
             model=chat.model, used=used, n_ctx=chat.listed.n_ctx, meta=meta
         )
@@ -191,7 +225,10 @@ def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
         return "answering"
     if context == "selecting":
         return "a turn is selected"
-    said = "message" if context == "writing" else "changing what was said"
+    if context == "writing":
+        said = "message"
+    else:
+        said = "changing what was said"
     if attached:
         said += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
     return said + (f" · {costs}" if costs else "")

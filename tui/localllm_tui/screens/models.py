@@ -52,7 +52,8 @@ T = TypeVar("T")
 
 _LOOK_S = 0.2
 # A line of the details for so many of the screen's: the list is what it is for.
-_ROWS_PER_DETAIL, _MOST_DETAILS = 6, 6
+_ROWS_PER_DETAIL = 6
+_MOST_DETAILS = 6
 # Columns of a screen that has two settings in a line.
 _LEAST_BESIDE = 64
 
@@ -95,7 +96,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         them."""
         super().__init__()
         self._known = {} if known is None else known
-        self._service, self._pulls = pulls.service, pulls
+        self._service = pulls.service
+        self._pulls = pulls
         self.rows = ModelRows(pulls, current)
         self._request = request or PlanRequest()
         self._fits: dict[str, str] = {}
@@ -204,7 +206,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         try:
             while self._replan_asked:
                 self._replan_asked = False
-                request, self._arrived = self._asked(), []
+                request = self._asked()
+                self._arrived = []
                 planned = await self._answer(self._service.plan, request, self._arrived.append)
                 if planned is not None:
                     self.rows.planned = self._known[request] = planned
@@ -230,7 +233,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         arrived = sorted(self._arrived, key=lambda choice: -choice.plan["score"])
         so_far = PlanList("", tuple(arrived), complete=False)
         if arrived and so_far != self.rows.planned:
-            self._request, self.rows.planned = request, so_far
+            self._request = request
+            self.rows.planned = so_far
             self._list()
 
     # -- what is listed ----------------------------------------------------------------------------
@@ -242,7 +246,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     def _list(self) -> None:
         listed = self.query_one(OptionList)
         self.set_class(self.rows.shows_disk, "-disk")
-        at, was = listed.highlighted, self._highlighted_key()
+        at = listed.highlighted
+        was = self._highlighted_key()
         self._write("#columns", self.rows.head(self._columns))
         self._write("#summary", in_lines(self.rows.summary(), self._columns))
         rows = self.rows.rows(self._columns, self.query_one("#filter", Input).value.lower().split())
@@ -254,7 +259,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         )
         ids = [row.key for row in rows]
         if rows:
-            listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
+            if was in ids:
+                listed.highlighted = ids.index(was)
+            else:
+                listed.highlighted = min(at or 0, len(rows) - 1)
         self._show_details()
 
     def _write(self, where: str, text: str) -> None:
@@ -262,7 +270,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def _highlighted_key(self) -> str:
         option = self.query_one(OptionList).highlighted_option
-        return (option.id or "") if option is not None else ""
+        if option is not None:
+            return option.id or ""
+        return ""
 
     @property
     def _choice(self) -> PlanChoice | None:
@@ -274,8 +284,12 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def _show_details(self) -> None:
         lines: list[str] = []
-        choice, model = self._choice, self._model
-        without = "models.remove" if model is None or not model.ours else ""
+        choice = self._choice
+        model = self._model
+        if model is None or not model.ours:
+            without = "models.remove"
+        else:
+            without = ""
         said = hints("on disk" if self.rows.shows_disk else "models", without=without)
         self._write("#keys", in_lines(said, self._columns))
         if choice is not None:
@@ -322,7 +336,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def on_option_list_option_selected(self) -> None:
         """Use what is installed, pull what is not."""
-        choice, model = self._choice, self._model
+        choice = self._choice
+        model = self._model
         if model is not None:
             self.dismiss(model.name)
         if choice is None:
@@ -394,7 +409,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         orders = [*ORDERS]
         self.rows.order = orders[(orders.index(self.rows.order) + 1) % len(orders)]
         self._list()
-        self.query_one(OptionList).highlighted = 0 if self.rows.planned.choices else None
+        if self.rows.planned.choices:
+            self.query_one(OptionList).highlighted = 0
+        else:
+            self.query_one(OptionList).highlighted = None
 
     def action_disk(self) -> None:
         self.rows.shows_disk = not self.rows.shows_disk

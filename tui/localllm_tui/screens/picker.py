@@ -52,12 +52,16 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
     """
 
     def __init__(self, history: History, query: str = "", *, only: str | None = None) -> None:
-        self.history, self.only = history, only
+        self.history = history
+        self.only = only
         self._removing: TurnPlace | None = None
-        about, looks_in, self.key_context = "conversations", "titles and texts", "choosing"
+        about = "conversations"
+        looks_in = "titles and texts"
+        self.key_context = "choosing"
         if only is not None:
             self.key_context = "finding"
-            about, looks_in = "find in this conversation", "all that was said here, on every branch"
+            about = "find in this conversation"
+            looks_in = "all that was said here, on every branch"
         super().__init__(about, query, f"search {looks_in}")
 
     @property

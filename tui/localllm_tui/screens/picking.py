@@ -57,7 +57,9 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         waiting: str = "",
     ) -> None:
         super().__init__()
-        self._about, self._placeholder, self._waiting = about, placeholder, waiting
+        self._about = about
+        self._placeholder = placeholder
+        self._waiting = waiting
         self._typed = query
         self.options = OptionList()
         self.values: list[T] = []  # what the rows stand for
@@ -97,7 +99,9 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
     @property
     def highlighted(self) -> T | None:
         at = self.options.highlighted
-        return self.values[at] if at is not None else None
+        if at is not None:
+            return self.values[at]
+        return None
 
     def choose(self, value: T) -> None:
         self.dismiss(value)
@@ -129,7 +133,8 @@ class FilePicker(Picker[str]):
             placeholder="part of its name",
             waiting="reading the folder…",
         )
-        self._chat, self._folder = chat, folder
+        self._chat = chat
+        self._folder = folder
         self._names: list[str] | None = None
         self._costs: dict[str, tuple[str, bool]] = {}  # file_cost of each
 
@@ -162,7 +167,8 @@ class FilePicker(Picker[str]):
     def _count_shown(self) -> None:
         """Count what is on the screen, and no more: counting reads the file."""
         options = self.options
-        rows, at = max(1, options.size.height), options.highlighted or 0
+        rows = max(1, options.size.height)
+        at = options.highlighted or 0
         first = max(0, min(options.scroll_offset.y, at))
         names = self.values[first : max(first + rows, at + 1)]
         if any(name not in self._costs for name in names):
@@ -197,7 +203,10 @@ class AskedPicker(Picker[str]):
 
     def fill(self, query: str) -> None:
         asked = [*self._history.asked(query, limit=LISTED)]
-        said = how_many(len(asked), "question") if asked else "nothing like it was asked"
+        if asked:
+            said = how_many(len(asked), "question")
+        else:
+            said = "nothing like it was asked"
         self.show([(RichText(elide(one_line(q), self.width)), q) for q in asked], said)
 
 

@@ -31,7 +31,8 @@ class TurnWindow:
     transcript; and the words that are marked in them."""
 
     def __init__(self, chat: ChatController, transcript: Transcript) -> None:
-        self._chat, self._transcript = chat, transcript
+        self._chat = chat
+        self._transcript = transcript
         self._first = 0
         self.last: int | None = None
         self._words = ""  # that were searched for
@@ -60,10 +61,13 @@ class TurnWindow:
             self.last is not None and self.last >= len(self._turns)
         ):
             self.choose()
-        wanted, below = self._turns[self._first : self.last], self._after_turns()
+        wanted = self._turns[self._first : self.last]
+        below = self._after_turns()
         ids = [turn.id for turn in wanted]
         if until in ids:
-            wanted, below, self.last = wanted[: ids.index(until) + 1], [], None
+            wanted = wanted[: ids.index(until) + 1]
+            below = []
+            self.last = None
         keep = self._unchanged(wanted)
         gone = [child for child in self._transcript.children if child not in keep]
         await self._transcript.remove_children(gone)
@@ -88,11 +92,17 @@ class TurnWindow:
             return self._welcome()
         if self.last is not None:
             return [HiddenTurns(len(self._turns) - self.last, 1)]
-        return [ChatNote(UNANSWERED)] if self._chat.session.unanswered else []
+        if self._chat.session.unanswered:
+            return [ChatNote(UNANSWERED)]
+        return []
 
     def _welcome(self) -> list[Widget]:
-        chat, engine = self._chat, self._chat.client.engine
-        elsewhere = engine.where if engine is not None and not is_here(engine) else ""
+        chat = self._chat
+        engine = self._chat.client.engine
+        if engine is not None and not is_here(engine):
+            elsewhere = engine.where
+        else:
+            elsewhere = ""
         recent: Sequence[ConversationSummary] = ()
         with suppress(LocalLLMError):
             recent = chat.history.list(limit=EARLIER_SHOWN)
@@ -100,11 +110,16 @@ class TurnWindow:
             wording.welcome(chat.model, chat.options.greeting, recent, elsewhere),
             markdown=True,
         )
-        return [note] if chat.first_run is None else [note, FirstRunPage(chat.first_run)]
+        if chat.first_run is None:
+            return [note]
+        return [note, FirstRunPage(chat.first_run)]
 
     async def ensure_shown(self, turn_id: int) -> None:
         """Make sure this turn is among those on screen (0: the last one)."""
-        missing = self.view(turn_id) is None if turn_id else self.last is not None
+        if turn_id:
+            missing = self.view(turn_id) is None
+        else:
+            missing = self.last is not None
         if missing:
             self.choose(turn_id)
             await self.draw()
@@ -123,7 +138,8 @@ class TurnWindow:
         if not self._first:
             transcript.more_came()
             return
-        end, self._first = self._first, max(0, self._first - TURNS_SHOWN)
+        end = self._first
+        self._first = max(0, self._first - TURNS_SHOWN)
         transcript.release()
         top = next(iter(transcript.views), None)
         await transcript.query_one(HiddenTurns).remove()
@@ -141,7 +157,8 @@ class TurnWindow:
 
     def mark(self, words: str, ids: list[int]) -> None:
         """Mark the words that these turns have, oldest first; "": none any more."""
-        self._words, self._ids = words, ids
+        self._words = words
+        self._ids = ids
         self._transcript.search(words)
 
     def search(self, conversation_id: str, words: str) -> None:
@@ -165,8 +182,12 @@ class TurnWindow:
         whichever branch. False where nothing was searched for."""
         if not self._ids or self._transcript.show_found(step):
             return bool(self._ids)
-        at = (self._ids.index(turn_id) + step) % len(self._ids) if turn_id in self._ids else 0
-        words, ids = self._words, self._ids
+        if turn_id in self._ids:
+            at = (self._ids.index(turn_id) + step) % len(self._ids)
+        else:
+            at = 0
+        words = self._words
+        ids = self._ids
         view = self.view(ids[at])
         if view is not None:
             self._transcript.select(view)

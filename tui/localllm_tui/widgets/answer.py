@@ -118,7 +118,8 @@ class AnswerView(TurnView):
         if not self.is_attached or (not last and not self._may_draw()):
             return
         self._drawn = (time.thread_time(), time.monotonic())
-        new, self._pending = self._pending, ""
+        new = self._pending
+        self._pending = ""
         if self._pending_thought or new or last:
             self._draw_thought(done=last or bool(self._answer.source + new))
         if new:
@@ -134,7 +135,8 @@ class AnswerView(TurnView):
         )
 
     def _draw_thought(self, *, done: bool) -> None:
-        new, self._pending_thought = self._pending_thought, ""
+        new = self._pending_thought
+        self._pending_thought = ""
         if new:
             self._thought.add(new)
         self._thinking.display = bool(self._thought.source)
@@ -155,7 +157,10 @@ class ToolFold(Collapsible):
         name, arguments, result = (
             str(ran.get(part, "")) for part in ("name", "arguments", "result")
         )
-        said = f"{len(result):,} characters" if ran.get("allowed") else "did not run"
+        if ran.get("allowed"):
+            said = f"{len(result):,} characters"
+        else:
+            said = "did not run"
         call = one_line(f"{name} {arguments}")
         inside = Static(printable(f"{arguments}\n→ {result}"), markup=False)
         # Collapsible asks for a string, and takes what needs no parsing: there is no escape that

@@ -59,7 +59,8 @@ _ANSI_BLUE = 4
 _CHANGED = {"code.Generic.Inserted": "success", "code.Generic.Deleted": "error"}
 _TINT = 0.16
 # How much of the theme's foreground or warning goes into the background behind code.
-_BEHIND, _BEHIND_INLINE = 0.06, 0.1
+_BEHIND = 0.06
+_BEHIND_INLINE = 0.1
 
 
 def palette(variables: Mapping[str, str]) -> Console:
@@ -113,7 +114,9 @@ def _colour(variables: Mapping[str, str], name: str) -> Color | None:
 
 
 def _rich(colour: Color | None) -> RichColor | None:
-    return colour.rich_color if colour is not None else None
+    if colour is not None:
+        return colour.rich_color
+    return None
 
 
 def highlighted(code: str, language: str) -> Text:

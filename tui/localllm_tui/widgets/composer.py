@@ -57,7 +57,9 @@ class SlashMenu(OptionList, can_focus=False):
             rows = (f"{command.usage:<{_NAME_CELLS}} {command.help}" for command in found)
             self.set_options([Option(Text(row, no_wrap=True, overflow="ellipsis")) for row in rows])
             self.highlighted = 0 if found else None
-        return found[self.highlighted] if self.highlighted is not None else None
+        if self.highlighted is not None:
+            return found[self.highlighted]
+        return None
 
 
 class Composer(HasKeys, TextArea, keys=COMPOSER):
@@ -136,16 +138,16 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
         """A whole character to the left, as people see them: Backspace and the arrows ask here."""
         row, column = self.cursor_location
         line = self.document.get_line(row)
-        return (row, before(line, column)) if column else super().get_cursor_left_location()
+        if column:
+            return (row, before(line, column))
+        return super().get_cursor_left_location()
 
     def get_cursor_right_location(self) -> Location:
         row, column = self.cursor_location
         line = self.document.get_line(row)
-        return (
-            (row, after(line, column))
-            if column < len(line)
-            else super().get_cursor_right_location()
-        )
+        if column < len(line):
+            return (row, after(line, column))
+        return super().get_cursor_right_location()
 
     def action_newline(self) -> None:
         self.insert("\n")

@@ -45,7 +45,8 @@ def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
     `accent-text` for what leads the eye, each readable on the background and panels of the theme.
     And scrollbars, cursors and frames, which have nothing but its greys and its accent."""
     grounds = tuple(Color.parse(variables[name]) for name in ("background", "surface"))
-    foreground, accent = Color.parse(variables["foreground"]), Color.parse(variables["accent"])
+    foreground = Color.parse(variables["foreground"])
+    accent = Color.parse(variables["accent"])
     # the terminal's own, of which there are no shades
     if foreground.ansi is not None or accent.ansi is not None:
         return {"hint": foreground.css, "accent-text": accent.css, "scrollbar": "ansi_bright_black"}

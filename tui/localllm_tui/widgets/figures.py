@@ -56,7 +56,10 @@ class HeadLine(Static):
     ) -> None:
         """Show these after the `title`, the last of them left out first, and the system prompt in
         what room is left of `width` cells; `busy`: something is waited for."""
-        prompt = "system: " + " ".join(printable(system).split()) if system else ""
+        if system:
+            prompt = "system: " + " ".join(printable(system).split())
+        else:
+            prompt = ""
         title = elide(one_line(title), max(16, width // 3))
         room = width - 4 - (cell_len(title) + len(_HEAD_GAP) if title else 0)
         room -= (len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP)) if prompt else 0

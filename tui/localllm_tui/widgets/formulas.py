@@ -26,12 +26,11 @@ _INLINE = re.compile(
     re.DOTALL,
 )
 _ENDS = {"$$": "$$", "\\[": "\\]"}
-_NAME, _GROUP = re.compile(r"\\[A-Za-z]+"), re.compile(r"\{[^{}]*\}")
-_SIGNS, _WORD, _LETTER = (
-    re.compile(r"[\\^_=<>+]"),
-    re.compile(r"[^\W\d_]{3}"),
-    re.compile(r"[^\W\d_]'*"),
-)
+_NAME = re.compile(r"\\[A-Za-z]+")
+_GROUP = re.compile(r"\{[^{}]*\}")
+_SIGNS = re.compile(r"[\\^_=<>+]")
+_WORD = re.compile(r"[^\W\d_]{3}")
+_LETTER = re.compile(r"[^\W\d_]'*")
 _SCRIPT = re.compile(r"([\^_])\s*(?:\{([^{}]*)\}|(\\[A-Za-z]+|[^\s\\{}]))")
 _RAISED = dict(
     zip(
@@ -65,7 +64,9 @@ _TAKING = {
     "pmod": "{", "mathsf": "{",
 }  # fmt: skip
 # Stand for what must not be read again: an end of a name, _ and ^.
-_END, _LOW, _HIGH = "\x01", "\x02", "\x03"
+_END = "\x01"
+_LOW = "\x02"
+_HIGH = "\x03"
 
 
 def with_formulas(parser: MarkdownIt) -> MarkdownIt:
@@ -88,7 +89,8 @@ def _inline_rule(state: StateInline, silent: bool) -> bool:
         return False
     if not silent:
         token = state.push("formula", "", 0)
-        token.content, token.markup = found[found.lastgroup or 0], found[0]
+        token.content = found[found.lastgroup or 0]
+        token.markup = found[0]
     state.pos = found.end()
     return True
 
@@ -102,7 +104,8 @@ def _block_rule(state: StateBlock, first: int, last: int, silent: bool) -> bool:
         return False
     if silent:
         return True
-    n, ended = first, end in begun[2:]
+    n = first
+    ended = end in begun[2:]
     while (
         not ended
         and n + 1 < last
@@ -112,7 +115,8 @@ def _block_rule(state: StateBlock, first: int, last: int, silent: bool) -> bool:
         n += 1
         ended = _line_of(state, n).rstrip().endswith(end)
     token = state.push("formula_block", "", 0)
-    token.map, token.block = [first, n + 1], True
+    token.map = [first, n + 1]
+    token.block = True
     token.markup = "\n".join(_line_of(state, k) for k in range(first, n + 1))
     token.content = token.markup.rstrip()[2:-2] if ended else ""
     state.line = n + 1
@@ -159,7 +163,8 @@ def _with_scripts(latex: str) -> str:
     innermost first."""
     latex = _FUNCTIONS.sub(lambda found: f"{found[1]} {found[2]}" if found[1] else found[2], latex)
     for _ in range(_DEEPEST):
-        before, latex = latex, _SCRIPT.sub(_script, latex)
+        before = latex
+        latex = _SCRIPT.sub(_script, latex)
         if latex == before:
             break
     return latex
@@ -167,7 +172,10 @@ def _with_scripts(latex: str) -> str:
 
 def _script(found: re.Match[str]) -> str:
     inside = found[2] if found[2] is not None else found[3]
-    known, mark = (_RAISED, _HIGH) if found[1] == "^" else (_LOWERED, _LOW)
+    if found[1] == "^":
+        known, mark = (_RAISED, _HIGH)
+    else:
+        known, mark = (_LOWERED, _LOW)
     signs = [inside] if inside in known else [*inside.replace(" ", "")]
     if signs and all(sign in known for sign in signs):
         return _END + "".join(known[sign] for sign in signs)
@@ -185,7 +193,9 @@ def _reader() -> tuple[Any, Any]:
     logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)
 
     def grouped(said: str) -> str:
-        return said if _SIMPLE.fullmatch(said) else f"({said})"
+        if _SIMPLE.fullmatch(said):
+            return said
+        return f"({said})"
 
     def taken(node: Any, reader: Any) -> list[str]:
         args = node.nodeargd.argnlist
@@ -207,7 +217,8 @@ def _reader() -> tuple[Any, Any]:
     ]
     ours += [MacroTextSpec("sqrt", simplify_repl=root)]
     ours += [MacroTextSpec(name, said) for name, said in _SAID.items()]
-    texts, walker = get_default_latex_context_db(), latexwalker.get_default_latex_context_db()
+    texts = get_default_latex_context_db()
+    walker = latexwalker.get_default_latex_context_db()
     texts.add_context_category("terminal", prepend=True, macros=ours)
     texts.set_unknown_macro_spec(MacroTextSpec("", simplify_repl=unknown))
     walker.add_context_category(

@@ -13,7 +13,10 @@ async def done_at_once(widget: Widget, event: events.Key) -> bool:
     Textual does it when the key has come up to the app, and what is typed meanwhile overtakes it:
     of "ab", Backspace, "c" on a slow machine the c was removed.
     """
-    bound = None if event.is_printable else widget.screen.active_bindings.get(event.key)
+    if event.is_printable:
+        bound = None
+    else:
+        bound = widget.screen.active_bindings.get(event.key)
     if bound is None or bound.node is not widget or not bound.enabled:
         return False
     if bound.binding.action.startswith(("scroll_", "screen.")):

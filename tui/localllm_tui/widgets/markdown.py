@@ -98,7 +98,8 @@ class MarkdownRows:
         for n, piece in enumerate(pieces):
             if n == begun and n:
                 self._fences += sum(row.label for row in self._rows[self.finished :])
-                self.finished, self._number = len(self._rows), piece.number
+                self.finished = len(self._rows)
+                self._number = piece.number
                 self._tail = "".join(lines[piece.line :])
             self._rows += piece.rows
 
@@ -134,7 +135,9 @@ class MarkdownRows:
 
 
 def _line(node: SyntaxTreeNode) -> int:
-    return node.map[0] if node.map else 0
+    if node.map:
+        return node.map[0]
+    return 0
 
 
 @lru_cache(maxsize=1)
@@ -196,13 +199,17 @@ def _item(
     node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0
 ) -> Iterator[MarkdownRow]:
     boxes = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
-    bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
+    if node.type == "ordered_list":
+        bullet = f"{number}. "
+    else:
+        bullet = f"{_BULLETS[depth % len(_BULLETS)]} "
     inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [
         MarkdownRow(Text(""))
     ]
     box = boxes.get(inside[0].text.plain[:4])
     if box is not None:
-        bullet, inside[0] = box.ljust(len(bullet)), replace(inside[0], text=inside[0].text[4:])
+        bullet = box.ljust(len(bullet))
+        inside[0] = replace(inside[0], text=inside[0].text[4:])
     yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
 
 
@@ -267,7 +274,9 @@ _LEAVES: dict[str, Callable[[SyntaxTreeNode, int], Iterator[MarkdownRow]]] = {
 
 def _padded(piece: Text, room: int, right: bool) -> Text:
     free = " " * (room - cell_len(piece.plain))
-    return Text.assemble(free, piece) if right else Text.assemble(piece, free)
+    if right:
+        return Text.assemble(free, piece)
+    return Text.assemble(piece, free)
 
 
 def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:

@@ -47,10 +47,14 @@ class GrowingText(Widget):
         """Mark what was searched for, most of all in the row `now`; returns the rows that have
         it."""
         if (searched, now) != (self._searched, self._found_now):
-            self._searched, self._found_now = searched, now
+            self._searched = searched
+            self._found_now = now
             self._strips.clear()
             self.refresh()
-        rows = self.rows.at(self.size.width) if searched is not None and self.size.width else []
+        if searched is not None and self.size.width:
+            rows = self.rows.at(self.size.width)
+        else:
+            rows = []
         return [
             y
             for y, row in enumerate(rows)
@@ -62,7 +66,10 @@ class GrowingText(Widget):
         self.rows.add(new)
         for y in [y for y in self._strips if y >= first]:
             del self._strips[y]
-        taller = self.size.height != len(self.rows.at(self.size.width)) if self.size.width else True
+        if self.size.width:
+            taller = self.size.height != len(self.rows.at(self.size.width))
+        else:
+            taller = True
         self.refresh(
             Region(0, first, self.size.width, max(1, self.size.height - first)), layout=taller
         )
@@ -76,7 +83,8 @@ class GrowingText(Widget):
         return len(self.rows.at(width))
 
     def render_line(self, y: int) -> Strip:
-        width, base = self.size.width, self.rich_style
+        width = self.size.width
+        base = self.rich_style
         rows = self.rows.at(width)
         if y >= len(rows):
             return Strip.blank(width, base)
@@ -95,13 +103,15 @@ class GrowingText(Widget):
         return strip
 
     def _strip(self, row: MarkdownRow, y: int, selected: tuple[int, int] | None = None) -> Strip:
-        width, base = self.size.width, self.rich_style
+        width = self.size.width
+        base = self.rich_style
         text = row.text
         if self._searched is not None:
             text = text.copy()
             text.highlight_regex(self._searched, "found.now" if y == self._found_now else "found")
         if selected is not None:
-            text, (start, end) = text.copy(), selected
+            text = text.copy()
+            (start, end) = selected
             text.stylize(
                 self.screen.get_component_rich_style("screen--selection"),
                 start,
@@ -110,7 +120,10 @@ class GrowingText(Widget):
         # Rendering leaves out the style of the whole text.
         whole = base + self._look.get_style(text.style)
         segments = [*Segment.apply_style(text.render(self._look, end=""), whole)]
-        fill = base + self._look.get_style(row.fill) if row.fill else base
+        if row.fill:
+            fill = base + self._look.get_style(row.fill)
+        else:
+            fill = base
         return Strip(segments).adjust_cell_length(width, fill).apply_offsets(0, y)
 
     # -- selecting and following links -------------------------------------------------------------
@@ -127,7 +140,12 @@ class GrowingText(Widget):
                 continue
             start, end = span
             begins = max(start, row.lead) if row.soft else start
-            between = "" if not said else " " if row.soft else "\n"
+            if not said:
+                between = ""
+            elif row.soft:
+                between = " "
+            else:
+                between = "\n"
             said += between + row.text.plain[begins : None if end == -1 else end].rstrip()
         return said, "\n"
 

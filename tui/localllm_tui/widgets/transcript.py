@@ -41,10 +41,13 @@ class TurnView(Vertical):
     @property
     def headline(self) -> str:
         at, of = self.place
-        return f"{self.who}  ◂ {at}/{of} ▸" if of > 1 else self.who
+        if of > 1:
+            return f"{self.who}  ◂ {at}/{of} ▸"
+        return self.who
 
     def show_place(self, turn_id: int, place: tuple[int, int]) -> None:
-        self.turn_id, self.place = turn_id, place
+        self.turn_id = turn_id
+        self.place = place
         for line in self.query(".who").results(Static):  # none before it is composed
             line.update(self.headline)
 
@@ -114,7 +117,8 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
 
     def action_select(self, step: int) -> None:
         """Go to the turn before or after; after the last one is the input."""
-        views, selected = self.views, self.selected
+        views = self.views
+        selected = self.selected
         if selected not in views:
             self.select(views[-1] if views else None)
             return
@@ -129,7 +133,10 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
     def search(self, words: str) -> None:
         """Mark each of these words in every turn; "": none any more."""
         parts = "|".join(re.escape(word) for word in words.split())
-        self.searched = re.compile(parts, re.IGNORECASE) if parts else None
+        if parts:
+            self.searched = re.compile(parts, re.IGNORECASE)
+        else:
+            self.searched = None
         for view in self._turns:
             view.mark(self.searched)
 
@@ -140,7 +147,13 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
         if view is None or self.searched is None:
             return False
         rows = view.mark(self.searched)
-        at = (0 if step > 0 else len(rows) - 1) if entering else self._found_at + step
+        if entering:
+            if step > 0:
+                at = 0
+            else:
+                at = len(rows) - 1
+        else:
+            at = self._found_at + step
         if not 0 <= at < len(rows):
             return False
         self._found_at = at
@@ -186,7 +199,10 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
     def _want_more(self, step: int) -> None:
         """At either end, more turns are wanted; once for all the keys and wheel steps until they
         are there."""
-        at_end = self.scroll_y <= 0 if step < 0 else self.scroll_y >= self.max_scroll_y
+        if step < 0:
+            at_end = self.scroll_y <= 0
+        else:
+            at_end = self.scroll_y >= self.max_scroll_y
         if at_end and not self._wanted_more:
             self._wanted_more = True
             self.post_message(MoreTurnsWanted(step))

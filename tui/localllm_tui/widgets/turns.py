@@ -55,11 +55,10 @@ class HiddenTurns(Static):
     """
 
     def __init__(self, hidden: int, step: int) -> None:
-        said = (
-            "▴ {:,} earlier turns: PageUp at the top"
-            if step < 0
-            else ("▾ {:,} later turns: PageDown at the end")
-        )
+        if step < 0:
+            said = "▴ {:,} earlier turns: PageUp at the top"
+        else:
+            said = "▾ {:,} later turns: PageDown at the end"
         super().__init__(f"{said.format(hidden)} shows more", markup=False)
         self.step = step
 
