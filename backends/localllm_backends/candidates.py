@@ -58,13 +58,16 @@ def _changes(spec: SampleSpec) -> bool:
 def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
     """One row's few as `spec` changes them, -inf where something outside might be greater than
     them."""
-    least, seen, out = logits.min(), spec.seen, logits.copy()
+    least = logits.min()
+    seen = spec.seen
+    out = logits.copy()
     if _raises(spec):
         return np.full_like(out, -np.inf)
     _add(out, ids, spec.bias)
     if seen is not None and len(seen.ids):
         hit, at = _found(ids, seen.ids)
-        counts, was = seen.counts[at].astype(np.float32), out[hit]
+        counts = seen.counts[at].astype(np.float32)
+        was = out[hit]
         was = np.where(was > 0, was / np.float32(seen.repeat), was * np.float32(seen.repeat))
         out[hit] = was - (counts * np.float32(seen.frequency) + np.float32(seen.presence))
     _add(out, ids, spec.reduced)
@@ -159,7 +162,8 @@ class FewChooser:
     def _best(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
         """The greatest of each row, and whether it is that."""
         at = logits.argmax(axis=1)
-        best, tokens = logits[self._rows, at], top.ids[self._rows, at]
+        best = logits[self._rows, at]
+        tokens = top.ids[self._rows, at]
         hit = logits == best[:, None]
         if np.count_nonzero(hit) != len(at):
             tokens = np.where(hit, top.ids, np.int32(0x7FFFFFFF)).min(axis=1)
@@ -169,7 +173,9 @@ class FewChooser:
     def _drawn(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
         """One token of each row, and whether it is that: of those with the least logit others may
         have been left out."""
-        (n, k), rows, top_k = logits.shape, self._rows, self._top_k
+        (n, k) = logits.shape
+        rows = self._rows
+        top_k = self._top_k
         # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
         ranked = np.sort(logits, axis=1)[:, ::-1]
         totals = None
@@ -188,17 +194,22 @@ class FewChooser:
         far = ranked[:, :width].astype(np.float64)
         far = far - far[:, :1]
         weights = np.exp(far)
-        tempered = weights if self._all_at_one else np.exp(far / self._temperature)
+        if self._all_at_one:
+            tempered = weights
+        else:
+            tempered = np.exp(far / self._temperature)
         if last.min() < width - 1:
             limited = np.arange(width) <= last[:, None]
-            weights, tempered = weights * limited, tempered * limited
+            weights = weights * limited
+            tempered = tempered * limited
         if self._filters:
             # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the
             # best.
             summed = np.add.accumulate(weights, axis=1)
-            whole = (
-                summed[:, -1:] if totals is None else np.where(totals > 0, totals, summed[:, -1:])
-            )
+            if totals is None:
+                whole = summed[:, -1:]
+            else:
+                whole = np.where(totals > 0, totals, summed[:, -1:])
             kept = weights >= self._min_p
             kept[:, 1:] &= summed[:, :-1] < self._top_p * whole
             if totals is not None:

@@ -142,11 +142,14 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
     """The same line at once and cut in two ways, and twice in one step, differs by what rounding
     makes here; what stands `_OUTSIDE_NOISE` times outside that is a fault from now on, and must
     still be small beside what one token more changes."""
-    backend, last = subject.backend, 8
+    backend = subject.backend
+    last = 8
     tokens = subject.line(backend.info.n_batch)
     half = tokens[: len(tokens) // 2]
-    at_once, at_half = subject.fresh(tokens, last), subject.fresh(half)
-    one, other = subject.new(), subject.new()
+    at_once = subject.fresh(tokens, last)
+    at_half = subject.fresh(half)
+    one = subject.new()
+    other = subject.new()
     same: list[float] = []
     for size in (1, 5):
         backend.truncate(one, 0)
@@ -240,7 +243,8 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
     ]
     # Together, and hardly looked at: of few streams a device's whole rows may be as cheap, and are
     # left to the engine. Four at least are such as a device's greatest logits decide.
-    named, at_once = 0, min(len(specs), backend.info.n_seq_max)
+    named = 0
+    at_once = min(len(specs), backend.info.n_seq_max)
     for first in range(0, len(specs), at_once):
         group = specs[first : first + at_once]
         sequences = [subject.new() for _ in group]
@@ -249,7 +253,8 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
         chunks = [Chunk(s, [20 + i], sample=group[i], few=True) for i, s in enumerate(sequences)]
         result = backend.step(chunks)
         for i, spec in enumerate(group):
-            token, row = result.sampled(i), result.logits(i)[-1].astype(np.float64)
+            token = result.sampled(i)
+            row = result.logits(i)[-1].astype(np.float64)
             named += token is not None
             fits = token is None or may_be_sampled(token, row, spec)
             require(fits, f"{token} was sampled for {spec}, not what the logits give")
@@ -305,7 +310,8 @@ def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, ne
 
 def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     """Two that share a past have futures of their own, and one may go."""
-    backend, tokens = subject.backend, subject.line(30)
+    backend = subject.backend
+    tokens = subject.line(30)
     source = subject.new()
     subject.feed(source, tokens)
     free = backend.cells_free()
@@ -328,11 +334,17 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
 def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
     """`truncate` works where it is promised, what is rejected is as if it had never been appended,
     and a memory that can't rewind says so."""
-    backend, tokens, sequence = subject.backend, subject.line(90), subject.new()
+    backend = subject.backend
+    tokens = subject.line(90)
+    sequence = subject.new()
     capabilities = backend.capabilities
-    most = 8 if capabilities.rewind == "any" else min(8, capabilities.rewind_tokens)
+    if capabilities.rewind == "any":
+        most = 8
+    else:
+        most = min(8, capabilities.rewind_tokens)
     for start in range(0, 90, 10):
-        accepted, rejected = tokens[start : start + 10], subject.line(most, start + 40)
+        accepted = tokens[start : start + 10]
+        rejected = subject.line(most, start + 40)
         backend.step([Chunk(sequence, [*accepted, *rejected], outputs=1 + most)])
         backend.truncate(sequence, start + 10)
         require(backend.length(sequence) == start + 10, "a rewind left another length")
@@ -348,7 +360,9 @@ def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
 
 def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
     """Whole, and where a prefix can be kept in pieces, put together again in part."""
-    backend, tokens, source = subject.backend, subject.line(60), subject.new()
+    backend = subject.backend
+    tokens = subject.line(60)
+    source = subject.new()
     able = backend.capabilities
     expected = subject.feed(source, tokens)
     edges = (0, 25, 60) if able.segments else (0, 60)
@@ -370,7 +384,9 @@ def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
 
 def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
     """A damaged file of KV is refused, and what it was meant for stays usable."""
-    backend, source, target = subject.backend, subject.new(), subject.new()
+    backend = subject.backend
+    source = subject.new()
+    target = subject.new()
     subject.feed(source, subject.line(20))
     good = backend.export_range(source, 0, 20)
     free = backend.cells_free()
@@ -383,7 +399,9 @@ def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
 
 
 def running_out_of_cells_is_said_and_changes_nothing(subject: Subject) -> None:
-    backend, a, b = subject.backend, subject.new(), subject.new()
+    backend = subject.backend
+    a = subject.new()
+    b = subject.new()
     subject.feed(a, subject.line(backend.info.n_ctx - 10))
     free = backend.cells_free()
     with refused(NoCellsError, f"{free + 1} tokens were appended to {free} free cells"):
@@ -406,7 +424,8 @@ def running_out_of_sequences_is_said(subject: Subject) -> None:
 
 
 def a_step_that_is_too_large_or_empty_is_refused(subject: Subject) -> None:
-    backend, sequence = subject.backend, subject.new()
+    backend = subject.backend
+    sequence = subject.new()
     for tokens, outputs in ((subject.line(backend.info.n_batch + 1), 0), ([], 1)):
         with refused(BackendFailure, f"a step of {len(tokens)} tokens was taken"):
             backend.step([Chunk(sequence, tokens, outputs=outputs)])

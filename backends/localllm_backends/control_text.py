@@ -88,11 +88,9 @@ class ControlTexts:
             cuts.insert(0, 0)
         if any(text[-n:] in self._begun for n in longest):
             cuts.append(len(text))
-        return (
-            MARK.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
-            if cuts
-            else text
-        )
+        if cuts:
+            return MARK.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
+        return text
 
     def runs(self, text: str) -> list[str]:
         """`text` without its marks, in stretches: LiteralText where there were any."""

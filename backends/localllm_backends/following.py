@@ -180,7 +180,8 @@ def joined(*parts: bytes) -> bytes:
 
 def parted(data: bytes | memoryview, n: int) -> list[memoryview]:
     """The `n` parts that `joined` was given; BackendFailure where that can't be."""
-    view, tail = memoryview(data).cast("B"), struct.Struct(f"<{n - 1}Q")
+    view = memoryview(data).cast("B")
+    tail = struct.Struct(f"<{n - 1}Q")
     end = len(view) - tail.size
     sizes = tail.unpack_from(view, end) if end >= 0 else ()
     first = end - sum(sizes)

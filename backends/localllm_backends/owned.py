@@ -33,7 +33,8 @@ class OwnedBackend(Backend):
     def _check_step(self, n_tokens: int, n_outputs: int) -> None:
         """May a step have so many tokens, and so many of them want logits?"""
         self._check_owner()
-        most, most_outputs = self.info.n_batch, self.info.n_outputs
+        most = self.info.n_batch
+        most_outputs = self.info.n_outputs
         reason = first_reason(
             [
                 (not n_tokens, "a step needs at least one token"),
@@ -71,7 +72,10 @@ class OwnedBackend(Backend):
         """Steps of so many tokens, so that the first request does not pay for what they set up; the
         sequence that they made."""
         sequence = self.new_sequence()
-        token = self.info.bos_token if self.info.bos_token is not None else 0
+        if self.info.bos_token is not None:
+            token = self.info.bos_token
+        else:
+            token = 0
         for n in lengths:
             self.step([Chunk(sequence, [token] * n)])
         if self._heads is not None:

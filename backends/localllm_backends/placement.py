@@ -44,8 +44,12 @@ class Placement:
     def first_gpu_layer(self, n_layers: int) -> int:
         """The index of the first of `n_layers` that the accelerators compute; `n_layers` = only the
         output, and `n_layers` + 1 = nothing."""
-        return 0 if self.gpu_layers < 0 else max(0, n_layers + 1 - self.gpu_layers)
+        if self.gpu_layers < 0:
+            return 0
+        return max(0, n_layers + 1 - self.gpu_layers)
 
     def host_expert_layers(self, n_layers: int) -> int:
         """Of the first how many of `n_layers` the routed experts are kept in system memory."""
-        return n_layers if self.experts_on_host < 0 else min(n_layers, self.experts_on_host)
+        if self.experts_on_host < 0:
+            return n_layers
+        return min(n_layers, self.experts_on_host)

@@ -49,7 +49,9 @@ from localllm_backends.program import print_answers
 PROMPT = "The alphabet begins with these letters: A, B, C, D, E, F, G,"
 N_TOKENS = 10
 _BATCH = 64
-_TURN_READ, _TURN_WRITTEN, _TURNS = 256, 32, 3
+_TURN_READ = 256
+_TURN_WRITTEN = 32
+_TURNS = 3
 
 
 def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
@@ -120,14 +122,17 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
         name = check.__name__.replace("_", " ")
         yield {"check": name}
         started = time.perf_counter()
-        outcome, sentence = "ok", ""
+        outcome = "ok"
+        sentence = ""
         try:
             subject.examine(check)
             backend.check_integrity()
         except NotHere as e:
-            outcome, sentence = "not here", str(e)
+            outcome = "not here"
+            sentence = str(e)
         except (BackendFailure, AssertionError) as e:
-            outcome, sentence = "failed", str(e) or type(e).__name__
+            outcome = "failed"
+            sentence = str(e) or type(e).__name__
         seconds = time.perf_counter() - started
         yield {
             "check": name,

@@ -249,11 +249,9 @@ class SampleSpec:
 
     def next(self) -> SampleSpec | None:
         """That of the token after it."""
-        return (
-            None
-            if self.next_uniform is None
-            else replace(self, uniform=self.next_uniform, next_uniform=None)
-        )
+        if self.next_uniform is None:
+            return None
+        return replace(self, uniform=self.next_uniform, next_uniform=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

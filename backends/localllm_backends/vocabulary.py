@@ -42,4 +42,6 @@ class TokenBytes(ABC):
 
     def text(self, token: int | None) -> str:
         """How a token is written; "" for None."""
-        return "" if token is None else self.detokenize([token])
+        if token is None:
+            return ""
+        return self.detokenize([token])

@@ -69,7 +69,9 @@ class LlamaCppType(BackendType):
         from localllm_backends.llamacpp.native import library_path
         from localllm_backends.llamacpp.vision import WITHOUT
 
-        return None if library_path("mtmd") else WITHOUT
+        if library_path("mtmd"):
+            return None
+        return WITHOUT
 
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         from localllm_backends.llamacpp.load import load

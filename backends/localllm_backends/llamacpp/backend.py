@@ -68,14 +68,21 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     ) -> None:  # fmt: skip
         super().__init__(llama, model)
         self._take_ownership()
-        self._heads, self._buffers = heads, buffers
-        self._llama, self._model, self._context, self._spec = llama, model, context, spec
-        self._memory, self._decoder = SequenceMemory(llama, context), Decoder(llama, context)
+        self._heads = heads
+        self._buffers = buffers
+        self._llama = llama
+        self._model = model
+        self._context = context
+        self._spec = spec
+        self._memory = SequenceMemory(llama, context)
+        self._decoder = Decoder(llama, context)
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = bool(
             llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         )
-        self._n_rewind = int(llama.llama_n_rs_seq(context)) if self._recurrent else 0
+        self._n_rewind = 0
+        if self._recurrent:
+            self._n_rewind = int(llama.llama_n_rs_seq(context))
         # recurrent: tokens of the last step that can be taken back, once; negative once some were
         self._undoable: dict[SequenceId, int] = {}
         # sliding windows: forked since each last had cells of its own for its window
@@ -84,9 +91,13 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._batch = Batch(llama, n_batch)
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
         # What keeps books on every sequence.
-        self._books: list[Any] = [self._ledger] if heads is None else [self._ledger, heads]
+        self._books: list[Any] = [self._ledger]
+        if heads is not None:
+            self._books.append(heads)
         n_native = int(llama.llama_n_seq_max(context))
-        self._spare: int | None = n_native - 1 if n_native > spec.n_seq_max else None
+        self._spare: int | None = None
+        if n_native > spec.n_seq_max:
+            self._spare = n_native - 1
         self._magic = KV if heads is None else KV_WITH_HEADS
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
@@ -225,7 +236,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """One llama_decode of `batch`, which is made of `chunks`."""
         few = self._top.prepare(chunks)
         decode = partial(self._decoder.decode, batch.native, can_end=self._can_undo(chunks))
-        code = self._slices.beside(decode) if self._slices is not None else decode()
+        if self._slices is not None:
+            code = self._slices.beside(decode)
+        else:
+            code = decode()
         if code == 1 and self._separate_windows(chunks):
             code = self._decoder.decode(batch.native)
         if code:
@@ -325,7 +339,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        own, heads = memoryview(data), memoryview(b"")
+        own = memoryview(data)
+        heads = memoryview(b"")
         if self._heads is not None:
             own, heads = parted(data, 2)
         first, last, last_position, images, kv = opened(own, self._magic)

@@ -51,7 +51,8 @@ class Batch:
 
     def add(self, sequence: int, start: int, tokens: Sequence[int], outputs: int) -> None:
         """Append `tokens` at positions from `start`; the last `outputs` of them want logits."""
-        i, n = self.native.n_tokens, len(tokens)
+        i = self.native.n_tokens
+        n = len(tokens)
         if n == 1:
             self._token[i] = tokens[0]
             self._pos[i] = start
@@ -102,7 +103,10 @@ class LlamaCppStepResult(StepResult):
         top: TopLogits | None = None,
         few: Sequence[int] = (),
     ) -> None:
-        self._read, self._chunks, self._top, self._few = rows, chunks, top, few
+        self._read = rows
+        self._chunks = chunks
+        self._top = top
+        self._few = few
         self._ends = list(accumulate(min(c.outputs, len(c.tokens)) for c in chunks))
 
     @cached_property
@@ -114,15 +118,24 @@ class LlamaCppStepResult(StepResult):
     def _tokens(self) -> list[int | None]:
         """What the few greatest decide of each chunk; None where they don't."""
         nothing: list[int | None] = [None] * len(self._chunks)
-        return nothing if self._top is None else self._top.read(self._chunks, self._few)
+        if self._top is None:
+            return nothing
+        return self._top.read(self._chunks, self._few)
 
     def argmax(self, chunk: int) -> list[int]:
         # Where a token is sampled another than the best may be.
-        token = self._tokens[chunk] if self._chunks[chunk].sample is None else None
-        return [int(row.argmax()) for row in self.logits(chunk)] if token is None else [token]
+        if self._chunks[chunk].sample is None:
+            token = self._tokens[chunk]
+        else:
+            token = None
+        if token is None:
+            return [int(row.argmax()) for row in self.logits(chunk)]
+        return [token]
 
     def sampled(self, chunk: int) -> int | None:
-        return self._tokens[chunk] if self._chunks[chunk].sample is not None else None
+        if self._chunks[chunk].sample is not None:
+            return self._tokens[chunk]
+        return None
 
     def logits(self, chunk: int) -> Rows:
         if self._top is not None and chunk in self._few:
@@ -143,7 +156,8 @@ class Decoder:
     thread may end it."""
 
     def __init__(self, llama: Any, context: Any) -> None:
-        self._llama, self._context = llama, context
+        self._llama = llama
+        self._context = context
         vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
         self._n_vocab = int(llama.llama_vocab_n_tokens(vocab))
         self._all = self._few = int(llama.llama_n_threads(context))

@@ -47,7 +47,8 @@ class CellLedger:
         return [sequence for sequence, line in self._lines.items() if line]
 
     def open(self, sequence: int) -> None:
-        self._lines[sequence], self._images[sequence] = [], []
+        self._lines[sequence] = []
+        self._images[sequence] = []
 
     def length(self, sequence: int) -> int:
         return len(self._lines[sequence])

@@ -129,9 +129,13 @@ class DflashHeads(DraftHeads):
         self, llama: Any, target: Any, context: Any, layers: Sequence[int], block: _BlockLayout
     ) -> None:
         super().__init__(llama, target, context, layers)
-        self._block, self.longest = block, block.rows - block.anchor
+        self._block = block
+        self.longest = block.rows - block.anchor
         own = llama.llama_get_model(context)
-        dimensions = 4 if int(llama.llama_model_rope_type(own)) == _MROPE else 1
+        if int(llama.llama_model_rope_type(own)) == _MROPE:
+            dimensions = 4
+        else:
+            dimensions = 1
         self._inject = Batch(
             llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions
         )
@@ -180,7 +184,8 @@ class DflashHeads(DraftHeads):
     def _guesses(self, n: int, begin: int) -> Iterator[tuple[int, float]]:
         """The best token for each place of the block from row `begin` of `n` on, and how sure that
         is."""
-        block, before = self._block, 0
+        block = self._block
+        before = 0
         k = block.selector_top_k
         hidden: Any = self._hidden(n) if k or block.confidence else None
         for i in range(begin + block.anchor, begin + block.rows):
@@ -203,7 +208,10 @@ class _BlockLayout:
         self.causal = bool(header.number("dflash.attention.causal"))
         markov = header.has_tensor("markov_w1.weight")
         # DSpark's first guess is at the newest token's own place, unless it was trained otherwise.
-        self.anchor = 0 if markov and header.number("dflash.sample_from_anchor", 1) else 1
+        if markov and header.number("dflash.sample_from_anchor", 1):
+            self.anchor = 0
+        else:
+            self.anchor = 1
         self.confidence = markov and header.has_tensor("conf_proj.weight")
         self.selector_top_k = header.number("dflash.selector_top_k")
 
@@ -223,8 +231,10 @@ def open_drafter(
             path,
             "this build of llama.cpp does not export what drafting from a model's features needs",
         )
-    header, main = NativeHeader(path), NativeHeader(parts(Path(spec.path))[0])
-    kind, architecture = header.text("general.architecture"), main.text("general.architecture")
+    header = NativeHeader(path)
+    main = NativeHeader(parts(Path(spec.path))[0])
+    kind = header.text("general.architecture")
+    architecture = main.text("general.architecture")
     if kind not in KINDS:
         raise _refused(
             path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}"
@@ -233,7 +243,8 @@ def open_drafter(
     reason = unfit(header, main, kind, architecture)
     if reason:
         raise _refused(path, reason)
-    layers, block = header.numbers(f"{kind}.target_layers"), _BlockLayout(header)
+    layers = header.numbers(f"{kind}.target_layers")
+    block = _BlockLayout(header)
     drafter, buffers = load_model(path, spec, None, drafter=True)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, drafter)
@@ -266,13 +277,15 @@ def _refused(path: Path, why: str) -> LoadError:
 
 def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
     """Why a reader of features can't draft for the model."""
-    width, own = (
-        main.number(f"{architecture}.embedding_length"),
-        header.number(f"{kind}.embedding_length"),
-    )
-    made_for = header.number("eagle3.target_hidden_size") if kind == "eagle3" else own
+    width = main.number(f"{architecture}.embedding_length")
+    own = header.number(f"{kind}.embedding_length")
+    if kind == "eagle3":
+        made_for = header.number("eagle3.target_hidden_size")
+    else:
+        made_for = own
     has_embeddings = header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")
-    layers, block = header.numbers(f"{kind}.target_layers"), _BlockLayout(header)
+    layers = header.numbers(f"{kind}.target_layers")
+    block = _BlockLayout(header)
     n_layers = main.number(f"{architecture}.block_count") - main.number(
         f"{architecture}.nextn_predict_layers"
     )
@@ -317,11 +330,10 @@ def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
 def _assistant_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
     """Why an assistant can't read what the last two layers of this model keep: llama.cpp does not
     look, and would read beside it."""
-    width, wanted = (
-        main.number("gemma4.embedding_length"),
-        header.number(f"{kind}.embedding_length_out"),
-    )
-    last, kept = main.number("gemma4.block_count") - 1, _kept_by_layer(main, "gemma4")
+    width = main.number("gemma4.embedding_length")
+    wanted = header.number(f"{kind}.embedding_length_out")
+    last = main.number("gemma4.block_count") - 1
+    kept = _kept_by_layer(main, "gemma4")
     read = _kept_by_layer(header, kind)
     fits = len(kept) > last > 0 and read and all(one == kept[last - one[0]] for one in read)
     windows = (
@@ -354,13 +366,16 @@ def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, i
         for k in ("sliding_window_pattern", "head_count_kv")
     )
     widths = [header.number(f"{architecture}.attention.key_length{end}") for end in ("", "_swa")]
-    heads = heads if len(heads) == len(windows) else heads * len(windows)
+    if len(heads) != len(windows):
+        heads = heads * len(windows)
     return [(window, n, widths[window]) for window, n in zip(windows, heads, strict=False)]
 
 
 def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:
-    own, its = llama.llama_model_get_vocab(model), llama.llama_model_get_vocab(drafter)
-    n, m = int(llama.llama_vocab_n_tokens(own)), int(llama.llama_vocab_n_tokens(its))
+    own = llama.llama_model_get_vocab(model)
+    its = llama.llama_model_get_vocab(drafter)
+    n = int(llama.llama_vocab_n_tokens(own))
+    m = int(llama.llama_vocab_n_tokens(its))
     if n != m:
         raise _refused(path, f"its vocabulary has {m:,} tokens and the model's {n:,}")
     text = llama.llama_vocab_get_text

@@ -42,7 +42,10 @@ class _Override(ctypes.Structure):
 
 def experts_pattern(n_layers: int) -> str:
     """The pattern of the routed experts of the first `n_layers` layers; of all for -1."""
-    layers = r"\d+" if n_layers < 0 else "(" + "|".join(str(i) for i in range(n_layers)) + ")"
+    if n_layers < 0:
+        layers = r"\d+"
+    else:
+        layers = "(" + "|".join(str(i) for i in range(n_layers)) + ")"
     return rf"blk\.{layers}{_EXPERTS}"
 
 
@@ -50,12 +53,16 @@ def model_params(llama: Any, spec: LoadSpec) -> Any:
     """llama_model_params that place the weights as `spec` says."""
     placed = spec.placement
     params = llama.llama_model_default_params()
-    params.n_gpu_layers = spec.n_gpu_layers if spec.n_gpu_layers >= 0 else 999
+    if spec.n_gpu_layers >= 0:
+        params.n_gpu_layers = spec.n_gpu_layers
+    else:
+        params.n_gpu_layers = 999
     if not spec.n_gpu_layers:
         # Given a device it would hold memory there, and large products of the CPU's layers would be
         # sent to it.
         params.devices = ctypes.addressof(_NO_DEVICES)
-    params.load_mode, params.lazy_mode = _LOAD_MODES[placed.weights], _LAZY_MODES[placed.tables]
+    params.load_mode = _LOAD_MODES[placed.weights]
+    params.lazy_mode = _LAZY_MODES[placed.tables]
     params.use_extra_bufts = placed.layout != "stored"
     # What they point to lives as long as they do.
     kept: list[Any] = []
@@ -105,7 +112,8 @@ def mapped_at(path: Path) -> list[tuple[int, int]]:
 # Tokens of a micro-batch: larger ones bring little. A step is one, or on a GPU up to `_GPU_STEP`,
 # as llama.cpp's own programs take: it computes the next one while the host is still busy with the
 # one before.
-_MICRO_BATCH, _GPU_STEP = 512, 2048
+_MICRO_BATCH = 512
+_GPU_STEP = 2048
 _DEFAULT_CTX = 8192
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
@@ -212,7 +220,8 @@ def trial_context(model: Any, spec: LoadSpec, kv: Sequence[str], **sizes: int) -
 def made_context(model: Any, **parameters: Any) -> Any:
     """The llama_context with these of llama_context_params, and llama.cpp's own for the others;
     OutOfMemoryError or LoadError with llama.cpp's own reason."""
-    llama, n_ctx = start_native(), parameters["n_ctx"]
+    llama = start_native()
+    n_ctx = parameters["n_ctx"]
     params = llama.llama_context_default_params()
     for name, value in parameters.items():
         setattr(params, name, value)
@@ -244,7 +253,8 @@ def with_adapters(model: Any, spec: LoadSpec) -> LoadSpec:
     for adapter in spec.adapters:
         pointer = start_native().llama_adapter_lora_init(model, os.fsencode(adapter.path))
         if not pointer:
-            name, why = Path(adapter.path).name, log.reason()
+            name = Path(adapter.path).name
+            why = log.reason()
             raise LoadError(f"{name!r} is no adapter for this model: {why}")
         loaded.append(LoadedAdapter(adapter.path, adapter.scale, adapter.n_bytes, pointer))
     return replace(spec, adapters=tuple(loaded))

@@ -36,7 +36,9 @@ from localllm_backends.llamacpp.native import (
 from localllm_backends.program import print_answers
 
 # ggml-backend.h: enum ggml_backend_dev_type
-PROCESSOR, GPU, INTEGRATED = 0, 1, 2
+PROCESSOR = 0
+GPU = 1
+INTEGRATED = 2
 _I64 = 27  # ggml.h: enum ggml_type
 _SCRATCH_BYTES = 64 * 1024  # for the descriptions of a few tensors without data
 _CELLS = 256  # llama.cpp pads every context to this many
@@ -132,7 +134,9 @@ def _kv_widths(llama: Any, model: Any) -> tuple[int, int]:
         text = c_string(
             llama.llama_model_meta_val_str, model, f"{architecture}.attention.{key}".encode()
         )
-        return int(text) if text and text.isdigit() else 0
+        if text and text.isdigit():
+            return int(text)
+        return 0
 
     heads = int(llama.llama_model_n_head_kv(model))
     usual = int(llama.llama_model_n_embd(model)) // max(1, int(llama.llama_model_n_head(model)))
@@ -160,10 +164,8 @@ def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool
     tensor = ggml_function("ggml_new_tensor_2d")
     scratch = ggml_function("ggml_init")(GgmlInitParams(_SCRATCH_BYTES, None, True))
     try:
-        cache, new = (
-            tensor(scratch, kind, width, cells),
-            tensor(scratch, GGML_TYPES["f32"], width, 1),
-        )
+        cache = tensor(scratch, kind, width, cells)
+        new = tensor(scratch, GGML_TYPES["f32"], width, 1)
         rows = ggml_function("ggml_set_rows")(scratch, cache, new, tensor(scratch, _I64, 1, 1))
         return bool(ggml_function("ggml_backend_dev_supports_op")(device.handle, rows))
     finally:

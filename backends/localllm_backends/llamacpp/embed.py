@@ -23,7 +23,8 @@ from localllm_backends.llamacpp.weights import open_file
 
 # llama.h: enum llama_pooling_type
 _POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
-_RANK, _AS_NAMED = 4, -1
+_RANK = 4
+_AS_NAMED = -1
 _NO_TOKEN = -1
 # An input is pooled within one micro-batch, whose buffers grow with it: 2,048 tokens unless more is
 # asked for.
@@ -36,16 +37,19 @@ class LlamaCppEmbedder:
     thread-safe: its owner calls everything."""
 
     def __init__(self, llama: Any, model: Any, context: Any, spec: LoadSpec) -> None:
-        self._llama, self._model, self._context = llama, model, context
+        self._llama = llama
+        self._model = model
+        self._context = context
         self._vocab = llama.llama_model_get_vocab(model)
         self._words = LlamaCppVocabulary(llama, model)
         self._n_batch = int(llama.llama_n_ubatch(context))
         self._n_seq_max = int(llama.llama_n_seq_max(context))
         self._batch = Batch(llama, self._n_batch)
         self.pooling = _POOLINGS[int(llama.llama_pooling_type(context))]
-        width = (
-            llama.llama_model_n_cls_out if self.pooling == "rank" else llama.llama_model_n_embd_out
-        )
+        if self.pooling == "rank":
+            width = llama.llama_model_n_cls_out
+        else:
+            width = llama.llama_model_n_embd_out
         self.n_embd = int(width(model))
         self.info = model_info(
             self._words,
@@ -74,7 +78,8 @@ class LlamaCppEmbedder:
             text = template.decode("utf-8", "replace")
             # The template's own marks are tokens, those in a query or a document are text.
             controls = control_texts(self._words.control_texts)
-            query, document = controls.marked(query), controls.marked(document)
+            query = controls.marked(query)
+            document = controls.marked(document)
             # In one pass: what a query says of {document} is the query's text.
             filled = query.join(
                 part.replace("{document}", document) for part in text.split("{query}")
@@ -84,11 +89,18 @@ class LlamaCppEmbedder:
                 self._words.tokenize(run, special=not isinstance(run, LiteralText)) for run in runs
             ]
             return list(chain.from_iterable(read))
-        llama, vocab = self._llama, self._vocab
+        llama = self._llama
+        vocab = self._vocab
         sep = int(llama.llama_vocab_sep(vocab))
         eos = int(llama.llama_vocab_eos(vocab))
-        end = [sep if eos == _NO_TOKEN else eos] if llama.llama_vocab_get_add_eos(vocab) else []
-        begin = [int(llama.llama_vocab_bos(vocab))] if llama.llama_vocab_get_add_bos(vocab) else []
+        if llama.llama_vocab_get_add_eos(vocab):
+            end = [sep if eos == _NO_TOKEN else eos]
+        else:
+            end = []
+        if llama.llama_vocab_get_add_bos(vocab):
+            begin = [int(llama.llama_vocab_bos(vocab))]
+        else:
+            begin = []
         between = [sep] if llama.llama_vocab_get_add_sep(vocab) else []
         asked, said = (
             self._words.tokenize(LiteralText(t), special=False) for t in (query, document)
@@ -137,7 +149,10 @@ class LlamaCppEmbedder:
         for sequence in range(len(group)):
             found = self._llama.llama_get_embeddings_seq(self._context, sequence)
             row = np.ctypeslib.as_array(found, shape=(self.n_embd,)).astype(np.float32)
-            length = float(np.linalg.norm(row)) if self.pooling != "rank" else 0.0
+            if self.pooling != "rank":
+                length = float(np.linalg.norm(row))
+            else:
+                length = 0.0
             rows.append(row / np.float32(length) if length > 0 else row)
         return rows
 

@@ -53,9 +53,13 @@ class NativeHeader:
         at = ggml_function("gguf_find_key")(self._file, key.encode())
         if at < 0:
             return []
-        kind, n, data = self._get("kv_type", at), 1, "val_data"
+        kind = self._get("kv_type", at)
+        n = 1
+        data = "val_data"
         if kind == _ARRAY:
-            kind, n, data = self._get("arr_type", at), self._get("arr_n", at), "arr_data"
+            kind = self._get("arr_type", at)
+            n = self._get("arr_n", at)
+            data = "arr_data"
         if kind not in _NUMBERS or not n:
             return []
         return [int(value) for value in (_NUMBERS[kind] * n).from_address(self._get(data, at))]

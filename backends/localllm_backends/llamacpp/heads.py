@@ -43,7 +43,8 @@ def staging_functions() -> dict[str, Any] | None:
     found = {}
     for name, (symbol, result, arguments) in SYMBOLS.items():
         function = getattr(library, symbol)
-        function.restype, function.argtypes = result, [ctypes.c_void_p, *arguments]
+        function.restype = result
+        function.argtypes = [ctypes.c_void_p, *arguments]
         found[name] = function
     return found
 
@@ -58,12 +59,18 @@ class DraftHeads(FollowingHeads[Rows]):
         super().__init__(int(llama.llama_n_batch(context)))
         functions = staging_functions()
         assert functions is not None, "checked before anything was loaded"
-        self._llama, self._context, self._functions = llama, context, functions
+        self._llama = llama
+        self._context = context
+        self._functions = functions
         self._memory = SequenceMemory(llama, context)
-        model, own = llama.llama_get_model(target), llama.llama_get_model(context)
+        model = llama.llama_get_model(target)
+        own = llama.llama_get_model(context)
         # The model that they are, where they are no part of another.
         self._drafter = None if own == model else own
-        self.weights_bytes = 0 if own == model else int(llama.llama_model_size(own))
+        if own == model:
+            self.weights_bytes = 0
+        else:
+            self.weights_bytes = int(llama.llama_model_size(own))
         self._n_hidden = int(llama.llama_model_n_embd_out(own))
         self._decoder = Decoder(llama, context)
         # Where each part of a row lies, and how many numbers it has.

@@ -30,10 +30,13 @@ _FIRST_INTERVAL_S = 60.0
 _AMPLE = 2  # times what is mapped must be spare
 _MOSTLY = 0.9  # of a piece's small pages are in use: less would make resident what nobody reads
 _PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
-_PROT_READ, _PROT_WRITE = 1, 2
-_MAP_PRIVATE, _MAP_ANONYMOUS = 2, 0x20
+_PROT_READ = 1
+_PROT_WRITE = 2
+_MAP_PRIVATE = 2
+_MAP_ANONYMOUS = 0x20
 _MADV_HUGEPAGE = 14
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -59,10 +62,15 @@ class HugeWeights:
     def __init__(
         self, path: Path, page_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._page = huge_page_bytes() if page_bytes is None else page_bytes
-        self._path, self._clock = path, clock
+        if page_bytes is None:
+            self._page = huge_page_bytes()
+        else:
+            self._page = page_bytes
+        self._path = path
+        self._clock = clock
         self._round: Iterator[tuple[int, int]] | None = None
-        self._again_s, self._interval_s = 0.0, _FIRST_INTERVAL_S
+        self._again_s = 0.0
+        self._interval_s = _FIRST_INTERVAL_S
 
     def move(self, spare_bytes: int | None) -> bool:
         """Move one piece, if `spare_bytes` of memory have room for it (None: unknown), or look for
@@ -81,7 +89,8 @@ class HugeWeights:
         address, n_bytes = next(self._round, (0, 0))
         if not address or (n_bytes and not self._replace(address, n_bytes)):
             self._round = None
-            self._again_s, self._interval_s = self._clock() + self._interval_s, 2 * self._interval_s
+            self._again_s = self._clock() + self._interval_s
+            self._interval_s = 2 * self._interval_s
             return False
         return True
 

@@ -20,10 +20,13 @@ from localllm_backends.contract import BackendFailure
 from localllm_backends.llamacpp.cells import PlacedImage
 
 # KV of tokens, and with that of draft heads behind it; the state behind some.
-KV, KV_WITH_HEADS, STATE = b"LKV2", b"LKM2", b"LKS2"
+KV = b"LKV2"
+KV_WITH_HEADS = b"LKM2"
+STATE = b"LKS2"
 # The magic number, the first token and the one behind the last, the largest position among them,
 # and how many images they have: each with its first token, its tokens and its positions.
-_HEADER, _IMAGE = struct.Struct("<4sIIII"), struct.Struct("<III")
+_HEADER = struct.Struct("<4sIIII")
+_IMAGE = struct.Struct("<III")
 # Before the sections llama.cpp writes a magic number and the sequence's id, which it does not look
 # at again.
 _PREFIX_BYTES = 8
@@ -61,7 +64,8 @@ class SequenceMemory:
     that was appended to has no state."""
 
     def __init__(self, llama: Any, context: Any) -> None:
-        self._llama, self._context = llama, context
+        self._llama = llama
+        self._context = context
         self._memory = llama.llama_get_memory(context)
         self._flags = (llama.LLAMA_STATE_SEQ_FLAGS_NONE, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
         # The state of an empty sequence as llama.cpp writes it, where states are had apart.
@@ -70,8 +74,10 @@ class SequenceMemory:
     def part_states(self, sequence: int, spare: int) -> bool:
         """Have states apart from now on, if llama.cpp writes `sequence`, which holds a token, and
         the empty `spare` as the two sections that this relies on."""
-        both, state = self.write(sequence), self.write(sequence, partial=True)[_PREFIX_BYTES:]
-        nothing, no_state = self.write(spare), self.write(spare, partial=True)
+        both = self.write(sequence)
+        state = self.write(sequence, partial=True)[_PREFIX_BYTES:]
+        nothing = self.write(spare)
+        no_state = self.write(spare, partial=True)
         empty = no_state[_PREFIX_BYTES:]
         parted = (
             len(both) - _PREFIX_BYTES > len(state) > len(empty) > 0

@@ -132,7 +132,9 @@ def _chosen(spec: LoadSpec, wanted: Pair, pair: Pair, why: str) -> tuple[LoadSpe
 
 
 def _name(pair: Pair) -> str:
-    return pair[0] if pair[0] == pair[1] else f"{pair[0]} K with {pair[1]} V"
+    if pair[0] == pair[1]:
+        return pair[0]
+    return f"{pair[0]} K with {pair[1]} V"
 
 
 def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
@@ -141,7 +143,10 @@ def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
     kernels, and other work on it is louder than depth.)"""
     served = served_context(model, spec)
     offloaded = spec.n_gpu_layers != 0 and bool(accelerators(spec.placement.cards))
-    most = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4)) if offloaded else _PROMPT_TOKENS
+    if offloaded:
+        most = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4))
+    else:
+        most = _PROMPT_TOKENS
     with _small(model, spec, pair, most) as wanted, _small(model, spec, _F16, most) as plain:
         slowest_s = max(wanted.read(_PROMPT_TOKENS), plain.read(_PROMPT_TOKENS))
         near, _ = _alternating(wanted, plain)
@@ -173,7 +178,8 @@ def _alternating(wanted: _Timed, plain: _Timed) -> tuple[Timing, float]:
 def _small(model: Any, spec: LoadSpec, pair: Pair, most: int) -> Iterator[_Timed]:
     """A context just large enough for the probe: a prompt of `most` tokens, and what is decoded at
     two depths."""
-    n_ctx, n_batch = most + 2 * _DECODE_TOKENS, min(most, _PREFILL_BATCH)
+    n_ctx = most + 2 * _DECODE_TOKENS
+    n_batch = min(most, _PREFILL_BATCH)
     with trial_context(model, spec, pair, n_ctx=n_ctx, n_batch=n_batch, n_outputs=1) as context:
         yield _Timed(model, context, n_batch)
 
@@ -182,7 +188,9 @@ class _Timed:
     """Reads and decodes in a small context, and takes the time."""
 
     def __init__(self, model: Any, context: Any, n_batch: int) -> None:
-        self._llama, self._context, self._n_batch = start_native(), context, n_batch
+        self._llama = start_native()
+        self._context = context
+        self._n_batch = n_batch
         vocab = self._llama.llama_model_get_vocab(model)
         self._n_vocab = int(self._llama.llama_vocab_n_tokens(vocab))
         self.depth = 0

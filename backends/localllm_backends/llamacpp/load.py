@@ -29,7 +29,8 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         except LoadError as e:
             if not spec.drafter_optional:
                 raise
-            left_out, spec = str(e), replace(spec, mtp=False)
+            left_out = str(e)
+            spec = replace(spec, mtp=False)
     model, buffers = load_model(path, spec, on_progress)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, model)
@@ -46,13 +47,15 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         except LoadError as e:
             if spec.mtp or not spec.drafter_optional:
                 raise
-            left_out, spec = str(e), replace(spec, drafter="")
-            heads, more = None, Buffers()
+            left_out = str(e)
+            spec = replace(spec, drafter="")
+            heads = None
+            more = Buffers()
         buffers += more
         if heads is not None:
             freed.callback(heads.free)
-        make = vision.LlamaCppVisionBackend if spec.projector else LlamaCppBackend
-        backend = make(llama, model, context, spec, path, buffers, heads)
+        backend_class = vision.LlamaCppVisionBackend if spec.projector else LlamaCppBackend
+        backend = backend_class(llama, model, context, spec, path, buffers, heads)
         freed.pop_all()
     notes = [note] if note else []
     if left_out:
@@ -65,10 +68,13 @@ def _n_spare(llama: Any, model: Any, spec: LoadSpec) -> int:
     """A spare sequence receives imported segments. It has a window and a recurrent state like every
     other. A model that is nothing but state has no segments, and draft heads keep the state from
     being had apart."""
-    recurrent, hybrid = llama.llama_model_is_recurrent(model), llama.llama_model_is_hybrid(model)
+    recurrent = llama.llama_model_is_recurrent(model)
+    hybrid = llama.llama_model_is_hybrid(model)
     states = llama.llama_model_n_swa(model) > 0 or recurrent or hybrid
     drafts = spec.mtp or bool(spec.drafter)
-    return 0 if (recurrent and not hybrid) or (states and drafts) else 1
+    if (recurrent and not hybrid) or (states and drafts):
+        return 0
+    return 1
 
 
 def _open_heads(

@@ -32,7 +32,9 @@ from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.program import print_answers
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
-_F32, _I32, _CPU = 0, 26, 0
+_F32 = 0
+_I32 = 26
+_CPU = 0
 _N_TYPES = 40
 # The best of so many seconds' products, and of so many at least, is what the kernels give.
 _SECONDS = 0.1
@@ -54,11 +56,9 @@ class _Size:
 
 # A prompt, whose matrices are computed; the same through experts, of which each token is sent to
 # two: other kernels, and 64 rows each; and a token, whose 66 MB (of Q4_K) no cache holds.
-_PROMPT, _EXPERTS, _TOKEN = (
-    _Size(2048, 2048, 512),
-    _Size(768, 2048, 512, 16, 2),
-    _Size(28672, 4096, 1),
-)
+_PROMPT = _Size(2048, 2048, 512)
+_EXPERTS = _Size(768, 2048, 512, 16, 2)
+_TOKEN = _Size(28672, 4096, 1)
 
 
 # FLOP/s (two per weight and token) by kind of product.
@@ -133,11 +133,15 @@ class _Processor:
         """Of products of matrices in that kind of memory and tokens in plain memory; None where the
         processor does not support them."""
         with ExitStack() as freed:
-            weights_in, rest_in = _context(freed), _context(freed)
+            weights_in = _context(freed)
+            rest_in = _context(freed)
             depth = max(1, size.n_experts)
             weights = _tensor(weights_in, weights_type, size.columns, size.rows, depth)
             # Experts take their tokens one beside the other.
-            rows, depth = (1, size.tokens) if size.n_experts else (size.tokens, 1)
+            if size.n_experts:
+                rows, depth = (1, size.tokens)
+            else:
+                rows, depth = (size.tokens, 1)
             prompt = _tensor(rest_in, _F32, size.columns, rows, depth)
             filled = [(weights, b""), (prompt, b"")]
             if size.n_experts:
@@ -169,11 +173,14 @@ class _Processor:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    best_s, n, deadline = float("inf"), 0, time.perf_counter() + _SECONDS
+    best_s = float("inf")
+    n = 0
+    deadline = time.perf_counter() + _SECONDS
     while n < _FEWEST or time.perf_counter() < deadline:
         started = time.perf_counter()
         work()
-        best_s, n = min(best_s, time.perf_counter() - started), n + 1
+        best_s = min(best_s, time.perf_counter() - started)
+        n = n + 1
     return best_s
 
 

@@ -134,7 +134,8 @@ def model_info(
     marks = ("bos", "eos", *(f"fim_{role}" for role in _FIM))
     found = {name: int(getattr(llama, f"llama_vocab_{name}")(vocab)) for name in marks}
     named = {name: token for name, token in found.items() if token >= 0}
-    bos, eos = named.get("bos"), named.get("eos")
+    bos = named.get("bos")
+    eos = named.get("eos")
     # What may end an answer: control tokens, and the header's marks. (To ask of each token takes as
     # long as loading a small model.)
     end_of_message = c_string(value, model, b"tokenizer.ggml.eom_token_id")
@@ -176,8 +177,15 @@ def capabilities(
     for beside their own (0: there are none); `n_rewind`: snapshots of a recurrent state; `states`:
     they can be had apart."""
     plain = not window_rewind and not recurrent
-    rewind: Literal["bounded", "none"] = "bounded" if window_rewind or n_rewind else "none"
-    drafts, draft_kind = (heads.longest, heads.kind) if heads is not None else (0, "")
+    rewind: Literal["bounded", "none"]
+    if window_rewind or n_rewind:
+        rewind = "bounded"
+    else:
+        rewind = "none"
+    if heads is not None:
+        drafts, draft_kind = (heads.longest, heads.kind)
+    else:
+        drafts, draft_kind = (0, "")
     return Capabilities(
         rewind="any" if plain else rewind,
         rewind_tokens=n_rewind if recurrent else window_rewind,

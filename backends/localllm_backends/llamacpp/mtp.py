@@ -86,10 +86,16 @@ class MtpHeads(DraftHeads):
         super().__init__(llama, target, context, layers)
         own = llama.llama_get_model(context)
         # A drafter's are the layers of one.
-        n_layers = int(llama.llama_model_n_layer_nextn(own)) if self._drafter is None else 1
+        if self._drafter is None:
+            n_layers = int(llama.llama_model_n_layer_nextn(own))
+        else:
+            n_layers = 1
         self._n_heads = max(1, n_layers)
         # Several heads guess one token each, a single one guesses on from its own.
-        self.longest = self._n_heads if self._n_heads > 1 else LONGEST_DRAFT
+        if self._n_heads > 1:
+            self.longest = self._n_heads
+        else:
+            self.longest = LONGEST_DRAFT
         # Of the heads' own rows only those that are asked for.
         self._functions["set_rows"](context, True, True)
         self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
@@ -142,7 +148,8 @@ class MtpHeads(DraftHeads):
             # outputs, they are these.
             n = int(self._batch.native.n_tokens)
             each = n // len(active)
-            logits, hidden = self._decoder.logits(n), self._hidden(n)
+            logits = self._decoder.logits(n)
+            hidden = self._hidden(n)
             for k, i in enumerate(active, start=1):
                 token, probability = best(logits[k * each - 1])
                 if probability >= LEAST_PROBABILITY:

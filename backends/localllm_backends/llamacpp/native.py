@@ -73,7 +73,10 @@ def library_path(name: str) -> Path | None:
     if own is None:
         return None
     other = os.environ.get("LLAMA_CPP_LIB_PATH")
-    folder = Path(other) if other else Path(str(own.origin)).parent / "lib"
+    if other:
+        folder = Path(other)
+    else:
+        folder = Path(str(own.origin)).parent / "lib"
     files = folder.glob(f"*{name}.*")
     return next((file for file in files if file.suffix in (".so", ".dylib", ".dll")), None)
 
@@ -141,7 +144,10 @@ class NativeLog:
         for _, line in self.lines:
             # Most lines are of the header's entries: to search them all takes as long as a small
             # model's weights.
-            match = _BUFFER.search(line) if "buffer size" in line else None
+            if "buffer size" in line:
+                match = _BUFFER.search(line)
+            else:
+                match = None
             if match:
                 found[match[1], match[2]] += round(float(match[3]) * _MIB)
         return found

@@ -39,7 +39,8 @@ _SMALLEST_BATCH = 64
 # microseconds, a large matrix product or attention milliseconds: few of them may come together.
 _NODES = 3
 _PIECE_TOKENS = 128
-_LINE, _SPARE = 0, 1
+_LINE = 0
+_SPARE = 1
 
 
 class PausingPrefill(PrefillSlices):
@@ -55,7 +56,9 @@ class PausingPrefill(PrefillSlices):
         sequence: int,
         tokens: Sequence[int],
     ) -> None:
-        self._llama, self._backend, self._sequence = llama, backend, sequence
+        self._llama = llama
+        self._backend = backend
+        self._sequence = sequence
         self._tokens = list(tokens)
         self._prefix = backend.length(sequence)
         self._copied = self._read = self._joined = 0
@@ -135,7 +138,8 @@ class PausingPrefill(PrefillSlices):
     def stop(self) -> int:
         """End the micro-batch that is being computed, in its middle; returns how many tokens those
         before it have. May be called at any time, `run` not any more."""
-        self._stopping, self.paused = True, False
+        self._stopping = True
+        self.paused = False
         if self._context is not None:
             # Ends the whole computation. The answer False of a node would end only what one device
             # computes at a time, and the next one would go on from what was never computed: expert
@@ -152,7 +156,8 @@ class PausingPrefill(PrefillSlices):
 
     def _copy_prefix(self) -> None:
         """Copy one piece of what the sequence holds already."""
-        start, stop = self._copied, min(self._prefix, self._copied + _PIECE_TOKENS)
+        start = self._copied
+        stop = min(self._prefix, self._copied + _PIECE_TOKENS)
         data = self._backend.export_range(self._sequence, start, stop)
         *_, kv = kv_blocks.opened(data, kv_blocks.KV)
         self.memory.append(_LINE, kv, start, stop, _SPARE, range(stop, stop + 1))
@@ -240,7 +245,8 @@ class PauseTimer:
 
     def begin(self, n_tokens: int) -> None:
         scale = n_tokens / self._n_tokens if self._n_tokens else 1.0
-        self._before, self._spent = [s * scale for s in self._spent], []
+        self._before = [s * scale for s in self._spent]
+        self._spent = []
         self._n_tokens = n_tokens
         self._nodes = count(1)
         self._since = self._clock()
@@ -258,7 +264,10 @@ class PauseTimer:
         if following < len(self._before):
             was_s = sum(self._before[:following])
             # It is deeper now, and the machine may be slower than it was.
-            slower = max(1.0, sum(self._spent) / was_s) if was_s > 0 else 1.0
+            if was_s > 0:
+                slower = max(1.0, sum(self._spent) / was_s)
+            else:
+                slower = 1.0
             now += slower * self._before[following]
         return now > self.until
 
@@ -275,11 +284,9 @@ class PauseTimer:
 
 def _as_failure(error: Exception) -> BackendFailure:
     """What ended the thread, as the only kind of error that crosses the contract."""
-    return (
-        error
-        if isinstance(error, BackendFailure)
-        else StepError(f"{type(error).__name__}: {error}")
-    )
+    if isinstance(error, BackendFailure):
+        return error
+    return StepError(f"{type(error).__name__}: {error}")
 
 
 def cells_for(n_tokens: int) -> int:

@@ -46,7 +46,10 @@ def connect(workers: Sequence[str]) -> None:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
                 pass
         except (OSError, ValueError) as e:
-            why = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+            if isinstance(e, OSError) and e.strerror:
+                why = e.strerror
+            else:
+                why = str(e)
             raise OtherMachineError(
                 f"the worker at {worker} does not answer ({why}): is `localllm worker` running "
                 "there?"

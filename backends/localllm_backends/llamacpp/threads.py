@@ -38,11 +38,15 @@ def usable_cores(root: Path = _SYSTEM) -> int:
 def processors() -> int:
     """Logical processors that this process may run on."""
     allowed = _allowed()
-    return len(allowed) if allowed is not None else (os.cpu_count() or 1)
+    if allowed is not None:
+        return len(allowed)
+    return os.cpu_count() or 1
 
 
 def _allowed() -> set[int] | None:
-    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return None
 
 
 def lower_priority() -> None:
@@ -90,7 +94,9 @@ def _limit(folder: Path) -> float | None:
         quota, period = (int(word) for word in found)
     except ValueError:  # "max", or not there
         return None
-    return quota / period if quota > 0 and period > 0 else None
+    if quota > 0 and period > 0:
+        return quota / period
+    return None
 
 
 def _performance_cores(root: Path, allowed: set[int] | None) -> int | None:
@@ -98,7 +104,10 @@ def _performance_cores(root: Path, allowed: set[int] | None) -> int | None:
     words = _words(root / "sys/devices/cpu_core/cpus")
     if not words:
         return None
-    fast = _numbers(words[0]) if allowed is None else _numbers(words[0]) & allowed
+    if allowed is None:
+        fast = _numbers(words[0])
+    else:
+        fast = _numbers(words[0]) & allowed
     cores = {
         tuple(_words(root / f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list")) or n
         for n in fast
@@ -146,4 +155,6 @@ def libgomp() -> Any:
     loaded = (file for _, _, file in mappings() if "/libggml-cpu" in file and Path(file).exists())
     path = next(loaded, None)
     library = ctypes.CDLL(path) if path else None
-    return library if hasattr(library, "omp_pause_resource_all") else None
+    if hasattr(library, "omp_pause_resource_all"):
+        return library
+    return None

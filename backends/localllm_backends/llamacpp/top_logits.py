@@ -25,7 +25,8 @@ KEPT = 256
 # With fewer streams reading whole rows costs less than what the device does for it; and once it is
 # on it stays on for two. A draw that weighs all tokens costs the host so much that one stream is
 # enough.
-_FEWEST, _FEWEST_ON = 4, 2
+_FEWEST = 4
+_FEWEST_ON = 2
 # Steps; so long after its rows were wanted whole a sequence has no sampler.
 _PATIENCE = 256
 
@@ -35,7 +36,8 @@ class _Chain:
     its tokens where that is asked for, and sorts out the greatest."""
 
     def __init__(self, llama: Any, *, weighs: bool) -> None:
-        self.weighs, self._llama = weighs, llama
+        self.weighs = weighs
+        self._llama = llama
         # Tensors of the graph that was built last, which is the one that ran last.
         self._row: int | None = None
         self._shares: int | None = None
@@ -67,7 +69,8 @@ class _Chain:
         )
 
     def _keep_row(self, context: int, data: Any) -> None:
-        n, reshaped = ggml_function("ggml_nelements")(data.logits), ggml_function("ggml_reshape_2d")
+        n = ggml_function("ggml_nelements")(data.logits)
+        reshaped = ggml_function("ggml_reshape_2d")
         self._row = data.logits = ggml_function("ggml_cont")(
             context, reshaped(context, data.logits, n, 1)
         )
@@ -92,7 +95,9 @@ class TopLogits:
     """Of one context, where that is `able` to: told so, and not found otherwise."""
 
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
-        self._llama, self._context, self._n_vocab = llama, context, n_vocab
+        self._llama = llama
+        self._context = context
+        self._n_vocab = n_vocab
         self._chains: dict[SequenceId, _Chain] = {}
         self._whole_at: dict[SequenceId, int] = {}
         self._steps = 0
@@ -148,7 +153,8 @@ class TopLogits:
 
     def read(self, chunks: Sequence[Chunk], numbers: Sequence[int]) -> list[int | None]:
         """The tokens behind the chunks with these numbers; waits for the device."""
-        llama, context = self._llama, self._context
+        llama = self._llama
+        context = self._context
         # All that needs no row, while the device computes.
         chooser = FewChooser(chunks, numbers)
         weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
@@ -165,12 +171,14 @@ class TopLogits:
             return [None] * len(chunks)
 
         def read(function: Any, kind: Any, which: NDArray[np.bool_]) -> Any:
-            at, mine = rows[which], ends[which]
+            at = rows[which]
+            mine = ends[which]
             return self._rows(function(context, int(mine[0])), kind, int(at[0]), int(at[-1]) + 1)[
                 at - at[0], :KEPT
             ]
 
-        every, totals = np.ones(len(numbers), dtype=np.bool_), np.zeros(len(numbers))
+        every = np.ones(len(numbers), dtype=np.bool_)
+        totals = np.zeros(len(numbers))
         if weighed.any():
             totals[weighed] = 1.0 / read(
                 llama.llama_get_sampled_probs_ith, ctypes.c_float, weighed

@@ -38,7 +38,8 @@ from localllm_backends.llamacpp.native import bindings, bindings_version, log, p
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file
 
-_TEXT, _IMAGE = 0, 1
+_TEXT = 0
+_IMAGE = 1
 WITHOUT = (
     "this build of llama-cpp-python reads no images: it was made without mtmd (`-DLLAVA_BUILD=OFF`)"
 )
@@ -207,7 +208,8 @@ class LlamaCppVisionBackend(LlamaCppBackend):
             return super().step(chunks)
         if len(chunks) != 1 or chunks[0].image is None:
             raise BackendFailure("an image goes into a step of its own")
-        chunk, image = chunks[0], chunks[0].image
+        chunk = chunks[0]
+        image = chunks[0].image
         n = len(chunk.tokens)
         outputs = min(chunk.outputs, n)
         self._check_step(n, outputs)

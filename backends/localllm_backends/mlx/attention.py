@@ -42,7 +42,8 @@ class KvFormat:
     or 8)."""
 
     def __init__(self, bits: int = 0, group_size: int = 64) -> None:
-        self.bits, self.group_size = bits, group_size
+        self.bits = bits
+        self.group_size = group_size
 
     def planes(self, keys: Any, values: Any) -> tuple[Any, ...]:
         if not self.bits:
@@ -59,7 +60,8 @@ class RowOffsets:
 
     def __init__(self, window: int | None, offsets: list[int]) -> None:
         # The offsets are those of the batch, whatever the window.
-        self.window, self.offsets = window, offsets
+        self.window = window
+        self.offsets = offsets
         self.starts = [0] * len(offsets)
         # New tokens see each other, not only those before them.
         self.sees_ahead = False
@@ -78,7 +80,8 @@ class RowOffsets:
         at = (*self.offsets, *self.starts, self.sees_ahead)
         if self._step[0] != at:
             self._step = (at, {})
-        memo, key = self._step[1], (name, *arguments)
+        memo = self._step[1]
+        key = (name, *arguments)
         if key not in memo:
             memo[key] = make(*arguments)
         return memo[key]
@@ -97,7 +100,9 @@ class RowOffsets:
         """Slots the next `n` tokens of every row go to, int32 [rows, 1, n, 1]; an int when it is
         the same slot."""
         used = self.used()
-        return used[0] if len(set(used)) == 1 else self._once("index", self._index, n)
+        if len(set(used)) == 1:
+            return used[0]
+        return self._once("index", self._index, n)
 
     def _index(self, n: int) -> Any:
         return mx.array(self.used())[:, None, None, None] + mx.arange(n)[None, None, :, None]
@@ -105,7 +110,10 @@ class RowOffsets:
     def span(self, n: int) -> tuple[int, int]:
         """The slots [first, last) that any of the next `n` tokens of any row may attend to."""
         used = self.used()
-        first = 0 if self.window is None else max(0, min(used) + 1 - self.window)
+        if self.window is None:
+            first = 0
+        else:
+            first = max(0, min(used) + 1 - self.window)
         return first, max(used) + n
 
     def mask(self, n: int, window: int | None, return_array: bool) -> Any:
@@ -119,10 +127,15 @@ class RowOffsets:
         if window is not None and last - first <= window:
             window = None
         if window is None and len(set(used)) == 1 and (n == 1 or not return_array):
-            return None if n == 1 or self.sees_ahead else "causal"
-        queries, slots = self._index(n), mx.arange(first, last)[None, None, None]
+            if n == 1 or self.sees_ahead:
+                return None
+            return "causal"
+        queries = self._index(n)
+        slots = mx.arange(first, last)[None, None, None]
         mask = (slots <= queries) | self.sees_ahead
-        return mask if window is None else mask & (slots > queries - window)
+        if window is None:
+            return mask
+        return mask & (slots > queries - window)
 
 
 class Attention:
@@ -131,13 +144,15 @@ class Attention:
     asks for them with hasattr (mlx_lm/models/base.py, scaled_dot_product_attention)."""
 
     def __init__(self, form: KvFormat, rows: RowOffsets, phase: int = 0) -> None:
-        self.form, self.rows = form, rows
+        self.form = form
+        self.rows = rows
         # The layers of one window are cut at the same slot.
         self.phase = phase if rows.window is None else 0
         self.written = 0
         self.planes = None
         if form.bits:
-            self.bits, self.group_size = form.bits, form.group_size
+            self.bits = form.bits
+            self.group_size = form.group_size
 
     @property
     def offset(self) -> Any:
@@ -158,7 +173,9 @@ class Attention:
 
     @property
     def slots(self) -> int:
-        return 0 if self.planes is None else int(self.planes[0].shape[2])
+        if self.planes is None:
+            return 0
+        return int(self.planes[0].shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -171,11 +188,16 @@ class Attention:
         return planes[0], planes[1]
 
     def _half(self, which: int) -> Any:
-        return None if self.planes is None else self._halves(self.planes)[which]
+        if self.planes is None:
+            return None
+        return self._halves(self.planes)[which]
 
     def _set_half(self, which: int, value: Any) -> None:
         n = len(self.planes) // 2
-        self.planes[n * which : n * which + n] = value if self.form.bits else [value]
+        if self.form.bits:
+            self.planes[n * which : n * which + n] = value
+        else:
+            self.planes[n * which : n * which + n] = [value]
 
     keys = property(lambda self: self._half(0), lambda self, value: self._set_half(0, value))
     values = property(lambda self: self._half(1), lambda self, value: self._set_half(1, value))
@@ -221,7 +243,8 @@ class Attention:
     def _join(self, n: int) -> None:
         """Copy what `write` was given into buffers, all in one go, and leave room for `n` more
         tokens."""
-        tail, self._tail = self._tail, []
+        tail = self._tail
+        self._tail = []
         # Not where the line ends: it may have been cut since.
         end = self._tail_end
         before = end - sum(int(pieces[0].shape[2]) for pieces in tail)
@@ -232,7 +255,10 @@ class Attention:
         rebuilt = []
         for i, like in enumerate(tail[0] if tail else self._planes or ()):
             rows, heads, _, width = like.shape
-            held = [self._planes[i][..., :n_kept, :]] if self._planes and n_kept else []
+            if self._planes and n_kept:
+                held = [self._planes[i][..., :n_kept, :]]
+            else:
+                held = []
             held += [pieces[i] for pieces in tail]
             n_free = slots - sum(int(piece.shape[2]) for piece in held)
             room = mx.zeros((rows, heads, n_free, width), dtype=like.dtype)
@@ -262,7 +288,10 @@ class Attention:
         """Have `other`'s buffers. MLX arrays never change: the first to write gets its own copy."""
         # `[...]` makes a second handle; assigning into one handle leaves the other with the old
         # contents.
-        self.planes = None if other.planes is None else [p[...] for p in other.planes]
+        if other.planes is None:
+            self.planes = None
+        else:
+            self.planes = [p[...] for p in other.planes]
 
     def fill(self, rows: Sequence[Sequence[Any]]) -> None:
         """Become the batch of `rows` (each a list of planes [1, heads, used, width]), with room for

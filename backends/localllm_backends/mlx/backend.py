@@ -72,7 +72,9 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
     _heads: MlxHeads | None
 
     def __init__(self, loaded: Loaded) -> None:
-        spec, shapes, n_batch = loaded.spec, loaded.shapes, loaded.n_batch
+        spec = loaded.spec
+        shapes = loaded.shapes
+        n_batch = loaded.n_batch
         MlxVocabulary.__init__(self, loaded.folder, loaded.config, shapes.n_vocab)
         self._shapes = shapes
         self._layout = layout = shapes.layout
@@ -97,11 +99,10 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         self.capabilities = _capabilities(loaded, self._n_rewind)
         self.info = _model_info(loaded, self)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
-        self._heads = (
-            MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch)
-            if loaded.heads is not None
-            else None
-        )
+        if loaded.heads is not None:
+            self._heads = MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch)
+        else:
+            self._heads = None
         self._exports = KvExport(identity, shapes, self.stepper, self.capabilities.states)
         # One to compile what a step needs, one as decoding has it.
         self.drop(self._warm_up(2, 1))
@@ -137,7 +138,8 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
     def _copied(self, source: SequenceId, n_tokens: int) -> SequenceId:
         """A new sequence over the memory of `source`."""
-        target, line = self._open_sequence(), self._line(source)
+        target = self._open_sequence()
+        line = self._line(source)
         self.stepper.undo_ahead_of(line)
         line.fork_into(self._lines[target], n_tokens)
         if self._heads is not None:
@@ -169,7 +171,9 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         line = self._line(sequence)
         if n_tokens >= line.length or not n_tokens:
             return True
-        return self._can_undo(line, n_tokens) if self._layout.recurrent else line.holds(n_tokens)
+        if self._layout.recurrent:
+            return self._can_undo(line, n_tokens)
+        return line.holds(n_tokens)
 
     def _can_undo(self, line: SequenceCache, n_tokens: int) -> bool:
         undo = line.undo
@@ -234,8 +238,10 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         except Exception as e:
             for line in self.stepper.touched_by_failure(lines):
                 line.broken = True
-            kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
-            raise kind(f"MLX failed inside a step: {e}") from e
+            text = f"MLX failed inside a step: {e}"
+            if memory.out_of_memory(e):
+                raise OutOfMemoryError(text) from e
+            raise StepError(text) from e
         if self._heads is not None:
             self._heads.follow(chunks, [part.hidden for part in result.parts])
         return result
@@ -280,10 +286,12 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         line = self._line(sequence)
         self._check_follows(sequence, start, stop)
         self._require_cells(stop - start)
-        own, heads = parted(data, 2) if self._heads is not None else (data, memoryview(b""))
+        if self._heads is None:
+            self._exports.import_range(line, data, start, stop)
+            return
+        own, heads = parted(data, 2)
         self._exports.import_range(line, own, start, stop)
-        if self._heads is not None:
-            self._heads.import_range(sequence, heads, start, stop)
+        self._heads.import_range(sequence, heads, start, stop)
 
     def state_bytes(self, sequence: SequenceId) -> int:
         return self._exports.state_bytes(self._line(sequence))
@@ -350,14 +358,17 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
 
 def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
-    layout, heads = loaded.shapes.layout, loaded.heads
+    layout = loaded.shapes.layout
+    heads = loaded.heads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     # Where no layer keeps every token there is nothing that states could be apart from.
     keeps_tokens = any(leaf.keeps_tokens for leaf in layout.leaves)
     apart = keeps_tokens and not layout.plain and loaded.n_shares == 1
-    rewind: Literal["any", "bounded", "none"] = (
-        "none" if layout.recurrent and not n_rewind else "bounded"
-    )
+    rewind: Literal["any", "bounded", "none"]
+    if layout.recurrent and not n_rewind:
+        rewind = "none"
+    else:
+        rewind = "bounded"
     return Capabilities(
         rewind="any" if layout.plain else rewind,
         rewind_tokens=n_rewind if layout.recurrent else layout.slack,
@@ -376,7 +387,8 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
 
 
 def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
-    spec, config = loaded.spec, loaded.config
+    spec = loaded.spec
+    config = loaded.config
     asked = spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
     mark = under_adapters(fingerprint(loaded.folder), spec.adapters)
     return ModelInfo(

@@ -21,7 +21,9 @@ class EmbeddingReader:
     count."""
 
     def __init__(self, model: Any, ahead: str, shifts: Callable[[Any], Sequence[int]]) -> None:
-        self._model, self._ahead, self._shifts = model, ahead, shifts
+        self._model = model
+        self._ahead = ahead
+        self._shifts = shifts
         self._text = model.language_model.model
         probe = self._text.embed_tokens(mx.zeros((1, 1), dtype=mx.int32))
         self._dtype, self._width = probe.dtype, int(probe.shape[-1])
@@ -59,22 +61,33 @@ class EmbeddingReader:
         """Let the next tokens be these `rows` of embeddings [tokens, width], at those `places`
         [3, tokens] (None: in one row)."""
         self._rows = mx.array(rows)[None].astype(self._dtype)
-        self._places = None if places is None else mx.array(places)[:, None]
+        if places is None:
+            self._places = None
+        else:
+            self._places = mx.array(places)[:, None]
 
     def clear(self) -> None:
-        self._rows, self.places, self.added = None, None, []
+        self._rows = None
+        self.places = None
+        self.added = []
 
     def __call__(self, ids: Any, cache: Any) -> Any:
         if self._rows is None:
             shifts = self._shifts(cache)
-            shifted = mx.array(list(shifts)) if len(shifts) > 1 else shifts[0]
-            self.shift = shifted if any(shifts) else None
+            if not any(shifts):
+                self.shift = None
+            elif len(shifts) == 1:
+                self.shift = shifts[0]
+            else:
+                self.shift = mx.array(list(shifts))
             return self._model(ids, cache=cache)
         n = int(ids.shape[1])
-        now, later = self._rows[:, :n], self._rows[:, n:]
+        now = self._rows[:, :n]
+        later = self._rows[:, n:]
         now, *self.added = mx.split(now, now.shape[-1] // self._width, axis=-1)
         if self._places is not None:
-            self.places, self._places = self._places[..., :n], self._places[..., n:]
+            self.places = self._places[..., :n]
+            self._places = self._places[..., n:]
         for leaf in cache if self._ahead else ():
             rows = leaf.rows
             rows.sees_ahead = self._ahead == "everywhere" or rows.window is not None
@@ -102,6 +115,8 @@ def _added_to(layer: Any, i: int, reader: EmbeddingReader) -> Callable[..., Any]
 
     def added_to(*given: Any, **named: Any) -> Any:
         out = layer(*given, **named)
-        return out + reader.added[i] if reader.added else out
+        if reader.added:
+            return out + reader.added[i]
+        return out
 
     return added_to

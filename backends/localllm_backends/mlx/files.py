@@ -14,7 +14,9 @@ from localllm_backends.reasons import first_reason
 def checkpoint_folder(path: str) -> Path:
     """The checkpoint's folder: `path` itself, or the folder of a .safetensors file."""
     given = Path(path)
-    return given.parent if given.suffix == ".safetensors" and given.is_file() else given
+    if given.suffix == ".safetensors" and given.is_file():
+        return given.parent
+    return given
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -99,7 +99,9 @@ class KvExport:
 
     def _first(self, blob: Blob, window: int | None) -> int:
         """Where the first token of a leaf of that window stands."""
-        return blob.start if window is None else blob.starts[self._layout.windows.index(window)]
+        if window is None:
+            return blob.start
+        return blob.starts[self._layout.windows.index(window)]
 
     def _header(self, blob: Blob) -> bytes:
         span = {name: getattr(blob, name) for name in ("start", "stop", "starts", "images")}
@@ -134,7 +136,8 @@ class KvExport:
         # Until their state comes.
         for leaf in [line.leaves[i] for i in self._state]:
             if isinstance(leaf, Attention):
-                leaf.planes, leaf.rows.starts = None, [stop]
+                leaf.planes = None
+                leaf.rows.starts = [stop]
         line.images = line.images + [image for image in block.images if start < image[0] <= stop]
         line.continue_at(stop)
 

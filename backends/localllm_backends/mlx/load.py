@@ -125,7 +125,8 @@ def lay_over(model: Any, spec: LoadSpec) -> None:
             load_adapters(model, adapter.path)
         except Exception as e:
             # What does not fit stands below a line that names the folder.
-            why, name = str(e).rpartition("tensors:\n")[2], Path(adapter.path).name
+            why = str(e).rpartition("tensors:\n")[2]
+            name = Path(adapter.path).name
             raise LoadError(
                 f"{name!r} is no adapter for this model: {_short(ValueError(why))}"
             ) from e
@@ -146,7 +147,8 @@ def half_precision(chip: str, family: str) -> bool:
 def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
     """Leave the bfloat16 parts of `model`, not read yet, in float16 where this GPU is faster in it
     and the family allows."""
-    family, chip = str(config.get("model_type", "")), str(mx.device_info().get("device_name", ""))
+    family = str(config.get("model_type", ""))
+    chip = str(mx.device_info().get("device_name", ""))
     if mx.default_device() == mx.Device(mx.cpu) or not half_precision(chip, family):
         return
     model.update(
@@ -176,7 +178,9 @@ def read_weights(
 
 def _short(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+    if lines:
+        return lines[0][:300]
+    return type(error).__name__
 
 
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> MlxBackend:
@@ -272,7 +276,8 @@ def draft_heads(
 def shard(model: Any, config: dict[str, Any], group: Any) -> None:
     """Leave `model` with this machine's share of every layer (tensor parallel, as mlx-lm does it).
     LoadError where it has no such form, or can't be shared evenly by as many."""
-    n, kind = int(group.size()), str(config.get("model_type", ""))
+    n = int(group.size())
+    kind = str(config.get("model_type", ""))
     if not hasattr(model, "shard"):
         raise LoadError(
             f"mlx-lm has no form of {kind!r} models that several machines can share",
@@ -293,7 +298,8 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
     """The memory this model wants and the exact shapes it will have, without computing anything:
     MLX knows the shapes of arrays it has not computed. LoadError where the asked KV type can't be
     had."""
-    caches, slack = list(make_prompt_cache(model)), min(n_batch, _REWIND_TOKENS)
+    caches = list(make_prompt_cache(model))
+    slack = min(n_batch, _REWIND_TOKENS)
     shapes = Shapes.of(model, Layout(caches, KvFormat(), slack))
     own = _OWN_TYPES[str(shapes.kv[0].dtype)] if shapes.kv else "f32"
     asked = spec.kv_type_k

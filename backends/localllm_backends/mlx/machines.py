@@ -72,7 +72,8 @@ class MachineRing:
         each machine."""
         if self.backend == "jaccl":
             return {"MLX_IBV_DEVICES": json.dumps([m.rdma for m in self.machines])}
-        numbers, at = iter(ports), []
+        numbers = iter(ports)
+        at = []
         for machine in self.machines:
             at.append([f"{address}:{next(numbers)}" for address in machine.addresses])
         return {"MLX_HOSTFILE": json.dumps(at)}
@@ -130,8 +131,14 @@ def _of_hostfile(path: Path) -> MachineRing:
 
 def _machine_of(host: dict[str, Any], *, first: bool) -> Machine:
     """A machine as a hostfile describes it; the first one is this one."""
-    destination = str(host.get("ssh", "")) if first else str(host["ssh"])
-    ssh = "" if first or _is_local(destination) else _destination(destination)
+    if first:
+        destination = str(host.get("ssh", ""))
+    else:
+        destination = str(host["ssh"])
+    if first or _is_local(destination):
+        ssh = ""
+    else:
+        ssh = _destination(destination)
     addresses = tuple(str(ipaddress.ip_address(ip)) for ip in host["ips"])
     return Machine(ssh, addresses, tuple(host.get("rdma") or ()))
 
@@ -241,11 +248,9 @@ class Follower:
         except subprocess.TimeoutExpired:
             return "it said nothing"
         # ssh's own failures (ssh(1)).
-        return (
-            "ssh could not reach it"
-            if self.machine.ssh and code == 255
-            else (f"its process ended with {code}")
-        )
+        if self.machine.ssh and code == 255:
+            return "ssh could not reach it"
+        return f"its process ended with {code}"
 
 
 def _command(machine: Machine, program: Sequence[str]) -> list[str]:
@@ -253,12 +258,12 @@ def _command(machine: Machine, program: Sequence[str]) -> list[str]:
     at the same place, also below another home folder."""
     if not machine.ssh:
         return [sys.executable, "-m", *program]
-    python, home = sys.executable, str(Path.home())
-    inside = (
-        f'"$HOME"{shlex.quote(python.removeprefix(home))}'
-        if python.startswith(home + os.sep)
-        else "''"
-    )
+    python = sys.executable
+    home = str(Path.home())
+    if python.startswith(home + os.sep):
+        inside = f'"$HOME"{shlex.quote(python.removeprefix(home))}'
+    else:
+        inside = "''"
     there = (
         f'p={inside}; [ -x "$p" ] || p={shlex.quote(python)}; '
         f'[ -x "$p" ] || {{ echo "localllm is not installed there at $p" >&2; exit 3; }}; '
@@ -280,4 +285,6 @@ def read_frame(stream: BinaryIO | Any) -> tuple[Frame, bytes] | None:
         body = stream.read(frame["bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (frame, body) if len(body) == frame["bytes"] else None
+    if len(body) == frame["bytes"]:
+        return (frame, body)
+    return None

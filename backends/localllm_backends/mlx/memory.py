@@ -36,7 +36,8 @@ def usable_bytes(
     recommended = device.get("max_recommended_working_set_size")
     if isinstance(recommended, int) and recommended > 0:
         return max(0, recommended - active_bytes)
-    free, total = device.get("free_memory"), device.get("total_memory")
+    free = device.get("free_memory")
+    total = device.get("total_memory")
     if isinstance(free, int) and isinstance(total, int) and total > 0:
         return max(0, min(free + held_bytes, total - active_bytes) - _MARGIN_BYTES)
     return max(0, available_bytes + held_bytes - _MARGIN_BYTES)
@@ -73,8 +74,10 @@ def wire(*, wanted: bool) -> None:
     is. The limit goes with the process."""
     if not wanted or mx.default_device() == mx.Device(mx.cpu):
         return
-    device, active_bytes = mx.device_info(), mx.get_active_memory()
-    recommended, total = device.get("max_recommended_working_set_size"), device.get("memory_size")
+    device = mx.device_info()
+    active_bytes = mx.get_active_memory()
+    recommended = device.get("max_recommended_working_set_size")
+    total = device.get("memory_size")
     if not isinstance(recommended, int) or not isinstance(total, int):
         return  # MLX knows no Metal device
     if active_bytes >= _WIRED_FROM_SHARE * total:

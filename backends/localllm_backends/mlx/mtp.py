@@ -75,7 +75,8 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         self._kind, self._sanitize = str(config["model_type"]), getattr(kin, "sanitize", dict)
         # Not as a member: its weights are no part of the head's.
         self._whole: Callable[[], Any] = lambda: whole
-        width, eps = int(text["hidden_size"]), text["rms_norm_eps"]
+        width = int(text["hidden_size"])
+        eps = text["rms_norm_eps"]
         self.width = width
         self.model = {"layers": kin.model.layers[:1], "norm": kin.model.norm}
         self.embed_norm = {"input_layernorm": nn.RMSNorm(width, eps)}
@@ -122,11 +123,9 @@ class MtpModule(nn.Module):  # type: ignore[misc]
     def logits(self, hidden: Any) -> Any:
         """By the model's own output matrix."""
         whole = self._whole()
-        return (
-            whole.lm_head(hidden)
-            if "lm_head" in whole
-            else whole.model.embed_tokens.as_linear(hidden)
-        )
+        if "lm_head" in whole:
+            return whole.lm_head(hidden)
+        return whole.model.embed_tokens.as_linear(hidden)
 
 
 def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
@@ -177,7 +176,8 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         super().__init__(n_batch)
         module.tap(lambda rows: stepper.hidden.append(rows))
         held = shapes(module)
-        self._module, self._layout = module, held.layout
+        self._module = module
+        self._layout = held.layout
         # What holds their KV.
         self.caches: dict[SequenceId, SequenceCache] = {}
         self._batch = SequenceBatch(self._layout)
@@ -297,7 +297,9 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         """The heads' KV of tokens [start, stop); nothing where they have not read all of them."""
         self.catch_up([sequence])
         line = self.caches[sequence]
-        return b"" if line.start_of(0) > start else self._exports.export_range(line, start, stop)
+        if line.start_of(0) > start:
+            return b""
+        return self._exports.export_range(line, start, stop)
 
     def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of what `export_range` gave."""
@@ -323,4 +325,6 @@ def _stacked(rows: Sequence[HiddenRow]) -> Any:
             pieces.append((array, line, at, at + 1))
     parts = [array[line, begin:end] for array, line, begin, end in pieces]
     kind = parts[-1].dtype
-    return parts[0] if len(parts) == 1 else mx.concatenate([part.astype(kind) for part in parts])
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate([part.astype(kind) for part in parts])

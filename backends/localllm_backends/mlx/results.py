@@ -47,12 +47,14 @@ class ChunkOutput:
     hidden: list[HiddenRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._follows_best, self.line.follows_best = self.line.follows_best, False
+        self._follows_best = self.line.follows_best
+        self.line.follows_best = False
 
     @property
     def is_expected(self) -> bool:
         """Is it the token that most likely follows what its line holds?"""
-        tokens, outputs = self.chunk.tokens, self.chunk.outputs
+        tokens = self.chunk.tokens
+        outputs = self.chunk.outputs
         return len(tokens) == 1 and bool(outputs) and tokens[0] == self.line.predicted
 
     @property
@@ -73,7 +75,9 @@ class ChunkOutput:
 def on_host(place: tuple[DeviceTokens, int] | None) -> int | None:
     """The token at that place; None where there is none or the device was unsure of it."""
     token = UNSURE if place is None else place[0].on_host[place[1]]
-    return None if token == UNSURE else token
+    if token == UNSURE:
+        return None
+    return token
 
 
 @dataclass
@@ -90,7 +94,9 @@ class MlxStepResult(StepResult):
     def argmax(self, chunk: int) -> list[int]:
         part = self.parts[chunk]
         part.line.follows_best = True
-        return [] if part.group is None else part.group.best.on_host[part.start : part.stop]
+        if part.group is None:
+            return []
+        return part.group.best.on_host[part.start : part.stop]
 
     def sampled(self, chunk: int) -> int | None:
         return on_host(self.parts[chunk].sampled)

@@ -63,7 +63,12 @@ class _Stages:
         hot = [d for d in asked if d.temperature > 0]
         kept = [d.top_k if 0 < d.top_k < n_vocab else 0 for d in hot]
         cut = [d.top_p < 1.0 and not k for d, k in zip(hot, kept, strict=True)]
-        head = MAX_SAMPLED_TOP_K if any(cut) else _power(max(kept), _LEAST_HEAD) if any(kept) else 0
+        if any(cut):
+            head = MAX_SAMPLED_TOP_K
+        elif any(kept):
+            head = _power(max(kept), _LEAST_HEAD)
+        else:
+            head = 0
         return cls(
             head=min(head, n_vocab),
             total=any(cut),
@@ -135,7 +140,8 @@ def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
     for row, (mine, amounts) in enumerate(lists):
         if len(mine):
             ids[row], numbers[row] = mine[0], amounts[0]
-            ids[row, : len(mine)], numbers[row, : len(mine)] = mine, amounts
+            ids[row, : len(mine)] = mine
+            numbers[row, : len(mine)] = amounts
     return [mx.array(ids), mx.array(numbers)]
 
 
@@ -244,7 +250,10 @@ def _drawn(stages: _Stages, rows: Any, parameters: Any) -> Any:
         token = free if token is None else mx.where(ranks, token, free)
     if stages.best:
         first = mx.argmax(rows, axis=-1, keepdims=True)
-        token = first if token is None else mx.where(asked > 0, token, first)
+        if token is None:
+            token = first
+        else:
+            token = mx.where(asked > 0, token, first)
     return mx.where(unsure, UNSURE, token.astype(mx.int32))[:, 0]
 
 
@@ -328,7 +337,10 @@ def _ranked(rows: Any, n: int) -> tuple[Any, Any]:
         chosen = mx.sort(peaks[:, :n], axis=-1)[:, :, None]
         rows = mx.take_along_axis(blocks, chosen, axis=1).reshape(rows.shape[0], -1)
         within = (chosen * size + _numbers(size)).reshape(rows.shape)
-        ids = within if ids is None else mx.take_along_axis(ids, within, axis=-1)
+        if ids is None:
+            ids = within
+        else:
+            ids = mx.take_along_axis(ids, within, axis=-1)
     order = mx.argsort(-rows, axis=-1)[:, :n]
     values = mx.take_along_axis(rows, order, axis=-1)
     return (order if ids is None else mx.take_along_axis(ids, order, axis=-1)), values

@@ -45,7 +45,8 @@ class Layout:
         self._grouped = [len(c.caches) if isinstance(c, CacheList) else 0 for c in caches]
         apart = [c.caches if isinstance(c, CacheList) else [c] for c in caches]
         self.leaves = [_leaf(cache) for cache in chain.from_iterable(apart)]
-        self.form, self.slack = form, slack
+        self.form = form
+        self.slack = slack
         self.windows = sorted({leaf.window for leaf in self.leaves if leaf.window is not None})
         self.recurrent = any(leaf.n_arrays for leaf in self.leaves)
 
@@ -84,7 +85,10 @@ def arrays_of(leaves: Iterable[Any]) -> list[Any]:
     """Every array held by `leaves`: what must be computed for a step to be finished."""
     found: list[Any] = []
     for leaf in leaves:
-        held = leaf.cache if isinstance(leaf, ArraysCache) else leaf.planes or ()
+        if isinstance(leaf, ArraysCache):
+            held = leaf.cache
+        else:
+            held = leaf.planes or ()
         found.extend(a for a in held if a is not None)
     return found
 
@@ -166,14 +170,18 @@ class SequenceCache:
 
     def continue_at(self, n_tokens: int) -> None:
         """Its buffers were filled, and stand for `n_tokens`."""
-        self.length, self.replay, self.undo, self.predicted = n_tokens, [], None, None
+        self.length = n_tokens
+        self.replay = []
+        self.undo = None
+        self.predicted = None
         self.place(n_tokens)
         self.cut_images(n_tokens)
         self.batch.buffers = object()
 
     def clear(self, start: int = 0) -> None:
         """Hold nothing; what comes next stands at `start`."""
-        batch, self.batch = self.batch, SequenceBatch(self.layout, [self])
+        batch = self.batch
+        self.batch = SequenceBatch(self.layout, [self])
         batch.free()
         for rows in self.batch.rows.values():
             rows.starts = [start]
@@ -185,14 +193,16 @@ class SequenceCache:
 
     def planes_of(self, i: int, start: int, stop: int) -> list[Any]:
         """The positions [start, stop) of attention leaf number `i`, as views."""
-        row, first = self.row, self.start_of(i)
+        row = self.row
+        first = self.start_of(i)
         return [p[row : row + 1, :, start - first : stop - first, :] for p in self.leaves[i].planes]
 
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
         """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared
         until one writes."""
         other.batch = self.batch.copy_of(self, other)
-        other.length, other.images = n_tokens, self.images
+        other.length = n_tokens
+        other.images = self.images
         other.cut_images(n_tokens)
         other.replay = list(self.replay)
         other.place(other.computed)

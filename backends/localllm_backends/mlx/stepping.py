@@ -57,9 +57,13 @@ class Stepper:
         n_vocab: int, n_ctx: int, n_rewind: int, looks_ahead: bool = True, fused: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
-        self._layout, self._lines = layout, lines
-        self._n_vocab, self._n_ctx, self._n_rewind = n_vocab, n_ctx, n_rewind
-        self._looks_ahead, self._fused = looks_ahead, fused
+        self._layout = layout
+        self._lines = lines
+        self._n_vocab = n_vocab
+        self._n_ctx = n_ctx
+        self._n_rewind = n_rewind
+        self._looks_ahead = looks_ahead
+        self._fused = fused
         # Tokens that go into one call whatever else holds: those of an image may see each other.
         self.undivided = WHOLE_TOKENS
         self._stream = mx.new_stream(mx.default_device())
@@ -70,7 +74,8 @@ class Stepper:
         self.hidden: list[Any] = []
 
     def _take_hidden(self) -> list[Any]:
-        taken, self.hidden = self.hidden, []
+        taken = self.hidden
+        self.hidden = []
         return taken
 
     def _forward(self, batch: SequenceBatch, ids: Any, counts: Sequence[int] = ()) -> Any:
@@ -129,7 +134,9 @@ class Stepper:
     def _batchable(self, part: ChunkOutput) -> bool:
         """A decoding line: every token wants logits. Recurrent state would also read the padding of
         uneven chunks."""
-        chunk, line, n = part.chunk, part.line, len(part.chunk.tokens)
+        chunk = part.chunk
+        line = part.line
+        n = len(part.chunk.tokens)
         if chunk.outputs < n or n > WHOLE_TOKENS or line.replay or not line.length:
             return False
         return n == 1 or not self._layout.recurrent
@@ -138,24 +145,28 @@ class Stepper:
         """The chunks of `parts`, or any one, in one call of the model."""
         given = [[*part.line.replay, *part.chunk.tokens] for part in parts]
         batch, order, ids = self.batch.gather([part.line for part in parts], given)
-        parts, tokens = [parts[i] for i in order], [given[i] for i in order]
+        parts = [parts[i] for i in order]
+        tokens = [given[i] for i in order]
         state = batch.snapshot() if self._n_rewind else []
         if len(parts) == 1:
             ids = self._read_before(ids, parts[0])
         longest = int(ids.shape[1])
         counts = [min(len(each), longest) for each in tokens]
         logits = self._forward(batch, ids, counts).reshape(-1, self._n_vocab)
-        hidden, group = self._take_hidden(), LogitRows(logits)
+        hidden = self._take_hidden()
+        group = LogitRows(logits)
         result.fresh.extend(hidden)
         for row, part in enumerate(parts):
-            line, n = part.line, len(part.chunk.tokens)
+            line = part.line
+            n = len(part.chunk.tokens)
             if self._n_rewind:
                 line.undo = Undo(line.computed, tokens[row], row_of_state(state, row))
             line.replay = []
             # A long chunk is computed in several calls, and with what is read again.
             part.hidden = _hidden_rows(hidden, row, len(tokens[row]))[-n:]
             if part.chunk.outputs:
-                part.group, part.stop = group, row * longest + counts[row]
+                part.group = group
+                part.stop = row * longest + counts[row]
                 part.start = part.stop - min(part.chunk.outputs, n)
         if any(part.group is not None and part.chunk.sample is None for part in parts):
             result.fresh.append(group.best.tokens)
@@ -165,7 +176,8 @@ class Stepper:
     def _read_before(self, ids: Any, part: ChunkOutput) -> Any:
         """Compute as much of `ids`, of a chunk alone, as takes calls of its own; returns the
         rest."""
-        line, outputs = part.line, min(part.chunk.outputs, len(part.chunk.tokens))
+        line = part.line
+        outputs = min(part.chunk.outputs, len(part.chunk.tokens))
         if not outputs:
             return self._read(ids, line)
         if outputs < int(ids.shape[1]) > self.undivided:
@@ -192,7 +204,8 @@ class Stepper:
         begun in the same call."""
         groups: dict[int, tuple[LogitRows, list[tuple[ChunkOutput, SampleSpec]]]] = {}
         for part in result.parts:
-            spec, group = part.chunk.sample, part.group
+            spec = part.chunk.sample
+            group = part.group
             if spec is not None and group is not None and part.sampled is None:
                 groups.setdefault(id(group), (group, []))[1].append((part, spec))
         late: list[Any] = []
@@ -238,7 +251,9 @@ class Stepper:
         isn't."""
         going = [p for p in parts if p.chunk.outputs and (p.known or len(p.chunk.tokens) == 1)]
         known = all(part.known for part in going)
-        return going if self._looks_ahead and known and self.free() >= len(going) else []
+        if self._looks_ahead and known and self.free() >= len(going):
+            return going
+        return []
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
@@ -273,7 +288,9 @@ class Stepper:
             if part is None:
                 line.place(line.computed)
                 continue
-            part.group, part.start, part.stop = ahead.group, row, row + 1
+            part.group = ahead.group
+            part.start = row
+            part.stop = row + 1
             part.hidden = _hidden_rows(ahead.hidden, row, 1)
             if self._n_rewind:
                 line.undo = Undo(line.length, [*part.chunk.tokens], row_of_state(ahead.state, row))
@@ -283,7 +300,8 @@ class Stepper:
 
     def undo_ahead(self) -> None:
         """Every line stands where it stood before it was stepped unasked."""
-        ahead, self.ahead = self.ahead, None
+        ahead = self.ahead
+        self.ahead = None
         for line in ahead.lines if ahead is not None else ():
             line.place(line.computed)
         if ahead is not None and ahead.state:
@@ -298,20 +316,25 @@ class Stepper:
     def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
         """The arrays behind all tokens of `line`, whatever was started for it unasked."""
         begun = self.ahead is not None and line in self.ahead.lines
-        held = self.ahead.state if self.ahead is not None and begun else line.batch.snapshot()
+        if self.ahead is not None and begun:
+            held = self.ahead.state
+        else:
+            held = line.batch.snapshot()
         return row_of_state(held, line.row)
 
     def touched_by_failure(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what
         was begun."""
-        ahead, self.ahead = self.ahead, None
+        ahead = self.ahead
+        self.ahead = None
         touched = {*lines, *(ahead.lines if ahead else ())}
         return list(chain.from_iterable(line.batch.lines for line in touched))
 
     def recompute(self, line: SequenceCache) -> None:
         """Compute what a rewind left to be read again."""
         if line.replay:
-            tokens, line.replay = line.replay, []
+            tokens = line.replay
+            line.replay = []
             self._forward(line.batch, mx.array([tokens]))
             mx.eval(arrays_of(line.leaves))
             self.hidden.clear()
@@ -335,7 +358,10 @@ def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:
 
 def _gathered(parts: Sequence[tuple[Any, int]]) -> Any:
     """One array of the (array, row) given; the array itself where that is what they are."""
-    array, rows = parts[0][0], [row for _, row in parts]
+    array = parts[0][0]
+    rows = [row for _, row in parts]
     if any(a is not array for a, _ in parts):
         return mx.stack([a[row] for a, row in parts])
-    return array if rows == list(range(int(array.shape[0]))) else array[mx.array(rows)]
+    if rows == list(range(int(array.shape[0]))):
+        return array
+    return array[mx.array(rows)]

@@ -123,7 +123,8 @@ class TensorParallelBackend(MlxBackend):
         return [body for _, _, body in replies]
 
     def close(self) -> None:
-        others, self._others = self._others, ()
+        others = self._others
+        self._others = ()
         for other in others:
             other.stop()
         super().close()
@@ -168,8 +169,12 @@ def _form_group(
 ) -> Any:
     """The group of all machines, once each has said that it has the same as this one."""
     ports = ports_for(ring)
-    path, home = Path(spec.path).absolute(), Path.home()
-    portable = f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)
+    path = Path(spec.path).absolute()
+    home = Path.home()
+    if path.is_relative_to(home):
+        portable = f"~/{path.relative_to(home).as_posix()}"
+    else:
+        portable = str(path)
     order: Frame = {
         "spec": asdict(
             replace(spec, placement=Placement(gpu_layers=spec.n_gpu_layers), path=portable)
@@ -212,11 +217,10 @@ def _check_same(follower: Follower, ours: Mapping[str, str]) -> None:
     theirs = follower.receive()[0]["is"]
     for what, value in ours.items():
         if theirs.get(what) != value:
-            other = (
-                f" ({theirs.get(what)} there, {value} here)"
-                if what != ("the model's files")
-                else ""
-            )
+            if what != ("the model's files"):
+                other = f" ({theirs.get(what)} there, {value} here)"
+            else:
+                other = ""
             raise OtherMachineError(
                 f"{follower.machine.name} differs in {what}{other}: all must have the same", HINT
             )
@@ -241,7 +245,8 @@ def _join(order: Frame) -> Any:
 
 def _do(backend: MlxBackend, frame: Frame, body: bytes, sink: BinaryIO) -> None:
     """One operation on another machine. What the first machine was refused never comes here."""
-    operation, arguments = frame["do"], frame["with"]
+    operation = frame["do"]
+    arguments = frame["with"]
     if operation == "step":
         arguments = [[Chunk(*chunk) for chunk in arguments]]
     elif operation == "import_range":
@@ -295,7 +300,8 @@ def _main() -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Native code prints at times.
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    source = os.fdopen(os.dup(0), "rb")
+    sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
         _serve(source, sink)

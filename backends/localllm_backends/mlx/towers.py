@@ -15,7 +15,8 @@ from localllm_backends.mlx.files import weight_files
 MOST_TOKENS = 1024
 # Rows as wide as the layer that are held in the middle of it, those of them that are padded, and
 # the heads that Metal's kernel takes.
-_LAYER_WIDTHS, _PADDED = 20, 5
+_LAYER_WIDTHS = 20
+_PADDED = 5
 _KERNEL_HEADS = (64, 80, 128)
 _MOST_HEADER_BYTES = 100 * 10**6
 _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -85,7 +86,9 @@ def seen_ahead(config: Mapping[str, Any]) -> Literal["", "everywhere", "in windo
     if config["model_type"] == "gemma3":
         return "everywhere"
     text = config.get("text_config", {})
-    return "in windows" if text.get("use_bidirectional_attention") == "vision" else ""
+    if text.get("use_bidirectional_attention") == "vision":
+        return "in windows"
+    return ""
 
 
 def most_tokens(config: Mapping[str, Any]) -> int:
@@ -98,14 +101,20 @@ def image_buffer_bytes(config: Mapping[str, Any]) -> int:
     """What reading the largest image takes beside the weights, in bytes: its pixels in floats, the
     scores of a layer's attention (a GPU with a kernel for its heads holds none), and the
     activations of one layer and what came of all. Measured at towers of several widths."""
-    vision, family = config["vision_config"], FAMILIES[str(config["model_type"])]
-    patches, side = _most_patches(config), int(vision.get("patch_size", 16))
-    width, inner = int(vision.get("hidden_size", 1024)), int(vision.get("intermediate_size", 4096))
+    vision = config["vision_config"]
+    family = FAMILIES[str(config["model_type"])]
+    patches = _most_patches(config)
+    side = int(vision.get("patch_size", 16))
+    width = int(vision.get("hidden_size", 1024))
+    inner = int(vision.get("intermediate_size", 4096))
     heads = int(vision.get("num_heads") or vision.get("num_attention_heads") or 16)
     head = int(vision.get("head_dim") or width // heads)
     padded = min((size - head for size in _KERNEL_HEADS if size >= head), default=0)
     rows = _LAYER_WIDTHS * width + 3 * inner + family.pads * _PADDED * heads * padded
-    each = 4 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2
+    if config.get("torch_dtype", config.get("dtype")) == "float32":
+        each = 4
+    else:
+        each = 2
     held = each * ((heads + family.masks) * patches + rows)
     return int(patches * (held + 3 * 4 * int(vision.get("temporal_patch_size", 1)) * side**2))
 

@@ -103,7 +103,8 @@ class Eyes:
                 self._laid_out.clear()
             self._laid_out[picture.key] = found
         key = hashlib.blake2b(picture.key, digest_size=16, key=self._identity)
-        n_tokens, grid = found.n_tokens, found.grid
+        n_tokens = found.n_tokens
+        grid = found.grid
         n_positions = n_tokens if grid is None else int(grid.max()) + 1
         run = ImageRun(picture, 0, key.digest(), n_tokens, n_positions, grid)
         return [part for part in (found.before, run, found.behind) if part]
@@ -149,11 +150,14 @@ class Eyes:
         """The span from the first to the last token of the image is its own, with the ends of rows
         in it."""
         ids: list[int] = inputs["input_ids"][0].tolist()
-        token, sides = self._processor.image_token_id, inputs.get("image_grid_thw")
+        token = self._processor.image_token_id
+        sides = inputs.get("image_grid_thw")
         places = [i for i, each in enumerate(ids) if each == token]
         if not places:
             raise BackendFailure("the image comes to no tokens: this model's processor has none")
-        first, last, grid = places[0], places[-1] + 1, None
+        first = places[0]
+        last = places[-1] + 1
+        grid = None
         if sides is not None:
             time, height, width = sides[0].tolist()
             merged = self._processor.image_processor.merge_size
@@ -229,7 +233,8 @@ class MlxVisionBackend(MlxBackend):
     """An MlxBackend whose prompts may have images."""
 
     def __init__(self, loaded: Loaded, eyes: Eyes, tower_bytes: int) -> None:
-        self._eyes, self._tower_bytes = eyes, tower_bytes
+        self._eyes = eyes
+        self._tower_bytes = tower_bytes
         ahead = seen_ahead(loaded.config)
         if ahead:
             loaded = replace(loaded, n_batch=max(loaded.n_batch, most_tokens(loaded.config)))
@@ -263,7 +268,8 @@ class MlxVisionBackend(MlxBackend):
         if len(chunks) != 1 or chunks[0].image is None:
             raise BackendFailure("an image goes into a step of its own")
         [chunk], image, n = chunks, chunks[0].image, len(chunks[0].tokens)
-        line, run = self._line(chunk.sequence), image.run
+        line = self._line(chunk.sequence)
+        run = image.run
         stop = image.start + n
         grid = run.grid
         if grid is not None:
@@ -273,7 +279,10 @@ class MlxVisionBackend(MlxBackend):
         # No token is the one that was expected behind the last.
         line.predicted = None
         self.stepper.recompute(line)
-        self.stepper.undivided = n if self.capabilities.whole_images else WHOLE_TOKENS
+        if self.capabilities.whole_images:
+            self.stepper.undivided = n
+        else:
+            self.stepper.undivided = WHOLE_TOKENS
         self._reader.give(image.embeddings[image.start : stop], grid)
         try:
             result = super().step([chunk._replace(tokens=[0] * n)])

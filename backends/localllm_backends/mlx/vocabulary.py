@@ -4,7 +4,7 @@ template's text."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,9 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as e:
         raise LoadError(f"{path.name} can't be read: {e}") from e
-    return data if isinstance(data, dict) else {}
+    if isinstance(data, dict):
+        return data
+    return {}
 
 
 def byte_of_char() -> dict[str, int]:
@@ -92,7 +94,8 @@ class MlxVocabulary(TokenBytes):
         )
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
-        generation, text = read_json(folder / "generation_config.json"), config.get("text_config")
+        generation = read_json(folder / "generation_config.json")
+        text = config.get("text_config")
         # Every token the checkpoint names as an end, in its own order.
         ends = [
             *_ids(generation.get("eos_token_id")),
@@ -117,13 +120,16 @@ class MlxVocabulary(TokenBytes):
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
-        pieces = self.read_anyway.pieces(text) if isinstance(text, LiteralText) else [text]
+        pieces: Sequence[str] = [text]
+        if isinstance(text, LiteralText):
+            pieces = self.read_anyway.pieces(text)
         tokenizer = self._parsing if special else self._literal
-        ids = [self.bos_token] if add_bos and self.adds_bos and self.bos_token is not None else []
+        ids = []
+        if add_bos and self.adds_bos and self.bos_token is not None:
+            ids.append(self.bos_token)
         for piece in pieces:
-            ids += tokenizer.encode(
-                piece.encode("utf-8", "replace").decode(), add_special_tokens=False
-            ).ids
+            valid = piece.encode("utf-8", "replace").decode()
+            ids += tokenizer.encode(valid, add_special_tokens=False).ids
         return ids
 
     def is_control(self, token: int) -> bool:
@@ -153,8 +159,11 @@ class MlxVocabulary(TokenBytes):
     def _named(self, name: Any, fallback: Any) -> int | None:
         if isinstance(name, dict):
             name = name.get("content")
-        token = self._parsing.token_to_id(name) if isinstance(name, str) else None
-        return token if token is not None else next(iter(_ids(fallback)), None)
+        if isinstance(name, str):
+            token: int | None = self._parsing.token_to_id(name)
+            if token is not None:
+                return token
+        return next(iter(_ids(fallback)), None)
 
 
 def _tokenizer_json(folder: Path) -> str:
@@ -181,7 +190,8 @@ def _tokenizers(source: str) -> tuple[Any, Any]:
     from tokenizers import Tokenizer
 
     try:
-        parsing, literal = Tokenizer.from_str(source), Tokenizer.from_str(source)
+        parsing = Tokenizer.from_str(source)
+        literal = Tokenizer.from_str(source)
     except Exception as e:
         raise LoadError(f"tokenizer.json can't be read: {e}") from e
     for one in (parsing, literal):
@@ -217,10 +227,14 @@ def chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
             if isinstance(t, dict) and {"name", "template"} <= t.keys()
         }
         given = named.get("default") or next(iter(named.values()), None)
-    return given if isinstance(given, str) and given else None
+    if isinstance(given, str) and given:
+        return given
+    return None
 
 
 def _ids(value: Any) -> Iterable[int]:
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
-    return tuple(v for v in value if isinstance(v, int)) if isinstance(value, list) else ()
+    if isinstance(value, list):
+        return tuple(v for v in value if isinstance(v, int))
+    return ()
