@@ -26,4 +26,6 @@ def address_kind(address: str) -> str:
         return "link-local"
     if ip.is_multicast or ip.is_reserved:
         return "reserved"
-    return "public" if ip.is_global else "private"
+    if ip.is_global:
+        return "public"
+    return "private"

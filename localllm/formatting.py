@@ -20,16 +20,24 @@ def byte_size(n_bytes: float) -> str:
     """Bytes as lists show them: 4.7 GB, 98 MB, 12 kB."""
     if n_bytes >= 1e9:
         return gb(n_bytes, 1)
-    return mb(n_bytes, 0) if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+    if n_bytes >= 1e6:
+        return mb(n_bytes, 0)
+    return f"{n_bytes / 1e3:.0f} kB"
 
 
 def span(seconds: float) -> str:
     """0.4 s, 12 s, 3.1 min, 2.5 h."""
     if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        if seconds < 9.95:
+            return f"{seconds:.1f} s"
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def rate(tok_s: float) -> str:
     """Tokens per second: three figures are enough."""
-    return f"{tok_s:.0f}" if tok_s >= 20 else f"{tok_s:.1f}"
+    if tok_s >= 20:
+        return f"{tok_s:.0f}"
+    return f"{tok_s:.1f}"

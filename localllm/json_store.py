@@ -50,7 +50,9 @@ def read(path: Path) -> dict[str, Any]:
         value = load(path)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def record(kind: type[T], entry: Any) -> T | None:

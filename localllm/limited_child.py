@@ -33,7 +33,8 @@ _LOOK_S = 0.02
 # allocator holds ready for each thread.
 _RESERVED_BYTES = 160 * 2**20
 # So many answers are kept, each no longer than this.
-_REMEMBERED, _REMEMBERED_CHARS = 64, 2**15
+_REMEMBERED = 64
+_REMEMBERED_CHARS = 2**15
 # A pipe holds so much at least.
 _PIPE_BYTES = 2**16
 Take = Callable[[Any, str], None]
@@ -114,10 +115,14 @@ class Stages:
             thread.shutdown(cancel_futures=True)
 
     def _work(self, question: Any, wanted: Callable[[], bool], take: Take, stage: int) -> None:
-        answer, reason = self._known.get(question), ""
+        answer = self._known.get(question)
+        reason = ""
         try:
             if answer is None and wanted():
-                answer = self._children[stage].ask(question, wanted) if self._children else question
+                if self._children:
+                    answer = self._children[stage].ask(question, wanted)
+                else:
+                    answer = question
                 if len(str(answer)) <= _REMEMBERED_CHARS:  # who asks once often asks again
                     self._known[question] = answer
                 if len(self._known) > _REMEMBERED:
@@ -186,7 +191,8 @@ class _Process:
             cast("BinaryIO", self._process.stdin).close()
 
     def _end_worker(self) -> None:
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is not None:
             with suppress(psutil.Error):
                 worker.kill()
@@ -221,7 +227,8 @@ class _Process:
         self, wanted: Callable[[], bool], limits: ChildLimits | None = None
     ) -> dict[str, Any]:
         """What it says next, unless it takes more than `limits` for it."""
-        self._held_bytes, before_s = 0, None
+        self._held_bytes = 0
+        before_s = None
         while True:
             try:
                 line = self._lines.get(timeout=_LOOK_S)
@@ -243,7 +250,8 @@ class _Process:
         assert self._worker is not None
         try:
             with self._worker.oneshot():
-                times, held_bytes = self._worker.cpu_times(), self._worker.memory_info().rss
+                times = self._worker.cpu_times()
+                held_bytes = self._worker.memory_info().rss
         except psutil.Error:  # it has ended, as its output says
             return before_s or 0.0
         spent_s = times.user + times.system
@@ -274,10 +282,12 @@ def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Native code prints to stdout at times.
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    source = os.fdopen(os.dup(0), "rb")
+    sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     first = json.loads(source.readline())
-    limits, answer = ChildLimits(**first["limits"]), make(first["setup"])
+    limits = ChildLimits(**first["limits"])
+    answer = make(first["setup"])
     while hasattr(os, "fork"):
         worker = os.fork()
         if not worker:

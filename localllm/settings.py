@@ -45,7 +45,9 @@ class Setting:
     @property
     def allowed(self) -> tuple[str, ...]:
         """What its value must be one of; () = anything of its kind."""
-        return self.choices() if callable(self.choices) else self.choices
+        if callable(self.choices):
+            return self.choices()
+        return self.choices
 
 
 def _engines() -> tuple[str, ...]:
@@ -433,15 +435,13 @@ def read_config() -> dict[str, Any]:
     try:
         data = tomllib.loads(config_text(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
-        is_escape = any(sign in str(e) for sign in ("hex value", "\\", "scaped"))
-        hint = (
-            "in \"…\" a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me'"
-            if is_escape
-            else ""
-        )
-        raise UsageError(
-            f"{path} can't be read: {e}", hint=hint or "mend the file or remove it"
-        ) from e
+        hint = "mend the file or remove it"
+        if any(sign in str(e) for sign in ("hex value", "\\", "scaped")):
+            hint = (
+                'in "…" a backslash begins an escape: '
+                "write a path in single quotes, 'C:\\Users\\me'"
+            )
+        raise UsageError(f"{path} can't be read: {e}", hint=hint) from e
     unknown = set(data) - set(_BY_NAME) - set(_TABLES)
     if unknown:
         raise UsageError(

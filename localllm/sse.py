@@ -26,7 +26,9 @@ class LineBuffer:
 
     def end(self) -> list[str]:
         """The last line, where nothing ended it."""
-        return [_text(self._buffer)] if self._buffer else []
+        if self._buffer:
+            return [_text(self._buffer)]
+        return []
 
 
 def _text(line: bytearray) -> str:
@@ -35,7 +37,9 @@ def _text(line: bytearray) -> str:
 
 def data_of(line: str) -> str | None:
     """What a line says as data; None for comments, names of events and empty lines."""
-    return line[5:].strip() if line.startswith("data:") else None
+    if line.startswith("data:"):
+        return line[5:].strip()
+    return None
 
 
 def objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -54,7 +54,8 @@ def survey(root: Path) -> list[ModelPrefixes]:
 def clear(models: Iterable[ModelPrefixes]) -> tuple[list[int], int]:
     """Remove what they hold: the bytes of each file that is gone, and how many could not be
     removed. What was written today stays counted."""
-    freed_bytes, n_left = [], 0
+    freed_bytes = []
+    n_left = 0
     for path in chain.from_iterable(_content(model.folder) for model in models):
         try:
             size_bytes = path.stat().st_size

@@ -56,7 +56,9 @@ def _other_engines() -> dict[str, str]:
     kind."""
     found: dict[str, str] = {}
     for engine in registry.declarations():
-        installed = probe.version(engine.packages[0]) if engine.packages else None
+        installed = None
+        if engine.packages:
+            installed = probe.version(engine.packages[0])
         if installed is not None:
             found |= dict.fromkeys(engine.accelerators, f"{engine.label} {installed}")
     return found
@@ -96,7 +98,8 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
 def _other(backend: Declaration) -> list[HealthCheck]:
     """Another engine than llama.cpp, on the smallest of its models here; nothing where it is not
     installed."""
-    name, order = f"{backend.label} token", [backend.name, "greedy"]
+    name = f"{backend.label} token"
+    order = [backend.name, "greedy"]
     if any(
         importlib.util.find_spec(package.replace("-", "_")) is None for package in backend.packages
     ):
@@ -136,13 +139,11 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
         for f in kept.found:
             name = f.k if f.k == f.v else f"{f.k}/{f.v}"
             known = KvPrecision(name, f.mean_kl, f.flips)
-            use = (
-                "agents and chat"
-                if passes(known, "coding")
-                else "chat"
-                if passes(known, "chat")
-                else "nothing"
-            )
+            use = "nothing"
+            if passes(known, "coding"):
+                use = "agents and chat"
+            elif passes(known, "chat"):
+                use = "chat"
             said.append(f"{name} for {use} ({f.flips:.1%} of the best next words change)")
         if said:
             checks.append(

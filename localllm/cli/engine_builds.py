@@ -26,7 +26,8 @@ _NEVER_FAIL = ("setup", "config", "doctor", "device")
 # Those whose answers a build that computes nonsense would spoil.
 _RUN_MODELS = ("chat", "serve", "doctor")
 # What a turn of a conversation is, where two builds are weighed: tokens read and written.
-_READ_TOKENS, _WRITTEN_TOKENS = 2048, 400
+_READ_TOKENS = 2048
+_WRITTEN_TOKENS = 400
 _WORTH_IT = 0.95
 # A model everybody knows, that fits nearly every GPU.
 _YARDSTICK = ("qwen3-8b", "Q4_K_M")
@@ -72,10 +73,12 @@ def preferred(machine: Device) -> Preferred | None:
     of the yardstick would take; None where there is no such choice, or it can't be planned."""
     from localllm.setup.steps import Preferred
 
-    own, lighter = machine.accelerator, KINDS[machine.accelerator].lighter
+    own = machine.accelerator
+    lighter = KINDS[machine.accelerator].lighter
     if lighter is None:
         return None
-    own_s, lighter_s = _turn_s(machine, own), _turn_s(machine, lighter)
+    own_s = _turn_s(machine, own)
+    lighter_s = _turn_s(machine, lighter)
     if own_s is None or lighter_s is None:
         return None
     # The lighter one needs nothing but the driver that is there: the other has to be worth
@@ -97,8 +100,10 @@ def yardstick_plan(machine: Device) -> Plan | None:
     from localllm.planner.types import Workload
 
     model = load_catalog().get(_YARDSTICK[0])
-    variants = [v for v in model.variants if not v.is_folder] if model is not None else []
-    if model is None or not variants:
+    if model is None:
+        return None
+    variants = [v for v in model.variants if not v.is_folder]
+    if not variants:
         return None
     variant = next((v for v in variants if v.quant == _YARDSTICK[1]), variants[0])
     return plan_for(machine, model, variant, Workload())
@@ -112,7 +117,9 @@ def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
     from localllm.device.detect import hardware
 
     said = sentence(machine, hardware(), plans[0] if plans else yardstick_plan(machine))
-    return [f"Note: {said}."] if said else []
+    if said:
+        return [f"Note: {said}."]
+    return []
 
 
 def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
@@ -129,7 +136,8 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     other = plan_for(machine, plan.model, plan.variant, Workload())
     if other.fits == "no" or other.decode_tok_s.value <= plan.decode_tok_s.value:
         return ""
-    speed, kind = other.decode_tok_s, KINDS[machine.accelerator].label
+    speed = other.decode_tok_s
+    kind = KINDS[machine.accelerator].label
     name = f"{plan.model.name} {plan.variant.quant}"
     return (
         f"with a {kind} build of llama.cpp {name} would write {speed.low:.0f}-{speed.high:.0f} "

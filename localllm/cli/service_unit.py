@@ -50,7 +50,9 @@ def listen_streams(settings: Settings) -> tuple[str, ...]:
         return (str(Path(unix).expanduser().absolute()),)
     hosts = [host]
     if host.lower() == "localhost":
-        hosts = ["127.0.0.1", "::1"] if has_ipv6_loopback() else ["127.0.0.1"]
+        hosts = ["127.0.0.1"]
+        if has_ipv6_loopback():
+            hosts.append("::1")
     if port == 0 or not all(map(is_address, hosts)):
         return ()
     return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
@@ -68,10 +70,10 @@ def service_of(
         )
     if memory_gb is not None and not 0.5 <= memory_gb < 1e6:
         raise UsageError(f"--memory-gb must be at least 0.5, not {memory_gb:g}")
-    flag = settings["unix_socket"].origin == "flag"
-    socket = (
-        ["--unix", str(Path(settings.value("unix_socket")).expanduser().absolute())] if flag else []
-    )
+    socket = []
+    if settings["unix_socket"].origin == "flag":
+        path = Path(settings.value("unix_socket")).expanduser().absolute()
+        socket = ["--unix", str(path)]
     named = [
         str(Path(m).expanduser().resolve()) if Path(m).expanduser().exists() else m for m in models
     ]
@@ -141,7 +143,8 @@ def state_lines(state: State, address: str | None) -> list[str]:
     """How it stands, for people; `address` is where it answers, as far as that is known."""
     if not state.installed:
         return ["not installed: `localllm service install` starts the server now and at each login"]
-    memory, detail = state.memory_bytes, f": {state.detail}" if state.detail else ""
+    memory = state.memory_bytes
+    detail = f": {state.detail}" if state.detail else ""
     of_file = "the model's file in it as far as it was read"
     rows = (
         ("state", ("running" if state.running else "not running") + detail),
@@ -214,4 +217,6 @@ def _log() -> Path:
 def _without_window(python: str) -> str:
     """pythonw.exe beside python.exe, where there is one: it opens no console."""
     windowless = Path(python).with_name("pythonw.exe")
-    return str(windowless) if windowless.exists() else python
+    if windowless.exists():
+        return str(windowless)
+    return python

@@ -19,7 +19,8 @@ from localllm_catalog.types import Model
 
 _NAMED = re.compile(r"(?s)^(.+?)(?::(-?(?:\d{1,4}(?:\.\d*)?|\.\d+)))?\Z")
 _MLX_WEIGHTS = "adapters.safetensors"
-_TABLE, _HALVES = "token_embd.weight", (".lora_a", ".lora_b")
+_TABLE = "token_embd.weight"
+_HALVES = (".lora_a", ".lora_b")
 # What may be in the way, and the sentence that says so.
 _Objections = Iterator[tuple[object, str]]
 
@@ -36,9 +37,10 @@ def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraA
             f"--lora {path.name}: {reason}",
             hint="name an adapter of this very model: FILE, or FILE:SCALE such as style.gguf:0.5",
         )
-    n_bytes = (
-        (path / _MLX_WEIGHTS).stat().st_size if path.is_dir() else read_header(path).weights_bytes
-    )
+    if path.is_dir():
+        n_bytes = (path / _MLX_WEIGHTS).stat().st_size
+    else:
+        n_bytes = read_header(path).weights_bytes
     return LoraAdapter(str(path), float(scale or 1), n_bytes)
 
 
@@ -47,7 +49,8 @@ def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Mode
     more = sum(adapter.n_bytes for adapter in adapters)
     if model is None or not model.variants or not more:
         return model
-    files, layers = model.variants[0], model.variants[0].layer_bytes
+    files = model.variants[0]
+    layers = files.layer_bytes
     variant = replace(
         files,
         file_bytes=files.file_bytes + more,
@@ -63,8 +66,13 @@ def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Mode
 
 
 def _objections(path: Path, opened: OpenedModel, engine: Declaration) -> _Objections:
-    is_folder, name = path.is_dir(), opened.local.name
-    wanted, given = ("GGUF files", "a folder") if is_folder else ("folders of mlx-lm's", "a file")
+    is_folder = path.is_dir()
+    name = opened.local.name
+    wanted = "folders of mlx-lm's"
+    given = "a file"
+    if is_folder:
+        wanted = "GGUF files"
+        given = "a folder"
     yield not engine.adapters, f"{engine.label} takes no adapters"
     yield not path.exists(), "there is no such file or folder"
     yield (
@@ -133,7 +141,8 @@ def _of_pair(
     yield not weight, f"it changes {name}, which this model does not have: it is another model's"
     pair = [halves.get(name + half, ()) for half in _HALVES]
     yield not all(pair), f"it has one of the two matrices for {name} alone"
-    (n_in, *n_out), rank = weight, pair[1][0]
+    n_in, *n_out = weight
+    rank = pair[1][0]
     fitting = [(n_in, rank, *n_out[1:]), (rank, *n_out)]
     # A row of the table of tokens is looked up, not multiplied with.
     if name == _TABLE:

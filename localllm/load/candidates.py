@@ -70,7 +70,9 @@ def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
     before it is fetched."""
     from localllm.library.catalog import load_catalog
 
-    return best_variant if load_catalog().get(ref.partition(":")[0]) is not None else None
+    if load_catalog().get(ref.partition(":")[0]) is not None:
+        return best_variant
+    return None
 
 
 def best_variant(model: Model) -> Variant:
@@ -135,11 +137,10 @@ def image_facts(model: Model) -> str:
     if "image" not in model.modality:
         return ""
     file = next((v for v in model.variants if v.mmproj_file), None)
-    tokens = (
-        str(model.image_tokens)
-        if model.image_tokens
-        else ("tokens an image: not known before it is loaded")
-    )
+    if model.image_tokens:
+        tokens = str(model.image_tokens)
+    else:
+        tokens = "tokens an image: not known before it is loaded"
     return tokens + (
         f"; {file.mmproj_file}, {file.mmproj_bytes / 1e9:.1f} GB" if file is not None else ""
     )

@@ -74,7 +74,9 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
 
 def companion_at(path: Path) -> CompanionDrafter | None:
     """The trained drafter in this file; None for any other file, and none."""
-    header = readable_header(path) if path.suffix == ".gguf" and path.is_file() else None
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    header = readable_header(path)
     if header is None or header.architecture not in _KINDS:
         return None
     arch = header.architecture
@@ -103,7 +105,8 @@ def companion_at(path: Path) -> CompanionDrafter | None:
 def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
     """Why that drafter can't be this model's, as far as headers say; None where nothing speaks
     against it."""
-    header, name = opened.header, opened.local.name
+    header = opened.header
+    name = opened.local.name
     if opened.local.is_folder:
         return "trained drafters run on llama.cpp only, beside a GGUF file"
     if header is None:
@@ -122,7 +125,8 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     nothing else away: memory of windows and states is kept in pieces only without."""
     from localllm.library.pull import drafters_here
 
-    header, local = opened.header, opened.local
+    header = opened.header
+    local = opened.local
     if header is None or any(
         f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN
     ):
@@ -156,9 +160,10 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings)
     """The projector beside `local`, as far as the `images` setting and the engine let it be used.
     Raises UnsupportedError where images were asked for and can't be had."""
     wanted = settings.value("images")
-    found = (
-        _own_projector(local, engine, settings) if local.is_folder else _projector_of(local, engine)
-    )
+    if local.is_folder:
+        found = _own_projector(local, engine, settings)
+    else:
+        found = _projector_of(local, engine)
     if wanted == "off" or found is None:
         if wanted == "on":
             raise UnsupportedError(
@@ -182,7 +187,9 @@ def _own_projector(
         return ImageProjector(why_not=str(e))
     if need_bytes and settings.value("workers"):
         return ImageProjector(why_not="several machines share this model, and one would read them")
-    return ImageProjector(local.path, need_bytes) if need_bytes else None
+    if need_bytes:
+        return ImageProjector(local.path, need_bytes)
+    return None
 
 
 def _projector_of(local: LocalModel, engine: BackendType) -> ImageProjector | None:

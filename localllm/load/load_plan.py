@@ -68,7 +68,9 @@ class LoadPlan:
         """What it takes while loaded: as planned, or its files' size where there is no plan."""
         if self.plan is not None:
             return self.plan.memory.total_bytes + self.projector.need_bytes
-        buffers = _EMBEDDING_BUFFERS_BYTES if self.embedding is not None else 0
+        buffers = 0
+        if self.embedding is not None:
+            buffers = _EMBEDDING_BUFFERS_BYTES
         return self.projector.need_bytes + self.local.size_bytes + buffers
 
     @property
@@ -110,7 +112,9 @@ def make_load_plan(
     catalog = load_catalog()
     opened = open_model(local, catalog)
     header = opened.header
-    kind = kinds.of_header(header.metadata, len(header.tensors)) if header else "model"
+    kind = "model"
+    if header:
+        kind = kinds.of_header(header.metadata, len(header.tensors))
     if kind != "model":
         return _pooled_plan(local, settings, ranks=kind == "reranker")
     adapters = tuple(
@@ -129,11 +133,9 @@ def make_load_plan(
     share = MemoryShare(takes + projector.need_bytes if takes else 0, of)
     options = worker_options(local, plan, settings, drafter, projector, adapters, share)
     load = LoadPlan(local.name, local, options, plan, projector=projector)
-    return (
-        load
-        if ran_out is not None
-        else replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
-    )
+    if ran_out is not None:
+        return load
+    return replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
 
 
 def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> Device:
@@ -156,7 +158,9 @@ def _smaller(
         load = make_load_plan(local, settings, purpose, of=of, ran_out=ran_out)
     except DoesNotFitError:
         return None
-    return load if load.plan is not None else None
+    if load.plan is not None:
+        return load
+    return None
 
 
 # -- the plan that fits ----------------------------------------------------------------------------
@@ -173,16 +177,25 @@ class _Room:
         settings: Settings,
         spare_bytes: int = 0,
     ) -> None:
-        self._local, self._inputs, self._settings = local, inputs, settings
-        self._device = inputs.device if inputs is not None else detect.detect()
+        self._local = local
+        self._inputs = inputs
+        self._settings = settings
+        if inputs is not None:
+            self._device = inputs.device
+        else:
+            self._device = detect.detect()
         free_bytes = free_for_models(headroom_bytes(settings))
-        self.free_bytes = None if free_bytes is None else free_bytes + spare_bytes
+        if free_bytes is not None:
+            free_bytes += spare_bytes
+        self.free_bytes = free_bytes
 
     def takes(self, plan: Plan | None) -> int:
         """Bytes of the system's memory: what a card or a carve-out holds is none of it."""
         if self._device.kind == "discrete":
-            return plan.memory.host_bytes if plan is not None else 0
-        whole = plan.memory.total_bytes if plan is not None else self._local.size_bytes
+            return 0 if plan is None else plan.memory.host_bytes
+        whole = self._local.size_bytes
+        if plan is not None:
+            whole = plan.memory.total_bytes
         return max(0, whole - self._device.memory.carve_out_bytes)
 
     def planned(self, projector: ImageProjector) -> tuple[Plan | None, ImageProjector]:
@@ -208,7 +221,8 @@ class _Room:
             return plan
         if self._settings.value("workers"):
             return None
-        need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
+        need = plan.memory.total_bytes
+        limit = plan.memory.limit_bytes
         raise DoesNotFitError(
             f"{self._local.name} needs {need / 1e9:.1f} GB with a context of "
             f"{plan.settings.n_ctx:,} tokens, and this machine has {limit / 1e9:.1f} GB usable "

@@ -26,16 +26,16 @@ def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
     if plan is not None:
         run = plan.settings
     else:
-        slots, drafter = (
-            max(1, int(settings.value("parallel"))),
-            DraftChoice(settings.value("draft")),
-        )
+        slots = max(1, int(settings.value("parallel")))
+        drafter = DraftChoice(settings.value("draft"))
         run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
         run = offload_options(settings).applied_to(run)
     if settings.value("context"):
         run = replace(run, n_ctx=settings.value("context"))
     kv_type = settings.value("kv_type")
-    return run if kv_type == "auto" else run.with_kv_type(kv_type)
+    if kv_type == "auto":
+        return run
+    return run.with_kv_type(kv_type)
 
 
 def load_spec(
@@ -67,13 +67,17 @@ def load_spec(
 
 def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
     """What runs `plan`, or the file at `path` without one, by `settings`."""
-    heads = plan.model.mtp_layers if plan is not None and plan.variant.mtp_bytes else 0
+    heads = 0
+    if plan is not None and plan.variant.mtp_bytes:
+        heads = plan.model.mtp_layers
     threads = settings.value("threads") or 0
     spec = load_spec(path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=heads)
     spec = replace(
         spec, wired=bool(settings.value("wired")), looks_ahead=settings.value("power") >= 100
     )
-    return _over_machines(spec, settings, heads) if settings.value("workers") else spec
+    if settings.value("workers"):
+        return _over_machines(spec, settings, heads)
+    return spec
 
 
 def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
@@ -93,7 +97,9 @@ def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
 
 
 def _with_heads(gpu_layers: int, heads: int) -> int:
-    return gpu_layers + heads if gpu_layers > 0 else gpu_layers
+    if gpu_layers > 0:
+        return gpu_layers + heads
+    return gpu_layers
 
 
 # -- the worker's options --------------------------------------------------------------------------
@@ -137,11 +143,9 @@ def pooled_options(
     local: LocalModel, settings: Settings, planned_bytes: int
 ) -> tuple[WorkerOptions, EmbeddingOptions]:
     """What runs an embedding model or a reranker, which have no Plan."""
-    path, backend, hang_s = (
-        str(local.path),
-        settings.value("backend"),
-        60.0 * settings.value("hang_min"),
-    )
+    path = str(local.path)
+    backend = settings.value("backend")
+    hang_s = 60.0 * settings.value("hang_min")
     options = WorkerOptions(LoadSpec(path=path), backend, {}, None, paths.worker_log(), hang_s)
     embedding = EmbeddingOptions(
         path,
@@ -187,4 +191,6 @@ def _cache_bytes(settings: Settings) -> int:
 
 def headroom_bytes(settings: Settings) -> int | None:
     asked = settings.value("memory_headroom_gb")
-    return None if asked is None else int(asked * 1e9)
+    if asked is None:
+        return None
+    return int(asked * 1e9)

@@ -102,8 +102,10 @@ def offload_options(settings: Settings) -> OffloadOptions:
 
     def number(name: str) -> int | None:
         text = str(settings.value(name)).lower()
-        if text in ("auto", "all"):
-            return None if text == "auto" else -1
+        if text == "auto":
+            return None
+        if text == "all":
+            return -1
         if not text.isdecimal():
             raise UsageError(f"{name} is a number of layers, all or auto, not {text!r}", param=name)
         return int(text)
@@ -125,7 +127,8 @@ def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
     """What is insisted on for this machine. Where others take layers too (`--with`), shares and
     counts of layers are of all of their devices, which the plan of this one knows nothing of."""
 
-    asked, workers = offload_options(settings), settings.value("workers")
+    asked = offload_options(settings)
+    workers = settings.value("workers")
     if not workers:
         return check_offload(asked, device)
     there = len(workers) + (0 if device.accelerator == "cpu" else device.n_gpus)
@@ -150,10 +153,8 @@ def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
             f"{what}: {device.name} has no GPU that layers could go to", hint=hint, param=what
         )
     if asked.tensor_split and len(asked.tensor_split) > device.n_gpus:
-        n, gpus = (
-            len(asked.tensor_split),
-            "one GPU" if device.n_gpus == 1 else (f"{device.n_gpus} GPUs"),
-        )
+        n = len(asked.tensor_split)
+        gpus = "one GPU" if device.n_gpus == 1 else f"{device.n_gpus} GPUs"
         raise UsageError(f"split names {n} shares, and {device.name} has {gpus}", param="split")
     return asked
 

@@ -42,7 +42,9 @@ def load_plans_together(
         return alone
     device = detect.detect()
     alone = on_cards_of_their_own(alone, device)
-    return alone if _fit_apart(alone, device) else _with_shorter_contexts(alone, each, planned)
+    if _fit_apart(alone, device):
+        return alone
+    return _with_shorter_contexts(alone, each, planned)
 
 
 def _with_shorter_contexts(
@@ -68,7 +70,9 @@ def _with_shorter_contexts(
         smaller = shared[at].options.spec.n_ctx // 2
         if smaller < LEAST_SHARED_CONTEXT:
             return alone
-        purpose: Purpose = "autocomplete" if at and shared[at].fills_in else "coding"
+        purpose: Purpose = "coding"
+        if at and shared[at].fills_in:
+            purpose = "autocomplete"
         lowered = planned(at, settings[at].lowered("context", smaller), purpose)
         if lowered.options.spec.n_ctx >= shared[at].options.spec.n_ctx:
             return alone
@@ -83,7 +87,9 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
     left = {card.number: card.memory.limit_bytes for card in device.cards}
     placed = []
     for load in loads:
-        cards = load.plan.settings.placement.cards if load.plan is not None else ()
+        cards: tuple[int, ...] = ()
+        if load.plan is not None:
+            cards = load.plan.settings.placement.cards
         if (
             load.plan is not None
             and len(cards) == 1
@@ -94,8 +100,10 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
                 for number, free in left.items()
                 if has_room(f"card {number}", load.needs_bytes, free)
             ]
-            cards = (max(fitting, key=rates.__getitem__),) if fitting else cards
-            spec, plan = load.options.spec, load.plan
+            if fitting:
+                cards = (max(fitting, key=rates.__getitem__),)
+            spec = load.options.spec
+            plan = load.plan
             spec = replace(spec, placement=replace(spec.placement, cards=cards))
             plan = replace(plan, settings=plan.settings.placed(cards=cards))
             load = replace(load, options=replace(load.options, spec=spec), plan=plan)
@@ -127,11 +135,11 @@ def memory_for_models() -> tuple[int, Callable[[], int]]:
 
     def available() -> int:
         memory = detect.detect().memory
-        shared = None if device.kind == "discrete" else free_for_models()
-        return (
-            memory.loadable_bytes
-            if shared is None
-            else min(memory.loadable_bytes, shared + memory.carve_out_bytes)
-        )
+        if device.kind == "discrete":
+            return memory.loadable_bytes
+        shared = free_for_models()
+        if shared is None:
+            return memory.loadable_bytes
+        return min(memory.loadable_bytes, shared + memory.carve_out_bytes)
 
     return device.memory.limit_bytes, available

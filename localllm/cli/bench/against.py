@@ -19,7 +19,8 @@ from localllm.errors import BackendError, UsageError
 from localllm.settings import Settings
 
 _OURS = "localllm"
-_STARTED_S, _STOPPED_S = 300.0, 30.0
+_STARTED_S = 300.0
+_STOPPED_S = 30.0
 
 
 def compare(
@@ -37,9 +38,10 @@ def compare(
             f"{len(restarts)} --restart-cmd for {len(urls)} --against",
             hint="give one for each, in order",
         )
-    names = (
-        against.chosen(scenarios) if scenarios else [*DEFAULT, *(["restart"] if restarts else [])]
-    )
+    if scenarios:
+        names = against.chosen(scenarios)
+    else:
+        names = [*DEFAULT, *(["restart"] if restarts else [])]
     key = Settings().value("api_key") or ""
     commands: Sequence[str | None] = restarts or [None] * len(urls)
     others = [

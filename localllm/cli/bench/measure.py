@@ -49,7 +49,9 @@ async def measure(load: LoadPlan) -> dict[str, Any]:
             "n_batch": engine.info.n_batch,
         }
         used = await _power(engine)
-        return figures if used is None else {**figures, "power": used}
+        if used is None:
+            return figures
+        return {**figures, "power": used}
     finally:
         await supervisor.close()
 
@@ -90,7 +92,8 @@ async def _power(engine: WorkerClient) -> dict[str, Any] | None:
 
     if not counters():
         return None
-    tokens, began_s = 0, time.monotonic()
+    tokens = 0
+    began_s = time.monotonic()
     with PowerMeter() as meter:
         while time.monotonic() - began_s < _POWER_S:
             await _round(engine, 1000 + tokens, SHORT_PROMPT_TOKENS)
@@ -132,7 +135,8 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     plan = load.plan
     if plan is None:
         return {}
-    device, ran = detect(measure=True), plan.settings
+    device = detect(measure=True)
+    ran = plan.settings
     record = measurements.Record(
         machine=device.name,
         model=plan.model.id,

@@ -40,7 +40,9 @@ def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
 
     if not asked.continues:
         client, engine = _opened(stack, asked, None)
-        messages = [{"role": "system", "content": asked.system}] if asked.system else []
+        messages = []
+        if asked.system:
+            messages.append({"role": "system", "content": asked.system})
         messages.append({"role": "user", "content": with_files(question, asked.attached)})
         ask_once(client, engine.model, messages, AnswerStream())
         return

@@ -16,7 +16,8 @@ from localllm.settings import Settings
 from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 
 # What runs on this machine answers within milliseconds; what is elsewhere may be asleep.
-_HERE_S, _ELSEWHERE_S = 1.0, 10.0
+_HERE_S = 1.0
+_ELSEWHERE_S = 10.0
 # Names beside its own by which a server is asked for.
 _TAGS = (":latest",)
 
@@ -116,8 +117,10 @@ def _installed(model: str | None) -> str | None:
     """What `model` is called on this disk."""
     from localllm.library.resolve import resolve
 
+    if not model:
+        return None
     try:
-        return resolve(model).name if model else None
+        return resolve(model).name
     except LocalLLMError:
         return None
 
@@ -134,7 +137,10 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
     base_url, key = address_and_key(url, api_key)
     listed = listed_models(base_url, key)
     names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
-    found = _named(listed, model) if model else _in_memory(listed) or next(iter(names), None)
+    if model:
+        found = _named(listed, model)
+    else:
+        found = _in_memory(listed) or next(iter(names), None)
     if found is None:
         said = f"{base_url} has no model {repr(model) if model else 'that makes text'}"
         raise ModelNotFoundError(said, hint=f"it has {', '.join(names[:20])}" if names else None)
@@ -172,7 +178,10 @@ def here(
             listed = listed_models(server.base_url, key, server.unix_socket, _HERE_S)
         except (ServerUnreachableError, UsageError):
             continue
-        found = _in_memory(listed) if model is None else _named(listed, model)
+        if model is None:
+            found = _in_memory(listed)
+        else:
+            found = _named(listed, model)
         if found is None and model is not None and (name := installed()):
             found = _named(listed, name)
         if found is not None:
@@ -183,9 +192,10 @@ def here(
 def _key_of(server: Running, api_key: str | None) -> str | None:
     if server.key == "none":
         return None
-    return (
-        existing_key() if server.key == "kept" else Settings({"api_key": api_key}).value("api_key")
-    )
+    if server.key == "kept":
+        return existing_key()
+    key: str | None = Settings({"api_key": api_key}).value("api_key")
+    return key
 
 
 def listed_models(
@@ -195,7 +205,9 @@ def listed_models(
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    transport = httpx.HTTPTransport(uds=unix_socket) if unix_socket else None
+    transport = None
+    if unix_socket:
+        transport = httpx.HTTPTransport(uds=unix_socket)
     try:
         with httpx.Client(
             headers=headers, timeout=timeout_s, trust_env=False, transport=transport

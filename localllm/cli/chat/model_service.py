@@ -62,7 +62,8 @@ class LocalModelService:
         catalog = self.catalog
         device, overrides = self._device(request)
         workload = _workload(request)
-        need, there = need_of(workload), [] if request.machine else store.scan()
+        need = need_of(workload)
+        there = [] if request.machine else store.scan()
         limit_s = request.longest_wait_s or float("inf")
 
         def choice_of(plan: Plan) -> PlanChoice:
@@ -104,7 +105,9 @@ class LocalModelService:
         plans = candidates.of_quant(
             planner.variants_of(device, model, workload, overrides=overrides), quant
         )
-        return [*explain(plans[0], device, columns=columns)] if plans else []
+        if plans:
+            return [*explain(plans[0], device, columns=columns)]
+        return []
 
     def on_disk(self) -> Sequence[InstalledModel]:
         return [_on_disk(local) for local in store.scan()]
@@ -175,12 +178,15 @@ def _workload(request: PlanRequest) -> Workload:
 
 def _described(device: Device) -> str:
     known = device.bandwidth_gbps
-    beside = " beside other load, and to be measured again" if known.busy else ""
+    beside = ""
+    if known.busy:
+        beside = " beside other load, and to be measured again"
     bandwidth = f", {known.value:,.0f} GB/s ({known.basis}{beside})"
     simulated = " (simulated)" if device.simulated else ""
     return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
 
 
 def _on_disk(local: LocalModel) -> InstalledModel:
-    owner, ours = OWNERS[local.origin], local.origin == "hf-cache"
+    owner = OWNERS[local.origin]
+    ours = local.origin == "hf-cache"
     return InstalledModel(local.name, local.quant, local.size_bytes, owner, str(local.path), ours)

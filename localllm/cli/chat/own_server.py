@@ -47,9 +47,12 @@ class OwnEngine:
         self._presets = load_presets()
         reference = model or self._settings.value("model")
         self._preset = preset_named(self._presets, reference)
-        named = self._preset.model if self._preset is not None else reference
-        self._local = resolve(named)
-        self.model = self._preset.name if self._preset is not None else self._local.name
+        if self._preset is not None:
+            self._local = resolve(self._preset.model)
+            self.model = self._preset.name
+        else:
+            self._local = resolve(reference)
+            self.model = self._local.name
         [self._sock] = bind("127.0.0.1", 0)
         _reach(self._sock)
         self.base_url = f"http://127.0.0.1:{self._sock.getsockname()[1]}/v1"
@@ -72,11 +75,9 @@ class OwnEngine:
             return EngineProgress(
                 "loading", self._first.worker.progress if self._first is not None else 0.0
             )
-        return (
-            EngineProgress("failed", 0.0, self._error, self._down)
-            if self._error is not None
-            else EngineProgress()
-        )
+        if self._error is not None:
+            return EngineProgress("failed", 0.0, self._error, self._down)
+        return EngineProgress()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until loading has ended, well or not; False where it has not by then."""
@@ -108,9 +109,10 @@ class OwnEngine:
             self._tried.set()
 
     def _fail(self, e: BaseException) -> None:
-        self._error = (
-            e if isinstance(e, LocalLLMError) else LocalLLMError(f"the chat's server failed: {e!r}")
-        )
+        if isinstance(e, LocalLLMError):
+            self._error = e
+        else:
+            self._error = LocalLLMError(f"the chat's server failed: {e!r}")
 
     async def _serve(self) -> None:
         from localllm.cli.serve.decode_speed import DecodeSpeedWatch
@@ -178,7 +180,8 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
 
 def _wait(engine: OwnEngine) -> None:
     """Until loading has ended; on a terminal with a line that says how far it is."""
-    line, said = TerminalLine(sys.stderr), f"loading {engine.model} …"
+    line = TerminalLine(sys.stderr)
+    said = f"loading {engine.model} …"
     if engine.wait(_PATIENCE_S):
         return
     if not sys.stderr.isatty():

@@ -44,7 +44,8 @@ class PlanningProcess(LocalModelService):
 
     def close(self) -> None:
         """End the child; a call starts another one."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.kill()
             child.wait()
@@ -66,7 +67,8 @@ class PlanningProcess(LocalModelService):
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                 )
-            to, back = self._child.stdin, self._child.stdout
+            to = self._child.stdin
+            back = self._child.stdout
             assert to is not None
             assert back is not None
             try:
@@ -99,7 +101,9 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
             what, given = pickle.load(asked)
         except EOFError:
             return
-        more = {"on_choice": partial(send, ended=False)} if what == "plan" else {}
+        more = {}
+        if what == "plan":
+            more = {"on_choice": partial(send, ended=False)}
         try:
             send(getattr(service, what)(*given, **more))
         except LocalLLMError as e:

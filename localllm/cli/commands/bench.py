@@ -63,7 +63,8 @@ def bench(
         compared = servers_compared.compare(model, against, restart_cmd or (), scenarios, rounds)
         show(as_json, compared.to_json(), compared.lines)
         if compared.faults:
-            first, n = compared.faults[0], len(compared.faults)
+            first = compared.faults[0]
+            n = len(compared.faults)
             raise BackendError(f"{n} measurements failed: {first}")
         return
     from localllm.cli.bench.measure import compare_and_keep, measure
@@ -111,4 +112,6 @@ def lines(figures: dict[str, Any]) -> list[str]:
 
 
 def _text(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1f}"
+    if value is None:
+        return "unknown"
+    return f"{value:.1f}"

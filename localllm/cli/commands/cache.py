@@ -54,7 +54,8 @@ def clear(
 
     found = survey(paths.prefixes_dir())
     chosen = found if model is None else _of(model, found)
-    n_files, size = sum(m.n_files for m in chosen), byte_size(sum(m.size_bytes for m in chosen))
+    n_files = sum(m.n_files for m in chosen)
+    size = byte_size(sum(m.size_bytes for m in chosen))
     names = ", ".join(sorted({_name(m) for m in chosen}))
     if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {names}?"):
         return
@@ -124,11 +125,10 @@ def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
 
 def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
     limits = body["limits"]
-    kept = (
-        f"of {byte_size(limits['capacity_bytes'])}"
-        if limits["capacity_bytes"] > 0
-        else "and none are kept (cache_disk_gb)"
-    )
+    if limits["capacity_bytes"] > 0:
+        kept = f"of {byte_size(limits['capacity_bytes'])}"
+    else:
+        kept = "and none are kept (cache_disk_gb)"
     written = f"{byte_size(body['written_today_bytes'])} of prefixes"
     if limits["daily_bytes"] > 0:
         written += f", of {byte_size(limits['daily_bytes'])} a day"
@@ -157,4 +157,6 @@ def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
 
 
 def _when(used_s: float | None) -> str:
-    return "" if used_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))
+    if used_s is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))

@@ -103,7 +103,9 @@ def chat(
         )
     attached = list(chain.from_iterable(_texts(path) for path in attach or ()))
     check_room(attached, context)
-    question = None if prompt is None and at_a_terminal() else _question(prompt, bool(attached))
+    question = None
+    if prompt is not None or not at_a_terminal():
+        question = _question(prompt, bool(attached))
     plain = plain or os.environ.get("TERM") == "dumb"
     drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     sampling = {name: value for name, value in drawn.items() if value is not None}

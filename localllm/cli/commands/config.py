@@ -159,7 +159,9 @@ def _named(name: str) -> Setting:
     asked = name.lower().replace("-", "_")
     if asked not in known:
         meant = difflib.get_close_matches(asked, known, n=1)
-        hint = f"did you mean {meant[0]}?" if meant else "`localllm config` lists them"
+        hint = "`localllm config` lists them"
+        if meant:
+            hint = f"did you mean {meant[0]}?"
         raise UsageError(f"there is no setting {name!r}", hint=hint)
     return known[asked]
 
@@ -171,7 +173,9 @@ def _document() -> TOMLDocument:
 
     read_config()
     path = config_path()
-    return tomlkit.parse(config_text(path)) if path.exists() else tomlkit.document()
+    if path.exists():
+        return tomlkit.parse(config_text(path))
+    return tomlkit.document()
 
 
 def _write(document: TOMLDocument) -> Path:
@@ -200,10 +204,8 @@ def _print_origin(setting: Setting, said: str) -> None:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
-    return (
-        "automatic"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "automatic"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -83,10 +83,13 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
         f"llama.cpp (llama-cpp-python {build.version}), devices:" if build.version else "llama.cpp",
     ]
     for device in build.devices:
-        free = f"{device.memory_free_bytes / 1e9:.1f} of " if device.accelerator != "cpu" else ""
-        memory = f"{free}{device.memory_total_bytes / 1e9:.1f} GB{' free' if free else ''}"
+        memory = f"{device.memory_total_bytes / 1e9:.1f} GB"
+        if device.accelerator != "cpu":
+            memory = f"{device.memory_free_bytes / 1e9:.1f} of {memory} free"
         most = device.largest_buffer_bytes
-        buffer = f", one buffer up to {most / 1e9:.1f} GB" if most is not None else ""
+        buffer = ""
+        if most is not None:
+            buffer = f", one buffer up to {most / 1e9:.1f} GB"
         out.append(
             f"  {device.name:<9} {device.description} ({device.backend}, {device.type}): "
             f"{memory}{buffer}"
@@ -103,7 +106,8 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
 
 def lines(found: Device) -> list[str]:
     """The table as plain lines: figure, then how it is known."""
-    host, cores = found.host, f", {found.n_cpu_cores} cores" if found.n_cpu_cores else ""
+    host = found.host
+    cores = f", {found.n_cpu_cores} cores" if found.n_cpu_cores else ""
     compute = (("FP16", found.fp16_tflops), ("FP8", found.fp8_tflops), ("FP4", found.fp4_tflops))
     there: tuple[tuple[str, str, str] | None, ...] = (
         ("kind", _kind(found), ""),
@@ -143,17 +147,16 @@ def _kind(found: Device) -> str:
         "discrete": "GPU with its own memory",
         "system": "CPU only",
     }
-    capability = f" {found.compute_capability}" if found.compute_capability else ""
-    return f"{words[found.kind]} ({found.accelerator}{capability})"
+    how: str = found.accelerator
+    if found.compute_capability:
+        how += f" {found.compute_capability}"
+    return f"{words[found.kind]} ({how})"
 
 
 def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
-    now = (
-        f", {memory.available_bytes / 1e9:.1f} free now"
-        if memory.available_bytes != memory.limit_bytes
-        else ""
-    )
-    value = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}{now}"
+    value = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}"
+    if memory.available_bytes != memory.limit_bytes:
+        value += f", {memory.available_bytes / 1e9:.1f} free now"
     return label, value, f"{memory.basis}: {memory.source}"
 
 

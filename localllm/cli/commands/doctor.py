@@ -75,7 +75,9 @@ def doctor(
     readings = read()
     found = from_readings(readings)
     checks = doctor_checks.all_checks(found)
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNBROKEN
+    columns = _UNBROKEN
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
     body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
     show(as_json, body, lambda: lines(checks, columns))
     if file is not None:

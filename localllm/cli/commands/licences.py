@@ -48,8 +48,9 @@ def licences(
     ]
     body = {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
     rows = [(f"{x.name} {x.version}", x.licence) for x in libraries]
-    further = [("", ""), *((x.name, x.licence) for x in known)] if known else []
-    show(as_json, body, lambda: [table([*rows, *further])])
+    if known:
+        rows += [("", ""), *((x.name, x.licence) for x in known)]
+    show(as_json, body, lambda: [table(rows)])
 
 
 def installed(root: str) -> Iterator[Terms]:
@@ -94,4 +95,6 @@ def licence_of(distribution: metadata.Distribution) -> str:
     if classified:
         return ", ".join(classified)
     first = str(said.get("license") or "").strip().partition("\n")[0].strip()
-    return first if first and first != "UNKNOWN" else _NOT_SAID
+    if first and first != "UNKNOWN":
+        return first
+    return _NOT_SAID

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,8 +135,13 @@ def verify(
 ) -> None:
     """Read models and compare their hashes with the published ones. Exit code 4 if any is bad."""
 
-    wanted = list(chain.from_iterable(map(find, refs))) if refs else store.scan()
-    results, reading = [], TerminalLine(sys.stderr)
+    wanted = []
+    for ref in refs or ():
+        wanted += find(ref)
+    if not refs:
+        wanted = store.scan()
+    results = []
+    reading = TerminalLine(sys.stderr)
     for model in wanted:
         if not quiet:
             reading.show(f"reading {model.name} ({byte_size(model.size_bytes)}) …")

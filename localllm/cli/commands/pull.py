@@ -64,11 +64,9 @@ def pull(
         found: LocalModel = fetch(
             ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network
         )
-        trained = (
-            [c for c in companions_of(ref) if c.kind in ("eagle3", "dflash")]
-            if drafter and not no_network
-            else []
-        )
+        trained = []
+        if drafter and not no_network:
+            trained = [c for c in companions_of(ref) if c.kind in ("eagle3", "dflash")]
         brought = {c: pull_drafter(c, on_progress=meter) for c in trained[:1]}
     except KeyboardInterrupt:
         meter.close()
@@ -104,7 +102,9 @@ def companions_of(ref: str) -> tuple[Companion, ...]:
     from localllm.library.catalog import load_catalog
 
     model = load_catalog().get(ref.partition(":")[0])
-    return model.companions if model is not None else ()
+    if model is not None:
+        return model.companions
+    return ()
 
 
 def offered(ref: str, companion: Companion, here: Path | None) -> str:
@@ -167,7 +167,8 @@ class ProgressLine:
         self._last: tuple[str, str] = ("", "")
 
     def __call__(self, progress: DownloadProgress) -> None:
-        now_s, tty = self._clock(), self._stream.isatty()
+        now_s = self._clock()
+        tty = self._stream.isatty()
         if progress.state == "done":
             self.close()
             return
@@ -179,7 +180,8 @@ class ProgressLine:
             self._line.show(text(progress, shutil.get_terminal_size().columns - 1))
         elif progress.state != "listing":
             print(plain(text(progress, 200)), file=self._stream, flush=True)
-        self._last, self._next_s = step, now_s + (_REDRAW_EVERY_S if tty else _LOG_EVERY_S)
+        self._last = step
+        self._next_s = now_s + (_REDRAW_EVERY_S if tty else _LOG_EVERY_S)
 
     def close(self) -> None:
         """Take the line off the terminal."""
@@ -196,7 +198,9 @@ _VERBS = {
 def text(progress: DownloadProgress, columns: int) -> str:
     """`downloading NAME   2.1 of 4.7 GB   45 %   85 MB/s   31 s left`; the name gives way on narrow
     terminals."""
-    name = progress.file.rpartition("/")[2] if progress.state != "listing" else progress.file
+    name = progress.file
+    if progress.state != "listing":
+        name = name.rpartition("/")[2]
     numbers = ""
     if progress.total_bytes:
         share = min(1.0, progress.done_bytes / progress.total_bytes)
@@ -218,4 +222,6 @@ def _amount(done_bytes: int, total_bytes: int) -> str:
 
 
 def _rate(bytes_s: float) -> str:
-    return f"{bytes_s / 1e6:.1f} MB/s" if bytes_s >= 1e5 else f"{bytes_s / 1e3:.1f} kB/s"
+    if bytes_s >= 1e5:
+        return f"{bytes_s / 1e6:.1f} MB/s"
+    return f"{bytes_s / 1e3:.1f} kB/s"

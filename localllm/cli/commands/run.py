@@ -172,7 +172,9 @@ def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequen
         ) from e
     finally:
         signal.signal(signal.SIGINT, before)
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    return 128 - code
 
 
 def _check_sandbox(folder: Path) -> None:

@@ -205,7 +205,9 @@ def _serve(
     with listening(secured) as (socks, address), published(secured, port_of(socks)):
         router = router_of(named, aliases, settings)
         idle_s = 60.0 * settings.value("idle_unload_min")
-        store = LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None
+        store = None
+        if settings.value("allow_pull"):
+            store = LibraryStore(settings.value("offline"))
         serving = serve_until_stopped(
             router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
         )

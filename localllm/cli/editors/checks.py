@@ -49,12 +49,15 @@ class ClientCheck:
 def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
     """Make the calls and print a line for each; returns how many failed."""
     failures = 0
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    headers = {}
+    if target.api_key:
+        headers = {"Authorization": f"Bearer {target.api_key}"}
     with httpx.Client(
         base_url=target.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
     ) as client:
         for check in (c for probe in probes for c in checks(probe, target.model)):
-            started, said = time.monotonic(), ""
+            started = time.monotonic()
+            said = ""
             try:
                 check.run(client)
             except BackendError as e:
@@ -188,9 +191,11 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
     forced = {**ask, "messages": _ASK, "tool_choice": {"type": "any"}, "max_tokens": _CALL_TOKENS}
     name = call_id = arguments = ""
     for event in _posted(client, "/v1/messages", forced):
-        block, delta = event.get("content_block", {}), event.get("delta", {})
+        block = event.get("content_block", {})
+        delta = event.get("delta", {})
         if block.get("type") == "tool_use":
-            name, call_id = block["name"], block["id"]
+            name = block["name"]
+            call_id = block["id"]
         arguments += delta.get("partial_json", "")
     _check_call(name, arguments)
     made = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}

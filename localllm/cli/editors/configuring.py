@@ -104,7 +104,12 @@ def write_file(file: ConfigFile) -> str:
 
 def _merged(file: ConfigFile, old: str | None) -> Any:
     try:
-        value = json.loads(old) if old and old.strip() else ([] if file.merge_list_by else {})
+        if old and old.strip():
+            value = json.loads(old)
+        elif file.merge_list_by:
+            value = []
+        else:
+            value = {}
     except ValueError as e:
         raise UsageError(
             f"{file.path} has comments or is not JSON, and writing it would lose them",

@@ -66,7 +66,9 @@ class ConfigFile:
     merge_list_by: str = ""
 
     def shown(self) -> str:
-        return self.text if self.text is not None else json.dumps(self.merge, indent=2)
+        if self.text is not None:
+            return self.text
+        return json.dumps(self.merge, indent=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,9 @@ def quoted(text: str, shell: Shell) -> str:
 def assignment(name: str, value: str, shell: Shell) -> str:
     """The line that gives `shell` and its programs a variable."""
     word = quoted(value, shell)
-    return f"$env:{name} = {word}" if shell == "powershell" else f"export {name}={word}"
+    if shell == "powershell":
+        return f"$env:{name} = {word}"
+    return f"export {name}={word}"
 
 
 def _filled(text: str, known: Mapping[str, Any]) -> str | None:
@@ -151,7 +155,9 @@ def _filled(text: str, known: Mapping[str, Any]) -> str | None:
             return ""
         if form == ":word":
             return quoted(str(known[name]), known["shell"])
-        return json.dumps(known[name]) if form else str(known[name])
+        if form:
+            return json.dumps(known[name])
+        return str(known[name])
 
     return _PLACE.sub(value, text)
 
@@ -164,7 +170,9 @@ def _filled_json(value: Any, known: Mapping[str, Any]) -> Any:
     if not isinstance(value, str):
         return value
     whole = _PLACE.fullmatch(value)
-    return known[whole[2]] if whole else _filled(value, known)
+    if whole:
+        return known[whole[2]]
+    return _filled(value, known)
 
 
 def _those_filled(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, ...]:
@@ -184,8 +192,11 @@ def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> Con
 
 def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> ClientRecipe:
     known = values(target)
-    files = (_file(entry["file"], known, home),) if "file" in entry else ()
-    known |= {"file": str(files[0].path), "folder": str(files[0].path.parent)} if files else {}
+    files: tuple[ConfigFile, ...] = ()
+    if "file" in entry:
+        file = _file(entry["file"], known, home)
+        files = (file,)
+        known |= {"file": str(file.path), "folder": str(file.path.parent)}
     run = None
     if "run" in entry:
         alone = entry["run"]

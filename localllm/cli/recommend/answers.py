@@ -41,7 +41,8 @@ class PlanQuery:
 
     def for_machine(self) -> None:
         """Print the plans worth running."""
-        answer, machine = self._recommended(self.machine, self.overrides), self.machine
+        answer = self._recommended(self.machine, self.overrides)
+        machine = self.machine
         if self.as_json:
             page.out([view.json_text(answer, machine)])
             return
@@ -57,7 +58,9 @@ class PlanQuery:
 
     def for_model(self, model: Model, quant: str) -> None:
         """Print every variant of one model, whether it fits or not. Raises ModelNotFoundError."""
-        machine, workload, overrides = self.machine, self.workload, self.overrides
+        machine = self.machine
+        workload = self.workload
+        overrides = self.overrides
         if overrides.sees:
             model = next(iter(candidates.image_readers([model])), model)
         plans = candidates.of_quant(
@@ -96,7 +99,9 @@ class PlanQuery:
             plans = planner.recommend(
                 machines[number], [model], self.workload, overrides=known[number]
             ).plans
-            return plans[0] if plans else None
+            if plans:
+                return plans[0]
+            return None
 
         shown = machines_view.comparison(machines, answers, elsewhere, as_json=self.as_json)
         page.out(shown)

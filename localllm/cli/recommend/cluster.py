@@ -29,7 +29,11 @@ def machines(text: str) -> list[Device]:
     found: list[Device] = []
     for part in text.split("+"):
         match = _COUNTED.fullmatch(part.strip())
-        count, name = (int(match[1]), match[2]) if match is not None else (1, part.strip())
+        count = 1
+        name = part.strip()
+        if match is not None:
+            count = int(match[1])
+            name = match[2]
         if not 1 <= count <= _MOST_MACHINES:
             raise UsageError(
                 f"{part.strip()!r}: from 1 to {_MOST_MACHINES} machines are planned for"
@@ -75,7 +79,9 @@ def answer(
 def _basis(plans: Sequence[tuple[str, ClusterPlan | SharedPlan | None]]) -> list[str]:
     """What the speeds rest on, said once."""
     basis = next((plan.decode_tok_s.basis for _, plan in plans if plan is not None), "")
-    return [f"basis: {basis}"] if basis else []
+    if basis:
+        return [f"basis: {basis}"]
+    return []
 
 
 def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[Device], str]:
@@ -102,7 +108,9 @@ def _lines(quant: str, plan: ClusterPlan) -> list[str]:
         f"{s.n_layers} layers {s.needs_bytes / 1e9:.0f} of {s.limit_bytes / 1e9:.0f} GB"
         for s in plan.shares
     )
-    decode, prefill, wait = plan.decode_tok_s, plan.prefill_tok_s, plan.transfer_s
+    decode = plan.decode_tok_s
+    prefill = plan.prefill_tok_s
+    wait = plan.transfer_s
     return [
         f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}), prompt "
         f"{prefill.low:.0f}-"
@@ -115,7 +123,8 @@ def _lines(quant: str, plan: ClusterPlan) -> list[str]:
 
 
 def _shared_lines(quant: str, plan: SharedPlan) -> list[str]:
-    decode, prefill = plan.decode_tok_s, plan.prefill_tok_s
+    decode = plan.decode_tok_s
+    prefill = plan.prefill_tok_s
     return [
         f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}; one "
         f"alone {plan.alone_tok_s:.1f}), prompt "
@@ -128,7 +137,10 @@ def _json(quant: str, split: str, plan: ClusterPlan | SharedPlan | None) -> dict
     which = {"quant": quant, "split": split, "fits": plan is not None}
     if plan is None:
         return which
-    own = _shared_json(plan) if isinstance(plan, SharedPlan) else _layers_json(plan)
+    if isinstance(plan, SharedPlan):
+        own = _shared_json(plan)
+    else:
+        own = _layers_json(plan)
     return {
         **which,
         "n_ctx": plan.settings.n_ctx,

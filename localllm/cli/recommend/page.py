@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from localllm.planner.types import Range
 
 # Narrower than this tables can't be read anyway; wider than this sentences can't.
-_NARROWEST, _WIDEST = 60, 160
+_NARROWEST = 60
+_WIDEST = 160
 BAR = 10
 
 
@@ -41,7 +42,9 @@ def bar(share: float, width: int = BAR) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    if len(text) <= width:
+        return text
+    return text[: width - 1] + "…"
 
 
 def speed(value: Range) -> str:

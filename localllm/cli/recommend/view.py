@@ -41,7 +41,9 @@ def heading(device: Device, what: str) -> list[str]:
     beside = ""
     if device.kind == "discrete" and device.host is not None:
         rate_of_host = device.host_bandwidth_gbps
-        at = f" at {rate_of_host.value:,.0f} GB/s ({rate_of_host.basis})" if rate_of_host else ""
+        at = ""
+        if rate_of_host:
+            at = f" at {rate_of_host.value:,.0f} GB/s ({rate_of_host.basis})"
         beside = f"; beside it {gb(device.host.limit_bytes)} of system memory{at}"
     usable = (
         f"{gb(device.room_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; "
@@ -85,9 +87,9 @@ def numbered_rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, lis
     head = f"    {'model':{name}} {'quant':12} {'memory':>8} {usable}{'tok/s':>9} {'wait':>6}"
     rows = []
     for number, plan in enumerate(plans, 1):
-        filled = (
-            f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
-        )
+        filled = ""
+        if with_bar:
+            filled = f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} "
         rows.append(
             f"{number:>3} "
             f"{clip(plan.model.name, name):{name}} {clip(marked(plan, installed), 12):12} "
@@ -112,7 +114,9 @@ def table(
     `listings_days`: the age of the catalog's listings."""
     need = needs.need_of(answer.workload)
     plans = answer.plans
-    at = f" with {plans[0].settings.n_ctx // 1024}k of context" if plans else ""
+    at = ""
+    if plans:
+        at = f" with {plans[0].settings.n_ctx // 1024}k of context"
     lines = heading(device, f"Recommended for {need.what}{at}")
     if not plans:
         lines += ["", "  no model of the catalog fits and is fast enough; the reasons:"]
@@ -124,22 +128,23 @@ def table(
         *_run(plans, device, installed),
     ]
     if everything:
-        notes = (
-            [*_footnotes(plans, device, need.prompt_tokens, installed), *_bases(plans)]
-            if plans
-            else []
-        )
-        notes += further(plans[0], "about the first:") if plans else []
+        notes = []
+        if plans:
+            notes += _footnotes(plans, device, need.prompt_tokens, installed)
+            notes += _bases(plans)
+            notes += further(plans[0], "about the first:")
         return [*lines, *_blocks(plans, installed), *(["", *notes] if notes else []), *end]
     for shown in range(len(plans), 0, -1):
-        hidden = (
-            [f"    … and {len(plans) - shown} more that fit (--all)"] if shown < len(plans) else []
-        )
+        hidden = []
+        if shown < len(plans):
+            hidden = [f"    … and {len(plans) - shown} more that fit (--all)"]
         notes = _footnotes(plans[:shown], device, need.prompt_tokens, installed)
         found = [*lines, *_blocks(plans[:shown], installed, short=True), *hidden, "", *notes, *end]
         if len(found) <= _MOST_LINES:
             return found
-    return found if plans else [*lines, *end]
+    if plans:
+        return found
+    return [*lines, *end]
 
 
 def _one_line(text: str, first: str, further: str) -> list[str]:
@@ -267,10 +272,12 @@ def model_table(
         f"  {'quant':12} {'file':>8} {'memory':>9} {usable}{'fits':5} {'tok/s':>9} {'longest':>8}",
     ]
     for plan in plans:
-        filled = (
-            f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
-        )
-        longest = f"{plan.max_ctx // 1024}k" if plan.max_ctx >= 1024 else "none"
+        filled = ""
+        if with_bar:
+            filled = f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} "
+        longest = "none"
+        if plan.max_ctx >= 1024:
+            longest = f"{plan.max_ctx // 1024}k"
         lines.append(
             f"  {clip(marked(plan, installed), 12):12} {gb(plan.variant.file_bytes):>8} "
             f"{gb(plan.memory.total_bytes):>9} {filled}{plan.fits:5} "

@@ -70,7 +70,9 @@ def _read(path: Path) -> str | None:
         return None
     if os.name == "posix" and path.stat().st_mode & 0o077:
         path.chmod(0o600)
-    return text if _MADE_UP.fullmatch(text) else None
+    if _MADE_UP.fullmatch(text):
+        return text
+    return None
 
 
 def load_keys() -> tuple[NamedKey, ...]:

@@ -33,7 +33,9 @@ def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, 
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            hint = f"known: {', '.join(known)}"
+            if near:
+                hint = f"did you mean {near[0]}?"
             raise UsageError(f"{where} has an unknown key: {key}", hint=hint)
     kind = create_model("Table", __config__=ConfigDict(strict=True), **known)
     try:

@@ -21,7 +21,9 @@ SLOWER = 1.25
 _MOST_MODELS = 64
 # Depths within an eighth of an octave, at first within this many tokens, are compared with each
 # other.
-_NEAR_TOKENS, _FROM_TOKENS, _PER_OCTAVE = 128, 1024, 8
+_NEAR_TOKENS = 128
+_FROM_TOKENS = 1024
+_PER_OCTAVE = 8
 INTERVAL_S = 5.0
 # Spans that a comparison needs (localllm/engine/metrics.py keeps eight).
 _SPANS = 6
@@ -110,7 +112,8 @@ class DecodeSpeedWatch:
     `report` hears of those that are slower."""
 
     def __init__(self, router: ModelRouter, report: Callable[[str], None]) -> None:
-        self._router, self._report = router, report
+        self._router = router
+        self._report = report
         self._compared: dict[str, Any] = {}
         self._used_s: dict[str, float] = {}
 

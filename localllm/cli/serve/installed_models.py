@@ -37,7 +37,8 @@ class DiskModels:
     those answer to all their names."""
 
     def __init__(self, served: ServedModels, named: Sequence[Offered], *, only: bool) -> None:
-        self._served, self._only = served, only
+        self._served = served
+        self._only = only
         self._named = {real_path(local.path): (local, model) for local, model in named}
         self._listed: dict[Path, Offered] = {}
         self._lock = threading.Lock()

@@ -28,7 +28,8 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
     replaces that.
 
     Raises UsageError, also for a certificate that no server can be run with."""
-    certificate, private = settings.value("tls_cert"), settings.value("tls_key")
+    certificate = settings.value("tls_cert")
+    private = settings.value("tls_key")
     tls = None
     if certificate is not None:
         tls = TlsFiles(
@@ -78,10 +79,12 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
         if socks:
             host = _host_of(socks, settings)
         elif settings.unix_socket is None:
-            host, socks = settings.host, bind(settings.host, settings.port)
+            host = settings.host
+            socks = bind(settings.host, settings.port)
         else:
             path = Path(settings.unix_socket).expanduser()
-            host, socks = "", [bind_unix(path)]
+            host = ""
+            socks = [bind_unix(path)]
             opened.enter_context(unix_file(path))
         for sock in socks:
             opened.enter_context(sock)
@@ -108,7 +111,9 @@ def from_elsewhere(address: str) -> str | None:
 def port_of(socks: Sequence[socket.socket]) -> int:
     """The port they listen on; 0 for a Unix socket."""
     name = socks[0].getsockname()
-    return int(name[1]) if isinstance(name, tuple) else 0
+    if isinstance(name, tuple):
+        return int(name[1])
+    return 0
 
 
 def _host_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
@@ -127,4 +132,6 @@ def _host_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
             f"say otherwise: {again}",
             file=sys.stderr,
         )
-    return str(names[0][0]) if names else ""
+    if names:
+        return str(names[0][0])
+    return ""

@@ -99,7 +99,9 @@ def _add_alias(
     that `text` says: `NAME=MODEL`, or `NAME` for the first. Raises UsageError."""
     alias, equals, name = text.partition("=")
     named = [model for model in models if not equals or model.name.lower() == name.lower()]
-    model = named[0] if named else find(name) if equals else None
+    model = next(iter(named), None)
+    if model is None and equals:
+        model = find(name)
     if not alias or model is None:
         raise UsageError(
             f"--alias {text!r} must be NAME=MODEL with a model that is served",

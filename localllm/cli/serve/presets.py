@@ -81,7 +81,8 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
         **dict.fromkeys(LOADING, (Any, None)),
         **{key: (of_requests[key].annotation, of_requests[key]) for key in _SAMPLED},
     )
-    budget, minutes = said["thinking_budget"], said["idle_unload_min"]
+    budget = said["thinking_budget"]
+    minutes = said["idle_unload_min"]
     return Preset(
         name=name,
         model=said["model"] or name,

@@ -100,7 +100,9 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     try:
         await router.preload()
     except LocalLLMError as e:
-        wanted = router.named if isinstance(e, ModelFileError) else router.list()
+        wanted = router.list()
+        if isinstance(e, ModelFileError):
+            wanted = router.named
         if router.upstreams is None and all(model.worker.failure for model in wanted):
             raise
     finally:
@@ -131,7 +133,9 @@ def _seeing(model: ServedModel) -> str:
     if "vision" in model.capabilities:
         return ", reads images"
     off = model.facts.details.get("images_off")
-    return f", reads no images: {off}" if off else ""
+    if off:
+        return f", reads no images: {off}"
+    return ""
 
 
 def _offer_others(router: ModelRouter) -> None:
@@ -140,7 +144,9 @@ def _offer_others(router: ModelRouter) -> None:
 
     failed = {model.name for model in router.named}
     others = [model.name for model in router.list() if model.name not in failed]
-    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    more = ""
+    if len(others) > _MOST_NAMED:
+        more = f" and {len(others) - _MOST_NAMED} more"
     print(
         "nothing is loaded: requests must name another installed model "
         f"({', '.join(others[:_MOST_NAMED])}{more}); "
@@ -242,7 +248,8 @@ def with_lines(
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        started_s, status = clock(), 0
+        started_s = clock()
+        status = 0
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -262,6 +269,7 @@ def with_lines(
 def _line(scope: Scope, status: int, took_s: float) -> str:
     # A path is whatever a client sent: a terminal must not obey it.
     path = "".join(c if c.isprintable() else "?" for c in scope["path"])
-    path = path if len(path) <= _MOST_PATH else path[: _MOST_PATH - 1] + "…"
+    if len(path) > _MOST_PATH:
+        path = path[: _MOST_PATH - 1] + "…"
     said = f"{status}" if status else "left before its answer"
     return f"{time.strftime('%H:%M:%S')}  {scope['method']} {path}  {said}  {took_s:.2f} s"

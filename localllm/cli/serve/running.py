@@ -41,7 +41,9 @@ class Running:
     @property
     def address(self) -> str:
         """Where it listens, for people."""
-        return f"the Unix socket {self.unix_socket}" if self.unix_socket else self.base_url
+        if self.unix_socket:
+            return f"the Unix socket {self.unix_socket}"
+        return self.base_url
 
 
 def folder() -> Path:
@@ -84,16 +86,19 @@ def running() -> list[Running]:
 def _of(settings: ServerSettings, port: int) -> Running:
     import psutil
 
-    key: Key = (
-        "none" if settings.api_key is None else "kept" if settings.generated_key else "chosen"
-    )
+    key: Key
+    if settings.api_key is None:
+        key = "none"
+    elif settings.generated_key:
+        key = "kept"
+    else:
+        key = "chosen"
     scheme = "http" if settings.tls is None else "https"
-    url = (
-        f"{scheme}://{_reached_at(settings.host)}:{port}/v1"
-        if settings.unix_socket is None
-        else "http://localhost/v1"
-    )
-    path = str(Path(settings.unix_socket).expanduser().resolve()) if settings.unix_socket else ""
+    url = f"{scheme}://{_reached_at(settings.host)}:{port}/v1"
+    path = ""
+    if settings.unix_socket:
+        url = "http://localhost/v1"
+        path = str(Path(settings.unix_socket).expanduser().resolve())
     return Running(
         url, os.getpid(), psutil.Process().create_time(), socket.gethostname(), key, path
     )
@@ -116,11 +121,9 @@ def _read(file: Path) -> Running | None:
             server = json_store.record(Running, json.loads(f.read(_LONGEST_FILE_BYTES)))
     except (OSError, ValueError):
         return None
-    return (
-        server
-        if server is None or server.key in ("none", "kept")
-        else replace(server, key="chosen")
-    )
+    if server is None or server.key in ("none", "kept"):
+        return server
+    return replace(server, key="chosen")
 
 
 def _lives(told: Running) -> bool:

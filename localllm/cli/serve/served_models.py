@@ -14,6 +14,7 @@ from localllm.cli.serve.presets import Preset, preset_named
 from localllm.device.detect import detect
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.client import Host
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library.digests import model_digest
@@ -88,7 +89,8 @@ class ServedModels:
         own = self._of_itself.get(real_path(local.path), itself)
         if preset is None:
             return replace(own, name=local.name)
-        tokens, idle_s = preset.thinking_tokens, preset.idle_s
+        tokens = preset.thinking_tokens
+        idle_s = preset.idle_s
         return replace(
             preset,
             loading={**own.loading, **preset.loading},
@@ -104,7 +106,9 @@ class ServedModels:
         said = self._preset_of(local, preset)
         key = (real_path(local.path), tuple(sorted(said.loading.items())))
         if key not in self._workers:
-            name = preset.name if preset is not None and preset.loading else local.name
+            name = local.name
+            if preset is not None and preset.loading:
+                name = preset.name
             # What is known of files on this disk by their names and sizes.
             so_far = PlannedModel(UnplannedHost(), ModelMetadata(details=_details(local, "")))
             worker = ModelWorker(
@@ -138,11 +142,11 @@ def planned(load: LoadPlan) -> PlannedModel:
         log.warning("%s: %s", load.name, loading.notice)
         return less.options
 
-    host = (
-        Supervisor(load.embedding)
-        if load.embedding is not None
-        else Supervisor(load.options, loading, smaller=smaller)
-    )
+    host: Host
+    if load.embedding is not None:
+        host = Supervisor(load.embedding)
+    else:
+        host = Supervisor(load.options, loading, smaller=smaller)
     plan = load.plan
     facts = ModelMetadata(
         sampling=own_sampling(plan),
@@ -162,7 +166,8 @@ def planned(load: LoadPlan) -> PlannedModel:
 
 def _given_up(load: LoadPlan, less: LoadPlan) -> str:
     """A sentence on what a load that ran out of memory does without."""
-    asked, got = load.options.spec, less.options.spec
+    asked = load.options.spec
+    got = less.options.spec
     kv_types = ((spec.kv_type_k, spec.kv_type_v) for spec in (asked, got))
     given_up = {
         f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}": got.n_ctx < asked.n_ctx,
@@ -181,7 +186,8 @@ def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
     request switches reasoning off, unless it `thinks`: for that), and where nobody says, ours."""
     if plan is None:
         return Sampling()
-    stated, without = plan.model.sampling, plan.model.sampling_non_thinking
+    stated = plan.model.sampling
+    without = plan.model.sampling_non_thinking
     names = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty")
     said = {name: getattr(stated, name) for name in names}
     if not thinks and without is not None:

@@ -56,12 +56,15 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
         speaks=(Annotated[list[Dialect], some], ["openai"]),
         silence_s=(Annotated[float, Field(ge=1, le=86400)], 600.0),
     )
-    name, models = said["name"], said["models"]
+    name = said["name"]
+    models = said["models"]
     if not name.isascii() or not name.isprintable():
         raise UsageError(
             f"name in {where} must be plain ASCII: answers say in a header where they are from"
         )
-    key = variable(said["key_env"], where) if said["key_env"] is not None else None
+    key = None
+    if said["key_env"] is not None:
+        key = variable(said["key_env"], where)
     return Upstream(
         name,
         checked_url(said["url"], allowed, where, keyed=key is not None),
