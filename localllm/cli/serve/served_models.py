@@ -13,8 +13,7 @@ from pathlib import Path
 from localllm.cli.serve.presets import Preset, preset_named
 from localllm.device.detect import detect
 from localllm.engine.messages import Sampling
-from localllm.engine.worker.client import WorkerOptions
-from localllm.engine.worker.client import Host
+from localllm.engine.worker.client import Host, WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library.digests import model_digest
