@@ -98,7 +98,9 @@ def called(name: str) -> Accelerator | None:
 def driver(kind: Accelerator, architecture: str) -> Accelerator:
     """What drives a part of this architecture ("8.6", "gfx1100"; "" = unknown): its maker's own
     kind, or what else does where no build of that has code of it."""
-    return KINDS[kind].instead[0] if architecture.startswith(KINDS[kind].lacks) else kind
+    if architecture.startswith(KINDS[kind].lacks):
+        return KINDS[kind].instead[0]
+    return kind
 
 
 def rival(kind: Accelerator) -> Accelerator | None:

@@ -19,7 +19,9 @@ MIB = 1 << 20
 
 # Four times the last-level cache and never under 256 MiB, so that no run reads from cache; never
 # over a twentieth of what is available, so that measuring never pushes a loaded machine into swap.
-_CACHE_MULTIPLE, _SMALLEST_BYTES, _SHARE_OF_AVAILABLE = 4, 256 * MIB, 0.05
+_CACHE_MULTIPLE = 4
+_SMALLEST_BYTES = 256 * MIB
+_SHARE_OF_AVAILABLE = 0.05
 # Measurements of machines, kept: see kept.py.
 SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 

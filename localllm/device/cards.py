@@ -70,7 +70,10 @@ def with_share(device: Device, share: float) -> Device:
     card alike."""
 
     def less(memory: Memory) -> Memory:
-        room = memory.loadable_bytes if device.kind == "discrete" else memory.limit_bytes
+        if device.kind == "discrete":
+            room = memory.loadable_bytes
+        else:
+            room = memory.limit_bytes
         return replace(memory, limit_bytes=int(share * room))
 
     return with_each(device, less)
@@ -79,7 +82,10 @@ def with_share(device: Device, share: float) -> Device:
 def with_each(device: Device, changed: Callable[[Memory], Memory]) -> Device:
     """`device` with the memory of each of its cards, or its one, `changed`."""
     each = tuple(replace(card, memory=changed(card.memory)) for card in device.cards)
-    memory = _sum([card.memory for card in each]) if each else changed(device.memory)
+    if each:
+        memory = _sum([card.memory for card in each])
+    else:
+        memory = changed(device.memory)
     return replace(device, memory=memory, cards=each)
 
 

@@ -118,10 +118,14 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
         part = word.upper()
         following = words[end] if end < len(words) else ""
         if re.fullmatch(r"v[2-6]|extreme|go", following):
-            joined = (
-                part + following.upper() if following[0] == "v" else f"{part}-{following.upper()}"
-            )
-            part, end = (joined, end + 1) if _numbered(joined) else (part, end)
+            if following[0] == "v":
+                joined = part + following.upper()
+            else:
+                joined = f"{part}-{following.upper()}"
+            if _numbered(joined):
+                part, end = (joined, end + 1)
+            else:
+                part, end = (part, end)
         start = i
         while start and words[start - 1] in _BETWEEN:
             start -= 1
@@ -147,14 +151,19 @@ def of_name(name: str) -> Processor | None:
     EPYC 9654 96-Core Processor"."""
     text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
     found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
-    return found[0] if found else None
+    if found:
+        return found[0]
+    return None
 
 
 def usual_bandwidth(name: str, vectors: str) -> Figure:
     """Peak GB/s of the memory that goes with the processor which a system prints as `name`; of one
     that the table does not have as its widest `vectors` tell its age."""
     is_old = vectors in ("SSE", "AVX")
-    usual = replace(USUAL_PROCESSOR, memory=_OLD_MEMORY) if is_old else USUAL_PROCESSOR
+    if is_old:
+        usual = replace(USUAL_PROCESSOR, memory=_OLD_MEMORY)
+    else:
+        usual = USUAL_PROCESSOR
     return (of_name(name) or usual).bandwidth()
 
 
@@ -162,4 +171,6 @@ def channels(name: str) -> int:
     """Memory channels of a socket of the processor that a system prints as `name`; 0 where the
     table does not have it."""
     found = of_name(name)
-    return found.channels if found is not None else 0
+    if found is not None:
+        return found.channels
+    return 0

@@ -67,11 +67,10 @@ def simulate(
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
     memory, said = _memory(row, gb)
-    title = (
-        f"{row.name}"
-        if str(f"{gb:g}") in re.findall(r"[0-9.]+", row.name)
-        else (f"{row.name} {gb:g} GB")
-    )
+    if str(f"{gb:g}") in re.findall(r"[0-9.]+", row.name):
+        title = f"{row.name}"
+    else:
+        title = f"{row.name} {gb:g} GB"
     return Device(
         name=title,
         kind=row.kind,
@@ -164,7 +163,8 @@ def without_card(
     computer: Computer, memory_gb: float | None, bandwidth_gbps: float | None
 ) -> Device:
     """A computer without a card: its processor and memory."""
-    cpu, ram = computer.cpu or USUAL_PROCESSOR, computer.ram
+    cpu = computer.cpu or USUAL_PROCESSOR
+    ram = computer.ram
     findings = list(computer.findings)
     gb = memory_gb or ram.size_gb
     if gb is None:
@@ -223,7 +223,8 @@ def together(devices: list[Device]) -> Device:
 
 def with_host(device: Device, computer: Computer) -> Device:
     """`device` in its computer."""
-    cpu, ram = computer.cpu, computer.ram
+    cpu = computer.cpu
+    ram = computer.ram
     if cpu is not None:
         device = replace(device, cpu=cpu.name, n_cpu_cores=cpu.cores, cpu_vectors=cpu.vector)
     if cpu is not None and device.kind == "unified":
@@ -236,5 +237,8 @@ def with_host(device: Device, computer: Computer) -> Device:
         basis="given",
     )
     known = device.host_bandwidth_gbps
-    figure = known if known and not device.simulated else (cpu or USUAL_PROCESSOR).bandwidth(ram)
+    if known and not device.simulated:
+        figure = known
+    else:
+        figure = (cpu or USUAL_PROCESSOR).bandwidth(ram)
     return replace(device, host=host, host_bandwidth_gbps=figure)

@@ -55,18 +55,18 @@ def from_readings(
     device = identify(readings)
     if not measures_ram(device):
         return device
-    folder, machine = paths.cache_dir(), _machine(device)
+    folder = paths.cache_dir()
+    machine = _machine(device)
     if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
         available_bytes = (device.host or device.memory).available_bytes
         taken = bandwidth.rates(
             available_bytes=available_bytes, cache_bytes=last_level_cache_bytes(readings)
         )
         bandwidth.SHELF.keep(folder, machine, taken)
-    kept = (
-        bandwidth.SHELF.reliable(folder, machine)
-        if settled
-        else bandwidth.SHELF.cached(folder, machine)
-    )
+    if settled:
+        kept = bandwidth.SHELF.reliable(folder, machine)
+    else:
+        kept = bandwidth.SHELF.cached(folder, machine)
     if kept is None:
         return device
     measured = identify(readings, kept)
@@ -95,7 +95,8 @@ def with_matrix_rates(
     build = in_use.identity() if device.accelerator == "cpu" else None
     if build is None:
         return device
-    folder, machine = paths.cache_dir(), f"{_machine(device)} | {build}"
+    folder = paths.cache_dir()
+    machine = f"{_machine(device)} | {build}"
     wanted = matrix_rate.due(folder, machine, types) if measure else ()
     taken = matrix_rate.measure(wanted) if wanted else None
     if taken is not None:

@@ -43,7 +43,10 @@ class GgmlDevice:
     def accelerator(self) -> Accelerator:
         """What drives it, in our words; "cpu" for the processor and for what only helps it
         (BLAS)."""
-        known = accelerators.called(self.backend) if self.type in _GPU_TYPES else None
+        if self.type in _GPU_TYPES:
+            known = accelerators.called(self.backend)
+        else:
+            known = None
         return known or "cpu"
 
 
@@ -134,7 +137,10 @@ def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
 def differences(device: Device, build: GgmlBuild) -> list[Finding]:
     """Where the build's devices are not what the probes found, each with what to do about it."""
     if build.failure:
-        fix = "localllm setup --use own" if "/builds/" in build.folder else "localllm setup"
+        if "/builds/" in build.folder:
+            fix = "localllm setup --use own"
+        else:
+            fix = "localllm setup"
         return [
             Finding(
                 "error",
@@ -145,7 +151,9 @@ def differences(device: Device, build: GgmlBuild) -> list[Finding]:
     if device.accelerator == "cpu":
         seen = ", ".join(gpu.description for gpu in build.gpus)
         told = f"the installed llama.cpp sees {seen}, which this machine's own tools did not show"
-        return [Finding("warning", told)] if seen else []
+        if seen:
+            return [Finding("warning", told)]
+        return []
     driver = driven_by(device, build)
     if driver == "cpu":
         return [_unused(device, build)]
@@ -206,7 +214,9 @@ def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
         for name, n_bytes in most.items()
         if n_bytes is not None and n_bytes < limit / max(device.n_gpus, 1)
     ]
-    return [differs, *small] if total and (low or high) else small
+    if total and (low or high):
+        return [differs, *small]
+    return small
 
 
 def to_json(build: GgmlBuild) -> dict[str, Any]:

@@ -105,7 +105,9 @@ _SETUP = "localllm setup"
 
 def _build(device: Device, facts: HealthFacts) -> HealthCheck:
     """Whether the installed build's files are those that this machine needs."""
-    build, wanted, name = facts.build, device.accelerator, "llama.cpp build"
+    build = facts.build
+    wanted = device.accelerator
+    name = "llama.cpp build"
     if build is None:
         what = "llama-cpp-python is not installed: no model can run"
         return HealthCheck(name, "error", what, "pip install llama-cpp-python")
@@ -158,7 +160,10 @@ def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
     fails."""
     architectures = build.cuda_architectures
     capability = re.fullmatch(r"([0-9]+)\.([0-9])", device.compute_capability)
-    major, minor = (int(capability[1]), int(capability[2])) if capability else (0, 0)
+    if capability:
+        major, minor = (int(capability[1]), int(capability[2]))
+    else:
+        major, minor = (0, 0)
     listed = ", ".join(f"sm_{architecture}" for architecture in architectures)
     runs = any(a // 10 == major and a % 10 <= minor for a in architectures)
     slow = f"this GPU is sm_{major}{minor}: it would be slow to start or fail"
@@ -184,7 +189,10 @@ def _gpu_share(device: Device) -> list[HealthCheck]:
         if raised * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
             said += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
         is_assumed = memory.basis == "assumed"
-        unread = f"{said}, assumed: Metal could not be asked" if is_assumed else ""
+        if is_assumed:
+            unread = f"{said}, assumed: Metal could not be asked"
+        else:
+            unread = ""
         return [_seen("wired limit", said, unread=unread)]
     is_shared = device.kind == "unified" and device.accelerator in ("rocm", "vulkan")
     # A small limit is said among the findings, with its fix.
@@ -200,22 +208,29 @@ def _seen(
     """What was looked at; a `warning` where there is one to give, or why nothing could be read."""
     if unread:
         return HealthCheck(name, "not checked", unread)
-    return (
-        HealthCheck(name, "warning", warning, fix) if warning else HealthCheck(name, "ok", message)
-    )
+    if warning:
+        return HealthCheck(name, "warning", warning, fix)
+    return HealthCheck(name, "ok", message)
 
 
 def _memory(device: Device) -> HealthCheck:
-    now, limit = device.memory.available_bytes, device.memory.limit_bytes
+    now = device.memory.available_bytes
+    limit = device.memory.limit_bytes
     said = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
-    taken = f"{said}: other programs hold the rest" if now < limit / 2 else ""
+    if now < limit / 2:
+        taken = f"{said}: other programs hold the rest"
+    else:
+        taken = ""
     return _seen("memory", said, taken, "close what you don't need")
 
 
 def _swap(facts: HealthFacts) -> HealthCheck:
     total, used = facts.swap or (0, 0)
     said = f"{used / GB:.1f} of {total / GB:.1f} GB of swap are in use"
-    slow = f"{said}: a model that gets swapped is tens of times slower" if used > total / 2 else ""
+    if used > total / 2:
+        slow = f"{said}: a model that gets swapped is tens of times slower"
+    else:
+        slow = ""
     if not total:
         said = "no swap: what does not fit fails instead of slowing everything down"
     unread = "" if facts.swap else "swap could not be read"
@@ -226,7 +241,10 @@ def _pressure(facts: HealthFacts) -> HealthCheck:
     found = re.search(r"some avg10=([0-9]+\.[0-9]+)", facts.pressure or "")
     stalled = found[1] if found else "0"
     said = f"programs waited for memory {stalled} % of the last 10 s"
-    unread = "" if found else "this system does not report stalls (/proc/pressure/memory)"
+    if found:
+        unread = ""
+    else:
+        unread = "this system does not report stalls (/proc/pressure/memory)"
     return _seen(
         "memory pressure",
         said,
@@ -249,7 +267,10 @@ def _power(device: Device, facts: HealthFacts) -> HealthCheck:
     profile = (facts.platform_profile or "").strip()
     said = f"the power profile is {profile}"
     slow = said if profile in ("low-power", "quiet", "cool") else ""
-    unread = "" if profile else "this system has no power profile to read"
+    if profile:
+        unread = ""
+    else:
+        unread = "this system has no power profile to read"
     return _seen("power", said, slow, "powerprofilesctl set performance", unread=unread)
 
 
@@ -258,7 +279,10 @@ def _disk(facts: HealthFacts) -> HealthCheck:
         return _seen("disk", "", unread="free disk space could not be read")
     name, free = min(facts.disk_free_bytes.items(), key=lambda item: item[1])
     said = f"{free / GB:.0f} GB free for {name}"
-    little = f"{said}: a download may not fit" if free < _LITTLE_DISK_BYTES else ""
+    if free < _LITTLE_DISK_BYTES:
+        little = f"{said}: a download may not fit"
+    else:
+        little = ""
     return _seen("disk", said, little, "localllm models du")
 
 

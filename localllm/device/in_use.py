@@ -58,12 +58,17 @@ def identity() -> str | None:
     """What tells the build that a worker would run from any other; None where llama-cpp-python is
     not installed."""
     folder = _folder()
-    return None if folder is None else _key(folder, _libraries(folder))
+    if folder is None:
+        return None
+    return _key(folder, _libraries(folder))
 
 
 def _folder() -> Path | None:
-    override, installed = os.environ.get("LLAMA_CPP_LIB_PATH"), llama_cpp_folder()
-    return Path(override) if override and installed else installed
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    installed = llama_cpp_folder()
+    if override and installed:
+        return Path(override)
+    return installed
 
 
 def _libraries(folder: Path) -> list[tuple[str, int, int]]:
@@ -110,7 +115,9 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
     if build is None or build.failure or device.accelerator == "metal":
         return device
     if device.accelerator == "cpu":
-        return _as_ggml_says(device, build) if build.gpus else device
+        if build.gpus:
+            return _as_ggml_says(device, build)
+        return device
     driver = ggml.driven_by(device, build)
     if driver != "cpu":
         driven = tuple(replace(card, accelerator=driver) for card in device.cards)
@@ -200,7 +207,8 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     findings = (*machine.findings, Finding("info", told))
     machine = replace(machine, accelerator=kind, family=kind, match="", findings=findings)
     if any(gpu.type != "igpu" for gpu in gpus):
-        host, bandwidth = machine.memory, machine.bandwidth_gbps
+        host = machine.memory
+        bandwidth = machine.bandwidth_gbps
         one = replace(machine, kind="discrete", host=host, host_bandwidth_gbps=bandwidth)
         return cards.together(cards.numbered([_card(one, gpu) for gpu in gpus]))
     total = sum(gpu.memory_total_bytes for gpu in gpus)

@@ -38,11 +38,10 @@ class Measurement:
     @property
     def figure(self) -> Figure:
         """The figure, with how and when it was found."""
-        beside = (
-            f", while other programs had {self.others_share:.0%} of the processor"
-            if self.busy
-            else ""
-        )
+        if self.busy:
+            beside = f", while other programs had {self.others_share:.0%} of the processor"
+        else:
+            beside = ""
         return Figure(self.value, "measured", f"{self.how}, {self.date}{beside}", self.busy)
 
 
@@ -70,7 +69,9 @@ class ProcessorTimes:
         """Of the processor's time between this and `later`, what other programs had."""
         there = later.there_s - self.there_s
         others = (later.all_s - self.all_s) - (later.own_s - self.own_s)
-        return min(max(others / there, 0.0), 1.0) if there > 0 else 0.0
+        if there > 0:
+            return min(max(others / there, 0.0), 1.0)
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,9 @@ class FigureFile:
 
     def _better(self, known: dict[str, Any], machine: str, taken: Measurement) -> Figure:
         """What counts for `machine` from now on, `known` brought up to it."""
-        kept, tries, figure = (
-            self._figure(known.get(machine)),
-            _tries(known.get(machine)),
-            taken.figure,
-        )
+        kept = self._figure(known.get(machine))
+        tries = _tries(known.get(machine))
+        figure = taken.figure
         if kept is not None and kept.value > figure.value:
             if taken.busy and not tries:
                 return kept
@@ -142,10 +141,14 @@ class FigureFile:
             )
         except (ValueError, KeyError, TypeError):
             return None
-        return figure if self.sane[0] <= figure.value <= self.sane[1] else None
+        if self.sane[0] <= figure.value <= self.sane[1]:
+            return figure
+        return None
 
 
 def _tries(entry: object) -> int:
     """How often a machine was measured while it was busy; 0 once it was measured in quiet."""
     tries = entry.get("tries", 0) if isinstance(entry, dict) else 0
-    return tries if isinstance(tries, int) else 0
+    if isinstance(tries, int):
+        return tries
+    return 0

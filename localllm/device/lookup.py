@@ -102,7 +102,9 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     rows, found = _found(part)
     if not rows and part.count > 1:  # "evo x2" is one
         rows, found = _found(replace(part, words=typed.words(part.text), count=1))
-    return (rows, found) if rows else ((), part)
+    if rows:
+        return (rows, found)
+    return ((), part)
 
 
 def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
@@ -126,10 +128,13 @@ def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     words = part.words
     spans = sorted(combinations(range(len(words) + 1), 2), key=lambda span: span[0] - span[1])
     for start, end in spans[1:]:
-        run, rest = words[start:end], words[:start] + words[end:]
+        run = words[start:end]
+        rest = words[:start] + words[end:]
         beside = {*words[start - 1 : start], *words[end : end + 1]}
-        known = set() if any(map(typed.is_number, rest)) else _known() - MAKERS - SAY_NOTHING
-        if not typed.is_apart(words[:start], words[end:]) or not known.isdisjoint(beside):
+        if not typed.is_apart(words[:start], words[end:]):
+            continue
+        is_number_left = any(typed.is_number(word) for word in rest)
+        if not is_number_left and beside & (_known() - MAKERS - SAY_NOTHING):
             continue
         rows, found = _found(replace(part, words=run))
         if rows and not ("laptop" in rest and rows[0].kind == "discrete"):
@@ -192,7 +197,10 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
     wanted = frozenset(words)
     meant = _nicknames().get(wanted)
     if meant is not None:
-        itself = _of_memory(wanted, meant, memory_gb) if memory_gb is not None else ()
+        if memory_gb is not None:
+            itself = _of_memory(wanted, meant, memory_gb)
+        else:
+            itself = ()
         if itself:
             return itself
         wanted = meant
@@ -211,7 +219,9 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
         if wanted <= key and _says_no_more(key - wanted, wanted)
     }
     closest = [key for key, extra in near.items() if extra == min(near.values())]
-    return _named(closest[0]) if len({_index()[key] for key in closest}) == 1 else ()
+    if len({_index()[key] for key in closest}) == 1:
+        return _named(closest[0])
+    return ()
 
 
 def _of_memory(

@@ -93,7 +93,9 @@ def _without_graphics(devices: list[Device]) -> list[Device]:
         for device in devices
         if device.kind != "discrete" and device.accelerator in ("metal", "cuda")
     ]
-    return [*cards_, *machines] if cards_ else devices
+    if cards_:
+        return [*cards_, *machines]
+    return devices
 
 
 def _read(name: str) -> Computer:
@@ -101,7 +103,10 @@ def _read(name: str) -> Computer:
     computer = Computer([])
     called = lookup.called(name)
     if called is not None:
-        behind = name[len(called.name) :] if called.kind == "system" else name
+        if called.kind == "system":
+            behind = name[len(called.name) :]
+        else:
+            behind = name
         computer.parts.append(((called,), typed.read(behind)))
         return computer
     for text in typed.split(name):
@@ -165,10 +170,15 @@ def _processor_or_run(
     if named is None:
         return _run_or_line(text, part)
     computer.cpu, rest = named
-    computer.sockets = 1 if computer.cpu is USUAL_PROCESSOR else part.count
+    if computer.cpu is USUAL_PROCESSOR:
+        computer.sockets = 1
+    else:
+        computer.sockets = part.count
     graphics = table.by_cpu(computer.cpu.name)
-    rows = (graphics,) if graphics is not None and graphics.kind == "unified" else ()
-    return rows, replace(part, words=(), rest=rest, count=1)
+    processor = replace(part, words=(), rest=rest, count=1)
+    if graphics is not None and graphics.kind == "unified":
+        return (graphics,), processor
+    return (), processor
 
 
 def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
@@ -244,7 +254,10 @@ _MOST_MEMORY = 256.0
 def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> Typed:
     """`part` without the sizes that are a disk's, which is said."""
     sold = sorted(set(chain.from_iterable(row.memory_gb for row in rows)))
-    largest = max(sold, default=_MOST_MEMORY) if rows[0].kind == "unified" else _TERABYTE - 1
+    if rows[0].kind == "unified":
+        largest = max(sold, default=_MOST_MEMORY)
+    else:
+        largest = _TERABYTE - 1
     # A box that is sold in one size has that.
     is_fixed = rows[0].kind == "unified" and rows[0].vendor.startswith("NVIDIA") and len(sold) == 1
     is_server = rows[0].kind == "system"
@@ -277,17 +290,24 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
                 )
             )
     is_sum = own is not None and own not in sold and own / part.count in sold
-    return own / part.count if own is not None and is_sum else own
+    if own is not None and is_sum:
+        return own / part.count
+    return own
 
 
 def _sold_size(sold: set[float], part: Typed) -> float | None:
     """The size that was said of those which a card is sold with, several have together, or one has
     after somebody soldered more memory on it."""
-    modded = set() if "laptop" in part.words else {_MODDED * size for size in sold}
+    if "laptop" in part.words:
+        modded = set()
+    else:
+        modded = {_MODDED * size for size in sold}
     fitting = [size for size in part.sizes_gb if size in sold]
     fitting += [size for size in part.sizes_gb if size / part.count in sold]
     fitting += [size for size in part.sizes_gb if size in modded or size < _LEAST_RAM or not sold]
-    return fitting[0] if fitting else None
+    if fitting:
+        return fitting[0]
+    return None
 
 
 def _choose(
@@ -304,7 +324,10 @@ def _choose(
     )
     others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
-    taken = max(row.memory_gb, default=None) if wanted is None else wanted
+    if wanted is None:
+        taken = max(row.memory_gb, default=None)
+    else:
+        taken = wanted
     said = (
         (
             part.cores is None and len(rows) > 1 and bool(others),

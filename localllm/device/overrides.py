@@ -55,7 +55,8 @@ def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
 def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
     """Of several cards each keeps its part. What a described card's screens would take is in what
     is said."""
-    keep, whole = int(headroom_gb * 1e9), device.memory
+    keep = int(headroom_gb * 1e9)
+    whole = device.memory
     if keep >= whole.limit_bytes:
         raise UsageError(
             f"--vram-headroom {headroom_gb:g} leaves nothing of {whole.limit_bytes / 1e9:.1f} GB"

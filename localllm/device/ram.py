@@ -40,13 +40,20 @@ class StatedRam:
         begins = f"{self.kind}-" if self.kind else ""
         usual = next((kind for kind in kinds if kind.lower().startswith(begins)), rest)
         kind, _, made_for = usual.rpartition("-")
-        rate, n = self.rate or int(made_for), self.channels or channels
+        rate = self.rate or int(made_for)
+        n = self.channels or channels
         others = [] if self.kind or self.rate else list(kinds[1:])
         said = f"{_COUNTED.get(n, f'{n} channels')} of {kind.upper()}-{rate}"
         for other in others:
             said += f"; {_gbps(int(other.rpartition('-')[2]), n):g} GB/s if it is {other}"
         sure = known and not others and usual in kinds
-        basis: Basis = "given" if self.rate else "derived" if sure else "assumed"
+        basis: Basis
+        if self.rate:
+            basis = "given"
+        elif sure:
+            basis = "derived"
+        else:
+            basis = "assumed"
         return Figure(_gbps(rate, n), basis, said)
 
 

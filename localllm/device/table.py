@@ -159,7 +159,9 @@ def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> Devi
     10 %."""
     candidates = list(found)
     if not candidates or memory_bytes is None:
-        return candidates[0] if candidates else None
+        if candidates:
+            return candidates[0]
+        return None
     sized = [row for row in candidates if row.memory_gb]
     if not sized:
         return candidates[0]
@@ -168,7 +170,9 @@ def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> Devi
         return min(abs(gb * GIB - memory_bytes) / (gb * GIB) for gb in row.memory_gb)
 
     nearest = min(sized, key=off)
-    return nearest if off(nearest) <= 0.10 else None
+    if off(nearest) <= 0.10:
+        return nearest
+    return None
 
 
 def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> DeviceRow | None:
@@ -185,7 +189,9 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
     if gpu_cores is not None:
         # An unlisted bin: all bins of one chip below the listed one share its row only if bandwidth
         # is the same.
-        return found[0] if len({row.bandwidth_gbps for row in found}) == 1 else None
+        if len({row.bandwidth_gbps for row in found}) == 1:
+            return found[0]
+        return None
     if memory_bytes is not None:
         found = [row for row in found if nearest_memory([row], memory_bytes)] or found
     return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
@@ -217,7 +223,8 @@ def by_pci(
 ) -> DeviceRow | None:
     """The row of a PCI device by its hexadecimal ids; a row that names a revision needs that
     revision."""
-    full, short = f"{vendor}:{device}:{revision}".lower(), f"{vendor}:{device}".lower()
+    full = f"{vendor}:{device}:{revision}".lower()
+    short = f"{vendor}:{device}".lower()
     found = [row for row in rows() if full in row.pci or short in row.pci]
     return nearest_memory(found, memory_bytes) or (found[0] if len(found) == 1 else None)
 
@@ -227,7 +234,10 @@ def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
     nearest size have ("" = nobody knows which), of its generation where that is known ("8.6" is
     one with "8.9")."""
     cards = [row for row in rows() if row.kind == "discrete" and vendor in (row.vendor, "")]
-    generation = architecture.rpartition(".")[0] + "." if "." in architecture else architecture[:-1]
+    if "." in architecture:
+        generation = architecture.rpartition(".")[0] + "."
+    else:
+        generation = architecture[:-1]
     own = [row for row in cards if generation and row.compute_capability.startswith(generation)]
 
     def off(row: DeviceRow) -> float:

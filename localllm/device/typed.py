@@ -34,9 +34,11 @@ class Typed:
     @property
     def memory_gb(self) -> float | None:
         """The size that is the part's own as far as the words tell."""
-        return (
-            self.own_gb if self.own_gb is not None else self.sizes_gb[0] if self.sizes_gb else None
-        )
+        if self.own_gb is not None:
+            return self.own_gb
+        if self.sizes_gb:
+            return self.sizes_gb[0]
+        return None
 
 
 def split(name: str) -> list[str]:
@@ -52,7 +54,10 @@ def split(name: str) -> list[str]:
         # "Mac Studio with M2 Ultra": what has no number is no part of its own.
         if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
             is_counted = re.match(_MANY, part, re.I) is not None
-            part = f"{part} {parts.pop()}" if is_counted else f"{parts.pop()} {part}"
+            if is_counted:
+                part = f"{part} {parts.pop()}"
+            else:
+                part = f"{parts.pop()} {part}"
         parts.append(part)
     return parts
 
@@ -167,7 +172,8 @@ def read(part: str) -> Typed:
     # "A100-SXM4-40GB" is what a driver calls it.
     found = re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text)
     if found:
-        own, text = _gigabytes(found[1], found[2]), _without(found)
+        own = _gigabytes(found[1], found[2])
+        text = _without(found)
     sizes = tuple(
         _gigabytes(number, unit) for number, unit in re.findall(rf"(?<![\w.]){_SIZE}", text)
     )
@@ -192,7 +198,9 @@ def _gigabytes(number: str, unit: str) -> float:
     24."""
     if unit == "mib":
         shown = float(number) / 1024
-        return shown if shown.is_integer() else math.ceil(shown / 2) * 2
+        if shown.is_integer():
+            return shown
+        return math.ceil(shown / 2) * 2
     return float(number) * (1024 if unit.startswith("t") else 1)
 
 
@@ -209,19 +217,25 @@ def _counted(text: str) -> tuple[int, str]:
     text = re.sub(r"\(\s*([1-9]|1[0-6])\s*[x×*]\s*\)\s*$", r" x\1", text)
     alone = re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text)
     found = alone or _BEHIND.search(text)
-    return (int(found[1]), _without(found).strip()) if found else (1, text)
+    if found:
+        return (int(found[1]), _without(found).strip())
+    return (1, text)
 
 
 def _ram(text: str) -> tuple[StatedRam | None, str]:
     channels = 0
     found = _CHANNELS.search(text)
     if found:
-        channels, text = _CHANNEL_WORDS.get(found[1]) or int(found[1]), _without(found)
+        channels = _CHANNEL_WORDS.get(found[1]) or int(found[1])
+        text = _without(found)
     found = next(filter(None, (pattern.search(text) for pattern in _RAM)), None)
     if found is None:
         return (replace(NO_RAM, channels=channels) if channels else None), text
     said = found.groupdict()
-    size = _gigabytes(said["number"], said["unit"]) if said.get("number") else None
+    if said.get("number"):
+        size = _gigabytes(said["number"], said["unit"])
+    else:
+        size = None
     return StatedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(
         found
     )
@@ -317,7 +331,9 @@ def words(text: str, *, several: bool = False) -> tuple[str, ...]:
         text = re.sub(_WHEN, " ", re.sub(_MAC, " ", text))
     text = _rewritten(text, _SPELLED_OTHERWISE)
     found = [word for word in text.split() if word not in IGNORED]
-    return tuple(dict.fromkeys(found)) if "laptop" in found else tuple(found)
+    if "laptop" in found:
+        return tuple(dict.fromkeys(found))
+    return tuple(found)
 
 
 # A word behind a number that nobody knows may make another part of it, if it is as short as those
@@ -332,7 +348,8 @@ def is_number(word: str) -> bool:
 
 def is_apart(before: Sequence[str], after: Sequence[str]) -> bool:
     """False where the word before a part's name, or after it, could make it another part."""
-    last, following = "".join(before[-1:]), "".join(after[:1])
+    last = "".join(before[-1:])
+    following = "".join(after[:1])
     is_short = following.isalpha() and len(following) <= _LONGEST_SUFFIX
     makes_another = following in SUFFIXES or (is_short and following not in DECORATIONS)
     return not makes_another and last not in SUFFIXES - {"laptop"}

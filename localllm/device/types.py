@@ -114,7 +114,9 @@ class Device:
         """What a plan may take of `memory`, in bytes: of a card what is free now, as it ends in an
         error or, on Windows, in the slow system-memory fallback; of memory that the system lives in
         too its limit, as others can give way."""
-        return self.memory.loadable_bytes if self.kind == "discrete" else self.memory.limit_bytes
+        if self.kind == "discrete":
+            return self.memory.loadable_bytes
+        return self.memory.limit_bytes
 
     @property
     def accounts(self) -> list[str]:
@@ -214,14 +216,12 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
 
 
 def _rates(rates: MatrixRates | None) -> dict[str, Any] | None:
-    return (
-        None if rates is None else {f.name: _figure(getattr(rates, f.name)) for f in fields(rates)}
-    )
+    if rates is None:
+        return None
+    return {f.name: _figure(getattr(rates, f.name)) for f in fields(rates)}
 
 
 def _figure(figure: Figure | None) -> dict[str, Any] | None:
-    return (
-        None
-        if figure is None
-        else {"value": figure.value, "basis": figure.basis, "source": figure.source}
-    )
+    if figure is None:
+        return None
+    return {"value": figure.value, "basis": figure.basis, "source": figure.source}

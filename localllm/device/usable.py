@@ -13,21 +13,26 @@ MIB = 1 << 20
 
 # Of a card, what its driver, other programs' next window and our own estimate may take beyond what
 # is seen: llama-server's `--fit` keeps 1 GiB of each; we know a plan's bytes to about 2 %.
-_MARGIN_SHARE, _LEAST_MARGIN = 0.02, 256 * MIB
+_MARGIN_SHARE = 0.02
+_LEAST_MARGIN = 256 * MIB
 
 # The part of physical RAM that macOS up to 15 gave the GPU by default; newer versions give more
 # (0.74-0.84 were seen: https://github.com/antirez/ds4/pull/893,
 # https://github.com/AlexsJones/llmfit/pull/754). The older, smaller fraction is the one that is
 # safe to assume where Metal can't be asked.
-_MAC_SMALL, _MAC_LARGE, _MAC_SMALL_UP_TO = 2 / 3, 3 / 4, 36 * GIB
+_MAC_SMALL = 2 / 3
+_MAC_LARGE = 3 / 4
+_MAC_SMALL_UP_TO = 36 * GIB
 
 
 # What an idle system has of its own, beside the headroom, and a desktop of the card that drives its
 # screens: assumed, by what people's machines show (a Windows 11 desktop 3 to 5 GB, Linux 1 to 2; of
 # cards 0.5 to 1 GB with a browser open).
 _IDLE_BYTES = {"Windows": 4 * GIB}
-_USUAL_IDLE_BYTES, _IDLE_SHARE = 2 * GIB, 1 / 8
-_DESKTOP_BYTES, _DESKTOP_SHARE = 768 * MIB, 1 / 16
+_USUAL_IDLE_BYTES = 2 * GIB
+_IDLE_SHARE = 1 / 8
+_DESKTOP_BYTES = 768 * MIB
+_DESKTOP_SHARE = 1 / 16
 
 
 def described_pool(
@@ -35,11 +40,10 @@ def described_pool(
 ) -> Memory:
     """System memory of a machine that is only described: all but the headroom and, where it has a
     desktop, what an idle system of this `os` has."""
-    idle = (
-        0
-        if headless
-        else min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
-    )
+    if headless:
+        idle = 0
+    else:
+        idle = min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
     keep = headroom_bytes(total_bytes) + idle
     limit = total_bytes - keep
     return Memory(total_bytes, limit, limit, "assumed", source, keep)
@@ -48,7 +52,10 @@ def described_pool(
 def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
     """A card of a machine that is only described: all but the margin, and a desktop's part where it
     drives `screens`."""
-    desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes)) if screens else 0
+    if screens:
+        desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes))
+    else:
+        desktop = 0
     return replace(vram(total_bytes, desktop, 0, source), basis="datasheet")
 
 
@@ -91,17 +98,30 @@ def mac(
     as the memory guard has it: past what is `free` macOS compresses other apps' pages
     (https://github.com/unslothai/unsloth/pull/10804). `free` counts where that is unknown.
     """
-    keep, default = headroom_bytes(memory_bytes), mac_default(memory_bytes)
+    keep = headroom_bytes(memory_bytes)
+    default = mac_default(memory_bytes)
     if working_set:
-        limit, basis, source = working_set, "reported", "Metal recommendedMaxWorkingSetSize"
+        limit = working_set
+        basis = "reported"
+        source = "Metal recommendedMaxWorkingSetSize"
     elif wired_limit_mb and wired_limit_mb > 0:
-        limit, basis, source = wired_limit_mb * MIB, "reported", "sysctl iogpu.wired_limit_mb"
+        limit = wired_limit_mb * MIB
+        basis = "reported"
+        source = "sysctl iogpu.wired_limit_mb"
     else:
-        limit, basis, source = default, "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
+        limit = default
+        basis = "assumed"
+        source = "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
     limit = min(limit, memory_bytes)
-    others = 0 if to_be_had is None else max(memory_bytes - to_be_had, 0)
+    if to_be_had is None:
+        others = 0
+    else:
+        others = max(memory_bytes - to_be_had, 0)
     bound = max(0, min(limit, memory_bytes - keep - others))
-    now = bound if to_be_had is not None or free is None else max(0, min(free, bound))
+    if to_be_had is not None or free is None:
+        now = bound
+    else:
+        now = max(0, min(free, bound))
     return Memory(
         memory_bytes,
         limit,
@@ -163,7 +183,8 @@ def rocm_alone(gpu: AmdGpu, ram: Memory) -> Memory:
 
 
 def _carve_out(total_bytes: int, free_bytes: int, ram: Memory, source: str) -> Memory:
-    installed, used = ram.total_bytes + total_bytes, total_bytes - free_bytes
+    installed = ram.total_bytes + total_bytes
+    used = total_bytes - free_bytes
     return Memory(
         installed, total_bytes, free_bytes, "reported", source, ram.total_bytes, used, free_bytes
     )
@@ -173,14 +194,14 @@ def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memor
     """A processor's graphics' `memory` beside `ram` as a build that sees `total_bytes` of it has
     it: ROCm either the carve-out or the GTT, Vulkan both (96.0 and 111.5 GiB on one Strix Halo:
     https://github.com/ollama/ollama/issues/13196)."""
-    carve_out, free = memory.total_bytes - ram.total_bytes, memory.carve_out_bytes
+    carve_out = memory.total_bytes - ram.total_bytes
+    free = memory.carve_out_bytes
     if 0 < total_bytes <= carve_out and free:
         return _carve_out(total_bytes, min(free, total_bytes), ram, source)
-    limit = (
-        min(total_bytes, free + ram.limit_bytes)
-        if carve_out > 0
-        else min(total_bytes, memory.limit_bytes)
-    )
+    if carve_out > 0:
+        limit = min(total_bytes, free + ram.limit_bytes)
+    else:
+        limit = min(total_bytes, memory.limit_bytes)
     if limit == memory.limit_bytes:
         return memory
     others = ram.others_bytes + (carve_out - free if free else 0)

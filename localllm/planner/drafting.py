@@ -95,7 +95,8 @@ def verify_ratios(
     weights are read once, but more of the experts, and every row is computed. Sequences of their
     own (`speed.decode`) cost more: each has a cache and a state.
     """
-    read, (share, _) = streamed(model, variant), row_share(device, variant)
+    read = streamed(model, variant)
+    (share, _) = row_share(device, variant)
     is_cpu = decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu"
     if not read.routed_bytes and not is_cpu:
         return [1 + (n - 1) * share for n in rows]
@@ -127,11 +128,16 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
     """
     lengths: tuple[int, ...] = _LENGTHS
     if facts(plan.model).n_recurrent_layers:
-        lengths = (plan.settings.n_rewind,) if plan.settings.n_rewind else ()
+        if plan.settings.n_rewind:
+            lengths = (plan.settings.n_rewind,)
+        else:
+            lengths = ()
     if plan.settings.drafter.name == "off" or not lengths:
         return None
     (gain,) = _gains(device, plan, (EDIT_ACCEPTANCE,), dict.fromkeys(lengths, 0.0))
-    return gain if gain >= _PAYS else None
+    if gain >= _PAYS:
+        return gain
+    return None
 
 
 def _gains(
@@ -160,9 +166,10 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
     low, value, high = _gains(device, plan, HEADS_ACCEPTANCE, dict.fromkeys(lengths, guess))
     _, n_runs = row_share(device, plan.variant)
-    runs = (
-        f", {n_runs} of the runs on such machines" if n_runs and plan.model.experts is None else ""
-    )
+    if n_runs and plan.model.experts is None:
+        runs = f", {n_runs} of the runs on such machines"
+    else:
+        runs = ""
     return Range(value, low, high, HEADS_BASIS.format(runs=runs))
 
 
@@ -194,7 +201,10 @@ def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
         return Range(
             gain, min(1.0, gain), gain, f"{ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
         )
-    edits = edit_gain(device, plan) if workload.purpose == "coding" else None
+    if workload.purpose == "coding":
+        edits = edit_gain(device, plan)
+    else:
+        edits = None
     if edits is None:
         return None
     shared = 1 / (1 - EDIT_SHARE + EDIT_SHARE / (1 + _OF_MOST * (edits - 1)))
@@ -206,7 +216,8 @@ def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
 def edit_sentence(device: Device, plan: Plan) -> str | None:
     """ "edits up to 3.1×: drafts come from the given text itself (90% accepted, assumed)"; of a
     recurrent model, which is loaded without snapshots, what `--draft ngram` would bring."""
-    settings, how = plan.settings, ""
+    settings = plan.settings
+    how = ""
     loaded = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
     if settings.drafter.name == "auto" and loaded and backend_of(plan.variant).snapshots:
         plan = replace(plan, settings=replace(settings, n_rewind=loaded))
@@ -224,12 +235,14 @@ def heads_sentence(device: Device, plan: Plan) -> str | None:
     gain = heads_gain(device, plan)
     if gain is None or gain.value < _PAYS:
         return None
-    files = "" if plan.variant.mtp_bytes else ", from files that carry them"
-    how = (
-        "its own heads draft"
-        if plan.settings.drafter.is_mtp
-        else (f"with --draft mtp (its own heads{files})")
-    )
+    if plan.variant.mtp_bytes:
+        files = ""
+    else:
+        files = ", from files that carry them"
+    if plan.settings.drafter.is_mtp:
+        how = "its own heads draft"
+    else:
+        how = f"with --draft mtp (its own heads{files})"
     rate = gain.value * plan.decode_tok_s.value
     return (
         f"{how}: {rate:.3g} tok/s for one stream, {gain.low:.1f} to {gain.high:.1f}× as fast "

@@ -129,7 +129,9 @@ def part(name: str) -> str:
     case."""
     vendor, gen, tier = generation(name)
     if vendor == "apple":
-        return f"{gen} {tier}" if tier != "base" else gen
+        if tier != "base":
+            return f"{gen} {tier}"
+        return gen
     if gen in ("gb10", "strix-halo"):
         return gen
     text = re.sub(
@@ -140,7 +142,9 @@ def part(name: str) -> str:
 
 def engine_of(device: Device, backend: str) -> str:
     """The kernel set that runs: the backend's own, or that of the accelerator."""
-    return backend if registry.declared(backend).own_kernels else device.accelerator
+    if registry.declared(backend).own_kernels:
+        return backend
+    return device.accelerator
 
 
 @lru_cache(maxsize=1024)
@@ -354,7 +358,9 @@ def share(part: str, units: float) -> float:
     """Of the nominal rate of `units` of a part, the share that its power lets them hold; 1.0 where
     it is not known."""
     watts = _BOARD_W.get(part, 0)
-    return (watts / units / _REFERENCE_W_PER_UNIT) ** _EXPONENT if watts and units else 1.0
+    if not watts or not units:
+        return 1.0
+    return math.pow(watts / units / _REFERENCE_W_PER_UNIT, _EXPONENT)
 
 
 _LAPTOP = re.compile(r"\b(laptop|mobile|max-q)\b", re.I)

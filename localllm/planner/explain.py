@@ -31,7 +31,12 @@ def _ms(seconds: float) -> str:
 
 
 def _span(value: Range, unit: str) -> str:
-    digits = 0 if value.value >= 100 else 1 if value.value >= 1 else 2
+    if value.value >= 100:
+        digits = 0
+    elif value.value >= 1:
+        digits = 1
+    else:
+        digits = 2
     return (
         f"{value.value:.{digits}f} {unit} ({value.low:.{digits}f} to {value.high:.{digits}f}; "
         f"{value.basis})"
@@ -40,7 +45,10 @@ def _span(value: Range, unit: str) -> str:
 
 def _layer_words(layer: Layer, settings: RunSettings) -> str:
     cells = kv_sizes.kv_cells(layer, settings)
-    kind = f"sliding {layer.window:,}" if layer.kind == "sliding" else "full"
+    if layer.kind == "sliding":
+        kind = f"sliding {layer.window:,}"
+    else:
+        kind = "full"
     states = f"{layer.state_elements:,} floats of state × {settings.n_sequences} sequences"
     wide = f"{layer.n_kv_heads} heads × ({layer.head_dim_k} + {layer.head_dim_v})"
     latent = f"{layer.mla_rank} + {layer.mla_rope_dim} wide"
@@ -55,13 +63,27 @@ def _layer_words(layer: Layer, settings: RunSettings) -> str:
 
 
 def _memory_lines(plan: Plan, device: Device) -> list[str]:
-    need, settings, variant = plan.memory, plan.settings, plan.variant
-    listed = ESTIMATED if variant.is_estimate else "rounded by their listing"
+    need = plan.memory
+    settings = plan.settings
+    variant = plan.variant
+    if variant.is_estimate:
+        listed = ESTIMATED
+    else:
+        listed = "rounded by their listing"
     grown = backend_of(variant).buffers == "grown"
-    how = "a step's activations, logits, buffers kept for reuse" if grown else "flash attention on"
-    gain = f", one stream {_span(plan.drafting, '× as fast')}" if plan.drafting is not None else ""
+    if grown:
+        how = "a step's activations, logits, buffers kept for reuse"
+    else:
+        how = "flash attention on"
+    if plan.drafting is not None:
+        gain = f", one stream {_span(plan.drafting, '× as fast')}"
+    else:
+        gain = ""
     companion = settings.drafter.companion
-    drafter = companion.kind if companion is not None else settings.drafter.name
+    if companion is not None:
+        drafter = companion.kind
+    else:
+        drafter = settings.drafter.name
     rows = (
         f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
     )
@@ -117,7 +139,8 @@ def _row(name: str, value: str, what: str = "") -> str:
 
 def _card_lines(plan: Plan, device: Device) -> list[str]:
     """What every card holds; nothing where all of it is in one place."""
-    placed, need = plan.settings.placement, plan.memory
+    placed = plan.settings.placement
+    need = plan.memory
     held = need.cards_bytes or ((need.total_bytes,) if placed.cards else ())
     limits = need.cards_limit_bytes or (need.limit_bytes,)
     names = {card.number: card.name for card in device.cards}
@@ -143,7 +166,10 @@ def _split_lines(plan: Plan, device: Device) -> list[str]:
     parts = places.parts(plan.model, plan.variant)
     read = streamed(plan.model, plan.variant)
     host = device.host_bandwidth_gbps
-    rate = f"{host.value:,.0f} GB/s ({host.basis}: {host.source})" if host else "an unknown rate"
+    if host:
+        rate = f"{host.value:,.0f} GB/s ({host.basis}: {host.source})"
+    else:
+        rate = "an unknown rate"
     if host and host.basis != "measured":
         rate += f", of which {speed.NOMINAL_SHARE:.0%} are counted on"
     left = read.dense_bytes * (1 - share.dense) + read.routed_bytes * (1 - share.experts)
@@ -157,7 +183,8 @@ def _split_lines(plan: Plan, device: Device) -> list[str]:
 
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
-    bandwidth, basis = device.bandwidth_gbps.value, device.bandwidth_gbps.basis
+    bandwidth = device.bandwidth_gbps.value
+    basis = device.bandwidth_gbps.basis
     hardware = speed.hardware(device, plan.variant, plan.settings)
     terms, full = (
         decode_cost.decode_terms(
@@ -165,15 +192,23 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         )
         for depth in (0, plan.settings.n_ctx)
     )
-    read, c, s, x = terms.streamed, terms.coefficients, terms.seconds, plan.model.experts
+    read = terms.streamed
+    c = terms.coefficients
+    s = terms.seconds
+    x = plan.model.experts
     # All that a mixture of experts does takes so much longer, as measured.
     mixture = c["moe"] if x is not None else 1.0
     eta = decode_cost.weight_share(c, hardware, plan.model, plan.variant) / mixture
-    known, lag = facts(plan.model), decode_cost.lag(hardware.clock_ghz)
+    known = facts(plan.model)
+    lag = decode_cost.lag(hardware.clock_ghz)
     wait_us = 1e6 * c["clock"] ** lag * mixture
-    unpacked_s, recurrent_s = s["unpacked"] + s["routed_unpacked"], s["recurrent"] + s["state"]
+    unpacked_s = s["unpacked"] + s["routed_unpacked"]
+    recurrent_s = s["recurrent"] + s["state"]
     n_params = read.dense_params + read.routed_params
-    work = ", and its arithmetic" if hardware.engine == "cpu" and hardware.n_cpu_cores else ""
+    if hardware.engine == "cpu" and hardware.n_cpu_cores:
+        work = ", and its arithmetic"
+    else:
+        work = ""
     launches = {
         name: f"{n} × {c[coefficient] * wait_us:.0f} µs"
         for name, n, coefficient in (
@@ -214,12 +249,15 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         if "recurrent" in launches
         else "",
     ]
-    empty, filled = plan.decode_tok_s, plan.decode_tok_s_full
-    empty_s, filled_s = terms.total_s, full.total_s
+    empty = plan.decode_tok_s
+    filled = plan.decode_tok_s_full
+    empty_s = terms.total_s
+    filled_s = full.total_s
     split = _split_lines(plan, device)
     if split:
         lines += ["decode, divided (the lines above are of a card that held all of it)", *split]
-        empty_s, filled_s = 1 / empty.value, 1 / filled.value
+        empty_s = 1 / empty.value
+        filled_s = 1 / filled.value
     lines.append(_row("empty", _ms(empty_s), _span(empty, "tok/s")))
     if not split:
         what = f"{full.kv_read_bytes / 1e9:.2f} GB with the context full{work}"
@@ -324,7 +362,10 @@ def _folded(line: str, columns: int) -> list[str]:
     if len(line) <= columns:
         return [line]
     head = re.match(r" *\S.*?\S {3,}(?=\S)(?:.{0,20}?\S {3}(?=\S))?", line)
-    at = head.end() if head is not None and head.end() <= columns // 2 else 4
+    if head is not None and head.end() <= columns // 2:
+        at = head.end()
+    else:
+        at = 4
     return textwrap.wrap(
         line, columns, subsequent_indent=" " * at, drop_whitespace=True, break_on_hyphens=False
     )

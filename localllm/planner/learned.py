@@ -73,7 +73,8 @@ def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
     start: tuple[Parts, ...] = ((c + a, c, c), (c, c + b, c), (c, c, c + d))
     covariance = start
     for _ in range(_PASSES):
-        moved, covariance = tuple(-x for x in logs), start
+        moved = tuple(-x for x in logs)
+        covariance = start
         for o in observations:
             share = _shares(o.parts, logs)
             foreseen = math.log(_total(o.parts, logs)) + _dot(share, moved)

@@ -71,7 +71,8 @@ def need_of(workload: Workload) -> Need:
 
 def unsuited(model: Model, workload: Workload) -> str | None:
     """Why `model` is not made for this purpose, or None."""
-    purpose, made_for = workload.purpose, model.purposes
+    purpose = workload.purpose
+    made_for = model.purposes
     wanted = min(NEEDS[purpose].prompt_tokens, workload.context or NEEDS[purpose].context)
     length = f"{model.native_context // 1024}k tokens"
     reasons = (
@@ -99,7 +100,8 @@ def unsuited(model: Model, workload: Workload) -> str | None:
 # Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait
 # for thoughts: those are tokens like the answer's, and too few a second cost the same
 # (`plan.score`).
-_PROMPT_DOUBLED, _THOUGHTS_DOUBLED = 3.0, 5.0
+_PROMPT_DOUBLED = 3.0
+_THOUGHTS_DOUBLED = 5.0
 # Thoughts of more than this times what feels good are waited for by nobody who has a choice: a
 # doubling costs twice as much.
 _LONG_THOUGHTS = 2.0
@@ -110,7 +112,9 @@ def thinking_tokens(model: Model, need: Need) -> int:
 
     A hybrid counts as thinking: its scores are those it has when it thinks.
     """
-    return 0 if model.reasoning_kind == "none" else need.thinking_tokens
+    if model.reasoning_kind == "none":
+        return 0
+    return need.thinking_tokens
 
 
 def answer_s(plan: Plan, need: Need) -> float:
@@ -135,7 +139,8 @@ def points_lost(plan: Plan, need: Need) -> float:
 
 
 # Points that being tight, and lying in two memories, take off a plan's rank.
-_TIGHT_COST, SPLIT_COST = 2.0, 1.0
+_TIGHT_COST = 2.0
+SPLIT_COST = 1.0
 # Every card beside the first, since another model could have it; and what is tight on some of
 # several.
 _CARD_COST = 0.25
@@ -145,7 +150,9 @@ _DOUBT = 1.25
 _KNOWN_SPREAD = 1.5
 # Points that a halving of speed below what feels good takes, that a doubling beyond it brings, and
 # the most it brings.
-_SLOW, _SPARE, _MOST_SPARE = 5.0, 0.25, 1.0
+_SLOW = 5.0
+_SPARE = 0.25
+_MOST_SPARE = 1.0
 # Share of its points that a file loses whose name and size are constructed: a listed one this near
 # goes before it.
 _ESTIMATE_COST = 0.03

@@ -109,8 +109,12 @@ def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
     doubts = zip(_doubts(one), _doubts(other), strict=True)
     if any(mine and not theirs for mine, theirs in doubts) or _replaces(other, one):
         return False
-    share, points = (0.0, 0.0) if exactly else (_SAME_SHARE, _SAME_POINTS)
-    mine, theirs = _costs(one), _costs(other)
+    if exactly:
+        share, points = (0.0, 0.0)
+    else:
+        share, points = (_SAME_SHARE, _SAME_POINTS)
+    mine = _costs(one)
+    theirs = _costs(other)
     no_worse = one.quality >= other.quality - points and all(
         a <= b * (1 + share) for a, b in zip(mine, theirs, strict=True)
     )
@@ -144,7 +148,9 @@ def nearest_of_other(plan: Plan, variants: Sequence[Variant]) -> Variant | None:
     beyond 25 %."""
     size = plan.variant.file_bytes
     near = sorted(variants, key=lambda v: (abs(v.file_bytes - size), v.quant))
-    return near[0] if near and abs(near[0].file_bytes / size - 1) <= _SAME_BITS else None
+    if near and abs(near[0].file_bytes / size - 1) <= _SAME_BITS:
+        return near[0]
+    return None
 
 
 def compare(device: Device, plan: Plan, other: Plan) -> str:
@@ -161,7 +167,8 @@ def compare(device: Device, plan: Plan, other: Plan) -> str:
     else:
         word = "faster" if ratio > 1 else "slower"
         head = f"{named} is predicted {word}: {other.decode_tok_s.value:.3g} against the {ours}"
-    there, here = _parts(device, other), _parts(device, plan)
+    there = _parts(device, other)
+    here = _parts(device, plan)
     return (
         f"{head}; a token reads {there[0] / 1e9:.3g} against {here[0] / 1e9:.3g} GB at "
         f"{there[1]:.0%} against "

@@ -106,7 +106,8 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
         prior = 0.0
     weights = [prior, *(1 / spread**2 for _, spread, _ in known)]
     points = [_prior(model), *(points for points, _, _ in known)]
-    weight, basis = sum(weights), _SIZE_AND_DATE
+    weight = sum(weights)
+    basis = _SIZE_AND_DATE
     if known:
         _, _, best = min(known, key=lambda one: one[1])
         version = ", an older version" if _is_older(best) else ""
@@ -149,9 +150,13 @@ def _is_makers_own(score: Quality) -> bool:
 def _prior(model: Model) -> float:
     a, b, c, d = _PRIOR
     date = _DATE.match(model.release_date)
-    year, month = (int(date[1]), int(date[2] or 6)) if date else _UNDATED
+    if date:
+        year, month = (int(date[1]), int(date[2] or 6))
+    else:
+        year, month = _UNDATED
     years = year - 2024 + month / 12
-    total, active = max(model.params_total, 10**7) / 1e9, max(model.params_active, 10**7) / 1e9
+    total = max(model.params_total, 10**7) / 1e9
+    active = max(model.params_active, 10**7) / 1e9
     return a + b * math.log10(total) + c * math.log10(active) + d * min(years, _PRIOR_LAST_YEARS)
 
 
@@ -194,11 +199,9 @@ def bits(model: Model, variant: Variant) -> float:
     """Bits a weight of this format takes in a file, or in these files where the format is not
     known."""
     mix = quants.MIXTURES.get(variant.quant)
-    return (
-        float(mix.file_bits)
-        if mix is not None
-        else 8 * variant.file_bytes / max(1, model.params_total)
-    )
+    if mix is not None:
+        return float(mix.file_bits)
+    return 8 * variant.file_bytes / max(1, model.params_total)
 
 
 def kv_cost(kv_type: str) -> float:

@@ -17,7 +17,9 @@ DEEP = 8_192
 # ln of high ÷ predicted where nothing like it was ever measured.
 NOTHING_KNOWN = 0.58
 # What is known of a machine: rows of the part, of others of its family, or of other families alone.
-SEEN, UNSEEN_PART, UNSEEN_KIND = "seen", "unseen part", "unseen kind"
+SEEN = "seen"
+UNSEEN_PART = "unseen part"
+UNSEEN_KIND = "unseen kind"
 # Families made for machine rooms: their kernels and memories are not as other cards' are, so that
 # one without rows of its own is known as little as the first of them was.
 MACHINE_ROOM = "machine room"
@@ -37,7 +39,9 @@ def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> str:
         return ""
     if any(rows.get(key) for key in hardware_keys if key.startswith("part:")):
         return SEEN
-    return UNSEEN_PART if rows.get(family(hardware_keys)) else UNSEEN_KIND
+    if rows.get(family(hardware_keys)):
+        return UNSEEN_PART
+    return UNSEEN_KIND
 
 
 @lru_cache(maxsize=4096)

@@ -66,9 +66,10 @@ def too_slow(plan: Plan, need: Need) -> bool:
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
     possible = backends_of(device)
-    engines = (
-        tuple(b for b in possible if b in overrides.backends) if overrides.backends else possible
-    )
+    if overrides.backends:
+        engines = tuple(b for b in possible if b in overrides.backends)
+    else:
+        engines = possible
     return [v for v in model.variants if backend_of(v).name in engines and v.file_bytes > 0]
 
 
@@ -165,7 +166,10 @@ def detailed_plan(
     """`plan` with its longest context, and further reasons: the cliff, how the other engine would
     do, and a draft model where one would pay."""
     longest = max_context(device, plan)
-    limit = efficiency.limit_of(device) if "measured" not in plan.decode_tok_s.basis else None
+    if "measured" not in plan.decode_tok_s.basis:
+        limit = efficiency.limit_of(device)
+    else:
+        limit = None
     other = _other_engine(device, plan, workload, overrides)
     reasons = (
         f"up to {longest:,} tokens of context fit; each further 1,024 cost "
@@ -195,7 +199,9 @@ def _other_engine(
     if variant is None:
         return None
     other = plan_for(device, plan.model, variant, workload, overrides=overrides)
-    return other if other.fits != "no" else None
+    if other.fits != "no":
+        return other
+    return None
 
 
 # Less than this between ROCm and Vulkan is not worth another build.
@@ -237,7 +243,10 @@ def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str 
     known = {m.id: m for m in models}
     found: list[tuple[float, str, int]] = []
     for name in plan.model.drafts:
-        pair = draft_pair(known[name], plan.variant) if name in known else None
+        if name in known:
+            pair = draft_pair(known[name], plan.variant)
+        else:
+            pair = None
         if pair is None:
             continue
         gain = drafting.draft_gain(device, (plan.model, plan.variant), pair)

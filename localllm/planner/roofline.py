@@ -28,13 +28,15 @@ class Roofline:
 
     def at(self, gb_per_token: float, tok_s: float) -> tuple[float, float]:
         """Where that lies: shares of the width from the left, and of the height from the top."""
-        (x0, x1), (y0, y1) = self.x_decades, self.y_decades
+        (x0, x1) = self.x_decades
+        (y0, y1) = self.y_decades
         return (math.log10(gb_per_token) - x0) / (x1 - x0), (y1 - math.log10(tok_s)) / (y1 - y0)
 
 
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     """The roofline of `device` with `plans` on it."""
-    bandwidth, basis = device.bandwidth_gbps.value, device.bandwidth_gbps.basis
+    bandwidth = device.bandwidth_gbps.value
+    basis = device.bandwidth_gbps.basis
     tflops, _ = efficiency.nominal_tflops(device)
     points = tuple(
         (
@@ -58,8 +60,10 @@ def of(device: Device, plans: Sequence[Plan]) -> Roofline:
 
 def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
     """The picture in characters: the roof as dots, plans as their numbers, then the legend."""
-    columns, rows = width - 8, height
-    (x0, x1), (y0, y1) = picture.x_decades, picture.y_decades
+    columns = width - 8
+    rows = height
+    (x0, x1) = picture.x_decades
+    (y0, y1) = picture.y_decades
     grid = [[" "] * columns for _ in range(rows)]
     for column in range(columns):
         x = 10 ** (x0 + (x1 - x0) * column / (columns - 1))
@@ -68,16 +72,21 @@ def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
             grid[row][column] = "·"
     for i, (gb_per_token, tok_s, _) in enumerate(picture.points, 1):
         right, down = picture.at(gb_per_token, tok_s)
-        column, row = round(right * (columns - 1)), round(down * (rows - 1))
+        column = round(right * (columns - 1))
+        row = round(down * (rows - 1))
         while grid[row][column] not in " ·" and column < columns - 1:
             column += 1
         grid[row][column] = str(i % 10)
     lines = [picture.title, picture.note, "tok/s"]
     for r, cells in enumerate(grid):
         value = 10 ** (y1 - (y1 - y0) * r / (rows - 1))
-        mark = f"{value:6.4g}" if r in (0, rows - 1) or r == rows // 2 else " " * 6
+        if r in (0, rows - 1) or r == rows // 2:
+            mark = f"{value:6.4g}"
+        else:
+            mark = " " * 6
         lines.append(f"{mark} |{''.join(cells)}".rstrip())
-    left, right_end = f"{10.0**x0:g}", f"{10.0**x1:g} GB per token"
+    left = f"{10.0**x0:g}"
+    right_end = f"{10.0**x1:g} GB per token"
     lines += [
         "       +" + "─" * columns,
         "        " + left + right_end.rjust(columns - len(left)),
@@ -91,7 +100,12 @@ def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
 
 
 # Width, height and margins (left, top, right, bottom) of the picture, in pixels.
-_W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = 880, 560, 70, 60, 30, 60
+_W = 880
+_H = 560
+_LEFT = 70
+_TOP = 60
+_RIGHT = 30
+_BOTTOM = 60
 _LABEL_GAP = 13.0
 
 
@@ -106,7 +120,8 @@ def _text(x: float, y: float, content: str, more: str = "") -> str:
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], stroke: str) -> str:
-    (x1, y1), (x2, y2) = start, end
+    (x1, y1) = start
+    (x2, y2) = end
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"/>'
 
 
@@ -121,7 +136,8 @@ def svg(picture: Roofline) -> str:
         _text(_W / 2, _H - 16, "GB of weights read per token", 'text-anchor="middle"'),
         _text(16, _TOP - 8, "tok/s"),
     ]
-    (x0, x1), (y0, y1) = picture.x_decades, picture.y_decades
+    (x0, x1) = picture.x_decades
+    (y0, y1) = picture.y_decades
     for decade in range(x0, x1 + 1):
         x, _ = _place(picture, 10.0**decade, 10.0**y0)
         out.append(_line((x, _TOP), (x, _H - _BOTTOM), "#ddd"))

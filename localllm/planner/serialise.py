@@ -50,7 +50,8 @@ def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """One plan; of its placement -1 = all."""
-    settings, placed = plan.settings, plan.settings.placement
+    settings = plan.settings
+    placed = plan.settings.placement
     return {
         "model": plan.model.id,
         "name": plan.model.name,

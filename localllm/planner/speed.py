@@ -169,7 +169,8 @@ def decode_step(
     waits_s += (device.n_gpus - 1) * CROSSING_S
     basis, spread = _basis("decode", machine, model, depth=depth)
     if device.bandwidth_gbps.basis == "assumed":
-        basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
+        basis = f"assumed {machine.bandwidth_gbps:.0f} GB/s"
+        spread = 0.5
     rows_s = 0.0
     if n_sequences > 1:
         _, together = _basis("batched", machine, model, depth=depth, known=ranges.UNSEEN_KIND)
@@ -180,14 +181,16 @@ def decode_step(
         rows_s = n_sequences * row_s
     share = places.shares(model, variant, settings.placement)
     if not share.is_whole and device.kind == "discrete":
-        host, beside = _host(device), device.host_bandwidth_gbps
+        host = _host(device)
+        beside = device.host_bandwidth_gbps
         there = terms(hardware=host).seconds
         for cause, here_s in seconds.items():
             part: float = getattr(share, places.SHARED_AS[cause])
             seconds[cause] = part * here_s + (1 - part) * there[cause]
         copied_s = n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
         waits_s += share.crossings * (CROSSING_S + copied_s)
-        spread, rows_s = max(spread, _SPLIT_SPREAD), 0.0
+        spread = max(spread, _SPLIT_SPREAD)
+        rows_s = 0.0
         known = beside.basis if beside else "assumed"
         basis += f"; system memory {host.bandwidth_gbps:.0f} GB/s ({known})"
     read_s = seconds["weights"] + seconds["routed"] + seconds["state"]
@@ -232,13 +235,13 @@ def _as_measured(
             seen.append(
                 (same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE))
             )
-    prior = (
-        learned.CPU
-        if efficiency.engine_of(device, backend_of(variant).name) == "cpu"
-        else learned.ACCELERATOR
-    )
+    if efficiency.engine_of(device, backend_of(variant).name) == "cpu":
+        prior = learned.CPU
+    else:
+        prior = learned.ACCELERATOR
     learnt = learned.learn([o for _, o in seen], prior)
-    seconds, unsure = learnt.seconds(step.parts), learnt.uncertainty(step.parts)
+    seconds = learnt.seconds(step.parts)
+    unsure = learnt.uncertainty(step.parts)
     own = [math.log(o.seconds / learnt.seconds(o.parts)) for same, o in seen if same]
     if own:
         return seconds * math.exp(sum(own) / len(own)), math.hypot(0.05, unsure), "this model"
@@ -269,7 +272,8 @@ def prefill(
     basis, spread = _basis("prefill", machine, model, depth=depth + prompt_tokens // 2)
     known = efficiency.nominal_tflops(device)[1]
     if known == "assumed":
-        basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
+        basis = f"{basis}; compute assumed"
+        spread = max(spread, 0.5)
     elif known == "measured":
         basis = "formula on what this build's kernels were measured to multiply here"
     if device.kind == "discrete" and not places.shares(model, variant, settings.placement).is_whole:
@@ -292,7 +296,9 @@ def prefill(
             "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
         )
     predicted = _range(1 / seconds, spread, basis)
-    return predicted if used else efficiency.under_lasting_load(device, predicted)
+    if used:
+        return predicted
+    return efficiency.under_lasting_load(device, predicted)
 
 
 def _prompt_seconds(

@@ -83,7 +83,10 @@ def settings_for(
     """How `variant` is run on `device`, before its KV type and its layers' places are settled by
     what fits."""
     # 8 where an idle one costs nothing, 4 where each has its own window or state.
-    usual = _SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS
+    if facts(model).is_stateful:
+        usual = _SLOTS_PER_SEQUENCE_STATE
+    else:
+        usual = DEFAULT_SLOTS
     slots = overrides.slots or max(usual, workload.parallel)
     drafter = _drafter(variant, overrides)
     return RunSettings(
@@ -144,7 +147,9 @@ def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
     """`small` in the files that would draft for `variant`, on the same engine; None where it has
     none."""
     files = [v for v in small.variants if backend_of(v) == backend_of(variant)]
-    return (small, typical(files)) if files else None
+    if files:
+        return (small, typical(files))
+    return None
 
 
 def typical(variants: Sequence[Variant]) -> Variant:

@@ -16,7 +16,8 @@ from localllm.planner.types import Plan
 def does_not_fit(plan: Plan, device: Device) -> str:
     """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the
     need)."""
-    needed, place = all_memory(plan), "this GPU" if device.kind == "discrete" else "this machine"
+    needed = all_memory(plan)
+    place = "this GPU" if device.kind == "discrete" else "this machine"
     usable = gb(device.room_bytes)
     at = f"at {plan.settings.n_ctx // 1024}k context"
     beside = ""
@@ -28,7 +29,8 @@ def does_not_fit(plan: Plan, device: Device) -> str:
 def on_disk(plan: Plan, tok_s: float) -> str | None:
     """ "28.8 GB of tables stay on the disk: …, on one that turns about 5.4 tok/s"; None where
     nothing does."""
-    left, slow = plan.memory.disk_bytes, places.SLOW_ROW_S
+    left = plan.memory.disk_bytes
+    slow = places.SLOW_ROW_S
     if not left:
         return None
     turning = 1 / (1 / tok_s + places.token_s(plan.model, plan.variant, plan.settings, row_s=slow))
@@ -41,8 +43,10 @@ def on_disk(plan: Plan, tok_s: float) -> str | None:
 
 def left_behind(plan: Plan) -> str:
     """What of a split plan lies in system memory: "experts of 24 of 36 layers run"."""
-    placed, n = plan.settings.placement, len(plan.model.layers)
-    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+    placed = plan.settings.placement
+    n = len(plan.model.layers)
+    first = placed.first_gpu_layer(n)
+    kept = placed.host_expert_layers(n)
     parts = (
         (first > 0, f"{min(first, n)} of {n} layers"),
         (
@@ -179,7 +183,8 @@ def _better_than(first: Plan, plan: Plan) -> str:
 
 def _trades(plan: Plan, first: Plan) -> list[str]:
     """What `plan` has against it beside its speed. Its KV type stands in the table."""
-    drafted, plain = rate(plan.stream_tok_s), rate(plan.decode_tok_s.value)
+    drafted = rate(plan.stream_tok_s)
+    plain = rate(plan.decode_tok_s.value)
     lost = first.quality - plan.quality
     points = f"{lost:.0f} point{'' if round(lost) == 1 else 's'}"
     said = (

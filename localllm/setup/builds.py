@@ -102,7 +102,9 @@ def read(folder: Path, name: str = "") -> Build | None:
     complete = (
         build is not None and name in ("", build.name) and (folder / "site" / "llama_cpp").is_dir()
     )
-    return build if complete else None
+    if complete:
+        return build
+    return None
 
 
 def finish(build: Build) -> None:
@@ -138,7 +140,8 @@ def stale(build: Build, drivers: str) -> str:
     nonsense now, unnoticed."""
     if not build.drivers or not drivers or build.drivers == drivers:
         return ""
-    before, now = build.drivers.split("; "), drivers.split("; ")
+    before = build.drivers.split("; ")
+    now = drivers.split("; ")
     changed = ", ".join(said for said in now if said not in before) or "one is gone"
     return (
         f"the GPU's drivers changed since the build {build.name} was tried ({changed}): `localllm "
@@ -149,7 +152,9 @@ def stale(build: Build, drivers: str) -> str:
 def chosen() -> str:
     """The name that `setup --use` chose; "own" where nobody chose or the file is damaged."""
     name = _line(_root() / _CHOICE)
-    return name if _NAME.fullmatch(name) else OWN
+    if _NAME.fullmatch(name):
+        return name
+    return OWN
 
 
 def choose(name: str) -> None:

@@ -38,7 +38,10 @@ def settle(
     wanted = sorted([recipe, *recipe.otherwise], key=lambda made: made.name not in there)
     failures: list[SetupError] = []
     for number, candidate in enumerate(wanted, 1):
-        takes = f" ({candidate.takes})" if candidate.takes and candidate.name not in there else ""
+        if candidate.takes and candidate.name not in there:
+            takes = f" ({candidate.takes})"
+        else:
+            takes = ""
         say(f"{candidate.title}{takes}")
         if number > 1:
             say(f"   because {candidate.because}")

@@ -108,7 +108,10 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
     best = ready or _newest(host, lambda w: all(map(w.runs_on, cards)))
     wheels = [] if best is None else [_from_wheel(host, best, cards)]
     compiled = _compiled(device, host, cards, ready)
-    found = [*compiled, *wheels] if ready is None else [*wheels, *compiled]
+    if ready is None:
+        found = [*compiled, *wheels]
+    else:
+        found = [*wheels, *compiled]
     if not found:
         raise _nothing(device, host, cards)
     return chain(*found)
@@ -119,7 +122,10 @@ def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> Setup
     if not cards:
         told = f"the compute capability of {device.name} is unknown"
         return SetupError(told, hint="update the NVIDIA driver")
-    driver = f" with a driver for CUDA {dotted(host.cuda_driver)}" if host.cuda_driver else ""
+    if host.cuda_driver:
+        driver = f" with a driver for CUDA {dotted(host.cuda_driver)}"
+    else:
+        driver = ""
     told = f"no CUDA wheel or compiler here has code of {' and '.join(map(dotted, cards))}{driver}"
     return SetupError(told, hint="update the NVIDIA driver, or localllm setup --backend vulkan")
 
@@ -189,7 +195,9 @@ def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tup
 
 def _listed(versions: Iterable[Version]) -> str:
     *most, last = map(dotted, versions)
-    return f"{', '.join(most)} and {last}" if most else last
+    if most:
+        return f"{', '.join(most)} and {last}"
+    return last
 
 
 # --- compiled -------------------------------------------------------------------------------------
@@ -211,7 +219,10 @@ def _compiled(
     refused = _refused(host, cards)
     if host.nvcc and not refused:
         how = f"compiled by this system's nvcc {dotted(host.nvcc)}"
-        cmake = [f"-DCMAKE_CUDA_COMPILER={host.nvcc_path}"] if host.nvcc_path else []
+        if host.nvcc_path:
+            cmake = [f"-DCMAKE_CUDA_COMPILER={host.nvcc_path}"]
+        else:
+            cmake = []
         found.append(_compile(host, cards, how, because, cmake=cmake))
     if device.family == "Jetson" and cards[-1] < (11, 0):
         if not found:
@@ -295,4 +306,6 @@ def _oldest_nvcc(capability: Version) -> Version:
     """The first CUDA whose compiler knows the part as we compile for it."""
     if capability > (12, 0) or capability[0] == 11:
         return 13, 0
-    return (12, 8) if capability >= (10, 0) else (12, 0)
+    if capability >= (10, 0):
+        return (12, 8)
+    return (12, 0)

@@ -53,7 +53,10 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
     nvcc_path = shutil.which("nvcc") or next(
         filter(os.path.exists, ["/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"]), ""
     )
-    nvcc = version_of(run(nvcc_path, "--version").partition("release ")[2]) if nvcc_path else None
+    if nvcc_path:
+        nvcc = version_of(run(nvcc_path, "--version").partition("release ")[2])
+    else:
+        nvcc = None
     return BuildHost(
         system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
         architecture=platform.machine(),
@@ -101,7 +104,9 @@ def installed_version() -> str:
 def version_of(text: str) -> Version | None:
     """The first two numbers of "13.0.88"."""
     found = re.search(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else None
+    if found:
+        return (int(found[1]), int(found[2]))
+    return None
 
 
 def _cuda_libraries(nvcc_path: str, version: Version) -> str:
@@ -123,9 +128,17 @@ def _gcc() -> int | None:
     """The major number of the g++ that nvcc takes, which these variables choose (Arch sets one);
     None where there is none (on a Mac g++ is clang)."""
     chosen = os.environ.get("CUDAHOSTCXX") or os.environ.get("NVCC_CCBIN") or "g++"
-    path = shutil.which(chosen) if sys.platform.startswith("linux") else None
-    number = run(path, "-dumpversion").partition(".")[0].strip() if path else ""
-    return int(number) if number.isdigit() else None
+    if sys.platform.startswith("linux"):
+        path = shutil.which(chosen)
+    else:
+        path = None
+    if path:
+        number = run(path, "-dumpversion").partition(".")[0].strip()
+    else:
+        number = ""
+    if number.isdigit():
+        return int(number)
+    return None
 
 
 def _rocm() -> Version | None:
@@ -135,12 +148,19 @@ def _rocm() -> Version | None:
         return found
     name = ctypes.util.find_library("amdhip64") or ""
     number = name.rpartition(".so.")[2].partition(".")[0]
-    return (int(number), 0) if number.isdigit() else None
+    if number.isdigit():
+        return (int(number), 0)
+    return None
 
 
 def _cuda_driver() -> Version | None:
     """The newest CUDA that the NVIDIA driver runs, by NVML; None without one."""
     number = 0
     with nvidia.session() as api:
-        number = int(api.nvmlSystemGetCudaDriverVersion_v2()) if api is not None else 0
-    return (number // 1000, number % 1000 // 10) if number else None
+        if api is not None:
+            number = int(api.nvmlSystemGetCudaDriverVersion_v2())
+        else:
+            number = 0
+    if number:
+        return (number // 1000, number % 1000 // 10)
+    return None

@@ -32,8 +32,10 @@ Run = Callable[[list[str], Mapping[str, str], Path], int]
 _TICK_S = 15.0
 # Two runs of one build on a machine that does nothing else are within a few per cent. Another
 # release of the same is held to less, with more runs of each.
-_SLOWER, _TURNS = 1.1, 2
-_SLOWER_RELEASE, _TURNS_RELEASE = 1.03, 5
+_SLOWER = 1.1
+_TURNS = 2
+_SLOWER_RELEASE = 1.03
+_TURNS_RELEASE = 5
 
 
 def make(
@@ -76,9 +78,10 @@ def make(
             )
         before = _before(recipe, old, host, plain)
         other = host.version != installed_version()
-        slower = (
-            "" if before is None else _slower(model, before, environment, say, other_release=other)
-        )
+        if before is None:
+            slower = ""
+        else:
+            slower = _slower(model, before, environment, say, other_release=other)
         if slower and not accept_slower(slower):
             raise SlowerBuildError(f"{recipe.name} works, but {slower}")
         build = builds.Build(
@@ -115,9 +118,10 @@ def _judged(
     """The trial; of a ready-made build with the processor's part of the build that was compiled
     here, where that goes well."""
     package = folder / "site" / "llama_cpp"
-    own = (
-        ask_build(plain).folder if any("--only-binary" in step.pip for step in recipe.steps) else ""
-    )
+    if any("--only-binary" in step.pip for step in recipe.steps):
+        own = ask_build(plain).folder
+    else:
+        own = ""
     if own and processor_part.exchange(package, Path(own)):
         verdict = trial.judge(recipe.backend, expected, environment)
         failure = verdict.failure or trial.computed(expected, environment, layers=0).failure
@@ -145,7 +149,9 @@ def _before(
     chosen = builds.chosen()
     on_processor = host.version != installed_version() and recipe.backend == "cpu"
     if chosen == builds.OWN:
-        return plain if on_processor or host.own_backends != ("cpu",) else None
+        if on_processor or host.own_backends != ("cpu",):
+            return plain
+        return None
     folder = old if chosen == recipe.name else builds.folder_of(chosen)
     there = builds.read(folder)
     if there is None or (there.backend == "cpu" and not on_processor):
@@ -158,7 +164,10 @@ def _slower(
 ) -> str:
     """How much slower the new build is, measured in turns with the one before; "" where it is not,
     or that one no longer runs."""
-    limit, turns = (_SLOWER_RELEASE, _TURNS_RELEASE) if other_release else (_SLOWER, _TURNS)
+    if other_release:
+        limit, turns = (_SLOWER_RELEASE, _TURNS_RELEASE)
+    else:
+        limit, turns = (_SLOWER, _TURNS)
     say(f"measured beside the build that runs now: a short turn, each {turns} times")
     both: tuple[list[float], list[float]] = ([], [])
     for turn in range(turns):
@@ -167,10 +176,13 @@ def _slower(
             if seconds is None:
                 return ""
             both[which].append(seconds)
-    old_s, new_s = min(both[0]), min(both[1])
+    old_s = min(both[0])
+    new_s = min(both[1])
     said = f"a turn takes {new_s * 1e3:.0f} ms, with the build that runs now {old_s * 1e3:.0f} ms"
     say(f"   {said}")
-    return said if new_s > limit * old_s else ""
+    if new_s > limit * old_s:
+        return said
+    return ""
 
 
 def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -> None:
@@ -257,7 +269,9 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
 def _joined(name: str, value: str) -> str:
     """CMAKE_ARGS of the user's stand before ours; a number of jobs of theirs wins."""
     theirs = os.environ.get(name, "")
-    return f"{theirs} {value}".strip() if name == "CMAKE_ARGS" else theirs or value
+    if name == "CMAKE_ARGS":
+        return f"{theirs} {value}".strip()
+    return theirs or value
 
 
 def link_cuda(toolkit: Path) -> None:

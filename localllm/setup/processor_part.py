@@ -17,7 +17,8 @@ _ASIDE = "ready-made"
 def exchange(package: Path, own: Path) -> bool:
     """Put `own`'s part in the place of `package`'s (both a folder llama_cpp), whose files stand
     aside. False, and nothing done, where they are not of one version of ggml."""
-    theirs, ours = _libraries(package, "ggml-cpu"), _libraries(own, "ggml-cpu")
+    theirs = _libraries(package, "ggml-cpu")
+    ours = _libraries(own, "ggml-cpu")
     versions = [_names(_libraries(folder, "ggml-base")) for folder in (package, own)]
     if not theirs or _names(theirs) != _names(ours) or versions[0] != versions[1]:
         return False

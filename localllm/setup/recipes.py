@@ -57,7 +57,9 @@ def recipes_for(
         note = f"ROCm would be faster ({preferred.because}). {lacking}"
         made[0] = replace(made[0], notes=(*made[0].notes, note))
     best = chain(*made)
-    return [best, _mlx(device, host)] if first == "metal" else [best]
+    if first == "metal":
+        return [best, _mlx(device, host)]
+    return [best]
 
 
 def _in_turn(
@@ -73,9 +75,10 @@ def _in_turn(
         except SetupError as e:
             refused.append(e.message)
             continue
-        faster = (
-            [preferred.because] if preferred is not None and preferred.backend == backend else []
-        )
+        if preferred is not None and preferred.backend == backend:
+            faster = [preferred.because]
+        else:
+            faster = []
         found = replace(found, because="; ".join([*refused, found.because, *faster]))
         refused = []
         made += (replace(found, otherwise=()), *found.otherwise)
@@ -85,7 +88,10 @@ def _in_turn(
 def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
     """`recipe` for `host.version`, a release of llama-cpp-python that is not the installed one:
     beside all others, by a name that says it."""
-    made = _RECIPES[recipe.backend](device, host) if recipe.name == "own" else recipe
+    if recipe.name == "own":
+        made = _RECIPES[recipe.backend](device, host)
+    else:
+        made = recipe
     others = tuple(of_release(other, device, host) for other in made.otherwise)
     because = f"llama-cpp-python {host.version} was asked for; {made.because}"
     return replace(made, name=f"{made.name}-{host.version}", because=because, otherwise=others)
@@ -134,7 +140,9 @@ def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[
             preferred is not None and preferred.backend == "rocm"
         ):
             return ["rocm", "vulkan"]
-        return ["vulkan", "rocm"] if host.rocm is not None else ["vulkan"]
+        if host.rocm is not None:
+            return ["vulkan", "rocm"]
+        return ["vulkan"]
     kinds = (device.accelerator, *KINDS[device.accelerator].instead)
     return [kind for kind in kinds if kind in _RECIPES and kind != "cpu"]
 
@@ -147,7 +155,9 @@ def _lacking(device: Device, host: BuildHost, preferred: Preferred | None) -> st
         needs = _rocm(device, host).needs
     except SetupError as e:
         return f"But {e.message}"
-    return f"It needs {'; '.join(needs)}; then `localllm setup --backend rocm`" if needs else ""
+    if needs:
+        return f"It needs {'; '.join(needs)}; then `localllm setup --backend rocm`"
+    return ""
 
 
 # --- AMD, Intel -----------------------------------------------------------------------------------
@@ -159,9 +169,10 @@ def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
         raise SetupError(
             "there is no Vulkan build for a Mac", hint="the Metal build is the one: localllm setup"
         )
-    loader = (
-        [] if host.vulkan_loader else [f"Vulkan's loader and a driver: {_vulkan_packages(host)}"]
-    )
+    if host.vulkan_loader:
+        loader = []
+    else:
+        loader = [f"Vulkan's loader and a driver: {_vulkan_packages(host)}"]
     found = []
     if is_x86(host):
         because = "it runs on every maker's driver as it is"
@@ -173,16 +184,16 @@ def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
             )
         )
     if not found or host.glslc:
-        because = (
-            "it is made for this system"
-            if found
-            else (f"there are no Vulkan wheels for {host.architecture}")
-        )
-        tools = (
-            []
-            if host.glslc
-            else ["glslc and Vulkan's headers: sudo apt install glslc libvulkan-dev spirv-headers"]
-        )
+        if found:
+            because = "it is made for this system"
+        else:
+            because = f"there are no Vulkan wheels for {host.architecture}"
+        if host.glslc:
+            tools = []
+        else:
+            tools = [
+                "glslc and Vulkan's headers: sudo apt install glslc libvulkan-dev spirv-headers"
+            ]
         here = _compiled_here(host, "vulkan", because, 20)
         needs = (*loader, *here.needs, *tools)
         found.append(replace(here, name="vulkan-here" if found else "vulkan", needs=needs))
@@ -216,7 +227,10 @@ _COMPUTE_ALONE = ("gfx908", "gfx90a", "gfx942", "gfx950")
 
 
 def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
-    gfx = device.compute_capability if device.compute_capability.startswith("gfx") else ""
+    if device.compute_capability.startswith("gfx"):
+        gfx = device.compute_capability
+    else:
+        gfx = ""
     if device.accelerator != "rocm" and not gfx:
         raise SetupError(f"{device.name} has no Radeon that ROCm knows", hint=_SEE)
     code = ROCM_CODE.get(host.system, ())
@@ -226,11 +240,10 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
     if gfx and gfx not in code:
         told = f"the ROCm wheel has no code of {gfx} ({device.name}), only of {', '.join(code)}"
         raise SetupError(told, hint="localllm setup --backend vulkan")
-    why = (
-        f"it has code of {gfx}"
-        if gfx
-        else (f"the trial tells if it has code of this GPU (it has {', '.join(code)})")
-    )
+    if gfx:
+        why = f"it has code of {gfx}"
+    else:
+        why = f"the trial tells if it has code of this GPU (it has {', '.join(code)})"
     if host.system == "windows":
         title = "llama.cpp for ROCm, llama-cpp-python's own wheel, with AMD's libraries in it"
         return BuildRecipe(
@@ -259,11 +272,10 @@ _ROCM_NOTES = ("ROCm 7.2 crashes on some boards with Strix Halo, where 7.13 and 
 def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
     if rocm is not None and rocm[0] == ROCM_MAJOR:
         return ()
-    there = (
-        ""
-        if rocm is None
-        else (f" (here is {_version_text(rocm)}, which lacks the libraries it asks for)")
-    )
+    if rocm is None:
+        there = ""
+    else:
+        there = f" (here is {_version_text(rocm)}, which lacks the libraries it asks for)"
     return (
         f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer: its libraries are not in the "
         f"wheel{there}",
@@ -271,7 +283,9 @@ def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
 
 
 def _version_text(version: Version) -> str:
-    return f"ROCm {version[0]}.{version[1]}" if version[1] else f"ROCm {version[0]}"
+    if version[1]:
+        return f"ROCm {version[0]}.{version[1]}"
+    return f"ROCm {version[0]}"
 
 
 # --- Macs, processors, MLX ------------------------------------------------------------------------
@@ -282,7 +296,8 @@ def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int
     kind = KINDS[backend]
     flags = [kind.cmake] if backend != "cpu" else []
     steps = (from_source(host, [*flags, "-DLLAVA_BUILD=ON"]),)
-    title, needs = f"llama.cpp for {kind.label}, compiled here", tuple(compiler(host))
+    title = f"llama.cpp for {kind.label}, compiled here"
+    needs = tuple(compiler(host))
     return BuildRecipe(
         backend, backend, title, because, steps, needs, takes=minutes(host, cpu_minutes)
     )
@@ -308,10 +323,12 @@ def _cpu(_: Device, host: BuildHost) -> BuildRecipe:
 
 
 def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
-    title, computes_on = "MLX on the processor", "cpu"
+    title = "MLX on the processor"
+    computes_on = "cpu"
     because = "MLX runs here, for what it is worth without a GPU"
     if device.accelerator == "metal":
-        title, computes_on = "MLX for Metal", device.accelerator
+        title = "MLX for Metal"
+        computes_on = device.accelerator
         because = (
             "Apple's own engine runs MLX models on the same GPU, many of them faster than llama.cpp"
         )
@@ -323,7 +340,8 @@ def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
                 "MLX for CUDA needs Linux and a GPU of compute capability 7.5 or newer",
                 hint="localllm setup",
             )
-        title, computes_on = "MLX for CUDA 13", device.accelerator
+        title = "MLX for CUDA 13"
+        computes_on = device.accelerator
         because = "MLX has CUDA code of 7.5, 8.0, 9.0a, 10.0a, 12.0a and 12.1a"
     elif host.system == "windows":
         raise SetupError("MLX does not run on Windows", hint="localllm setup makes llama.cpp ready")
@@ -342,10 +360,15 @@ BACKENDS = (*_RECIPES, MLX.name)
 def _own(device: Device, backend: str) -> BuildRecipe:
     # What has a flag for its fix is about plans.
     wrong = [f for f in device.findings if f.level != "info" and not f.fix.startswith("--")]
-    label = "the processor" if backend == "cpu" else KINDS[backend].label
-    title, because = "nothing to build", f"the installed llama.cpp is made for {label} already"
+    if backend == "cpu":
+        label = "the processor"
+    else:
+        label = KINDS[backend].label
+    title = "nothing to build"
+    because = f"the installed llama.cpp is made for {label} already"
     if backend != "cpu":
         title = f"llama.cpp for {label}, as it is installed"
     elif wrong:
-        title, because = "the processor's build goes on", wrong[0].message
+        title = "the processor's build goes on"
+        because = wrong[0].message
     return BuildRecipe("own", backend, title, because)

@@ -73,7 +73,9 @@ def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
     """Seconds of a short turn with the build that `environment` runs, all its layers on the device;
     None where it does not get that far."""
     asked = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
-    return None if asked.failure else float(asked.answers[-1]["turn_s"])
+    if asked.failure:
+        return None
+    return float(asked.answers[-1]["turn_s"])
 
 
 def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
@@ -131,7 +133,9 @@ def compare(
 
 def speed(answer: Mapping[str, Any]) -> str:
     """How fast an answer of the trial program came, in words."""
-    return f"{1 / answer['decode_s']:.3g} tok/s" if answer.get("decode_s") else "a token came"
+    if answer.get("decode_s"):
+        return f"{1 / answer['decode_s']:.3g} tok/s"
+    return "a token came"
 
 
 def conformance(
@@ -142,7 +146,8 @@ def conformance(
     layers = 0 if backend == "cpu" else -1
     order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
     asked = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
-    answers, failure = asked.answers, asked.failure
+    answers = asked.answers
+    failure = asked.failure
     ended = [answer for answer in answers if "outcome" in answer]
     if failure and answers and "outcome" not in answers[-1]:
         failure = f"while it checked that {answers[-1]['check']}: {failure}"
@@ -190,26 +195,25 @@ def examine(
         # is tested.
         driver = build.accelerators[0]
     expected = reference(model, environment)
-    verdict = (
-        TrialVerdict(expected)
-        if isinstance(expected, str)
-        else judge(driver, expected, environment)
-    )
+    if isinstance(expected, str):
+        verdict = TrialVerdict(expected)
+    else:
+        verdict = judge(driver, expected, environment)
     checks, broken = conformance(model, driver, environment)
     failed = [
         f"{check['check']}: {check['said']}" for check in checks if check["outcome"] == "failed"
     ]
-    unused = (
-        f"{device.name} was not used: the installed llama.cpp is a build for the processor"
-        if device.accelerator != "cpu" and driver == "cpu"
-        else ""
-    )
+    if device.accelerator != "cpu" and driver == "cpu":
+        unused = f"{device.name} was not used: the installed llama.cpp is a build for the processor"
+    else:
+        unused = ""
     failures = [verdict.failure, *failed, broken, unused]
     return SelfTest(device, build, driver, verdict, tuple(checks), tuple(filter(None, failures)))
 
 
 def report(test: SelfTest) -> list[str]:
-    device, build = test.device, test.build
+    device = test.device
+    build = test.build
     figure = device.bandwidth_gbps
     lines = [
         f"localllm {__version__} self-test, {datetime.date.today().isoformat()}",
@@ -241,11 +245,10 @@ def report(test: SelfTest) -> list[str]:
 
 
 def _device_line(seen: ggml.GgmlDevice) -> str:
-    most = (
-        f", one buffer up to {seen.largest_buffer_bytes} B"
-        if seen.largest_buffer_bytes is not None
-        else ""
-    )
+    if seen.largest_buffer_bytes is not None:
+        most = f", one buffer up to {seen.largest_buffer_bytes} B"
+    else:
+        most = ""
     return (
         f"device       {seen.name} ({seen.backend}, {seen.type}): {seen.description}, "
         f"{seen.memory_free_bytes} of {seen.memory_total_bytes} B free{most}; "

@@ -39,7 +39,10 @@ def card_of(
         figure = told or table.of_like_cards(maker, architecture, memory.total_bytes)
     elif told is not None and abs(told.value - listed.value) > 0.1 * listed.value:
         figure = told
-    drives = driver(known.accelerator, architecture) if row is None else row.accelerator
+    if row is None:
+        drives = driver(known.accelerator, architecture)
+    else:
+        drives = row.accelerator
     said = (
         (
             row is not None and figure is not listed,
@@ -164,14 +167,21 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
     has."""
     is_slice = gpu.is_mig or _SLICE.search(gpu.name) is not None
     derived = None if is_slice else gpu.derived_bandwidth_gbps
-    row = None if is_slice else table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
+    if is_slice:
+        row = None
+    else:
+        row = table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
     memory, findings = _nvidia_memory(gpu, row, is_slice=is_slice)
     if memory is None:
         return None, findings
-    told = _share_of_whole(gpu.name, memory.total_bytes) if is_slice else None
+    if is_slice:
+        told = _share_of_whole(gpu.name, memory.total_bytes)
+    else:
+        told = None
     if derived:
         told = Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)")
-    limit, default = gpu.power_limit_w, gpu.default_power_limit_w
+    limit = gpu.power_limit_w
+    default = gpu.default_power_limit_w
     if limit and default and limit < 0.8 * default:
         said = f"{gpu.name} is limited to {limit:.0f} W of {default:.0f} W: prompts are read slower"
         findings.append(Finding("info", said))
@@ -199,7 +209,10 @@ def as_processor(base: Device) -> Device:
     row = table.by_cpu(base.cpu)
     if row is None:
         return base
-    family = row.family if row.accelerator == base.accelerator else base.family
+    if row.accelerator == base.accelerator:
+        family = row.family
+    else:
+        family = base.family
     return replace(base, match=row.name, family=family)
 
 
@@ -220,7 +233,10 @@ def _nvidia_memory(
     if gpu.total_bytes is not None:
         # What is free is less than what nobody uses: the driver keeps a part, which `used` holds or
         # not.
-        used = gpu.used_bytes if gpu.free_bytes is None else gpu.total_bytes - gpu.free_bytes
+        if gpu.free_bytes is None:
+            used = gpu.used_bytes
+        else:
+            used = gpu.total_bytes - gpu.free_bytes
         return usable.vram(
             gpu.total_bytes, max(used or 0, 0), gpu.reserved_bytes or 0, "NVIDIA driver (NVML)"
         ), []
@@ -278,7 +294,8 @@ def one_machine(found: Sequence[Device], base: Device) -> Device:
 def _beside(base: Device, card: Device) -> Device:
     """A card in the computer `base`; it is no slower than the system's memory only for want of
     knowledge."""
-    figure, system = card.bandwidth_gbps, base.bandwidth_gbps
+    figure = card.bandwidth_gbps
+    system = base.bandwidth_gbps
     if figure.basis == "assumed" and system.value > figure.value:
         figure = replace(figure, value=system.value, source="no less than the system's memory")
     around = {name: getattr(base, name) for name in _OF_COMPUTER}

@@ -153,7 +153,9 @@ def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
         :60
     ]
     if row is not None and row.family == "GB10":
-        return f"NVIDIA GB10 ({product})" if product else "NVIDIA GB10"
+        if product:
+            return f"NVIDIA GB10 ({product})"
+        return "NVIDIA GB10"
     return ""
 
 
@@ -183,7 +185,9 @@ def _driver_fix(readings: Readings) -> str:
 
 def _others(readings: Readings) -> list[Finding]:
     names = [card.name for card in (*amd_cards(readings, amd_gpus(readings)), *arcs(readings))]
-    return [left_idle(names)] if names else []
+    if names:
+        return [left_idle(names)]
+    return []
 
 
 def _has_nvidia_gpu(readings: Readings) -> bool:

@@ -24,7 +24,8 @@ def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
         left = visible(said, [""] * len(gpus))
         if len(left) < len(gpus):
             told = f"{name}={said} leaves {len(left)} of {len(gpus)} AMD GPUs"
-            system, gpus = noted(system, [Finding("info", told)]), [gpus[i] for i in left]
+            system = noted(system, [Finding("info", told)])
+            gpus = [gpus[i] for i in left]
     if not gpus:
         return None
     if readings.output("render-access") == "denied":
@@ -53,7 +54,11 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
     if row is None and gpu.gfx:
         row = next((r for r in table.rows() if r.compute_capability == gpu.gfx), None)
     memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
-    accelerator: Accelerator = "rocm" if row is not None and row.accelerator == "rocm" else "vulkan"
+    accelerator: Accelerator
+    if row is not None and row.accelerator == "rocm":
+        accelerator = "rocm"
+    else:
+        accelerator = "vulkan"
     if accelerator == "rocm":
         memory = usable.rocm_alone(gpu, system.base.memory)
     facts = table.facts(row)
@@ -87,7 +92,10 @@ def _amd_card(readings: Readings, gpu: AmdGpu) -> Device:
     memory = usable.vram(
         gpu.vram_total_bytes, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used"
     )
-    shown = row.name if row is not None and name.startswith("AMD GPU ") else name
+    if row is not None and name.startswith("AMD GPU "):
+        shown = row.name
+    else:
+        shown = name
     told = gpu.bandwidth_gbps and Figure(gpu.bandwidth_gbps, "derived", "amdgpu's clock and width")
     return card_of(
         "AMD", shown, memory, row, architecture=gpu.gfx, units=gpu.compute_units, told=told or None

@@ -81,7 +81,10 @@ def _arc(readings: Readings, folder: str, names: list[str]) -> Device | None:
     has."""
     total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
     row = _by_pci(readings, folder, total or None)
-    name = row.name if row else f"Intel GPU 8086:{_device_id(readings, folder)}"
+    if row:
+        name = row.name
+    else:
+        name = f"Intel GPU 8086:{_device_id(readings, folder)}"
     if row is None and names and (total or _on_own_bus(readings, folder)):
         name = names.pop(0)
         row = table.by_gpu_name(name, total or None)

@@ -76,7 +76,10 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
     )
     findings = [finding for is_so, finding in said if is_so]
     records = readings.file("/run/udev/data/+dmi:id")
-    modules = linux.udev_memory(records, cpus.channels(cpu.name)) if records else None
+    if records:
+        modules = linux.udev_memory(records, cpus.channels(cpu.name))
+    else:
+        modules = None
     told = modules_bandwidth(modules, "udev")
     # A board, or Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook Air (M1, 2020)".
     board = readings.file("/proc/device-tree/model")[:80]
@@ -119,9 +122,10 @@ def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tupl
     shows the host's. Where huge pages are reserved (`huge_free_bytes`), those alone can hold a
     model on some boards."""
     smallest = memory.smallest_limit()
-    source = (
-        "/proc/meminfo MemAvailable" if huge_free_bytes is None else "/proc/meminfo HugePages_Free"
-    )
+    if huge_free_bytes is None:
+        source = "/proc/meminfo MemAvailable"
+    else:
+        source = "/proc/meminfo HugePages_Free"
     if smallest is not None:
         source = f"limited by {smallest[1]}"
     available = memory.available_bytes(machine_bytes=huge_free_bytes)

@@ -77,7 +77,8 @@ def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings
     profile = readings.output("system_profiler")
     named_so = "(Virtual)" in chip or chip == "Apple processor"
     named_so = named_so or mac.model.startswith("VirtualMac")
-    is_apple, virtual = chip.startswith("Apple "), "a virtual machine"
+    is_apple = chip.startswith("Apple ")
+    virtual = "a virtual machine"
     reasons = (
         (mac.translated, "Rosetta hides it from an x86 Python"),
         (named_so or "Paravirtual" in readings.output("metal") + profile, virtual),

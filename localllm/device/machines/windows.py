@@ -99,7 +99,10 @@ def _cards(adapters: list[windows.Adapter]) -> list[Device]:
     for adapter in adapters:
         row = table.by_gpu_name(adapter.name, adapter.memory_bytes or None)
         maker = _MAKERS.get(adapter.vendor) or (row.vendor if row else "")
-        is_card = row.kind == "discrete" if row else _is_unknown_card(adapter)
+        if row:
+            is_card = row.kind == "discrete"
+        else:
+            is_card = _is_unknown_card(adapter)
         if not is_card or maker not in _MAKERS.values():
             continue
         size = adapter.memory_bytes or int(row.memory_gb[0] * GIB if row else 0)
@@ -119,7 +122,9 @@ def _is_unknown_card(adapter: windows.Adapter) -> bool:
 def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
     cards = _cards(adapters)
     told = "memory in use on this card can't be read here: all of it counts as free"
-    return one_machine(cards, with_findings(base, [Finding("info", told)])) if cards else None
+    if cards:
+        return one_machine(cards, with_findings(base, [Finding("info", told)]))
+    return None
 
 
 def _integrated(
@@ -136,8 +141,12 @@ def _integrated(
     for adapter, row in found:
         if row is None or row.kind != "unified" or row.vendor not in ("AMD", "Intel"):
             continue
-        row = by_cpu if by_cpu is not None and by_cpu.kind == "unified" else row
-        ram, own_bytes = base.memory, adapter.memory_bytes
+        if by_cpu is not None and by_cpu.kind == "unified":
+            row = by_cpu
+        else:
+            row = row
+        ram = base.memory
+        own_bytes = adapter.memory_bytes
         shared = int(ram.total_bytes * _SHARED_WITH_GPU)
         now = own_bytes + max(0, min(shared, available_bytes - ram.system_bytes))
         return replace(

@@ -15,19 +15,25 @@ _MAX_DIGITS = 20
 def integer(text: str | None) -> int | None:
     """The leading decimal integer of `text` ("4294967296\\n", "16 GiB" → 16), or None."""
     found = re.match(r"\s*(-?[0-9]+)", text or "")
-    return int(found.group(1)) if found and len(found.group(1)) <= _MAX_DIGITS else None
+    if found and len(found.group(1)) <= _MAX_DIGITS:
+        return int(found.group(1))
+    return None
 
 
 def hexadecimal(text: str | None) -> int | None:
     """A hexadecimal integer with or without 0x, or None."""
     found = re.match(r"\s*(?:0x)?([0-9a-fA-F]+)\s*$", text or "")
-    return int(found.group(1), 16) if found and len(found.group(1)) <= _MAX_DIGITS else None
+    if found and len(found.group(1)) <= _MAX_DIGITS:
+        return int(found.group(1), 16)
+    return None
 
 
 def decimal(text: str | None) -> float | None:
     """The leading decimal number of `text` ("1792.5 GB/s" → 1792.5), or None."""
     found = re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", text or "")
-    return float(found.group(1)) if found and len(found.group(1)) <= _MAX_DIGITS else None
+    if found and len(found.group(1)) <= _MAX_DIGITS:
+        return float(found.group(1))
+    return None
 
 
 def from_json(text: str) -> Any:

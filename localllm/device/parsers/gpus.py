@@ -67,10 +67,13 @@ def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
     nodes: dict[int, dict[str, Any]] = {}
     for path in readings.matching("/sys/class/kfd/kfd/topology/nodes/*/properties"):
         values = _kfd_values(readings.file(path))
-        simds, version = values.get("simd_count", 0), values.get("gfx_target_version", 0)
+        simds = values.get("simd_count", 0)
+        version = values.get("gfx_target_version", 0)
         if simds <= 0 or not 0 < version < 1_000_000:
             continue
-        major, minor, step = version // 10000, version // 100 % 100, version % 100
+        major = version // 10000
+        minor = version // 100 % 100
+        step = version % 100
         gfx = f"gfx{major}{minor:x}{step:x}"
         bank = _kfd_values(readings.file(path.replace("/properties", "/mem_banks/0/properties")))
         transfers = next((n for begin, n in _TRANSFERS.items() if gfx.startswith(begin)), 0)
@@ -188,7 +191,9 @@ class NvidiaGpu:
         if not self.bus_bits or not self.max_memory_mhz:
             return None
         value = 2 * self.max_memory_mhz * self.bus_bits / 8 / 1000
-        return value if 10 <= value <= 50_000 else None
+        if 10 <= value <= 50_000:
+            return value
+        return None
 
 
 def nvml(text: str) -> list[NvidiaGpu]:
@@ -204,16 +209,16 @@ def nvml(text: str) -> list[NvidiaGpu]:
 
 def _number(entry: Mapping[str, Any], key: str) -> int | None:
     value = entry.get(key)
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-        else None
-    )
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62:
+        return value
+    return None
 
 
 def _watts(entry: Mapping[str, Any], key: str) -> float | None:
     milliwatts = _number(entry, key)
-    return None if milliwatts is None else milliwatts / 1000
+    if milliwatts is None:
+        return None
+    return milliwatts / 1000
 
 
 # What NVML's addressing mode says of page tables.
@@ -221,7 +226,8 @@ _ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
 
 
 def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
-    major, minor = _number(entry, "cc_major"), _number(entry, "cc_minor")
+    major = _number(entry, "cc_major")
+    minor = _number(entry, "cc_minor")
     gpu = NvidiaGpu(
         name=" ".join(str(entry["name"]).split())[:120],
         total_bytes=_number(entry, "total") or None,
@@ -242,7 +248,10 @@ def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
         return gpu
     # A program is given one of the slices: the first of those that are listed.
     slices = entry.get("slices")
-    sizes = [n for n in slices if isinstance(n, int) and n > 0] if isinstance(slices, list) else []
+    if isinstance(slices, list):
+        sizes = [n for n in slices if isinstance(n, int) and n > 0]
+    else:
+        sizes = []
     return replace(
         gpu,
         total_bytes=next(iter(sizes), None),
@@ -279,7 +288,10 @@ def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
     """The GPUs that an index means, or an id or its beginning."""
     if word.isdecimal() and int(word) < len(uuids):
         return [int(word)]
-    parent = word.removeprefix("MIG-") if word.startswith("MIG-GPU-") else word
+    if word.startswith("MIG-GPU-"):
+        parent = word.removeprefix("MIG-")
+    else:
+        parent = word
     if len(parent) <= 4 or not parent.startswith(("GPU-", "MIG-")):
         return []
     return [
@@ -335,7 +347,9 @@ def _from_smi(row: Mapping[str, str]) -> NvidiaGpu:
 
 def _mib(text: str | None) -> int | None:
     number = integer(text)
-    return None if number is None or number < 0 else number * MIB
+    if number is None or number < 0:
+        return None
+    return number * MIB
 
 
 _VULKAN_KINDS = {
@@ -350,7 +364,8 @@ def vulkaninfo(text: str) -> list[tuple[str, str, int]]:
     found = []
     for block in re.split(r"(?m)^GPU[0-9]+:", text)[1:]:
         values = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*(.*?)\s*$", block))
-        name, kind = values.get("deviceName"), _VULKAN_KINDS.get(values.get("deviceType", ""))
+        name = values.get("deviceName")
+        kind = _VULKAN_KINDS.get(values.get("deviceType", ""))
         if name and kind:
             found.append((name[:120], kind, hexadecimal(values.get("vendorID")) or 0))
     return found

@@ -43,17 +43,28 @@ def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
     sppci_cores."""
     found = re.search(r'"gpu-core-count"\s*=\s*(0x[0-9a-fA-F]{1,8}|[0-9]{1,6})', ioreg)
     if found:
-        cores = int(found.group(1), 0) if found.group(1).startswith("0x") else int(found.group(1))
-        return cores if 0 < cores <= 1024 else None
+        if found.group(1).startswith("0x"):
+            cores = int(found.group(1), 0)
+        else:
+            cores = int(found.group(1))
+        if 0 < cores <= 1024:
+            return cores
+        return None
     return displays(system_profiler)[1]
 
 
 def displays(system_profiler: str) -> tuple[str, int | None]:
     """Chip name and GPU cores from `system_profiler SPDisplaysDataType -json`."""
     data = from_json(system_profiler)
-    entries = data.get("SPDisplaysDataType") if isinstance(data, dict) else None
+    if isinstance(data, dict):
+        entries = data.get("SPDisplaysDataType")
+    else:
+        entries = None
     for entry in entries if isinstance(entries, list) else []:
-        cores = integer(str(entry.get("sppci_cores", ""))) if isinstance(entry, dict) else None
+        if isinstance(entry, dict):
+            cores = integer(str(entry.get("sppci_cores", "")))
+        else:
+            cores = None
         if cores:
             return str(entry.get("sppci_model", ""))[:80], cores if 0 < cores <= 1024 else None
     return "", None
@@ -63,7 +74,9 @@ def metal_working_set(text: str) -> int | None:
     """Bytes of Metal's recommendedMaxWorkingSetSize, as our probe says them ("… = 115964116992
     bytes")."""
     found = re.search(r"recommendedMaxWorkingSetSize = ([0-9]{1,15}) bytes", text)
-    return int(found[1]) or None if found else None
+    if found:
+        return int(found[1]) or None
+    return None
 
 
 _FREE = ("free", "inactive", "speculative", "purgeable")

@@ -27,7 +27,8 @@ def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list
     """
     found = []
     for name, energy, most in zones.values():
-        joules, range_j = decimal(energy or ""), decimal(most or "")
+        joules = decimal(energy or "")
+        range_j = decimal(most or "")
         if name and joules is not None:
             found.append(EnergyCounter(name.strip(), joules / 1e6, (range_j or 0.0) / 1e6))
     whole = [zone for zone in found if zone.name.startswith("psys")]

@@ -60,13 +60,16 @@ def _registry_number(value: str | None) -> int:
 def processor(text: str) -> str:
     """ProcessorNameString of the registry's CentralProcessor key."""
     found = re.search(r"ProcessorNameString\s+REG_SZ\s+(.+)", text)
-    return " ".join(found.group(1).split())[:120] if found else ""
+    if found:
+        return " ".join(found.group(1).split())[:120]
+    return ""
 
 
 def memory_status(text: str) -> tuple[int, int] | None:
     """(total, available) bytes from our GlobalMemoryStatusEx probe's "ullTotalPhys: N" lines."""
     values = key_values(text)
-    total, available = integer(values.get("ullTotalPhys")), integer(values.get("ullAvailPhys"))
+    total = integer(values.get("ullTotalPhys"))
+    available = integer(values.get("ullAvailPhys"))
     if not total or total <= 0:
         return None
     return total, min(max(available or 0, 0), total)

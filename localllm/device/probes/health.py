@@ -18,7 +18,10 @@ from localllm.device.probes import llama_cpp_folder, read_text, run
 def read(cache: Path, data: Path) -> HealthFacts:
     """What `health.judge` needs but the build's own word on its devices (in_use.py); what could not
     be read stays None, so that it is reported as not checked."""
-    power = run("/usr/bin/pmset", "-g", "custom") if sys.platform == "darwin" else None
+    if sys.platform == "darwin":
+        power = run("/usr/bin/pmset", "-g", "custom")
+    else:
+        power = None
     free_bytes = {name: _free(path) for name, path in _disks(cache, data).items()}
     return HealthFacts(
         build=llama_cpp_build(),
@@ -112,4 +115,6 @@ def _on_battery() -> bool | None:
         battery = psutil.sensors_battery()
     except (AttributeError, OSError, RuntimeError):
         return None
-    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+    if battery is None or battery.power_plugged is None:
+        return None
+    return not battery.power_plugged

@@ -46,11 +46,13 @@ def measure(types: Sequence[str]) -> Measurements | None:
     asked = programs.ask("llamacpp.matrix_rate", *types)
     try:
         answer = {} if asked.failure else asked.answers[-1]
-        threads, cpu_s = int(answer["threads"]), float(answer["cpu_s"])
+        threads = int(answer["threads"])
+        cpu_s = float(answer["cpu_s"])
         found = {place: float(rate) for place, rate in _flat(answer["rates"])}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    others, date = before.others_share(ProcessorTimes.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
+    others = before.others_share(ProcessorTimes.now(child_s=cpu_s))
+    date = time.strftime("%Y-%m-%d")
     how = f"the installed llama.cpp's product of {{}} matrices, {threads} thread(s)"
     return {
         place: Measurement(round(rate / 1e12, 4), how.format(place[0]), date, others)

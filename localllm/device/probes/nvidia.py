@@ -33,7 +33,9 @@ def nvml() -> str:
     with session() as api:
         if api is not None:
             found = [_gpu(api, index) for index in range(int(api.nvmlDeviceGetCount()))]
-    return "" if found is None else json.dumps([gpu for gpu in found if gpu])
+    if found is None:
+        return ""
+    return json.dumps([gpu for gpu in found if gpu])
 
 
 @contextlib.contextmanager
@@ -63,7 +65,9 @@ def session() -> Iterator[Any]:
 
 
 def text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.decode()
+    return value
 
 
 def _has_driver() -> bool:

@@ -50,7 +50,10 @@ def ask(
     stderr_lines = tuple(line.strip() for line in lines if line.strip())
     failure = "" if answers else "its answer can't be read"
     if done.returncode:
-        last = stderr_lines[-1][:300] if stderr_lines else "it said nothing"
+        if stderr_lines:
+            last = stderr_lines[-1][:300]
+        else:
+            last = "it said nothing"
         failure = f"its process ended with {_ending(done.returncode)}: {last}"
     return ProgramAnswers(answers, stderr_lines, failure)
 
@@ -67,4 +70,6 @@ def _answers(printed: bytes | None) -> tuple[dict[str, Any], ...]:
 def _ending(code: int) -> str:
     """How a process ended, by its exit status."""
     known = {int(one): one.name for one in signal.Signals}
-    return f"signal {known.get(-code, -code)}" if code < 0 else f"exit code {code}"
+    if code < 0:
+        return f"signal {known.get(-code, -code)}"
+    return f"exit code {code}"

@@ -24,7 +24,9 @@ _ENVIRONMENT = (*HIDING_VARIABLES, "CUDA_DEVICE_ORDER")
 def environment() -> dict[str, str]:
     """Variables that choose GPUs, as lines "NAME=value"; nothing where none is set."""
     said = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ]
-    return {"environment": "\n".join(said)} if said else {}
+    if said:
+        return {"environment": "\n".join(said)}
+    return {}
 
 
 # --- Linux
@@ -85,9 +87,9 @@ def _render_access() -> str:
     """ "denied" when no render node may be opened by this user, "" when one may or there is
     none."""
     nodes = glob.glob("/dev/dri/renderD*")
-    return (
-        "denied" if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes) else ""
-    )
+    if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        return "denied"
+    return ""
 
 
 # --- macOS
@@ -127,10 +129,8 @@ def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
     """
     try:
         load("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")
-        objc, framework = (
-            load("/usr/lib/libobjc.A.dylib"),
-            load("/System/Library/Frameworks/Metal.framework/Metal"),
-        )
+        objc = load("/usr/lib/libobjc.A.dylib")
+        framework = load("/System/Library/Frameworks/Metal.framework/Metal")
         objc.sel_registerName.restype = ctypes.c_void_p
         objc.sel_registerName.argtypes = [ctypes.c_char_p]
 
@@ -152,10 +152,15 @@ def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
             if not listed or not send(listed, b"count"):
                 return ""
             device = send(listed, b"objectAtIndex:", 0, restype=ctypes.c_void_p)
-        size = send(device, b"recommendedMaxWorkingSetSize") if device else 0
+        if device:
+            size = send(device, b"recommendedMaxWorkingSetSize")
+        else:
+            size = 0
     except (OSError, AttributeError):
         return ""
-    return f"recommendedMaxWorkingSetSize = {size} bytes" if size else ""
+    if size:
+        return f"recommendedMaxWorkingSetSize = {size} bytes"
+    return ""
 
 
 # --- Windows
@@ -191,7 +196,9 @@ def windows_outputs() -> dict[str, str]:
 def physical_memory() -> dict[str, str]:
     """The memory sticks through CIM, as JSON (half a second: not part of `outputs`)."""
     text = run("powershell", "-NoProfile", "-NonInteractive", "-Command", _STICKS, timeout_s=20.0)
-    return {"physical-memory": text} if text else {}
+    if text:
+        return {"physical-memory": text}
+    return {}
 
 
 def read(*, slow: bool = False) -> Readings:
