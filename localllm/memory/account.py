@@ -28,12 +28,8 @@ def headroom_bytes(total_bytes: int | None) -> int:
     0 where the total is unknown: then only the plan decides."""
     if not total_bytes:
         return 0
-    return int(
-        min(
-            max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes),
-            _MOST_HEADROOM_SHARE * total_bytes,
-        )
-    )
+    wanted = max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes)
+    return int(min(wanted, _MOST_HEADROOM_SHARE * total_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +55,24 @@ class Memory:
     def loadable_bytes(self) -> int:
         """The most that may be loaded now: of a card less than is available, as its margin stays
         free."""
-        return max(
-            0, min(self.limit_bytes, self.total_bytes - self.system_bytes - self.others_bytes)
-        )
+        return max(0, min(self.limit_bytes, self._not_taken_bytes))
+
+    @property
+    def _not_taken_bytes(self) -> int:
+        return self.total_bytes - self.system_bytes - self.others_bytes
 
     def account(self) -> str:
         """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9
         GB for a model"."""
+        reasons = []
         if self.system_bytes:
-            kept = [f"the system keeps {gb(self.system_bytes, 1)}"]
-        else:
-            kept = []
-        kept += [f"others have {gb(self.others_bytes, 1)}"] if self.others_bytes else []
-        most = self.total_bytes - self.system_bytes - self.others_bytes
-        kept += (
-            [f"{self.source} allows {gb(self.limit_bytes, 1)}"] if self.limit_bytes < most else []
-        )
-        return (
-            f"of {gb(self.total_bytes, 1)} {' and '.join(kept) or 'all is free'}: "
-            f"{gb(self.loadable_bytes, 1)} for a model"
-        )
+            reasons.append(f"the system keeps {gb(self.system_bytes, 1)}")
+        if self.others_bytes:
+            reasons.append(f"others have {gb(self.others_bytes, 1)}")
+        if self.limit_bytes < self._not_taken_bytes:
+            reasons.append(f"{self.source} allows {gb(self.limit_bytes, 1)}")
+        kept = " and ".join(reasons) or "all is free"
+        return f"of {gb(self.total_bytes, 1)} {kept}: {gb(self.loadable_bytes, 1)} for a model"
 
 
 def shared_pool(
@@ -90,18 +84,13 @@ def shared_pool(
     `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree). `headroom`:
     bytes that are kept (None: by the machine's size).
     """
-    keep = headroom_bytes(total_bytes) if headroom is None else headroom
+    keep = headroom
+    if keep is None:
+        keep = headroom_bytes(total_bytes)
     limit = max(total_bytes - keep, 0)
+    available = max(min(available_bytes - keep, limit), 0)
     others = max(total_bytes - available_bytes, 0)
-    return Memory(
-        total_bytes,
-        limit,
-        max(min(available_bytes - keep, limit), 0),
-        "reported",
-        source,
-        keep,
-        others,
-    )
+    return Memory(total_bytes, limit, available, "reported", source, keep, others)
 
 
 def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:

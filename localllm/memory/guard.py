@@ -38,10 +38,15 @@ def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "
     is no pressure."""
     if available_bytes is None or headroom_bytes <= 0:
         return "none"
-    leave = _LEAVE_SHARE * headroom_bytes
-    if available_bytes < _HOLD_SHARE * headroom_bytes + (leave if before == "hold" else 0):
+    hold_below = _HOLD_SHARE * headroom_bytes
+    shrink_below = float(headroom_bytes)
+    if before != "none":
+        shrink_below += _LEAVE_SHARE * headroom_bytes
+    if before == "hold":
+        hold_below += _LEAVE_SHARE * headroom_bytes
+    if available_bytes < hold_below:
         return "hold"
-    if available_bytes < headroom_bytes + (leave if before != "none" else 0):
+    if available_bytes < shrink_below:
         return "shrink"
     return "none"
 
@@ -57,10 +62,8 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
     available = account.total_bytes - account.others_bytes
     raise DoesNotFitError(
         f"{name} needs {gb(planned_bytes, 2)}, and {gb(free, 2)} are free for it now: "
-        f"{gb(available, 2)} available, of which "
-        f"{gb(account.system_bytes, 2)} stay with the system; others have "
-        f"{gb(account.others_bytes, 2)} of "
-        f"{gb(account.total_bytes, 2)}",
+        f"{gb(available, 2)} available, of which {gb(account.system_bytes, 2)} stay with the "
+        f"system; others have {gb(account.others_bytes, 2)} of {gb(account.total_bytes, 2)}",
         hint="close other programs, or take a smaller --context, a smaller quant or another model",
     )
 
@@ -85,10 +88,14 @@ def memory_is_short() -> bool:
     account = system.account()
     if account is None:
         return False
-    said = system.pressure()
-    return (
-        said or judge(account.total_bytes - account.others_bytes, account.system_bytes)
-    ) != "none"
+    pressure = system.pressure()
+    if pressure is None:
+        pressure = judge(account.total_bytes - account.others_bytes, account.system_bytes)
+    return pressure != "none"
+
+
+def _not_reported() -> None:
+    """The pressure of a system that reports none."""
 
 
 @dataclass
@@ -98,7 +105,7 @@ class MemoryGuard:
 
     available: Available
     headroom_bytes: int
-    system_pressure: Callable[[], Pressure | None] = lambda: None
+    system_pressure: Callable[[], Pressure | None] = _not_reported
     pressure: Pressure = "none"
     available_bytes: int | None = None
     _next_look_s: float = float("-inf")
@@ -117,17 +124,14 @@ class MemoryGuard:
 
     @property
     def missing_bytes(self) -> int:
-        """What must be given back to have the headroom free again; where the system alone says that
-        memory is short, a part of the headroom at each look."""
-        if self.available_bytes is None:
-            missing = 0
-        else:
+        """Bytes to give back until the headroom is free again. If only the system reports that
+        memory is short: a part of the headroom at each look."""
+        missing = 0
+        if self.available_bytes is not None:
             missing = max(0, self.headroom_bytes - self.available_bytes)
         if self.system_pressure() in ("shrink", "hold"):
-            short = int(_LEAVE_SHARE * self.headroom_bytes)
-        else:
-            short = 0
-        return max(missing, short)
+            return max(missing, int(_LEAVE_SHARE * self.headroom_bytes))
+        return missing
 
     @property
     def free_bytes(self) -> int | None:
@@ -142,17 +146,17 @@ class MemoryGuard:
         """The state in one sentence, for an error."""
         return (
             f"this machine has {gb(self.available_bytes or 0, 2)} of memory left and "
-            f"{gb(self.headroom_bytes, 2)} "
-            "are kept for the system"
+            f"{gb(self.headroom_bytes, 2)} are kept for the system"
         )
 
     def snapshot(self) -> dict[str, int | str]:
         """The state as plain values; available_bytes is missing while it is unknown."""
-        if self.available_bytes is None:
-            known = {}
-        else:
-            known = {"available_bytes": self.available_bytes}
-        return {**known, "headroom_bytes": self.headroom_bytes, "pressure": self.pressure}
+        state: dict[str, int | str] = {}
+        if self.available_bytes is not None:
+            state["available_bytes"] = self.available_bytes
+        state["headroom_bytes"] = self.headroom_bytes
+        state["pressure"] = self.pressure
+        return state
 
 
 def guard_of(available: Available | None, headroom: int | None) -> MemoryGuard:

@@ -57,13 +57,14 @@ def meminfo(text: str) -> MemInfo | None:
     if available is None and "MemFree" in values:
         cached = values.get("Cached", 0) + values.get("Buffers", 0) - values.get("Shmem", 0)
         available = values["MemFree"] + max(cached, 0)
-    has_huge_pages = values.get("HugePages_Total", 0) > 0
-    huge_free = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024
-    if available is None:
-        available_bytes = None
-    else:
+    available_bytes: int | None = None
+    if available is not None:
         available_bytes = min(available * 1024, total)
-    return MemInfo(total, available_bytes, min(huge_free, total) if has_huge_pages else None)
+    huge_free_bytes: int | None = None
+    if values.get("HugePages_Total", 0) > 0:
+        huge_free = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024
+        huge_free_bytes = min(huge_free, total)
+    return MemInfo(total, available_bytes, huge_free_bytes)
 
 
 def _number(text: str) -> int:
@@ -83,9 +84,6 @@ def _numbers(text: str) -> Iterator[tuple[str, int]]:
             yield name, int(value[0])
 
 
-_HIGH = ("memory.high",)
-
-
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
     """A group of processes whose memory may be limited. The page cache charged to it is reclaimed
@@ -99,35 +97,34 @@ class ControlGroup:
     is_v1: bool
 
     @property
-    def _names(self) -> tuple[str, str]:
-        if self.is_v1:
-            return ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        return ("memory.max", "memory.current")
-
-    @property
     def files(self) -> tuple[str, ...]:
-        """What has to be read of it: what is used, of that the caches, and its limits: beyond
-        memory.high nothing is ended, but everything is held up."""
-        names = self._names[1], "memory.stat", self._names[0], *(() if self.is_v1 else _HIGH)
+        """The files to read: the bytes in use, the caches among them, and the limits. Beyond
+        memory.high the kernel ends no process, but holds all of them up."""
+        names = ["memory.current", "memory.stat", "memory.max", "memory.high"]
+        if self.is_v1:
+            names = ["memory.usage_in_bytes", "memory.stat", "memory.limit_in_bytes"]
         return tuple(f"{self.folder}/{name}" for name in names)
 
     def limit(self, read: ReadText) -> tuple[int, str] | None:
         """Its smallest limit in bytes, and the file that says it; None where it has none."""
-        said = [(_number(read(file)), file) for file in self.files[2:]]
-        return min((one for one in said if 0 < one[0] < _UNLIMITED), default=None)
+        limits = [(_number(read(file)), file) for file in self.files[2:]]
+        return min((limit for limit in limits if 0 < limit[0] < _UNLIMITED), default=None)
 
     def free_bytes(self, read: ReadText) -> int | None:
         """What is left of its limit, caches apart; None where it has none."""
         limited = self.limit(read)
         if limited is None:
             return None
-        limit = limited[0]
-        (used_file, stat_file, *_) = self.files
+        used_file, stat_file, *_ = self.files
         used = _number(read(used_file))
         stat = dict(_numbers(read(stat_file)))
         prefix = "total_" if self.is_v1 else ""  # v1: with the groups below
         caches = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
-        return max(0, limit - max(0, used - caches))
+        return max(0, limited[0] - max(0, used - caches))
+
+
+_ROOT = "/sys/fs/cgroup"
+_V1_ROOT = "/sys/fs/cgroup/memory"
 
 
 def control_groups(own_groups: str) -> list[ControlGroup]:
@@ -139,14 +136,12 @@ def control_groups(own_groups: str) -> list[ControlGroup]:
         controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
-        if controllers:
-            root = "/sys/fs/cgroup/memory"
-        else:
-            root = "/sys/fs/cgroup"
+        is_v1 = bool(controllers)
+        root = _V1_ROOT if is_v1 else _ROOT
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts), -1, -1):
-            found.append(ControlGroup("/".join([root, *parts[:depth]]), bool(controllers)))
-    roots = [ControlGroup("/sys/fs/cgroup", False), ControlGroup("/sys/fs/cgroup/memory", True)]
+            found.append(ControlGroup("/".join([root, *parts[:depth]]), is_v1))
+    roots = [ControlGroup(_ROOT, False), ControlGroup(_V1_ROOT, True)]
     return found + [root for root in roots if root not in found]
 
 
@@ -197,19 +192,15 @@ class LinuxMemory:
         `machine_bytes`: what the machine has free, where that is not MemAvailable."""
         if machine_bytes is None:
             machine = self.machine()
-            if machine is None:
-                machine_bytes = None
-            else:
-                machine_bytes = machine.available_bytes
-        if machine_bytes is None:
-            return None
-        free = [machine_bytes]
-        free += [
-            left
-            for left in (group.free_bytes(self._read) for group in self._groups)
-            if left is not None
-        ]
-        return max(0, min(free) - sum(self._mapped_bytes(pid) for pid in users))
+            if machine is None or machine.available_bytes is None:
+                return None
+            machine_bytes = machine.available_bytes
+        free = machine_bytes
+        for group in self._groups:
+            left = group.free_bytes(self._read)
+            if left is not None:
+                free = min(free, left)
+        return max(0, free - sum(self._mapped_bytes(pid) for pid in users))
 
     def _mapped_bytes(self, pid: int) -> int:
         """Resident pages of mapped files (and shared memory): proc(5), /proc/pid/statm, third

@@ -51,13 +51,12 @@ class Launchd:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         changed = write_all(self.files(service))
         self._ask("bootout", self._target, allowed=_NO_SUCH)
-        for attempt in range(_TRIES):
-            allowed = _STILL_LEAVING if attempt < _TRIES - 1 else ()
-            if not self._ask(
-                "bootstrap", f"gui/{self.uid}", str(self.plist), allowed=allowed
-            ).returncode:
-                break
+        bootstrap = ("bootstrap", f"gui/{self.uid}", str(self.plist))
+        for _ in range(_TRIES - 1):
+            if not self._ask(*bootstrap, allowed=_STILL_LEAVING).returncode:
+                return changed
             self.wait(1.0)
+        self._ask(*bootstrap)
         return changed
 
     def restart(self) -> None:
@@ -72,13 +71,14 @@ class Launchd:
         """From `launchctl print`."""
         answer = self._ask("print", self._target, allowed=_NO_SUCH)
         if answer.returncode:
-            return State(
-                installed=self.plist.exists(), detail="not loaded", at_login=self.plist.exists()
-            )
+            there = self.plist.exists()
+            return State(installed=there, detail="not loaded", at_login=there)
         return parse_print(answer.stdout)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
-        return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(self.log_file)]
+        if follow:
+            return ["tail", "-n", str(lines), "-F", str(self.log_file)]
+        return ["tail", "-n", str(lines), str(self.log_file)]
 
     @property
     def _target(self) -> str:
@@ -118,14 +118,24 @@ def parse_print(text: str) -> State:
     own."""
     own = dict(re.findall(r"^\t(?! )([a-z ]+) = ([^{\n]*)$", text, re.MULTILINE))
     state = own.get("state", "").strip()
-    exited = re.match(r"-?\d+", own.get("last exit code", ""))
-    runs = own.get("runs", "")
+    runs = _integer(own.get("runs", ""))
+    restarts: int | None = None
+    if runs is not None:
+        restarts = max(runs - 1, 0)
     return State(
         installed=True,
         running=state == "running",
         detail=state,
-        pid=int(own["pid"]) if own.get("pid", "").isdecimal() else None,
-        restarts=max(int(runs) - 1, 0) if runs.isdecimal() else None,
-        last_exit=int(exited[0]) if exited else None,
+        pid=_integer(own.get("pid", "")),
+        restarts=restarts,
+        last_exit=_integer(own.get("last exit code", "")),
         at_login=True,
     )
+
+
+def _integer(text: str) -> int | None:
+    """The integer at the beginning of `text`; None if there is none: "(never exited)"."""
+    found = re.match(r"-?\d+", text)
+    if found is None:
+        return None
+    return int(found[0])

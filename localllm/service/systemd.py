@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localllm.errors import UsageError
@@ -52,9 +52,8 @@ class Systemd:
 
     def files(self, service: Service) -> dict[Path, str]:
         """The units of `service`, as this machine's systemd understands them."""
-        units = {
-            self.folder / SERVICE: service_unit(service, backs_off=self._version() >= _BACKS_OFF)
-        }
+        backs_off = self._version() >= _BACKS_OFF
+        units = {self.folder / SERVICE: service_unit(service, backs_off=backs_off)}
         if service.addresses:
             units[self.folder / SOCKET] = socket_unit(service)
         return units
@@ -64,19 +63,21 @@ class Systemd:
         changes."""
         self._ask("is-system-running", may_fail=True)  # says so at once where nobody answers
         units = self.files(service)
-        stale = [] if service.addresses else [self.folder / SOCKET]
-        had_socket = (self.folder / SOCKET).exists()
+        socket = self.folder / SOCKET
+        had_socket = socket.exists()
         changed = write_all(units)
-        if had_socket and (stale or self.folder / SOCKET in changed):
+        if had_socket and (socket not in units or socket in changed):
             # The socket can't change while the server has it.
             self._ask("stop", SERVICE, SOCKET)
-            self._ask("disable", SOCKET) if stale else None
-            changed += remove_all(stale)
+        if had_socket and socket not in units:
+            self._ask("disable", SOCKET)
+            changed += remove_all([socket])
         self._ask("daemon-reload")
-        names = [SERVICE, SOCKET] if service.addresses else [SERVICE]
-        self._ask("enable", *names)
         if service.addresses:
+            self._ask("enable", SERVICE, SOCKET)
             self._ask("start", SOCKET)
+        else:
+            self._ask("enable", SERVICE)
         self._ask("restart", SERVICE)
         return changed
 
@@ -102,22 +103,12 @@ class Systemd:
     def log_command(self, lines: int, follow: bool) -> list[str]:
         """The journal: what the server wrote, and what systemd says of it (`+` is "or",
         journalctl(1))."""
-        words = [
-            "journalctl",
-            f"--lines={lines}",
-            "--no-pager",
-            "--quiet",  # no word on what other users wrote
-            "--output=short-iso",
-            *(["--follow"] if follow else []),
-        ]
-        return [
-            *words,
-            f"SYSLOG_IDENTIFIER={NAME}",
-            "+",
-            f"_SYSTEMD_USER_UNIT={SERVICE}",
-            "+",
-            f"USER_UNIT={SERVICE}",
-        ]
+        words = ["journalctl", f"--lines={lines}", "--no-pager"]
+        words += ["--quiet", "--output=short-iso"]  # quiet: no word on other users' messages
+        if follow:
+            words.append("--follow")
+        words += [f"SYSLOG_IDENTIFIER={NAME}", "+", f"_SYSTEMD_USER_UNIT={SERVICE}"]
+        return [*words, "+", f"USER_UNIT={SERVICE}"]
 
     def _version(self) -> int:
         found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).stdout)
@@ -150,25 +141,17 @@ def service_unit(service: Service, *, backs_off: bool) -> str:
     `OOMPolicy=continue`: a worker that is killed for memory costs its model's requests, never the
     server. Wrong usage, a model that is not there or not readable, and one that does not fit (exit
     codes 2 to 5) are the same at the next try."""
+    needs = settle = variables = steps = limit = ""
     if service.addresses:
         needs = f"Requires={SOCKET}\nAfter={SOCKET}\n"
-    else:
-        needs = ""
-    if backs_off:
-        steps = "RestartSteps=6\nRestartMaxDelaySec=60\n"
-    else:
-        steps = ""
     if service.settle:
         settle = f"ExecStopPost=-{_line(service.settle)}\n"
-    else:
-        settle = ""
-    variables = "".join(
-        f"Environment={_quoted(f'{k}={v}')}\n" for k, v in sorted(service.environment.items())
-    )
+    for name, value in sorted(service.environment.items()):
+        variables += f"Environment={_quoted(f'{name}={value}')}\n"
+    if backs_off:
+        steps = "RestartSteps=6\nRestartMaxDelaySec=60\n"
     if service.memory_max_bytes is not None:
         limit = f"MemoryMax={service.memory_max_bytes}\n"
-    else:
-        limit = ""
     return f"""\
 [Unit]
 Description=Language models on this machine (localllm)
@@ -214,30 +197,37 @@ WantedBy=sockets.target
 
 
 def parse_show(text: str) -> State:
-    answer = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-    result = answer.get("Result", "")
-    status = _number(answer.get("ExecMainStatus"))
-    words = [
-        answer.get("ActiveState", ""),
-        f"({answer['SubState']})" if answer.get("SubState") else "",
-    ]
-    return State(
-        installed=answer.get("LoadState") not in (None, "", "not-found"),
-        running=answer.get("ActiveState") in ("active", "reloading"),
-        detail=" ".join(
-            [w for w in words if w] + ([result] if result not in ("", "success") else [])
-        ),
-        pid=_number(answer.get("MainPID")) or None,
-        since=answer.get("ActiveEnterTimestamp", ""),
-        restarts=_number(answer.get("NRestarts")),
-        last_exit=status,
-        memory_bytes=_number(answer.get("MemoryCurrent")),
-        at_login=answer.get("UnitFileState") == "enabled" if answer.get("UnitFileState") else None,
+    answer = dict.fromkeys(_PROPERTIES, "")
+    for line in text.splitlines():
+        name, _, value = line.partition("=")
+        answer[name] = value
+    state = State(
+        installed=answer["LoadState"] not in ("", "not-found"),
+        running=answer["ActiveState"] in ("active", "reloading"),
+        detail=_detail(answer["ActiveState"], answer["SubState"], answer["Result"]),
+        pid=_number(answer["MainPID"]) or None,
+        since=answer["ActiveEnterTimestamp"],
+        restarts=_number(answer["NRestarts"]),
+        last_exit=_number(answer["ExecMainStatus"]),
+        memory_bytes=_number(answer["MemoryCurrent"]),
     )
+    if answer["UnitFileState"]:
+        return replace(state, at_login=answer["UnitFileState"] == "enabled")
+    return state
 
 
-def _number(text: str | None) -> int | None:
-    if text and text.isdecimal() and text != _UNSET:
+def _detail(state: str, sub_state: str, result: str) -> str:
+    """The state in systemd's words: "failed (failed) exit-code"."""
+    words = [state] if state else []
+    if sub_state:
+        words.append(f"({sub_state})")
+    if result not in ("", "success"):
+        words.append(result)
+    return " ".join(words)
+
+
+def _number(text: str) -> int | None:
+    if text.isdecimal() and text != _UNSET:
         return int(text)
     return None
 
@@ -252,7 +242,8 @@ def _quoted(word: str, *, command: bool = False) -> str:
     if "\n" in word or "\0" in word:
         raise UsageError("a unit's command can't hold a line break")
     escaped = word.replace("%", "%%")
-    escaped = escaped.replace("$", "$$") if command else escaped
+    if command:
+        escaped = escaped.replace("$", "$$")
     if word and set(word) <= _PLAIN:
         return escaped
     body = escaped.replace("\\", "\\\\").replace('"', '\\"')

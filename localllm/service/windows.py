@@ -77,7 +77,9 @@ class WindowsTasks:
     def log_command(self, lines: int, follow: bool) -> list[str]:
         quoted = str(self.log_file).replace("'", "''")
         show = f"Get-Content -LiteralPath '{quoted}' -Encoding UTF8 -Tail {lines}"
-        return ["powershell", "-NoProfile", "-Command", show + (" -Wait" if follow else "")]
+        if follow:
+            show += " -Wait"
+        return ["powershell", "-NoProfile", "-Command", show]
 
     def _ask(self, *words: str) -> str:
         return checked(self.call(words)).stdout
@@ -120,11 +122,13 @@ def parse_state(text: str) -> State:
         raise ServiceError(f"PowerShell's answer can't be read: {text.strip()[:200]}") from e
     if not state:
         return State(installed=False)
+    if code in _NO_EXIT_CODE:
+        code = None
     return State(
         installed=True,
         running=state == "Running",
         detail=state,
         since=str(answer.get("since", "")),
-        last_exit=None if code in _NO_EXIT_CODE else code,
+        last_exit=code,
         at_login=state != "Disabled",
     )
