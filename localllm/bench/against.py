@@ -41,13 +41,16 @@ class ScenarioResult:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
+        servers = [{"name": t.name, "url": t.url, "model": t.model} for t in self.targets]
+        differing = {
+            name: {"said": said, "counted": counted}
+            for name, (said, counted) in self.counter.differing.items()
+        }
         return {
-            "servers": [{"name": t.name, "url": t.url, "model": t.model} for t in self.targets],
+            "servers": servers,
             "rounds": self.rounds,
             "tokens_counted": str(self.counter),
-            "count_differs": {
-                n: {"said": a, "counted": b} for n, (a, b) in self.counter.differing.items()
-            },
+            "count_differs": differing,
             "tables": [table.to_json(self.first) for table in self.tables],
             "faults": self.faults,
             "notes": self.notes,
@@ -57,13 +60,11 @@ class ScenarioResult:
         said = [f"{name:8} {means}" for name, means in self.means.items()]
         for table in self.tables:
             said += ["", *table.lines(self.first)]
-        said += [
-            "",
+        said.append("")
+        said.append(
             f"{self.rounds} rounds, the servers in turn: medians [smallest–largest], "
-            "ratios "
-            "round "
-            "by round.",
-        ]
+            "ratios round by round."
+        )
         said.append(f"Tokens are counted {self.counter}.")
         said += self.notes
         for name, (theirs, ours) in self.counter.differing.items():
@@ -77,8 +78,10 @@ def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarge
     """The server at `url`, which may end in #MODEL and may leave /v1 away; without #MODEL its first
     model. Raises UsageError for what is no address, BackendError where nothing answers."""
     address, _, model = url.partition("#")
+    if "://" not in address:
+        address = f"http://{address}"
     try:
-        parts = urlsplit(address if "://" in address else f"http://{address}")
+        parts = urlsplit(address)
         port = parts.port
     except ValueError as e:
         raise UsageError(
@@ -86,15 +89,14 @@ def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarge
         ) from e
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url!r} is no address", hint="such as http://127.0.0.1:8080/v1")
-    if ":" in parts.hostname:
-        host = f"[{parts.hostname}]"
-    else:
-        host = parts.hostname
-    where = f"{host}:{port}" if port else host
+    host = parts.hostname
+    if ":" in host:
+        host = f"[{host}]"
+    if port:
+        host = f"{host}:{port}"
     path = parts.path.rstrip("/") or "/v1"
-    target = BenchTarget(
-        f"{where}#{model}" if model else where, f"{parts.scheme}://{where}{path}", model, key
-    )
+    name = f"{host}#{model}" if model else host
+    target = BenchTarget(name, f"{parts.scheme}://{host}{path}", model, key)
     if restart is not None:
         target.restart = partial(_restart, target, restart)
     listed = target.models()
@@ -126,11 +128,15 @@ def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
     return names
 
 
+def _silent(_: str) -> None:
+    """Report nothing."""
+
+
 def run(
     targets: Sequence[BenchTarget],
     names: Sequence[str],
     rounds: int,
-    report: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = _silent,
     make: Callable[[Counter, Tokens | None], Scenarios] = Scenarios,
 ) -> ScenarioResult:
     """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking
@@ -143,25 +149,26 @@ def run(
         target.wait_ready()
     counter = Counter.among(targets)
     scenarios = make(counter, templated_tokens(targets))
-    found = ScenarioResult(
-        servers[0], targets, {n: scenarios.means[n] for n in names}, rounds, counter
-    )
-    skipped: Counted[tuple[str, str]] = Counted()
+    means = {name: scenarios.means[name] for name in names}
+    found = ScenarioResult(servers[0], targets, means, rounds, counter)
+    failures: Counted[tuple[str, str]] = Counted()
     for i in range(rounds):
         scenarios.round = i
         for name in names:
             for target in rotated(targets, i):
-                if skipped[name, target.name] < _TRIES:
-                    took_s, fault = _timed(scenarios, name, target)
-                    report(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
-                    if fault:
-                        found.faults.append(f"{name}, round {i + 1}: {fault}")
-                        skipped[name, target.name] += 1
-                    if took_s > _LONG_S and skipped[name, target.name] < _TRIES and i + 1 < rounds:
-                        found.notes.append(
-                            f"{name} took {took_s:.0f} s on {target.name}: measured no further."
-                        )
-                        skipped[name, target.name] = _TRIES
+                pair = (name, target.name)
+                if failures[pair] >= _TRIES:
+                    continue
+                took_s, fault = _timed(scenarios, name, target)
+                report(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
+                if fault:
+                    found.faults.append(f"{name}, round {i + 1}: {fault}")
+                    failures[pair] += 1
+                if took_s > _LONG_S and failures[pair] < _TRIES and i + 1 < rounds:
+                    found.notes.append(
+                        f"{name} took {took_s:.0f} s on {target.name}: measured no further."
+                    )
+                    failures[pair] = _TRIES
     found.tables = scenarios.finished(rounds, servers)
     return found
 

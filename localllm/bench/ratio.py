@@ -74,14 +74,22 @@ class RoundComparison:
 
     def to_json(self, first: str) -> dict[str, Any]:
         """Everything, with the ratio of `first` to every other name."""
-        ratios = {name: self.ratios(first, name) for name in self.values if name != first}
+        medians: dict[str, float | None] = {}
+        values: dict[str, list[float | None]] = {}
+        ratios: dict[str, dict[str, Any]] = {}
+        for name in self.values:
+            medians[name] = _or_none(self.median(name))
+            values[name] = [_or_none(value) for value in self.values[name]]
+            ratio = self.ratios(first, name) if name != first else None
+            if ratio is not None:
+                ratios[name] = asdict(ratio)
         return {
             "title": self.title,
             "unit": self.unit,
             "better": self.better,
-            "medians": {n: _or_none(self.median(n)) for n in self.values},
-            "values": {n: list(map(_or_none, values)) for n, values in self.values.items()},
-            "ratios": {name: asdict(ratio) for name, ratio in ratios.items() if ratio is not None},
+            "medians": medians,
+            "values": values,
+            "ratios": ratios,
             "of": first,
         }
 
@@ -95,13 +103,12 @@ class RoundComparison:
             if not known:
                 said.append(f"  {name[:width]:{width}} gave none")
                 continue
-            said.append(
-                "  "
-                f"{name[:width]:{width}} {self.median(name):9.4g} [{min(known):.4g}–{max(known):.4g}]"
-            )
-            ratios = self.ratios(first, name) if name != first else None
-            if ratios is not None:
-                said[-1] += f"  {first[:width]} ÷ it: {ratios}"
+            spread = f"[{min(known):.4g}–{max(known):.4g}]"
+            line = f"  {name[:width]:{width}} {self.median(name):9.4g} {spread}"
+            ratio = self.ratios(first, name) if name != first else None
+            if ratio is not None:
+                line += f"  {first[:width]} ÷ it: {ratio}"
+            said.append(line)
         return said
 
 

@@ -8,10 +8,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial, partialmethod
-from itertools import chain
 
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
@@ -25,15 +24,13 @@ MEANS: Mapping[str, str] = {
     "two": "two people, or an editor with a chat beside it: tokens/s together",
     "four": "four at once (a small team, an agent with helpers): tokens/s together",
     "eight": "eight at once: tokens/s together",
-    "stall": "somebody pastes 3,000 tokens while you read an answer: how long it stands still, in "
-    "tokens' times",
+    "stall": "somebody pastes 3,000 tokens while you read an answer: how long it stands still, "
+    "in tokens' times",
     "warm": "the next question of a long conversation, and the same question again",
-    "again": "a prompt of 2,000 tokens sent once more as soon as it is answered: an agent that "
-    "tries "
-    "again",
+    "again": "a prompt of 2,000 tokens sent once more as soon as it is answered: "
+    "an agent that tries again",
     "thrash": "three chats of an editor or agent in turn, with a title asked for after each turn: "
-    "is "
-    "what was read kept",
+    "is what was read kept",
     "cancel": "you stop an answer and ask anew: how long the old one is still in the way",
     "restart": "the server is started again: is a conversation it had read still known",
     "copy": "an agent writes a file again with one change: what drafting from the prompt gains",
@@ -85,7 +82,10 @@ class Scenarios:
         self.tokens = tokens
         self.tables: dict[str, RoundComparison] = {}
         self.round = 0
-        self._seed = self._first = int(time.time()) if seed is None else seed
+        if seed is None:
+            seed = int(time.time())
+        self._first = seed
+        self._seed = seed
         self._lock = threading.Lock()
 
     def put(self, figure: RoundComparison, target: BenchTarget, value: float) -> None:
@@ -125,10 +125,9 @@ class Scenarios:
     def run_prefill(self, t: BenchTarget) -> None:
         text = unique(610, self.fresh())
         answer = self._some(t, t.chat(user(text), 2))
-        said = answer.usage.get("prompt_tokens")
-        tokens = self.counter.tokens_in(text) or (said if isinstance(said, int) else 0)
+        tokens = self.counter.tokens_in(text) or answer.usage.get("prompt_tokens")
         self.put(FIRST, t, answer.ttft_s)
-        if tokens:
+        if isinstance(tokens, int) and tokens:
             self.put(PREFILL, t, tokens / answer.ttft_s)
 
     def _streams(self, t: BenchTarget, n: int) -> None:
@@ -139,13 +138,10 @@ class Scenarios:
         seconds = time.perf_counter() - begun
         total = sum(self._counted(t, answer) for answer in answers)
         self.put(RoundComparison(_TOGETHER.format(n), "tok/s"), t, total / seconds)
-        gaps = list(chain.from_iterable(answer.gaps_s for answer in answers))
+        gaps = [gap for answer in answers for gap in answer.gaps_s]
         if len(gaps) >= _ENOUGH_GAPS:
-            self.put(
-                RoundComparison(_EVEN.format(n), "ms", "less"),
-                t,
-                statistics.quantiles(gaps, n=20)[-1] * 1000,
-            )
+            even = RoundComparison(_EVEN.format(n), "ms", "less")
+            self.put(even, t, statistics.quantiles(gaps, n=20)[-1] * 1000)
 
     run_two = partialmethod(_streams, n=2)
     run_four = partialmethod(_streams, n=4)
@@ -187,11 +183,13 @@ class Scenarios:
             if n == _ALONE:
                 decoding.set()
 
+        def ended_early(_: Future[StreamedAnswer]) -> None:
+            decoding.set()
+
         with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(
-                t.chat, user(f"Long story {self.fresh()}"), _STALLED, on_piece=heard
-            )
-            stream.add_done_callback(lambda _: decoding.set())
+            story = user(f"Long story {self.fresh()}")
+            stream = pool.submit(t.chat, story, _STALLED, on_piece=heard)
+            stream.add_done_callback(ended_early)
             decoding.wait()
             if stream.done():
                 return stream.result()
@@ -203,7 +201,8 @@ class Scenarios:
         if not meanwhile:
             return answer
         before = statistics.median(answer.gaps_s[: _ALONE - 10])
-        self.put(STALL, t, max(self.per_token_s(gap, text) for gap, text in meanwhile) / before)
+        longest = max(self.per_token_s(gap, text) for gap, text in meanwhile)
+        self.put(STALL, t, longest / before)
         self.put(NEWCOMER, t, self._some(t, other).ttft_s)
         return None
 
@@ -212,8 +211,9 @@ class Scenarios:
         comes after as many steps, from every server: “ after two with SmolLM2's tokenizer. (Several
         tokens at once that are words were stood still for.)"""
         one = text.strip()
-        several = len(one) == 1 and not one.isascii()
-        return gap / ((self.counter.tokens_in(text) if several else None) or 1)
+        if len(one) != 1 or one.isascii():
+            return gap
+        return gap / (self.counter.tokens_in(text) or 1)
 
     def run_cancel(self, t: BenchTarget) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""
@@ -244,10 +244,7 @@ class Scenarios:
     def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every
         turn."""
-        if self.tokens is not None:
-            seen = TokensRead(self.tokens)
-        else:
-            seen = None
+        seen = TokensRead(self.tokens) if self.tokens is not None else None
         system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []
@@ -318,19 +315,9 @@ SYSTEM = (
     + ("Rule: answer shortly, plainly and only about what was asked. ") * 110
 )
 NAMES = (
-    "apple",
-    "brook",
-    "cedar",
-    "delta",
-    "ember",
-    "frost",
-    "grove",
-    "haven",
-    "inlet",
-    "jetty",
-    "knoll",
+    "apple", "brook", "cedar", "delta", "ember", "frost", "grove", "haven", "inlet", "jetty", "knoll",
     "lagoon",
-)
+)  # fmt: skip
 
 
 def user(text: str) -> Messages:

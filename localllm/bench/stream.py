@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -59,13 +60,10 @@ class StreamedAnswer:
         """Tokens of the prompt that the server says it had computed before; None where it does not
         say."""
         details = self.usage.get("prompt_tokens_details")
-        if isinstance(details, dict):
-            said = details.get("cached_tokens")
-        else:
-            said = None
-        if isinstance(said, int):
-            return said
-        return None
+        if not isinstance(details, dict):
+            return None
+        cached = details.get("cached_tokens")
+        return cached if isinstance(cached, int) else None
 
     def gaps_between(self, begun_s: float, ended_s: float) -> list[tuple[float, str]]:
         """The gaps that any part of this time (perf_counter) falls into, each with the text behind
@@ -128,18 +126,11 @@ class BenchTarget:
         """POST `body` to /chat/completions (/completions for one with a `prompt`) with stream=true
         and read the answer to its end, or leave after `stop_after` pieces. Raises BackendError for
         everything but text."""
-        if "prompt" in body:
-            path = "/completions"
-        else:
-            path = "/chat/completions"
+        path = "/completions" if "prompt" in body else "/chat/completions"
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
         while True:
             sent = {name: value for name, value in body.items() if name not in self.refused}
-            sent = {
-                "model": self.model,
-                **sent,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
+            sent = {"model": self.model, **sent, **streamed}
             started = time.perf_counter()
             try:
                 with self._client.stream("POST", self._address(path), json=sent) as response:
@@ -202,12 +193,11 @@ class BenchTarget:
     def _client(self) -> httpx.Client:
         """A connection for each request, as by separate programs; of proxies that the environment
         names it knows nothing."""
+        headers = {}
         if self.key:
-            key = {"authorization": f"Bearer {self.key}"}
-        else:
-            key = {}
+            headers["authorization"] = f"Bearer {self.key}"
         limits = httpx.Limits(max_keepalive_connections=0)
-        return httpx.Client(headers=key, timeout=_TIMEOUT_S, limits=limits, trust_env=False)
+        return httpx.Client(headers=headers, timeout=_TIMEOUT_S, limits=limits, trust_env=False)
 
     def _address(self, path: str) -> str:
         return self.url.rstrip("/") + path
@@ -222,15 +212,12 @@ class BenchTarget:
 
     def _object(self, response: httpx.Response) -> dict[str, Any]:
         status = response.status_code
-        try:
-            found = response.json() if status == 200 else None
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise BackendError(
-                f"{self.name} answered {status} to {response.url.path}", hint=self.url
-            )
-        return found
+        if status == 200:
+            with suppress(ValueError):
+                found = response.json()
+                if isinstance(found, dict):
+                    return found
+        raise BackendError(f"{self.name} answered {status} to {response.url.path}", hint=self.url)
 
     def _no_answer(self, cause: Exception) -> BackendError:
         return BackendError(
@@ -263,7 +250,7 @@ def _read(
             answer.ttft_s = now - started
             answer.first_at_s = now
         last = now
-        n = n + 1
+        n += 1
         answer.text += text
         if on_piece is not None:
             on_piece(n)

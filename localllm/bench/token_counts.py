@@ -36,18 +36,14 @@ class Counter:
 
     def tokens_of(self, target: BenchTarget, answer: StreamedAnswer) -> int:
         said = answer.said_tokens
-        if self.of is not None:
-            borne_out = len(tokenized(self.of, answer.text, special=False))
-        else:
-            if said is not None:
-                borne_out = len(answer.text.encode())
-            else:
-                borne_out = answer.pieces
+        most = self.tokens_in(answer.text)
         if said is None:
-            return borne_out
-        if said - borne_out > max(2, borne_out / 10):
-            self.differing[target.name] = (said, borne_out)
-        return min(said, borne_out)
+            return answer.pieces if most is None else most
+        if most is None:
+            most = len(answer.text.encode())
+        if said - most > max(2, most / 10):
+            self.differing[target.name] = (said, most)
+        return min(said, most)
 
     def tokens_in(self, text: str) -> int | None:
         """Tokens of `text`; None where no server lends its tokenizer."""
@@ -70,18 +66,19 @@ class TokensRead:
         the same tokens again; the last token of a prompt does not: it is always computed, its
         logits are needed."""
         prompt = list(self._tokens(messages))
-        known = min(max((common(prompt, line) for line in self._lines), default=0), len(prompt) - 1)
+        shared = max((common(prompt, line) for line in self._lines), default=0)
+        known = min(shared, len(prompt) - 1)
         self.twice += max(0, known - (answer.cached_tokens or 0))
-        self._lines += [
-            prompt,
-            list(self._tokens([*messages, {"role": "assistant", "content": answer.text}])),
-        ]
+        answered = [*messages, {"role": "assistant", "content": answer.text}]
+        self._lines += [prompt, list(self._tokens(answered))]
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    """The number of tokens at their beginnings that are equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
 
 
 def templated_tokens(targets: Sequence[BenchTarget]) -> Tokens | None:
