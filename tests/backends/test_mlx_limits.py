@@ -74,6 +74,26 @@ def test_a_memory_that_cannot_be_quantised_says_so(load: Callable[..., Any], sha
         load(shape, kv_type_k="q8_0", kv_type_v="q8_0")
 
 
+class WholeNumbers:
+    """A model whose keys and values are whole numbers."""
+
+    layers = (None,)
+
+    def __call__(self, ids: Any, cache: Any) -> Any:
+        import mlx.core as mx
+
+        kv = mx.zeros((1, 2, ids.shape[1], 32), dtype=mx.int32)
+        cache[0].update_and_fetch(kv, kv)
+        return mx.zeros((1, ids.shape[1], 8))
+
+
+def test_a_type_of_kv_that_mlx_does_not_know_is_a_load_error_with_its_name() -> None:
+    from localllm_backends.mlx.load import probe
+
+    with pytest.raises(LoadError, match=r"int32, which the MLX backend does not know \(it knows"):
+        probe(WholeNumbers(), LoadSpec("model"), 64)
+
+
 def test_broken_checkpoints_are_load_errors(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

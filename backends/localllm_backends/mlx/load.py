@@ -33,12 +33,8 @@ from localllm_backends.mlx.vocabulary import read_json
 from localllm_backends.reasons import first_reason
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
-# The contract's name for the type that the model itself computes keys and values in.
-_OWN_TYPES: dict[str, KvType] = {
-    "mlx.core.float32": "f32",
-    "mlx.core.float16": "f16",
-    "mlx.core.bfloat16": "bf16",
-}
+# The contract's names for the types in which a model can compute keys and values.
+_OWN_TYPES: dict[str, KvType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less. On a GPU as
 # many as mlx-lm's own.
 _CPU_BATCH = 128
@@ -301,30 +297,54 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
     caches = list(make_prompt_cache(model))
     slack = min(n_batch, _REWIND_TOKENS)
     shapes = Shapes.of(model, Layout(caches, KvFormat(), slack))
-    own = _OWN_TYPES[str(shapes.kv[0].dtype)] if shapes.kv else "f32"
+    own = _own_type(shapes.kv)
     asked = spec.kv_type_k
     if asked in QUANTISED_BITS:
-        quantised = None
-        # The quantisation group that divides every head's width.
-        group = next((n for n in _GROUP_SIZES if not math.gcd(*shapes.widths) % n), None)
-        if group is not None and shapes.kv and not shapes.layout.windows:
-            form = KvFormat(QUANTISED_BITS[asked], group)
-            # Some attention code reads keys and values as arrays, and fails while the graph is
-            # built, before any work.
-            with suppress(Exception):
-                quantised = Shapes.of(model, Layout(caches, form, slack))
+        quantised = _quantised(model, caches, slack, shapes, QUANTISED_BITS[asked])
         if quantised is None:
             raise LoadError(
-                f"this model's KV cache can't be stored as {asked} in MLX "
-                "(sliding windows, latent attention and heads that 32 does not divide can't); it "
-                f"is kept as {own}"
+                f"this model's KV cache can't be stored as {asked} in MLX (sliding windows, "
+                "latent attention and heads that 32 does not divide can't); "
+                f"it is kept as {own}"
             )
         return replace(quantised, kv_type=asked)
-    # "f16" is the contract's word for "not quantised": MLX then keeps what the model computes, and
-    # info says what.
+    # "f16" is the contract's word for "not quantised": MLX then keeps the type that the model
+    # computes, and `info` names it.
     if asked not in ("f16", own):
         raise LoadError(
-            f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); {asked} can't be "
-            "had"
+            f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); "
+            f"{asked} can't be had"
         )
     return replace(shapes, kv_type=own)
+
+
+def _own_type(kv: list[Any]) -> KvType:
+    """Return the contract's name for the type in which the model computes `kv`, its keys and
+    values. Raises LoadError if there is none."""
+    if not kv:
+        return "f32"
+    name = str(kv[0].dtype).removeprefix("mlx.core.")
+    if name not in _OWN_TYPES:
+        raise LoadError(
+            f"this model keeps its KV cache as {name}, which the MLX backend does not know "
+            f"(it knows {', '.join(_OWN_TYPES)})"
+        )
+    return _OWN_TYPES[name]
+
+
+def _quantised(
+    model: Any, caches: list[Any], slack: int, shapes: Shapes, bits: int
+) -> Shapes | None:
+    """Return the shapes of a KV cache of `bits` a number; None if this model can't have one."""
+    if not shapes.kv or shapes.layout.windows:
+        return None
+    # Every head's width must be a multiple of the quantisation group.
+    common_width = math.gcd(*shapes.widths)
+    group = next((size for size in _GROUP_SIZES if common_width % size == 0), None)
+    if group is None:
+        return None
+    # Some attention code reads keys and values as arrays, and fails while the graph is built,
+    # before any work.
+    with suppress(Exception):
+        return Shapes.of(model, Layout(caches, KvFormat(bits, group), slack))
+    return None
