@@ -1,28 +1,45 @@
-"""What our backends do alike, whatever computes: whose thread it is, how much an operation may ask
-for, and drafting."""
+"""What our backends have in common, whichever library computes: the thread that owns a backend,
+limits on an operation, and drafting."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError, SequenceId
 from localllm_backends.following import FollowingHeads
-from localllm_backends.reasons import first_reason
+
+Owned = TypeVar("Owned", bound="OwnedBackend")
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+
+def owner_only(
+    operation: Callable[Concatenate[Owned, Given], Returned],
+) -> Callable[Concatenate[Owned, Given], Returned]:
+    """Make `operation` raise BackendFailure on any thread but the one that loaded the backend."""
+
+    @wraps(operation)
+    def checked(self: Owned, /, *args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        if threading.get_ident() != self._owner:
+            raise BackendFailure(
+                f"`{operation.__name__}` was called from another thread: "
+                "a backend belongs to the thread that loaded it"
+            )
+        return operation(self, *args, **kwargs)
+
+    return checked
 
 
 class OwnedBackend(Backend):
-    """A backend of the thread that loaded it, which may have draft heads beside its sequences."""
+    """A backend of the thread that loaded it. It may have draft heads that follow its sequences."""
 
     _heads: FollowingHeads[Any] | None
 
     def _take_ownership(self) -> None:
         self._owner = threading.get_ident()
-
-    def _check_owner(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise BackendFailure("a backend belongs to the thread that loaded it")
 
     def _require_cells(self, n: int) -> None:
         if n > self.cells_free():
@@ -31,51 +48,43 @@ class OwnedBackend(Backend):
             )
 
     def _check_step(self, n_tokens: int, n_outputs: int) -> None:
-        """May a step have so many tokens, and so many of them want logits?"""
-        self._check_owner()
+        """Raise BackendFailure if a step can't have `n_tokens` tokens, `n_outputs` of them with
+        logits."""
         most = self.info.n_batch
         most_outputs = self.info.n_outputs
-        reason = first_reason(
-            [
-                (not n_tokens, "a step needs at least one token"),
-                (n_tokens > most, f"a step of {n_tokens} tokens is over the batch of {most}"),
-                (
-                    n_outputs > most_outputs,
-                    f"a step with {n_outputs} outputs is over the {most_outputs} a step may have",
-                ),
-            ]
-        )
-        if reason:
-            raise BackendFailure(reason)
+        if not n_tokens:
+            raise BackendFailure("a step needs at least one token")
+        if n_tokens > most:
+            raise BackendFailure(f"a step of {n_tokens} tokens is over the batch of {most}")
+        if n_outputs > most_outputs:
+            raise BackendFailure(
+                f"a step with {n_outputs} outputs is over the {most_outputs} a step may have"
+            )
         self._require_cells(n_tokens)
 
     def _check_range(self, sequence: SequenceId, start: int, stop: int) -> None:
-        """Does `sequence` hold the tokens [start, stop)?"""
-        self._check_owner()
+        """Raise BackendFailure unless `sequence` holds the tokens [start, stop)."""
         length = self.length(sequence)
         if not 0 <= start < stop <= length:
             raise BackendFailure(f"can't take tokens {start} to {stop} of {length}")
 
     def _check_follows(self, sequence: SequenceId, start: int, stop: int) -> None:
-        """Do the tokens [start, stop) come next?"""
-        self._check_owner()
+        """Raise BackendFailure unless the tokens [start, stop) come next."""
         length = self.length(sequence)
         if length != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {length} held")
 
+    @owner_only
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         if self._heads is None:
             raise BackendFailure("this model was loaded without its draft heads")
         return self._heads.draft(wanted)
 
     def _warm_up(self, *lengths: int) -> SequenceId:
-        """Steps of so many tokens, so that the first request does not pay for what they set up; the
-        sequence that they made."""
+        """Make steps of these lengths, so that the first request does not pay for their set-up.
+        Returns the sequence that they made."""
         sequence = self.new_sequence()
-        if self.info.bos_token is not None:
-            token = self.info.bos_token
-        else:
-            token = 0
+        token = self.info.bos_token or 0
         for n in lengths:
             self.step([Chunk(sequence, [token] * n)])
         if self._heads is not None:

@@ -228,18 +228,63 @@ def test_llama_cpp_keeps_state_apart(name: str, tmp_path: Path) -> None:
     loaded.close()
 
 
-def test_llamacpp_belongs_to_the_thread_that_loaded_it(tiny_model: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(tiny_model), n_ctx=256))
-    seen: list[BaseException] = []
+OPERATIONS: dict[str, Callable[[Backend, int], object]] = {
+    "new_sequence": lambda backend, held: backend.new_sequence(),
+    "fork": lambda backend, held: backend.fork(held, 5),
+    "truncate": lambda backend, held: backend.truncate(held, 0),
+    "drop": lambda backend, held: backend.drop(held),
+    "step": lambda backend, held: backend.step([Chunk(held, [7])]),
+    "draft": lambda backend, held: backend.draft([(held, 7, 1)]),
+    "export_range": lambda backend, held: backend.export_range(held, 0, 5),
+    "import_range": lambda backend, held: backend.import_range(held, b"", 5, 6),
+    "export_state": lambda backend, held: backend.export_state(held),
+    "import_state": lambda backend, held: backend.import_state(held, b"", 5),
+    "fork_state": lambda backend, held: backend.fork_state(held, b"", 5),
+}
 
-    def use() -> None:
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", ["llamacpp", "mlx"])
+def test_a_call_from_another_thread_is_refused_and_changes_nothing(
+    name: str, operation: str, tiny_model: Path, load: Callable[..., Any]
+) -> None:
+    if name == "mlx" and NO_MLX is not None:
+        pytest.skip(NO_MLX)
+    backend = load() if name == "mlx" else llamacpp.load(LoadSpec(str(tiny_model), n_ctx=256))
+    held = backend.new_sequence()
+    feed(backend, held, line(5))
+    free = backend.cells_free()
+    raised: list[BackendFailure] = []
+
+    def call() -> None:
         try:
-            backend.new_sequence()
+            OPERATIONS[operation](backend, held)
         except BackendFailure as e:
-            seen.append(e)
+            raised.append(e)
 
-    thread = threading.Thread(target=use)
+    thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert "thread" in str(seen[0])
-    backend.close()
+    assert [str(e) for e in raised] == [
+        f"`{operation}` was called from another thread: "
+        "a backend belongs to the thread that loaded it"
+    ]
+    assert backend.length(held) == 5
+    assert backend.cells_free() == free
+    backend.check_integrity()
+    if name == "llamacpp":
+        backend.close()
+
+
+def test_tokens_of_a_text_may_be_asked_for_in_any_thread(
+    tiny_model: Path, load: Callable[..., Any]
+) -> None:
+    backends = [llamacpp.load(LoadSpec(str(tiny_model), n_ctx=256))]
+    if NO_MLX is None:
+        backends.append(load())
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.extend(b.tokenize("hello") for b in backends))
+    thread.start()
+    thread.join()
+    assert found == [b.tokenize("hello") for b in backends]
+    backends[0].close()

@@ -4,7 +4,6 @@ leaks."""
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 from backends.mlx_lines import alone, assert_same, line, start
 from localllm_backends.contract import (
-    BackendFailure,
     CannotRewindError,
     Chunk,
     NoCellsError,
@@ -227,24 +225,6 @@ def test_the_wired_limit_is_left_alone(
     for _ in range(5):
         result = backend.step([Chunk(sequence, result.argmax(0))])
     assert backend.length(sequence) == 25
-
-
-def test_it_belongs_to_the_thread_that_loaded_it(load: Callable[..., Any]) -> None:
-    backend = load()
-    seen: list[BaseException | list[int]] = []
-
-    def use() -> None:
-        seen.append(backend.tokenize("hello"))
-        try:
-            backend.new_sequence()
-        except BackendFailure as e:
-            seen.append(e)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert seen[0] == backend.tokenize("hello")
-    assert "thread" in str(seen[1])
 
 
 # --- memory ---------------------------------------------------------------------------------------

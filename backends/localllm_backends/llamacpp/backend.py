@@ -50,7 +50,7 @@ from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabiliti
 from localllm_backends.llamacpp.native import Buffers, log, purpose_bytes
 from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
 from localllm_backends.llamacpp.top_logits import TopLogits
-from localllm_backends.owned import OwnedBackend
+from localllm_backends.owned import OwnedBackend, owner_only
 
 
 class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
@@ -133,8 +133,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     # --- sequences --------------------------------------------------------------------------------
 
+    @owner_only
     def new_sequence(self) -> SequenceId:
-        self._check_owner()
         if not self._idle:
             raise NoCellsError(f"all {self._spec.n_seq_max} sequences are in use")
         sequence = self._idle.pop()
@@ -142,6 +142,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             book.open(sequence)
         return sequence
 
+    @owner_only
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
         """A sequence sharing the first `n_tokens` cells of `source`."""
         if not n_tokens:
@@ -162,6 +163,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             book.fork(source, target, n_tokens)
         self._shares_windows = bool(self._n_swa)
 
+    @owner_only
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
         length = self._ledger.length(sequence)
         if n_tokens >= length:
@@ -175,6 +177,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             book.truncate(sequence, n_tokens)
         self._undoable[sequence] = -1 if n_tokens else 0
 
+    @owner_only
     def drop(self, sequence: SequenceId) -> None:
         """Free the sequence's cells that nobody shares."""
         self._memory.cut(sequence)
@@ -205,6 +208,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     # --- compute ----------------------------------------------------------------------------------
 
+    @owner_only
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks; all or nothing."""
         n_outputs = sum(min(chunk.outputs, len(chunk.tokens)) for chunk in chunks)
@@ -295,6 +299,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         compute = compute * MICRO_BATCH // min(MICRO_BATCH, self.info.n_batch)
         return kv * cells_for(n_tokens) // self._ledger.capacity + compute
 
+    @owner_only
     def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PausingPrefill:
         self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
         return self._slices
@@ -306,6 +311,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)
 
+    @owner_only
     def compare_kv(
         self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
     ) -> tuple[KvFidelity, ...]:
@@ -314,6 +320,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     # --- KV in and out ----------------------------------------------------------------------------
 
+    @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop): llama.cpp's sequence state behind a header."""
         self._check_range(sequence, start, stop)
@@ -336,6 +343,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         a layer."""
         return self._ledger.runs(sequence, start, stop)
 
+    @owner_only
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
@@ -368,10 +376,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def state_bytes(self, sequence: SequenceId) -> int:
         return len(header(STATE, 0, 0, 0)) + self._memory.size(sequence, partial=True)
 
+    @owner_only
     def export_state(self, sequence: SequenceId) -> bytes:
         n_tokens = self._ledger.length(sequence)
         return self._memory.write(sequence, header(STATE, 0, n_tokens, 0), partial=True)
 
+    @owner_only
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_range(sequence, 0, n_tokens)
         last = self._ledger.last_position(sequence, n_tokens)
@@ -388,6 +398,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             book.truncate(sequence, n_tokens)
         self._undoable.pop(sequence, None)
 
+    @owner_only
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         """A sequence sharing the first `n_tokens` cells of `source`, with their state."""
         self._check_range(source, 0, n_tokens)

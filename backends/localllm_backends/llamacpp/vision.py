@@ -37,6 +37,7 @@ from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import bindings, bindings_version, log, purpose_bytes
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file
+from localllm_backends.owned import owner_only
 
 _TEXT = 0
 _IMAGE = 1
@@ -202,6 +203,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
         return self._projector.encode_image(run)
 
+    @owner_only
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks, or over one of an image."""
         if all(chunk.image is None for chunk in chunks):

@@ -36,7 +36,7 @@ from localllm_backends.mlx.sequence_cache import SequenceCache, Undo
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
-from localllm_backends.owned import OwnedBackend
+from localllm_backends.owned import OwnedBackend, owner_only
 
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
@@ -109,8 +109,8 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
     # --- sequences --------------------------------------------------------------------------------
 
+    @owner_only
     def new_sequence(self) -> SequenceId:
-        self._check_owner()
         return self._open_sequence()
 
     def _open_sequence(self) -> SequenceId:
@@ -122,6 +122,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
             self._heads.open(self._next)
         return self._next
 
+    @owner_only
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
         """A sequence with the first `n_tokens` of `source`: it takes as many cells at once, and
         copies their contents only when one of the two writes."""
@@ -146,6 +147,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
             self._heads.fork(source, target, n_tokens)
         return target
 
+    @owner_only
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
         line = self._line(sequence)
         if n_tokens >= line.length:
@@ -191,6 +193,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         line.length = n_tokens
         line.place(line.computed)
 
+    @owner_only
     def drop(self, sequence: SequenceId) -> None:
         line = self._line(sequence)
         self.stepper.undo_ahead_of(line)
@@ -224,6 +227,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
     # --- compute ----------------------------------------------------------------------------------
 
+    @owner_only
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
         """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one
         graph."""
@@ -270,6 +274,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
     # --- KV in and out ----------------------------------------------------------------------------
 
+    @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header
         (kv_export.py)."""
@@ -280,6 +285,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
             return data
         return joined(data, self._heads.export_range(sequence, start, stop))
 
+    @owner_only
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
@@ -296,9 +302,11 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
     def state_bytes(self, sequence: SequenceId) -> int:
         return self._exports.state_bytes(self._line(sequence))
 
+    @owner_only
     def export_state(self, sequence: SequenceId) -> bytes:
         return self._exports.export_state(self._intact_line(sequence))
 
+    @owner_only
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         line = self._line(sequence)
         self._check_range(sequence, 0, n_tokens)
@@ -306,6 +314,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         if self._heads is not None:
             self._heads.truncate(sequence, n_tokens)
 
+    @owner_only
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         line = self._line(source)
         self._check_range(source, 0, n_tokens)

@@ -47,6 +47,7 @@ from localllm_backends.mlx.machines import (
 )
 from localllm_backends.mlx.results import MlxStepResult
 from localllm_backends.mlx.sequence_cache import SequenceCache
+from localllm_backends.owned import owner_only
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
 # What another machine answers.
@@ -92,6 +93,7 @@ class TensorParallelBackend(MlxBackend):
             self._abort("one of the machines")
             raise
 
+    @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """All shares of it."""
         self._broadcast("export_range", sequence, start, stop)
@@ -101,6 +103,7 @@ class TensorParallelBackend(MlxBackend):
             others = self._replies()
         return joined(own, *others)
 
+    @owner_only
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:

@@ -48,6 +48,7 @@ from localllm_backends.mlx.towers import (
     seen_ahead,
     why_not,
 )
+from localllm_backends.owned import owner_only
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Prompts are laid out anew in every turn: so many images are known by their hash.
@@ -261,6 +262,7 @@ class MlxVisionBackend(MlxBackend):
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
         return self._eyes.encode(run)
 
+    @owner_only
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
         """One sweep over all chunks, or over one of an image."""
         if all(chunk.image is None for chunk in chunks):
