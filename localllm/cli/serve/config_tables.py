@@ -28,7 +28,7 @@ def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, 
     a secret."""
     from pydantic import ConfigDict, ValidationError, create_model
 
-    from localllm.server.dialects.known import WRONG
+    from localllm.server.dialects.known import problem_of
 
     for key in table:
         if key not in known:
@@ -43,12 +43,8 @@ def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, 
     except ValidationError as e:
         errors = e.errors(include_url=False, include_input=False)
         first = errors[0]["loc"][0]
-        said = [
-            WRONG.get(error["type"], "has a value that is not taken").format(**error.get("ctx", {}))
-            for error in errors
-            if error["loc"][0] == first
-        ]
-        raise UsageError(f"{first} in {where} {' or '.join(dict.fromkeys(said))}") from None
+        problem = problem_of(error for error in errors if error["loc"][0] == first)
+        raise UsageError(f"{first} in {where} {problem}") from None
 
 
 def variable(name: str, where: str) -> str:

@@ -42,7 +42,23 @@ def of_schema(
             raise RequestError(f"{where} must be a JSON schema", param=where)
     if schema is None:
         return None
-    return ("json_schema" if strict else "loose_schema", json.dumps(schema))
+    kind = "json_schema" if strict else "loose_schema"
+    return kind, json.dumps(schema)
+
+
+def of_object(wanted: bool | None) -> Constraint | None:
+    """The constraint of any JSON object, if it is wanted."""
+    return of_schema({"type": "object"}) if wanted else None
+
+
+def of_regex(pattern: str | None) -> Constraint | None:
+    """The constraint of a regular expression; None for an empty one."""
+    return ("regex", pattern) if pattern else None
+
+
+def of_grammar(source: str | None) -> Constraint | None:
+    """The constraint of a GBNF grammar; None for an empty one."""
+    return ("gbnf", source) if source else None
 
 
 def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
@@ -57,25 +73,25 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
 def of_response_format(response_format: Any, where: str = "response_format") -> Constraint | None:
     """The engine's constraint for OpenAI's `response_format`, which a client calls `where`; raises
     RequestError."""
-    if isinstance(response_format, Mapping):
-        form = response_format
-    else:
-        form = {}
-    kind = form.get("type")
-    if response_format is None or kind == "text":
+    if response_format is None:
         return None
-    if kind == "json_object":
-        # llama.cpp's spelling puts a schema beside json_object.
-        schema = form.get("schema")
-        return of_schema(schema if isinstance(schema, dict) else {"type": "object"})
-    if kind != "json_schema":
-        raise RequestError(f"{where} must be an object with a type: {FORMS.reason}", param=where)
-    wrapped = form.get("json_schema")
-    said = wrapped if isinstance(wrapped, Mapping) else form
-    schema = said.get("schema")
-    if not isinstance(schema, Mapping):
-        raise RequestError(f"the schema of {where} must be an object", param=where)
-    return of_schema(schema, strict=said.get("strict") is not False)
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            # llama.cpp's form has the schema next to the type.
+            schema = response_format.get("schema")
+            return of_schema(schema) if isinstance(schema, dict) else of_object(True)
+        case "json_schema":
+            described = response_format.get("json_schema")
+            if not isinstance(described, Mapping):
+                described = response_format
+            schema = described.get("schema")
+            if not isinstance(schema, Mapping):
+                raise RequestError(f"the schema of {where} must be an object", param=where)
+            return of_schema(schema, strict=described.get("strict") is not False)
+    raise RequestError(f"{where} must be an object with a type: {FORMS.reason}", param=where)
 
 
 class StructuredFields(BodyPart):
@@ -94,8 +110,8 @@ class StructuredFields(BodyPart):
     def constraint(self) -> Constraint | None:
         return only_one(
             json=of_schema(self.json_, "structured_outputs.json"),
-            regex=("regex", self.regex) if self.regex else None,
+            regex=of_regex(self.regex),
             choice=of_choice(self.choice, "structured_outputs.choice"),
-            grammar=("gbnf", self.grammar) if self.grammar else None,
-            json_object=of_schema({"type": "object"}) if self.json_object else None,
+            grammar=of_grammar(self.grammar),
+            json_object=of_object(self.json_object),
         )

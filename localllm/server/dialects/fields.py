@@ -5,7 +5,7 @@ one's range. What becomes of any other field: `known.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import (
     TYPE_CHECKING,
@@ -24,6 +24,8 @@ from localllm.server.dialects.constraints import (
     Constraint,
     StructuredFields,
     of_choice,
+    of_grammar,
+    of_regex,
     of_response_format,
     of_schema,
     only_one,
@@ -32,15 +34,21 @@ from localllm.server.dialects.known import BodyPart
 
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = (
-    "a conversation too long for the context: refused (disabled), or its oldest turns left out "
-    "(auto)"
+    "a conversation too long for the context: "
+    "refused (disabled), or its oldest turns left out (auto)"
 )
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
+
+
+def _lowest_bias(_: bool) -> float:
+    return -100.0
+
+
 # `false` is llama.cpp's word for -100.
 Bias = (
     Annotated[float, Field(ge=-100, le=100, strict=True)]
-    | Annotated[Literal[False], AfterValidator(lambda _: -100.0)]
+    | Annotated[Literal[False], AfterValidator(_lowest_bias)]
 )
 MAX_PROMPTS = 16
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -83,34 +91,39 @@ class LoopFields(BodyPart):
 def _body_field(declared: Any) -> tuple[Any, Any]:
     """A numeric parameter of `Sampling` as an optional pydantic field."""
     number, limits = get_args(declared)
-    least = {"gt" if limits.above else "ge": limits.least}
-    return number | None, Field(None, **least, le=limits.most, description=limits.about or None)
+    lower_bound = "gt" if limits.above else "ge"
+    bounds = {lower_bound: limits.least, "le": limits.most}
+    return number | None, Field(None, **bounds, description=limits.about or None)
 
 
 _DECLARED = get_type_hints(Sampling, include_extras=True)
 # Parameters with a JSON form of their own; all others are numbers, with the name and the range of
 # `Sampling`.
 _OWN_JSON_FORM = ("logit_bias", "dry_sequence_breakers")
-# How those are read that say something else than what the engine takes. A seed of -1 draws one.
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "top_k": lambda most: max(0, most),
-    "repeat_last_n": lambda last: MAX_TOKENS if last == -1 else last,
-    "seed": lambda seed: None if seed == -1 else seed & (2**63 - 1),
-    "dry_sequence_breakers": lambda texts: tuple(filter(None, texts)),
-    "logit_bias": dict,
-}
 if TYPE_CHECKING:
     _SamplingNumbers = BodyPart
 else:
-    _SamplingNumbers = create_model(
-        "_SamplingNumbers",
-        __base__=BodyPart,
-        **{
-            name: _body_field(kind)
-            for name, kind in _DECLARED.items()
-            if name not in _OWN_JSON_FORM
-        },
-    )
+    _NUMBERS = {
+        name: _body_field(kind) for name, kind in _DECLARED.items() if name not in _OWN_JSON_FORM
+    }
+    _SamplingNumbers = create_model("_SamplingNumbers", __base__=BodyPart, **_NUMBERS)
+
+
+def _for_engine(name: str, value: Any) -> Any:
+    """The value of a sampling parameter as the engine takes it."""
+    match name:
+        case "top_k":
+            return max(0, value)
+        case "repeat_last_n" if value == -1:
+            return MAX_TOKENS
+        case "seed":
+            # A seed of -1 draws one.
+            return None if value == -1 else value & (2**63 - 1)
+        case "dry_sequence_breakers":
+            return tuple(text for text in value if text)
+        case "logit_bias":
+            return dict(value)
+    return value
 
 
 class GenerationFields(_SamplingNumbers):
@@ -137,11 +150,7 @@ class GenerationFields(_SamplingNumbers):
         sent = {name: getattr(self, name, None) for name in _DECLARED}
         if sent["repeat_penalty"] is None:
             sent["repeat_penalty"] = self.repetition_penalty
-        return {
-            name: _READ.get(name, lambda value: value)(value)
-            for name, value in sent.items()
-            if value is not None
-        }
+        return {name: _for_engine(name, value) for name, value in sent.items() if value is not None}
 
     def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
         """The generation with these fields over the model's defaults: an answer of at most `longest`
@@ -151,13 +160,14 @@ class GenerationFields(_SamplingNumbers):
                 f"min_tokens is {self.min_tokens}, and the answer has at most {longest}",
                 param="min_tokens",
             )
+        loops = self.repetition_detection
         return Generation(
             sampling=replace(default, **self.sent_sampling()),
             max_tokens=longest,
             stop=stop_texts(self.stop),
             min_tokens=self.min_tokens or 0,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            loops=self.repetition_detection.limits() if self.repetition_detection else None,
+            loops=loops.limits() if loops else None,
             **more,
         )
 
@@ -218,11 +228,12 @@ class SamplingFields(RequestBody, GenerationFields):
     )
 
     def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
+        longest_ms = self.t_max_predict_ms
         return super().generation(
             default,
             longest,
             ignore_eos=bool(self.ignore_eos),
-            time_limit_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
+            time_limit_s=longest_ms / 1000 if longest_ms else None,
             cache_prompt=self.cache_prompt is not False,
             salt=self.cache_salt or "",
             priority=PRIORITIES.get(self.service_tier or "", 0),
@@ -232,28 +243,27 @@ class SamplingFields(RequestBody, GenerationFields):
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """The one constraint on the answer's form, also by OpenAI's `response_format` where a body
         has it. Raises RequestError when several are given."""
+        structured = self.structured_outputs
         return only_one(
             response_format=of_response_format(response_format),
-            grammar=("gbnf", self.grammar) if self.grammar else None,
+            grammar=of_grammar(self.grammar),
             json_schema=of_schema(self.json_schema),
-            regex=("regex", self.regex) if self.regex else None,
-            ebnf=("gbnf", self.ebnf) if self.ebnf else None,
-            structured_outputs=self.structured_outputs.constraint()
-            if self.structured_outputs
-            else None,
+            regex=of_regex(self.regex),
+            ebnf=of_grammar(self.ebnf),
+            structured_outputs=structured.constraint() if structured else None,
             guided_json=of_schema(self.guided_json, "guided_json"),
-            guided_regex=("regex", self.guided_regex) if self.guided_regex else None,
+            guided_regex=of_regex(self.guided_regex),
             guided_choice=of_choice(self.guided_choice, "guided_choice"),
-            guided_grammar=("gbnf", self.guided_grammar) if self.guided_grammar else None,
+            guided_grammar=of_grammar(self.guided_grammar),
         )
 
 
 def first_limit(*sent: int | None) -> int | None:
     """The first limit that was sent; None = no limit, which a negative one asks for."""
-    value = next((n for n in sent if n is not None), None)
-    if value is None or value < 0:
-        return None
-    return value
+    for limit in sent:
+        if limit is not None:
+            return limit if limit >= 0 else None
+    return None
 
 
 def each(sent: Any) -> list[Any]:
@@ -265,4 +275,6 @@ def each(sent: Any) -> list[Any]:
 
 def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:
     """The stop strings, empty ones left out."""
-    return tuple(s for s in ([sent] if isinstance(sent, str) else sent or ()) if s)
+    if isinstance(sent, str):
+        sent = [sent]
+    return tuple(text for text in sent or () if text)

@@ -10,7 +10,7 @@ knows is named as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -45,10 +45,10 @@ Shape: TypeAlias = Mapping[str, Any]
 _UNKNOWN = Unused(off=())
 # In a shape: tells of a type whether the object is read. One that is not is named elsewhere, whole.
 READS = ""
-_ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
-# Of every body, unless its model has a field of that name. Sources: OpenAI's API reference;
-# llama.cpp tools/server/README.md; vLLM's OpenAI-compatible server.
-REFUSED: Mapping[str, Refused] = {
+
+# Refused in every body, unless its model has a field of that name. Sources: OpenAI's API
+# reference; llama.cpp tools/server/README.md; vLLM's OpenAI-compatible server.
+_INTERFACES: Mapping[str, Refused] = {
     "audio": Refused("this server writes text only"),
     "image_data": Refused("this dialect's prompts are text", (None, [])),
     "modalities": Refused("this server writes text only", (None, ["text"], [])),
@@ -57,6 +57,9 @@ REFUSED: Mapping[str, Refused] = {
     "function_call": Refused(
         "the legacy function interface is not spoken; send `tool_choice`", (None, "none", "auto")
     ),
+    "context": Refused("a conversation is kept by its messages: use /api/chat", (None, [])),
+}
+_SAMPLERS: Mapping[str, Refused] = {
     "best_of": Refused("candidates are not ranked here; send `n`", (None, 1)),
     "use_beam_search": Refused("there is no beam search", (None, False)),
     "length_penalty": Refused("there is no beam search", (None, 1)),
@@ -64,33 +67,54 @@ REFUSED: Mapping[str, Refused] = {
     "dynatemp_range": Refused("dynamic temperature is not implemented", (None, 0)),
     "tfs_z": Refused("tail-free sampling is not implemented", (None, 1)),
     "top_n_sigma": Refused("top-n-sigma sampling is not implemented", (None, -1, 0)),
-    **dict.fromkeys(("xtc_probability", "dry_multiplier", "min_tokens"), Refused(_ELSEWHERE, (None, 0))),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), Refused(_ELSEWHERE)),
-    **dict.fromkeys(("guided_grammar", "structured_outputs", "regex", "ebnf"), Refused(_ELSEWHERE)),
-    "stop_token_ids": Refused(_ELSEWHERE, (None, [])),
+}
+_BAN = Refused("not implemented; ban tokens by `logit_bias`", (None, []))
+_LOADING: Mapping[str, Refused] = {
+    "bad_words": _BAN,
+    "allowed_token_ids": _BAN,
     "n": Refused("this dialect has one answer to a request", (None, 1)),
-    **dict.fromkeys(
-        ("bad_words", "allowed_token_ids"),
-        Refused("not implemented; ban tokens by `logit_bias`", (None, [])),
-    ),
     "lora": Refused(
         "adapters are loaded with a model: name one whose preset has `lora`", (None, [])
     ),
     "grammar_lazy": Refused(
         "send `tools`: a call is held to its schema from where it begins", (None, False)
     ),
+    "truncate_prompt_tokens": Refused("a prompt that is too long is refused, never cut"),
+}
+_OUTPUT: Mapping[str, Refused] = {
     "post_sampling_probs": Refused(
         "probabilities are those of the model, before sampling", (None, False)
     ),
+    "prompt_logprobs": Refused("log-probabilities are those of the answer's tokens", (None, 0)),
     "reasoning_format": Refused("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
-    "include_stop_str_in_output": Refused("a stop string is never part of the answer", (None, False)),
+    "include_stop_str_in_output": Refused(
+        "a stop string is never part of the answer", (None, False)
+    ),
     "skip_special_tokens": Refused(
         "special tokens are left out, except where a tool format needs them", (None, True)
     ),
-    "truncate_prompt_tokens": Refused("a prompt that is too long is refused, never cut"),
-    "prompt_logprobs": Refused("log-probabilities are those of the answer's tokens", (None, 0)),
-    "context": Refused("a conversation is kept by its messages: use /api/chat", (None, [])),
-}  # fmt: skip
+}
+
+
+def _elsewhere(*names: str, off: tuple[Any, ...] = (None,)) -> dict[str, Refused]:
+    """Fields that only other paths honour, and the values that mean "off"."""
+    reason = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
+    return dict.fromkeys(names, Refused(reason, off))
+
+
+_CONSTRAINTS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+    "regex", "ebnf",
+)  # fmt: skip
+REFUSED: Mapping[str, Refused] = {
+    **_INTERFACES,
+    **_SAMPLERS,
+    **_LOADING,
+    **_OUTPUT,
+    **_elsewhere("xtc_probability", "dry_multiplier", "min_tokens", off=(None, 0)),
+    **_elsewhere("stop_token_ids", off=(None, [])),
+    **_elsewhere(*_CONSTRAINTS),
+}
 # They say nothing about the answer: whose bill, which slot.
 HINTS = (
     "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
@@ -125,18 +149,28 @@ def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> It
         for i, one in enumerate(sent):
             if isinstance(one, dict | list):  # a million numbers are passed over
                 yield from unused(one, known, path, f"{spot}[{i}]")
-    if not isinstance(sent, Mapping) or (READS in known and not known[READS](sent.get("type"))):
-        return
-    for name, value in sent.items():
-        where, place = (f"{above}.{name}" if above else name for above in (path, spot))
-        fate = _UNKNOWN if name == READS else known.get(name, _UNKNOWN)
-        if not isinstance(fate, Unused):
-            yield from unused(value, fate, where, place)
-        elif value not in fate.off and fate.reason:
-            said = f"{place} {str(value)[:40]!r} is not supported: {fate.reason}"
-            raise UnsupportedError(said, param=place)
-        elif value not in fate.off:
-            yield where
+    elif isinstance(sent, Mapping) and _is_read(sent, known):
+        for name, value in sent.items():
+            where = _below(path, name)
+            place = _below(spot, name)
+            fate = _UNKNOWN if name == READS else known.get(name, _UNKNOWN)
+            if not isinstance(fate, Unused):
+                yield from unused(value, fate, where, place)
+            elif value not in fate.off:
+                if fate.reason:
+                    problem = f"{place} {str(value)[:40]!r} is not supported: {fate.reason}"
+                    raise UnsupportedError(problem, param=place)
+                yield where
+
+
+def _is_read(sent: Mapping[str, Any], known: Shape) -> bool:
+    """Whether the object is read at all, by its type."""
+    reads = known.get(READS)
+    return reads is None or bool(reads(sent.get("type")))
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 @cache
@@ -147,10 +181,11 @@ def shape_of(kind: type[BaseModel]) -> Shape:
     own = {
         field.alias or name: _inner(field.annotation) for name, field in kind.model_fields.items()
     }
-    common = _COMMON if "stream" in own else {}
     shapes = getattr(kind, "shapes", {})
     more = {n: s for n, s in shapes.items() if n in own or not isinstance(s, Mapping)}
-    return {**common, **own, **more}
+    if "stream" in own:
+        return {**_COMMON, **own, **more}
+    return {**own, **more}
 
 
 def _inner(annotation: Any) -> Shape | None:
@@ -177,26 +212,33 @@ def read(kind: type[Body], body: Mapping[str, Any]) -> tuple[Body, list[str]]:
         raise _invalid(e, body) from e
 
 
-_NUMBER = "must be a number"
-_OBJECT = "must be an object"
-# What is wrong, by the names that pydantic has for it; its own words name its types.
-WRONG = {
+# What is wrong with a value, by pydantic's name for it; pydantic's own messages name its types.
+_TYPES_WANTED = {
+    "none_required": "null",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a number",
+    "string_type": "a text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "below {lt}",
+    "less_than_equal": "{le} or less",
+}
+_OTHER_PROBLEMS = {
     "missing": "is missing",
     "extra_forbidden": "is no field of this object",
-    "none_required": "must be null",
-    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
-    **dict.fromkeys(
-        ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"
-    ),
-    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), _NUMBER),
-    "string_type": "must be a text",
-    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _OBJECT),
-    "literal_error": "must be {expected}",
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be {le} or less",
     "too_short": "has {actual_length} entries; {min_length} is the least",
     "too_long": "has more than {max_length} entries",
     "string_too_short": "must have {min_length} characters or more",
@@ -206,24 +248,28 @@ WRONG = {
 }
 
 
+def problem_of(errors: Iterable[Any]) -> str:
+    """What is wrong with one value, by pydantic's errors: the first that is no matter of its type,
+    or all types that the members of a union take."""
+    wanted = []
+    for error in errors:
+        kind = error["type"]
+        values = error.get("ctx", {})
+        if kind in _TYPES_WANTED:
+            wanted.append(_TYPES_WANTED[kind].format(**values))
+        else:
+            return _OTHER_PROBLEMS.get(kind, "has a value that is not taken").format(**values)
+    return f"must be {' or '.join(dict.fromkeys(wanted))}"
+
+
 def _invalid(found: ValidationError, body: Any) -> RequestError:
-    """What is wrong with `body`: of the members of a union, as those say that came the furthest."""
+    """The error for `body`. Of the members of a union, those count that read the furthest."""
     errors = found.errors(include_url=False, include_input=False)
     of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     path = max((_sent_path(error, body) for error in of_field), key=len)
-    said = [
-        WRONG.get(error["type"], "has a value that is not taken").format(**error.get("ctx", {}))
-        for error in of_field
-        if _sent_path(error, body) == path
-    ]
-    # The members of a union say what they would take, or what is wrong with what is of their kind.
-    wanted = [words.removeprefix("must be ") for words in said if words.startswith("must be ")]
-    wrong = next(
-        (words for words in said if not words.startswith("must be ")),
-        f"must be {' or '.join(dict.fromkeys(wanted))}",
-    )
+    problem = problem_of(error for error in of_field if _sent_path(error, body) == path)
     where = ".".join(path)
-    return RequestError(f"{where or 'body'}: {wrong}", param=where or None)
+    return RequestError(f"{where or 'body'}: {problem}", param=where or None)
 
 
 def _sent_path(error: Any, body: Any) -> list[str]:
@@ -273,12 +319,12 @@ TOOL: dict[str, Any] = shape(
     function=shape("name", "description", "parameters", "strict"),
     custom=shape("name", "description", format=_GRAMMAR),
 )  # fmt: skip
-# A namespace holds tools.
-TOOL |= {"tools": TOOL, READS: (None, "function", "custom", "namespace").__contains__}
+TOOL["tools"] = TOOL  # of a namespace
+TOOL[READS] = (None, "function", "custom", "namespace").__contains__
 _CALLED = ("function", "custom")
 _NAMED = shape(
-    "name", "namespace", type=one_of(*_CALLED), **dict.fromkeys(_CALLED, shape("name"))
-)  # fmt: skip
+    "name", "namespace", type=one_of(*_CALLED), function=shape("name"), custom=shape("name")
+)
 _ALLOWED = shape(mode=one_of("auto", "required"), tools=_NAMED)
 CHOICE: dict[str, Any] = {**_NAMED, **_ALLOWED, "allowed_tools": _ALLOWED}
 CHOICE["type"] = one_of(*_CALLED, "allowed_tools", "auto", "none", "required", "any")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -26,47 +26,34 @@ _ERRORS = {
 }
 # Of the paths that begin so.
 _FORMS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
+_TEXT = {"type": "string"}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+
+
+def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+_ERROR = _object(
+    ["message", "type", "code"],
+    message=_TEXT,
+    type=_TEXT,
+    code=_TEXT_OR_NULL,
+    param=_TEXT_OR_NULL,
+    hint=_TEXT,
+)
+_ANTHROPIC_ERROR = _object(["type", "message"], type=_TEXT, message=_TEXT)
 _ERROR_SCHEMAS: dict[str, Any] = {
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "code": {"type": ["string", "null"]},
-                    "param": {"type": ["string", "null"]},
-                    "hint": {"type": "string"},
-                },
-            }
-        },
-    },
-    "OllamaError": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {"error": {"type": "string"}},
-    },
-    "AnthropicError": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            },
-        },
-    },
+    "Error": _object(["error"], error=_ERROR),
+    "OllamaError": _object(["error"], error=_TEXT),
+    "AnthropicError": _object(["type", "error"], type={"const": "error"}, error=_ANTHROPIC_ERROR),
 }
 
 
 def _errors_of(path: str) -> dict[str, Any]:
     """The error responses of any route: in its dialect's format, or in OpenAI's from the gate."""
-    forms = ["Error", *(form for start, form in _FORMS.items() if path.startswith(start))]
+    forms = ["Error"]
+    forms += (form for start, form in _FORMS.items() if path.startswith(start))
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{form}"} for form in forms]}
     content = {"application/json": {"schema": schema}}
     return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}
@@ -109,22 +96,29 @@ def answer_of(media_type: str = "application/json", kind: str = "object") -> dic
     return {"200": {"description": "the answer", "content": content}}
 
 
+def _operation(path: str, method: str, listed: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAPI's operation object of one method of a path."""
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _TEXT}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += listed.get("parameters", ())
+    return {
+        **listed,
+        "operationId": re.sub(r"\W+", "_", method + path),
+        "parameters": parameters,
+        "responses": {**_errors_of(path), **listed.get("responses", answer_of())},
+    }
+
+
 def document(dialects: Iterable[Paths]) -> dict[str, Any]:
     """The OpenAPI document of what `dialects` list, and of the bodies that `body_of` named."""
     described: dict[str, dict[str, Any]] = {}
     for paths in dialects:
-        for (path, method), said in paths.listed.items():
+        for (path, method), listed in paths.listed.items():
             shown = path.replace(":path}", "}")
-            inside = [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                for name in re.findall(r"{(\w+)}", shown)
-            ]
-            described.setdefault(shown, {})[method.lower()] = {
-                **said,
-                "operationId": re.sub(r"\W+", "_", method.lower() + shown),
-                "parameters": [*inside, *said.get("parameters", ())],
-                "responses": {**_errors_of(shown), **said.get("responses", answer_of())},
-            }
+            operation = _operation(shown, method.lower(), listed)
+            described.setdefault(shown, {})[method.lower()] = operation
     _, definitions = models_json_schema(
         [(m, "validation") for m in _BODIES.values()], ref_template="#/components/schemas/{model}"
     )

@@ -37,10 +37,10 @@ class Paths(list[Route]):
                 return JSONResponse(answer)
 
             self.extend(Route(path, respond, methods=[method]) for path in paths)
-            says = getdoc(endpoint) if about is None else about
-            if says:
-                said = {"tags": [self.tag], "description": says, **described}
-                self.listed[paths[0], method] = said
+            description = getdoc(endpoint) if about is None else about
+            if description:
+                operation = {"tags": [self.tag], "description": description, **described}
+                self.listed[paths[0], method] = operation
             return endpoint
 
         return added

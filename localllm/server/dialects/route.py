@@ -22,7 +22,7 @@ from localllm.server.dialects.paths import Paths
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json, worked
-from localllm.server.http.streaming import unless_left
+from localllm.server.http.streaming import KeptStream, unless_left
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
@@ -106,35 +106,43 @@ def mount_prompt(
 def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     """`read`, which also names what only the server's owner may say."""
     fields, ignored = read(kind, body)
-    unheard = getattr(fields, "keep_alive", None) is not None and not caller().admin
-    return fields, [*ignored, *(["keep_alive"] if unheard else ())]
+    if getattr(fields, "keep_alive", None) is not None and not caller().admin:
+        ignored.append("keep_alive")
+    return fields, ignored
 
 
 async def _answer(server: Server, route: Route[Any], request: Request) -> Response:
+    dialect = route.dialect
     body = await read_json(request, server.settings)
-    if route.dialect.media_type.startswith("text/event-stream"):
-        key = _kept(request, body)
-    else:
-        key = None
-    stream = server.kept.find(key[0]) if key is not None else None
-    if key is not None and stream is not None:
-        if stream.asked != key[1]:
-            raise RequestError(
-                "this Idempotency-Key belongs to another request", param="Idempotency-Key"
-            )
-        return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
+    key = None
+    if dialect.media_type.startswith("text/event-stream"):
+        key = _key(request, body)
+    if key is not None:
+        stream = server.kept.find(key[0])
+        if stream is not None:
+            return _resumed(stream, key[1], request)
     fields, unknown = _read(route.fields, body)
     model = await server.models.find(fields.model)
     translated = await worked(partial(route.translate, fields, model))
     if not isinstance(translated, TranslatedRequest):
         return await translated(server)
     translated = replace(translated, ignored=(*unknown, *translated.ignored))
-    if route.dialect.streams if fields.stream is None else fields.stream:
-        return await server.stream(model, translated, route.dialect, key)
+    streams = fields.stream if fields.stream is not None else dialect.streams
+    if streams:
+        return await server.stream(model, translated, dialect, key)
     return await server.complete(request, model, translated)
 
 
-def _kept(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
+def _resumed(stream: KeptStream, digest: bytes, request: Request) -> Response:
+    """The rest of a kept stream. Raises RequestError if it answers another request."""
+    if stream.asked != digest:
+        raise RequestError(
+            "this Idempotency-Key belongs to another request", param="Idempotency-Key"
+        )
+    return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
+
+
+def _key(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
     """The key under which a client wants its stream kept, and a digest of its request. Raises
     RequestError."""
     key = request.headers.get("idempotency-key")
@@ -142,9 +150,8 @@ def _kept(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None
         return None
     if not 0 < len(key) <= 255:
         raise RequestError("an Idempotency-Key has 1 to 255 characters", param="Idempotency-Key")
-    return key, hashlib.sha256(
-        json.dumps([request.url.path, body], sort_keys=True).encode()
-    ).digest()
+    content = json.dumps([request.url.path, body], sort_keys=True)
+    return key, hashlib.sha256(content.encode()).digest()
 
 
 def event_number(sent: str | None, where: str) -> int:

@@ -114,8 +114,8 @@ class ThinkingFields(RequestBody):
         )
 
     def effort(self) -> str | None:
-        """The reasoning effort: none where any of its switches is off, a named level, or what
-        switching it on comes to."""
+        """The reasoning effort: none if any of its switches is off, else a named level, else the
+        level of a switch that is on."""
         variables = self.chat_template_kwargs or {}
         asked = self.reasoning or ReasoningFields.model_validate({})
         switches = [
@@ -125,17 +125,17 @@ class ThinkingFields(RequestBody):
             variables.get("enable_thinking"),
             variables.get("thinking"),
         ]
-        thinking = self.thinking.type if self.thinking else None
+        thinking = self.thinking and self.thinking.type
         if thinking == "disabled" or False in switches:
             return "none"
-        level = self.think if isinstance(self.think, str) else None
+        level = self.reasoning_effort or asked.effort
+        if level:
+            return level
+        if isinstance(self.think, str):
+            return self.think
         if thinking:
-            on = "high"
-        elif True in switches[:2]:
-            on = "medium"
-        else:
-            on = None
-        return self.reasoning_effort or asked.effort or level or on
+            return "high"
+        return "medium" if self.think or self.enable_thinking else None
 
     def summarises(self) -> str | None:
         """How a summary of the reasoning is asked for; None where it is not."""
@@ -148,13 +148,8 @@ class ThinkingFields(RequestBody):
         """How the answer is wanted, with the tools that `choice` (OpenAI's `tool_choice`) leaves.
         Raises RequestError."""
         tools, chosen = toolbox.chosen(choice)
-        hidden = {
-            "reasoning.exclude": self.reasoning and self.reasoning.exclude,
-            "include_reasoning": self.include_reasoning is False,
-            "thinking.display": self.thinking and self.thinking.display == "omitted",
-        }
-        hides = tuple(name for name, wanted in hidden.items() if wanted)
-        shown = ("reasoning.summary",) if self.summarises() else ()
+        hides = self._hiding()
+        summarised = ["reasoning.summary"] if self.summarises() else []
         return ResponseOptions(
             tools=tools,
             choice=chosen,
@@ -163,9 +158,20 @@ class ThinkingFields(RequestBody):
             template_kwargs=self.chat_template_kwargs,
             parse_special=bool(self.parse_special),
             hides_reasoning=bool(hides),
-            of_reasoning=(*hides, *shown),
+            of_reasoning=(*hides, *summarised),
             **more,
         )
+
+    def _hiding(self) -> list[str]:
+        """The fields that ask for an answer without the reasoning."""
+        hides = []
+        if self.reasoning and self.reasoning.exclude:
+            hides.append("reasoning.exclude")
+        if self.include_reasoning is False:
+            hides.append("include_reasoning")
+        if self.thinking and self.thinking.display == "omitted":
+            hides.append("thinking.display")
+        return hides
 
 
 class ReasonedFields(ThinkingFields, SamplingFields):

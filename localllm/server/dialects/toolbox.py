@@ -49,26 +49,26 @@ class Toolbox:
         skipped: list[str] = []
         for i, (tool, namespace) in enumerate(_each(sent or ())):
             kind = tool.get("type", "function")
-            where = f"tools[{i}]"
             if kind == "custom":
-                function = _custom(tool, where, skipped)
+                function = _custom(tool, f"tools[{i}]", skipped)
             elif kind == "function":
-                inner = tool.get("function")
                 function = {
                     "type": "function",
                     "strict": tool.get("strict"),
-                    "function": dict(inner if isinstance(inner, Mapping) else tool),
+                    "function": dict(_inner(tool, "function")),
                 }
             else:
                 skipped.append(f"tools.{kind}")
                 continue
             name = function["function"].get("name")
-            flat = function["function"]["name"] = flat_name(name, namespace)
+            flat = flat_name(name, namespace)
+            function["function"]["name"] = flat
             names[str(flat)] = ClientToolName(name, namespace, kind == "custom")
             functions.append(function)
         offered = checked(functions)
         for function, plain in zip(functions, offered, strict=True):
-            plain.update({k: v for k, v in function.items() if k == "call_schema"})
+            if "call_schema" in function:
+                plain["call_schema"] = function["call_schema"]
         return cls(offered, names, skipped)
 
     def called(self, function: str) -> ClientToolName:
@@ -78,11 +78,10 @@ class Toolbox:
     def chosen(self, sent: Any) -> tuple[Sequence[Tool], Choice]:
         """The functions and the choice that `tool_choice` leaves. Raises RequestError."""
         if isinstance(sent, Mapping):
-            inner = sent.get("allowed_tools")
-            if isinstance(inner, Mapping):
-                sent = {**sent, **inner}
+            sent = {**sent, **_inner(sent, "allowed_tools")}
             if isinstance(sent.get("tools"), list):
-                sent = {**sent, "tools": [*map(_as_function, sent["tools"])], "allowed_tools": None}
+                sent["tools"] = [_as_function(tool) for tool in sent["tools"]]
+                sent["allowed_tools"] = None
             sent = _as_function(sent)
         functions, choice = narrowed(sent, self.functions)
         return functions, choice_of(choice, functions)
@@ -95,9 +94,13 @@ def flat_name(name: Any, namespace: Any) -> Any:
     """The model's name for the function `name` of `namespace`."""
     if not namespace or not isinstance(name, str) or not isinstance(namespace, str):
         return name
-    if namespace.endswith(_BETWEEN):
-        return namespace + name
-    return namespace + _BETWEEN + name
+    return namespace.removesuffix(_BETWEEN) + _BETWEEN + name
+
+
+def _inner(sent: Mapping[str, Any], field_name: str) -> Mapping[str, Any]:
+    """The object in that field; `sent` itself if it has none."""
+    inner = sent.get(field_name)
+    return inner if isinstance(inner, Mapping) else sent
 
 
 def _each(
@@ -121,30 +124,26 @@ def _each(
 
 def _as_function(choice: Any) -> Any:
     """`tool_choice` with the model's name for the function."""
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if not isinstance(choice, Mapping):
+        return choice
+    kind = choice.get("type")
     if kind not in ("custom", "function"):
         return choice
-    named = choice.get(kind)
-    if isinstance(named, Mapping):
-        name = named.get("name")
-    else:
-        name = choice.get("name")
+    name = _inner(choice, kind).get("name")
     return {"type": "function", "name": flat_name(name, choice.get("namespace"))}
 
 
 def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str, Any]:
     """A custom tool as a function with one string, constrained by the tool's grammar if that is
     regular; if not, its name goes to `skipped`."""
-    inner = tool.get("custom")
-    tool = inner if isinstance(inner, Mapping) else tool
+    tool = _inner(tool, "custom")
     wanted = tool.get("format")
     shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}
     held = dict(shown)
     if isinstance(wanted, Mapping) and wanted.get("type") == "grammar":
-        grammar = wanted.get("grammar")
-        wanted = grammar if isinstance(grammar, Mapping) else wanted
-        syntax = wanted.get("syntax")
-        definition = wanted.get("definition")
+        grammar = _inner(wanted, "grammar")
+        syntax = grammar.get("syntax")
+        definition = grammar.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str):
             raise RequestError(
                 f"{where}.format needs a syntax (lark or regex) and a definition", param=where
@@ -184,8 +183,15 @@ class CustomInputReader:
         before = self._text
         try:
             read = from_json(self._arguments or "{}", allow_partial="trailing-strings")
-            values = read.values() if isinstance(read, dict) else ()
-            self._text = next((value for value in values if isinstance(value, str)), "")
+            self._text = _first_text(read)
         except ValueError:  # no grammar held it, and this is no JSON
             self._text += arguments
         return self._text[len(before) :]
+
+
+def _first_text(read: Any) -> str:
+    if isinstance(read, dict):
+        for value in read.values():
+            if isinstance(value, str):
+                return value
+    return ""

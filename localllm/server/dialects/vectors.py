@@ -30,24 +30,25 @@ def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> 
     UnsupportedError for a model of another kind."""
     fact = "ranks" if ranks else "embeds"
     able = [m for m in models.list() if getattr(m.facts, fact)]
-    model = able[0] if able and not name else models.resolve(name)
+    if able and not name:
+        return able[0]
+    model = models.resolve(name)
     if getattr(model.facts, fact):
         return model
-    lacks = "does not rank texts" if ranks else "makes no embeddings"
-    if model.facts.ranks:
-        does = "ranks"
-    elif model.facts.embeds:
-        does = "embeds"
-    else:
-        does = "generates text"
+    problem = "it does not rank texts" if ranks else "it makes no embeddings"
     kind = "a reranker" if ranks else "an embedding model"
-    raise UnsupportedError(
-        f"{model.name} {does}; it {lacks}",
-        hint=f"name {kind}: {', '.join(m.name for m in able)}"
-        if able
-        else f"serve {kind} beside it: `localllm serve MODEL --also OTHER_MODEL`",
-        param="model",
-    )
+    hint = f"serve {kind} beside it: `localllm serve MODEL --also OTHER_MODEL`"
+    if able:
+        hint = f"name {kind}: {', '.join(m.name for m in able)}"
+    raise UnsupportedError(f"{model.name} {_task(model)}; {problem}", hint=hint, param="model")
+
+
+def _task(model: ServedModel) -> str:
+    if model.facts.ranks:
+        return "ranks"
+    if model.facts.embeds:
+        return "embeds"
+    return "generates text"
 
 
 async def embed(
@@ -84,8 +85,8 @@ def cut(row: bytes, dimensions: int | None) -> bytes:
             f"dimensions: this model's vectors have {len(row) // 4}", param="dimensions"
         )
     short = numbers(row[: 4 * dimensions])
-    length = math.sqrt(sum(x * x for x in short))
-    return array("f", (x / length if length else x for x in short)).tobytes()
+    length = math.sqrt(sum(x * x for x in short)) or 1.0
+    return array("f", (x / length for x in short)).tobytes()
 
 
 def numbers(row: bytes) -> list[float]:
@@ -97,6 +98,10 @@ class _Document(BodyPart):
 
 
 Documents = Annotated[list[str | _Document], Field(min_length=1, max_length=MOST_INPUTS)]
+
+
+def as_text(document: str | _Document) -> str:
+    return document if isinstance(document, str) else document.text
 
 
 class RerankFields(RequestBody):
@@ -121,21 +126,25 @@ def routes(server: Server) -> Paths:
     async def rerank(fields: RerankFields) -> Any:
         if (fields.documents is None) == (fields.texts is None):
             raise RequestError("send the documents as `documents`", param="documents")
-        documents = [
-            d if isinstance(d, str) else d.text for d in fields.documents or fields.texts or ()
-        ]
+        documents = fields.texts or [as_text(one) for one in fields.documents or ()]
         model = model_for(server.models, fields.model, ranks=True)
         with server.serving(model):
             engine = cast(EmbeddingEngine, await model.engine())
             scores, tokens = await engine.rank(
                 fields.query, documents, truncate=bool(fields.truncate)
             )
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n]
+        best = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: fields.top_n]
+        results: list[dict[str, Any]] = []
         if fields.texts is not None:
-            texts = [{"text": text} if fields.return_text else {} for text in documents]
-            return [{"index": i, "score": scores[i], **texts[i]} for i in best]
-        shown = [{"document": {"text": d}} if fields.return_documents else {} for d in documents]
-        results = [{"index": i, "relevance_score": scores[i], **shown[i]} for i in best]
+            for i in best:
+                results.append({"index": i, "score": scores[i]})
+                if fields.return_text:
+                    results[-1]["text"] = documents[i]
+            return results
+        for i in best:
+            results.append({"index": i, "relevance_score": scores[i]})
+            if fields.return_documents:
+                results[-1]["document"] = {"text": documents[i]}
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"model": model.name, "object": "list", "usage": usage, "results": results}
 

@@ -38,33 +38,32 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
     """llama.cpp's `timings`: milliseconds and tokens per second; `queued_ms` and `predicted_steps`
     (decode steps) are ours."""
     fresh = usage.prompt_tokens - usage.cached_tokens
-    drafted = usage.accepted_draft_tokens + usage.rejected_draft_tokens
-    return {
+    body: dict[str, Any] = {
         "queued_ms": timings.queued_s * 1e3,
         "cache_n": usage.cached_tokens,
         "prompt_n": fresh,
         "prompt_ms": timings.prefill_s * 1e3,
-        "prompt_per_second": fresh / timings.prefill_s if timings.prefill_s > 0 else 0.0,
-        "draft_n": drafted,
-        "draft_n_accepted": usage.accepted_draft_tokens,
-        "predicted_steps": timings.decode_steps,
-        "predicted_n": usage.completion_tokens,
-        "predicted_ms": timings.decode_s * 1e3,
-        # The first token belongs to prefill.
-        "predicted_per_second": max(0, usage.completion_tokens - 1) / timings.decode_s
-        if timings.decode_s > 0
-        else 0.0,
+        "prompt_per_second": _per_second(fresh, timings.prefill_s),
     }
+    body["draft_n"] = usage.accepted_draft_tokens + usage.rejected_draft_tokens
+    body["draft_n_accepted"] = usage.accepted_draft_tokens
+    body["predicted_steps"] = timings.decode_steps
+    body["predicted_n"] = usage.completion_tokens
+    body["predicted_ms"] = timings.decode_s * 1e3
+    # The first token belongs to prefill.
+    decoded = max(0, usage.completion_tokens - 1)
+    body["predicted_per_second"] = _per_second(decoded, timings.decode_s)
+    return body
 
 
-def logprob_entry(p: TokenLogprob, *, ids: bool = False) -> dict[str, Any]:
-    """A token with its alternatives; with `ids` also by their numbers."""
-    own = {"id": p.token} if ids else {}
-    top = [
-        {**token_logprob(text, logprob), **({"id": token} if ids else {})}
-        for text, token, logprob in p.top
-    ]
-    return {**token_logprob(p.text, p.logprob), **own, "top_logprobs": top}
+def _per_second(tokens: int, duration_s: float) -> float:
+    return tokens / duration_s if duration_s > 0 else 0.0
+
+
+def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
+    """A token with its alternatives."""
+    top = [token_logprob(text, logprob) for text, _, logprob in p.top]
+    return {**token_logprob(p.text, p.logprob), "top_logprobs": top}
 
 
 def token_logprob(text: str, logprob: float) -> dict[str, Any]:
@@ -96,13 +95,11 @@ def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, A
         end = ids.index(before)
         start = max(0, end - wanted.limit)
         more = start > 0
-    shown = ids[start:end]
-    return {
-        "data": listed[start:end],
-        "first_id": shown[0] if shown else None,
-        "last_id": shown[-1] if shown else None,
-        "has_more": more,
-    }
+    body: dict[str, Any] = {"data": listed[start:end], "first_id": None, "last_id": None}
+    if start < end:
+        body["first_id"] = ids[start]
+        body["last_id"] = ids[end - 1]
+    return {**body, "has_more": more}
 
 
 def arguments_object(arguments: str) -> Any:

@@ -273,4 +273,11 @@ def completions(
 
 
 def probabilities(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return [logprob_entry(p, ids=True) for p in logprobs]
+    """The tokens and their alternatives, each with its id."""
+    entries = []
+    for p in logprobs:
+        entry = {**logprob_entry(p), "id": p.token}
+        for alternative, (_, token, _) in zip(entry["top_logprobs"], p.top, strict=True):
+            alternative["id"] = token
+        entries.append(entry)
+    return entries
