@@ -76,7 +76,8 @@ class Admission:
 
     def _admit_next(self, most: int) -> bool:
         """Let in the first in the order that can be, `most` together; False where none can."""
-        now, shares = self.jobs.clock(), self.jobs.shares
+        now = self.jobs.clock()
+        shares = self.jobs.shares
         placed = {shares.party(job.sharer) for job in self.jobs.running.values()}
         ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
         wants = []
@@ -105,7 +106,8 @@ class Admission:
         )
         if waits or job.id in self._in_vain:
             return False
-        running, shares = self.jobs.running, self.jobs.shares
+        running = self.jobs.running
+        shares = self.jobs.shares
         while True:
             party = shares.preempted(job.sharer, (j.sharer for j in running.values()))
             if party is None:
@@ -137,12 +139,10 @@ class Admission:
             taken = self.jobs.pool.take(source, _matching(job).tokens)
         except NoCellsError:
             return False
-        job.sequence, job.n_kv, job.restoring, job.known = (
-            taken.sequence,
-            taken.held,
-            taken,
-            source.known,
-        )
+        job.sequence = taken.sequence
+        job.n_kv = taken.held
+        job.restoring = taken
+        job.known = source.known
         self._in_memory(job, None)
         job.matching = None
         del self.jobs.waiting[job.id]
@@ -155,7 +155,9 @@ class Admission:
     def _make_room(self, job: RunningRequest, source: PrefixSource) -> bool:
         """Cells for its prompt and some of its answer, besides everybody's next step, or somebody
         is parked in that."""
-        running, pool, tokens = self.jobs.running.values(), self.jobs.pool, _matching(job).tokens
+        running = self.jobs.running.values()
+        pool = self.jobs.pool
+        tokens = _matching(job).tokens
         reserve = min(job.max_tokens - job.n_generated, _ANSWER_RESERVE_TOKENS)
         need = pool.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
         growing = sum(j.pending for j in running)
@@ -194,7 +196,9 @@ class Admission:
     def evict_idle(self) -> None:
         """Idle sequences leave before a prompt is read."""
         running = self.jobs.running.values()
-        n_tokens = 0 if self.jobs.decoding else sum(job.to_compute for job in running)
+        n_tokens = 0
+        if not self.jobs.decoding:
+            n_tokens = sum(job.to_compute for job in running)
         self.jobs.pool.evict_idle(n_tokens, live=len(running), clock=self.jobs.clock)
 
     def restore(self) -> None:
@@ -266,7 +270,8 @@ class Admission:
     def look_at_memory(self, *, give_back_all: bool = False) -> None:
         """See now and then what is available; under pressure the prefix cache shrinks and stops
         growing."""
-        guard, budget = self.guard, self.jobs.pool.kv.budget
+        guard = self.guard
+        budget = self.jobs.pool.kv.budget
         if not guard.look(self.jobs.clock(), force=give_back_all):
             return
         if guard.pressure != "none" and budget.shrink(
@@ -340,9 +345,12 @@ def recomputed(
         found[reason] = min(n_tokens, max(lacking, 0))
         lacking -= found[reason]
     if lacking > 0:
-        rest = (
-            "short" if known < tunables.MIN_TOKENS else "no_snapshot" if has_points else "evicted"
-        )
+        if known < tunables.MIN_TOKENS:
+            rest = "short"
+        elif has_points:
+            rest = "no_snapshot"
+        else:
+            rest = "evicted"
         found[rest] = found.get(rest, 0) + lacking
     return {reason: n for reason, n in found.items() if n}
 

@@ -49,11 +49,10 @@ class CpuContention:
 
 def of_this_process() -> CpuContention:
     """Among the processors that this process may use."""
-    allowed = (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else [*range(os.cpu_count() or 1)]
-    )
+    if hasattr(os, "sched_getaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+    else:
+        allowed = [*range(os.cpu_count() or 1)]
     return CpuContention(lambda: _taken_s(allowed), len(allowed))
 
 
@@ -80,7 +79,8 @@ _LOOK_S = 0.25
 _PAUSE_S = 0.1
 # A processor is left to others once they take more of it than this, and taken back when they take
 # less than that.
-_TAKEN, _BACK = 0.6, 0.4
+_TAKEN = 0.6
+_BACK = 0.4
 
 
 @dataclass
@@ -117,7 +117,8 @@ class ThreadThrottle:
     def _use_threads(self, taken: float) -> None:
         """Others took so many processors."""
         left = self.others.cores - taken
-        fewest, most = math.floor(left + _BACK), math.floor(left + _TAKEN)
+        fewest = math.floor(left + _BACK)
+        most = math.floor(left + _TAKEN)
         threads = max(1, min(max(self.threads, fewest), most, self.others.cores))
         if threads != self.threads:
             self.threads = threads

@@ -55,7 +55,8 @@ WAIT_S = 0.01
 IDLE_GRACE_S = 0.05
 # With nothing to do: how often an idle engine looks whether others need its memory, and how often
 # where housekeeping goes on once something is written, in seconds.
-MEMORY_LOOK_S, WRITING_S = 2.0, 0.02
+MEMORY_LOOK_S = 2.0
+WRITING_S = 0.02
 
 
 @dataclass
@@ -77,7 +78,8 @@ class Engine:
         self.metrics = Metrics(self.clock())
         self.guard = guard_of(self.available, wanted.headroom_bytes)
         others = of_this_process()
-        able, n_batch = self.backend.capabilities, self.backend.info.n_batch
+        able = self.backend.capabilities
+        n_batch = self.backend.info.n_batch
         self._sizer = ChunkSizer(n_batch, on_device=able.kv_on_device, gap_s=wanted.gap_s)
         self.speculator = Speculator(
             self.backend, self.draft_backend, wanted.draft, self.clock, others, self._sizer
@@ -85,7 +87,8 @@ class Engine:
         kv.speed = self._sizer
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
-        self._stalled, self._housekeeping = False, True
+        self._stalled = False
+        self._housekeeping = True
         # Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory
         # nobody has touched yet), as long as a request that is all cached, and agents send the next
         # one within milliseconds. KV in pieces takes one: the sooner it is out, the more often the
@@ -95,7 +98,8 @@ class Engine:
         self._overlaps = able.asynchronous and wanted.power >= 1.0
         self._observed: tuple[list[Grant], float, int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
-        shares, least = Shares(), wanted.sliced_prefill_tokens
+        shares = Shares()
+        least = wanted.sliced_prefill_tokens
         self.prefill = SlicedPrefill(self.backend, least, self.metrics, self.clock, shares=shares)
         self.jobs = RequestTable(
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
@@ -142,16 +146,17 @@ class Engine:
                     request.id, "context_length_exceeded", said, counts=(len(prompt), info.n_ctx)
                 )
             ]
-        unreadable = (
-            self._images.unreadable(images, info.n_batch) if self._images is not None else ""
-        )
+        unreadable = ""
+        if self._images is not None:
+            unreadable = self._images.unreadable(images, info.n_batch)
         if unreadable:
             return [Failure(request.id, "invalid_request", unreadable)]
         before = sum(job.sharer[0] == generation.tenant for job in self.jobs.waiting.values())
         if before >= self.settings.queue_limit:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
         job = running_request(request, prompt, images, self.backend, self.clock())
-        self._stalled, self._housekeeping = False, True
+        self._stalled = False
+        self._housekeeping = True
         self.jobs.enter(job)
         if request.grammar is not None:
             job.compilation = self._compiler.start(request.grammar, request.answer_start)
@@ -163,7 +168,8 @@ class Engine:
         have finished)."""
         job = self.jobs.find(request_id)
         self._interrupt.left(request_id)
-        self._stalled, self._housekeeping = False, True
+        self._stalled = False
+        self._housekeeping = True
         if job is None:
             return []
         self.metrics.cancelled += 1
@@ -211,12 +217,12 @@ class Engine:
         if self.has_work:
             return max(0.0, self._rests_until_s - self.clock())
         if self._housekeeping:
-            return (
-                max(0.0, IDLE_GRACE_S - (self.clock() - self._worked_s))
-                if self._takes_grace
-                else 0.0
-            )
-        return WRITING_S if self.pool.waiting else MEMORY_LOOK_S
+            if self._takes_grace:
+                return max(0.0, IDLE_GRACE_S - (self.clock() - self._worked_s))
+            return 0.0
+        if self.pool.waiting:
+            return WRITING_S
+        return MEMORY_LOOK_S
 
     def idle(self) -> bool:
         """What is to be done while no step can be made: wait for what running requests wait for, or
@@ -243,7 +249,8 @@ class Engine:
         """Look at memory, and take in those whose grammar is compiled by now."""
         self._admission.look_at_memory()
         self.pool.kv.disk.working(True)
-        self._worked_s, self._housekeeping = self.clock(), True
+        self._worked_s = self.clock()
+        self._housekeeping = True
         self.jobs.take_compiled()
 
     def _admit(self) -> None:
@@ -275,7 +282,8 @@ class Engine:
         made."""
         if not grants:
             return None
-        self._step_began_s, result = self.clock(), None
+        self._step_began_s = self.clock()
+        result = None
         try:
             with self._interrupt.running(grants):
                 result = self.backend.step([self._outputs.chunk(g) for g in grants])
@@ -342,7 +350,8 @@ class Engine:
     # --- one step ---------------------------------------------------------------------------------
 
     def _plan(self) -> list[Grant]:
-        now, info = self.clock(), self.backend.info
+        now = self.clock()
+        info = self.backend.info
         ready = [
             j for j in self.jobs.running.values() if j.steppable and not self.prefill.excludes(j)
         ]
@@ -367,13 +376,14 @@ class Engine:
         told the same, to the last bit."""
         jobs = [*self.jobs.waiting.values(), *self.jobs.running.values()]
         # A rest is as long as its step asks for.
-        step_s = (
-            SINGLE_STEP_S
-            if len(jobs) == 1
+        if (
+            len(jobs) == 1
             and self.backend.capabilities.interruptible
             and self.settings.power >= 1.0
-            else PROMPT_STEP_S
-        )
+        ):
+            step_s = SINGLE_STEP_S
+        else:
+            step_s = PROMPT_STEP_S
         return self._sizer.prompt_tokens(step_s if any(job.shares for job in jobs) else 0.0)
 
     def _plan_image(
@@ -410,7 +420,9 @@ class Engine:
             )
             # One request's plain steps say how fast this start is.
             alone = len(grants) == 1 and bool(decoding)
-            job = self.jobs.running.get(grants[0].key) if alone else None
+            job = None
+            if alone:
+                job = self.jobs.running.get(grants[0].key)
             if job is not None and job.sampler.constraint is None:
                 self.pace.observe(len(job.tokens), seconds)
         self._throttle.stepped(seconds)

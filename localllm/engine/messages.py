@@ -306,7 +306,9 @@ def _from_json(kind: Any, value: Any) -> Any:
     if get_origin(kind) is dict:
         return {kinds[0](key): kinds[1](given) for key, given in value.items()}
     # `X | None`, where nothing else is written so; `str | list[int]` is the same in JSON.
-    return _from_json(kinds[0], value) if type(None) in kinds and value is not None else value
+    if type(None) in kinds and value is not None:
+        return _from_json(kinds[0], value)
+    return value
 
 
 def request_from_json(data: dict[str, Any]) -> Request:

@@ -68,7 +68,9 @@ class Metrics:
 
     def snapshot(self, now_s: float) -> dict[str, float | int | str]:
         """Everything as plain values, with the mean batch occupancy."""
-        occupancy = self.decode_sequences / self.decode_steps if self.decode_steps else 0.0
+        occupancy = 0.0
+        if self.decode_steps:
+            occupancy = self.decode_sequences / self.decode_steps
         return {
             "uptime_s": now_s - self.started_s,
             "requests": self.requests,
@@ -146,8 +148,11 @@ class DecodeSpeedTracker:
         self._steps, self._depth, self._begun_s, self._began = [], depth, now, self.others.mark()
 
     def _end(self, depth: int, now: float) -> None:
-        others = self.others.share(self._began) if self._began is not None else 0.0
-        steps, self._steps = self._steps, []
+        others = 0.0
+        if self._began is not None:
+            others = self.others.share(self._began)
+        steps = self._steps
+        self._steps = []
         if self._warming:
             self._warming -= 1
         elif others > MOST_SHARE:

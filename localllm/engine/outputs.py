@@ -33,7 +33,8 @@ class OutputProcessor:
     images: ImageSteps | None = None
 
     def __post_init__(self) -> None:
-        self._eog, self._n_ctx = frozenset(self.backend.info.eog_tokens), self.backend.info.n_ctx
+        self._eog = frozenset(self.backend.info.eog_tokens)
+        self._n_ctx = self.backend.info.n_ctx
         self._samples = self.backend.capabilities.samples
         self._defers = self.backend.capabilities.asynchronous
         # Tokens whose text is not made yet.
@@ -45,11 +46,10 @@ class OutputProcessor:
         """Make the text of what was chosen since, where the next step's computing left time for
         that."""
         for job, tokens in self._pending:
-            text = (
-                job.text.push(tokens[0])
-                if len(tokens) == 1
-                else "".join(map(job.text.push, tokens))
-            )
+            if len(tokens) == 1:
+                text = job.text.push(tokens[0])
+            else:
+                text = "".join(map(job.text.push, tokens))
             self.jobs.events.append(Text(job.id, text, tuple(tokens)))
         self._pending.clear()
 
@@ -122,24 +122,27 @@ class OutputProcessor:
     def _accept(self, job: RunningRequest, result: StepResult, index: int) -> None:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the
         KV."""
-        draft, drawn_from = job.draft, job.draft_from
-        job.draft, job.draft_from = [], None
+        draft = job.draft
+        drawn_from = job.draft_from
+        job.draft = []
+        job.draft_from = None
         before = len(job.tokens)
         best = self._chosen(job, result, index, len(draft))
         deferred = self._defers_text(job)
         texts: list[Text] | None = None if deferred else []
-        accepted, finish = 0, None
+        accepted = 0
+        finish = None
         if best and deferred and not draft:  # the usual step of a device
             finish = self._emit(job, best[0], None, None)
         else:
-            rows = (
-                result.logits(index)
-                if not best or job.request.generation.logprobs is not None
-                else None
-            )
+            rows = None
+            if not best or job.request.generation.logprobs is not None:
+                rows = result.logits(index)
             accepted, finish = self._verify(job, draft, drawn_from, best, rows, texts)
         if deferred:
-            tokens = job.tokens[before:] if finish != "stop" else job.tokens[before:-1]
+            tokens = job.tokens[before:]
+            if finish == "stop":
+                tokens.pop()
             if tokens:
                 self._pending.append((job, tokens))
         elif texts:
@@ -173,7 +176,8 @@ class OutputProcessor:
         chose (`best`, empty: none), or what is drawn from `rows` of logits (None: not looked at).
         `drawn_from`: what the draft was (None: no distribution). Returns how many of it were
         right, and why the request ends, if it does."""
-        constraint, accepted = job.sampler.constraint, 0
+        constraint = job.sampler.constraint
+        accepted = 0
         for i in range(len(draft) + 1):
             row = None if rows is None else rows[i]
             if best or row is None:
@@ -206,13 +210,16 @@ class OutputProcessor:
         self, job: RunningRequest, result: StepResult, index: int, n_drafted: int
     ) -> list[int]:
         """The tokens of a job's chunk where nobody need look at its rows here, else none."""
-        token = result.sampled(index) if self._samples and not n_drafted else None
+        token = None
+        if self._samples and not n_drafted:
+            token = result.sampled(index)
         if token is not None:
             job.sampler.sampled(token)
             return [token]
         if job.sampler.takes_argmax(len(job.tokens), n_drafted):
             best = result.argmax(index)
-            return best if job.sampler.allows(best, len(job.tokens)) else []
+            if job.sampler.allows(best, len(job.tokens)):
+                return best
         return []
 
     def _emit(
@@ -239,7 +246,9 @@ class OutputProcessor:
         if job.loop_guard is not None and job.loop_guard.loops(token):
             return "repetition"
         n = len(job.tokens)
-        return "length" if n - job.n_prompt >= job.max_tokens or n >= self._n_ctx else None
+        if n - job.n_prompt >= job.max_tokens or n >= self._n_ctx:
+            return "length"
+        return None
 
     def _logprobs(
         self, job: RunningRequest, token: int, row: Row | None

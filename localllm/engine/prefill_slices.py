@@ -93,7 +93,8 @@ class SlicedPrefill:
             self._refused.add(job.id)
             return
         self.job, self._start, self._stop = job, job.n_kv, len(job.tokens) - 1
-        self._read, self._waited = 0, False
+        self._read = 0
+        self._waited = False
 
     def _long(self, job: RunningRequest) -> bool:
         """Is it a long prompt, and not just the end of one whose beginning would have to be
@@ -156,7 +157,8 @@ class SlicedPrefill:
         """Append pieces of what is computed for about `seconds`, at least one."""
         assert self._slices is not None
         assert self.job is not None
-        begun, pieces = self.clock(), 0
+        begun = self.clock()
+        pieces = 0
         while self._slices is not None:
             left = self._slices.join()
             self.job.n_kv = self._stop - left
@@ -183,14 +185,17 @@ class SlicedPrefill:
         self._refused.discard(job.id)
         if job is self.job:
             if keep:
-                started, before = self.clock(), self._read
+                started = self.clock()
+                before = self._read
                 self._keep()
                 self.metrics.sliced_prefill(self._read - before, self.clock() - started)
             self.close()
 
     def close(self) -> None:
         """Stop whatever is under way."""
-        slices, self._slices, self.job = self._slices, None, None
+        slices = self._slices
+        self._slices = None
+        self.job = None
         if slices is not None:
             slices.close()
 
@@ -201,7 +206,9 @@ class PrefillInterrupt:
     others share goes on. Any thread may call."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend if backend.capabilities.interruptible else None
+        self._backend = None
+        if backend.capabilities.interruptible:
+            self._backend = backend
         self._lock = threading.Lock()
         self._reading: str | None = None
         self._leaving: set[str] = set()
@@ -210,7 +217,9 @@ class PrefillInterrupt:
     def running(self, grants: Sequence[Grant]) -> Iterator[None]:
         """Around a step of `grants`; InterruptedStepError before it where its only request is about
         to leave."""
-        alone = grants[0].key if len(grants) == 1 and grants[0].prefill else None
+        alone = None
+        if len(grants) == 1 and grants[0].prefill:
+            alone = grants[0].key
         with self._lock:
             if alone in self._leaving:
                 raise InterruptedStepError("its client has left")

@@ -124,9 +124,9 @@ class RunningRequest:
     @property
     def to_compute(self) -> int:
         """Tokens known but without KV that no cache is about to bring."""
-        coming = (
-            self.restoring.in_place + self.restoring.plan.saved if self.restoring is not None else 0
-        )
+        coming = 0
+        if self.restoring is not None:
+            coming = self.restoring.in_place + self.restoring.plan.saved
         return len(self.tokens) - max(self.n_kv, coming)
 
     @property
@@ -156,7 +156,9 @@ class RunningRequest:
     def gap(self) -> int | None:
         """Where a gap in its cached prefix ends that must be computed before more of it can be
         imported."""
-        return self.restoring.computes_to if self.restoring is not None else None
+        if self.restoring is not None:
+            return self.restoring.computes_to
+        return None
 
     @property
     def steppable(self) -> bool:
@@ -223,10 +225,13 @@ def running_request(
 ) -> RunningRequest:
     """`request` as the engine works on it. Agents ask for 32,000 tokens whatever the context, and
     get what there is."""
-    generation, room = request.generation, backend.info.n_ctx - len(prompt)
+    generation = request.generation
+    room = backend.info.n_ctx - len(prompt)
 
     def spell(token: int) -> bytes:
-        return backend.token_bytes(token, special=True) if token >= 0 else b""
+        if token >= 0:
+            return backend.token_bytes(token, special=True)
+        return b""
 
     thought = None
     if request.thinking is not None:
@@ -270,7 +275,8 @@ class TextStream:
         stops: Sequence[str] = (),
         spell: Callable[[int], bytes] | None = None,
     ) -> None:
-        self._token_bytes, self._spell = token_bytes, spell or token_bytes
+        self._token_bytes = token_bytes
+        self._spell = spell or token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = _stop_pattern(stops)
         self._held = ""
@@ -289,7 +295,9 @@ class TextStream:
 
     def flush(self) -> str:
         """What was held back, when no more tokens come: whole letters, for half of one is none."""
-        return "" if self.stopped_by is not None else self._take(len(self._held))
+        if self.stopped_by is not None:
+            return ""
+        return self._take(len(self._held))
 
     def _release(self, text: str, *, shown: bool = True) -> str:
         if self._stop is None:
@@ -306,7 +314,8 @@ class TextStream:
     def _take(self, n: int) -> str:
         """The first `n` held letters that are to be shown."""
         out = "".join(itertools.compress(self._held[:n], self._shown))
-        self._held, self._shown = self._held[n:], self._shown[n:]
+        self._held = self._held[n:]
+        self._shown = self._shown[n:]
         return out
 
 

@@ -59,7 +59,12 @@ class RequestTable:
 
     def want(self, job: RunningRequest, now_s: float) -> Want:
         """What a job asks of the next step."""
-        prefill, decode = (job.until_checkpoint, 0) if job.prefilling else (0, 1 + len(job.draft))
+        prefill = 0
+        decode = 0
+        if job.prefilling:
+            prefill = job.until_checkpoint
+        else:
+            decode = 1 + len(job.draft)
         return Want(
             job.id, prefill, decode, now_s - job.arrived_s, self.shares.computed_for(job.sharer)
         )
@@ -91,7 +96,8 @@ class RequestTable:
         for job in [
             j for j in self.waiting.values() if j.compilation is not None and j.compilation.done
         ]:
-            compilation, job.compilation = job.compilation, None
+            compilation = job.compilation
+            job.compilation = None
             assert compilation is not None
             if compilation.constraint is None:
                 said = f"the constraint can't be enforced: {compilation.refused}"
@@ -102,7 +108,8 @@ class RequestTable:
 
     def drain(self) -> list[Event]:
         """What happened since the last call."""
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         return events
 
     def detach(self, job: RunningRequest, *, keep: bool) -> int | None:
@@ -121,7 +128,9 @@ class RequestTable:
             job.reading = None
         if job.restoring is not None:
             job.restoring.close()
-        sequence, job.sequence, job.restoring = job.sequence, None, None
+        sequence = job.sequence
+        job.sequence = None
+        job.restoring = None
         return sequence
 
     def finish(
@@ -143,8 +152,9 @@ class RequestTable:
         sequence = self.detach(job, keep=keep)
         if sequence is None:
             return
-        held = self._held_tokens(job, sequence) if keep else job.line(0, 0)
+        held = job.line(0, 0)
         if keep:
+            held = self._held_tokens(job, sequence)
             self.history.add(held)
         self.pool.release(sequence, held, keep=keep)
 
@@ -169,7 +179,8 @@ class RequestTable:
         else:
             self.pool.release(sequence, held, keep=False)
         job.parked_tokens = max(job.parked_tokens, job.n_kv)
-        job.n_kv, job.draft = 0, []
+        job.n_kv = 0
+        job.draft = []
         self.waiting[job.id] = job
         self.metrics.parked += 1
 

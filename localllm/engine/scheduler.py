@@ -125,7 +125,9 @@ def _rank(want: Want) -> tuple[bool, int, float]:
     the next. But what waits behind all others (a priority below 0, until it has waited long) does
     so across tenants too."""
     mine = want.prefill - want.waited_s * _AGE_TOKENS_PER_S
-    return (False, 0, mine) if want.computed is None else (want.waited_s < 0, want.computed, mine)
+    if want.computed is None:
+        return False, 0, mine
+    return want.waited_s < 0, want.computed, mine
 
 
 Sharer = tuple[str, ...]
@@ -171,7 +173,9 @@ class Shares:
     def party(self, sharer: Sharer) -> Sharer:
         """As which it has its share: its tenant where there are several."""
         tenants = {s[:1] for s in self._present}
-        return sharer[:1] if len(tenants) > 1 else sharer
+        if len(tenants) > 1:
+            return sharer[:1]
+        return sharer
 
     @property
     def shared(self) -> bool:
@@ -198,4 +202,6 @@ class Shares:
         most = max(counts, key=lambda p: (counts[p], self.computed.get(p, 0)))
         # Afterwards it still has at least as many: no two of them take a place from each other by
         # turns.
-        return most if counts[most] >= counts[self.party(for_)] + 2 else None
+        if counts[most] >= counts[self.party(for_)] + 2:
+            return most
+        return None

@@ -48,7 +48,9 @@ _MOST_SURPRISE = math.log(1.5)
 # machine was busy while the shape was probed, or is now. They count more and further, also for the
 # numbers of rows beside theirs.
 _SURPRISE = math.log(1.2)
-_SURPRISED_RATE, _MOST_SURPRISE_TWICE, _BESIDE = 0.5, math.log(2.0), 0.7
+_SURPRISED_RATE = 0.5
+_MOST_SURPRISE_TWICE = math.log(2.0)
+_BESIDE = 0.7
 # This far from what was probed it is time to probe again.
 _DRIFTED = math.log(1.3)
 
@@ -92,7 +94,8 @@ class StepCost:
         between them."""
         self._scale_s = seconds_by_rows[1]
         measured = sorted(seconds_by_rows)
-        last, before = measured[-1], measured[-2:][0]
+        last = measured[-1]
+        before = measured[-2:][0]
         slope = (seconds_by_rows[last] - seconds_by_rows[before]) / max(last - before, 1)
         seconds = np.interp(KNOTS, measured, [seconds_by_rows[n] for n in measured])
         beyond = max(slope, 0.0) * np.maximum(np.subtract(KNOTS, last), 0)
@@ -162,21 +165,27 @@ PROMPT_STEP_S = 0.35
 # and 540 with gemma-3-270m, however many tokens are in it): 3,000 tokens took 5 to 10 % longer in
 # steps of 128 than of 512, which is what llama.cpp's own server takes.
 SINGLE_STEP_S = 4.0
-_PROMPT_CHUNK, _DEVICE_CHUNK = 128, 512
+_PROMPT_CHUNK = 128
+_DEVICE_CHUNK = 512
 # llama.cpp's attention on a CPU computes tiles of so many tokens, full or not; on a device some
 # sizes are enough, each with kernels of its own.
-_TILE, _DEVICE_TILE = 64, 8
+_TILE = 64
+_DEVICE_TILE = 8
 # A decode step costs the median of so many with as many sequences: a few slow ones (a buffer that
 # grew, another program, a long prompt that is tokenised) are no measure of the next, and in an
 # average they made everybody wait a quarter longer.
-_STEPS, _FEWEST_STEPS = 31, 5
+_STEPS = 31
+_FEWEST_STEPS = 5
 # A step's time is believed to this part of it, more closely where it is dearer than thought: a
 # chunk too large is a stall while one too small costs little. What takes more than so many times
 # as long as was thought (kernels are loaded, another program runs) counts as that.
-_DEARER, _CHEAPER, _MOST_DEARER = 0.05, 0.15, 2.0
+_DEARER = 0.05
+_CHEAPER = 0.15
+_MOST_DEARER = 2.0
 # A step later the costs may be others by so much: a token's grows with the depth it is read at (5 %
 # a chunk, early in a long prompt), what is fixed by as much as so many tokens may cost.
-_DRIFT, _FIXED_TOKENS = 0.05, 64
+_DRIFT = 0.05
+_FIXED_TOKENS = 64
 # Before steps of two sizes were seen, about this part of the first is taken to be fixed.
 _FIXED = 0.3
 # The curve bends: on a device as much of the time of a step beside streams may be beyond what the
@@ -191,7 +200,8 @@ class PrefillCost:
 
     def __init__(self, token_s: float = 0.0) -> None:
         # What each token of a prompt takes, 0 until any was measured; and what is fixed.
-        self.token_s, self._fixed_s = token_s, 0.0
+        self.token_s = token_s
+        self._fixed_s = 0.0
         # how unsure both are, and of each other's share
         self._unsure = np.zeros((2, 2))
 
@@ -201,7 +211,9 @@ class PrefillCost:
 
     def tokens_in(self, seconds: float) -> int:
         """How many tokens a step of so long has at most; 0 where nothing is known."""
-        return int((seconds - self._fixed_s) / self.token_s) if self.token_s else 0
+        if self.token_s:
+            return int((seconds - self._fixed_s) / self.token_s)
+        return 0
 
     def learn(self, n_tokens: int, seconds: float, steps: int = 1) -> None:
         """So many `steps` of `n_tokens` together took so long."""
@@ -210,7 +222,8 @@ class PrefillCost:
             seconds = min(seconds, _MOST_DEARER * thought_s)
         else:
             self._unsure = np.diag([_FIXED, 1 / n_tokens]) ** 2 * seconds**2
-        had, difference = np.array([steps, n_tokens]), seconds - thought_s
+        had = np.array([steps, n_tokens])
+        difference = seconds - thought_s
         noise_s = (_DEARER if difference > 0 else _CHEAPER) * seconds
         covariance = self._unsure @ had
         gain = covariance / (had @ covariance + noise_s**2)
@@ -229,7 +242,9 @@ class ChunkSizer(PrefillCost):
 
     def __init__(self, n_batch: int, *, on_device: bool = False, gap_s: float = 0.0) -> None:
         super().__init__()
-        self._n_batch, self._on_device, self._gap_s = n_batch, on_device, gap_s
+        self._n_batch = n_batch
+        self._on_device = on_device
+        self._gap_s = gap_s
         # (streams, seconds) of the last plain decode steps
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         # streams in the last step; about how many tokens of prompts such steps had lately
@@ -247,17 +262,22 @@ class ChunkSizer(PrefillCost):
         if len(alike) < _FEWEST_STEPS:
             near = [s for n, s in self._decodes if n <= 2 * self._streams <= 4 * n]
             alike = near or [s for _, s in self._decodes]
-        return statistics.median(alike) if alike else 0.0
+        if alike:
+            return statistics.median(alike)
+        return 0.0
 
     @property
     def chunk(self) -> int:
         """Prefill tokens allowed in a step that also decodes: no more than twice as many as the
         last had, for what is beyond is tried, not guessed."""
-        streams, plain_s = self._streams, self.plain_s
-        step_s, tile = STALL_RATIO * plain_s, 1
+        streams = self._streams
+        plain_s = self.plain_s
+        step_s = STALL_RATIO * plain_s
+        tile = 1
         if self._on_device:
             plain_s = plain_s or self.seconds(streams)
-            step_s, tile = plain_s + max(plain_s, self._gap_s), _DEVICE_TILE
+            step_s = plain_s + max(plain_s, self._gap_s)
+            tile = _DEVICE_TILE
         if not self.token_s or not step_s:
             return min(self._n_batch, 2 * _MIN_CHUNK)
         tokens = self.tokens_in((1 - self._bent) * step_s - self._depth_s)
@@ -280,11 +300,10 @@ class ChunkSizer(PrefillCost):
     def prompt_tokens(self, step_s: float) -> int:
         """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device,
         which gains by large ones, longer."""
-        least, step_s = (
-            (_DEVICE_CHUNK, max(step_s, SINGLE_STEP_S))
-            if self._on_device
-            else (_PROMPT_CHUNK, step_s)
-        )
+        least = _PROMPT_CHUNK
+        if self._on_device:
+            least = _DEVICE_CHUNK
+            step_s = max(step_s, SINGLE_STEP_S)
         return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float, waited: bool = True) -> None:
@@ -295,8 +314,13 @@ class ChunkSizer(PrefillCost):
             self._decodes.append((decoded, seconds))
         elif prefilled >= _MIN_CHUNK:
             steps, tokens, before_s = self._unread
-            steps, tokens, seconds = steps + 1, tokens + decoded + prefilled, before_s + seconds
-            self._unread = (0, 0, 0.0) if waited else (steps, tokens, seconds)
+            steps += 1
+            tokens += decoded + prefilled
+            seconds += before_s
+            if waited:
+                self._unread = (0, 0, 0.0)
+            else:
+                self._unread = (steps, tokens, seconds)
             if waited and seconds > 0.0:
                 depth_s = self._depth_s if decoded else 0.0
                 self.learn(tokens, max(seconds - depth_s, seconds / 2), steps)

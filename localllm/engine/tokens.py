@@ -24,12 +24,15 @@ from localllm_backends.control_text import LiteralText, control_texts
 
 # A line of token ids, images among them.
 Tokens = NDArray[np.int32]
-_FIRST, _LAST = 1, 2
+_FIRST = 1
+_LAST = 2
 # What is known of texts: of a piece that is as long as may be 2 MiB at most, of a usual one 20 KB.
-_KNOWN_PIECES, _KNOWN_CHARS = 64, 2**17
+_KNOWN_PIECES = 64
+_KNOWN_CHARS = 2**17
 # So many hashes of 30 bits at a line's beginning: no two salts can be found whose lines go on
 # together from there.
-_SALTED_TOKENS, _ABOVE_VOCABULARIES = 4, 2**30
+_SALTED_TOKENS = 4
+_ABOVE_VOCABULARIES = 2**30
 
 
 def salted(tokens: Sequence[int] | Tokens, salt: str, start: int = 0) -> Tokens:

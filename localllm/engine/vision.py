@@ -81,7 +81,9 @@ class Encoder:
     thread."""
 
     def __init__(self, backend: Backend, news: threading.Event, folder: Path | None) -> None:
-        self.backend, self._news, self._folder = backend, news, folder
+        self.backend = backend
+        self._news = news
+        self._folder = folder
         self.encodes = self.from_disk = 0
         self.encode_s = 0.0
         self._thread = ThreadPoolExecutor(1, "images")
@@ -159,7 +161,8 @@ class Encoder:
             file.touch()
         except OSError:
             return None
-        body, digest = data[:-32], data[-32:]
+        body = data[:-32]
+        digest = data[-32:]
         if hashlib.sha256(body).digest() != digest or len(body) % (4 * run.n_tokens):
             file.unlink(missing_ok=True)
             return None
@@ -320,7 +323,8 @@ class ImageSteps:
     def plan(self, ready: Sequence[RunningRequest], most: int) -> Grant | None:
         """The image to read in this step, at most `most` tokens of it; None where text is read."""
         due: dict[str, tuple[RunningRequest, Embeddings]] = {}
-        self.waiting, self.failed = False, []
+        self.waiting = False
+        self.failed = []
         for job in ready:
             if not job.prefilling or not job.images:
                 continue
@@ -344,4 +348,6 @@ def image_steps(backend: Backend, news: threading.Event, kept: str | None) -> Im
     memory only); None where it sees none."""
     folder = Path(kept) / "images" if kept is not None else None
     able = backend.capabilities
-    return ImageSteps(Encoder(backend, news, folder), able.whole_images) if able.vision else None
+    if able.vision:
+        return ImageSteps(Encoder(backend, news, folder), able.whole_images)
+    return None

@@ -109,14 +109,17 @@ class DiskTier:
         found: list[tuple[Block, Tokens, PrefixCache]] = []
         for path in self.directory.glob("*.kv"):
             indexed = read_entry(path, self.identity)
-            tree = cache if indexed is None or not indexed[0].state else states
+            tree: PrefixCache | None = cache
+            if indexed is not None and indexed[0].state:
+                tree = states
             if indexed is None or tree is None:
                 # A damaged file would keep its name from being written again.
                 path.unlink(missing_ok=True)
                 continue
             entry, n_data, stamp_ns = indexed
             block = self._blocks[path] = self._block(entry, tree.kind, None, n_data)
-            block.written, block.stamp_ns = True, stamp_ns
+            block.written = True
+            block.stamp_ns = stamp_ns
             block.used_ns = stamp_ns - block.file_time_ns
             found.append((block, entry.tokens, tree))
         for leftover in self.directory.glob("*.part"):
@@ -168,7 +171,8 @@ class DiskTier:
         while self._outcomes:
             block, what = self._outcomes.popleft()
             block.pending = block.pending and what == "removed"
-            block.written, block.failed = what == "written", what == "failed"
+            block.written = what == "written"
+            block.failed = what == "failed"
             trees[0].budget.changes += 1
             if what == "removed" and block.data is None:
                 for tree in trees:
@@ -357,7 +361,8 @@ class DiskTier:
         files = []
         for path in self.directory.parent.glob("*/*.kv"):
             with contextlib.suppress(OSError):
-                stat, own = path.stat(), self._blocks.get(path)
+                stat = path.stat()
+                own = self._blocks.get(path)
                 files.append(
                     StoredFile(
                         own.file_time_ns if own is not None else stat.st_mtime_ns,
@@ -381,7 +386,9 @@ class DiskTier:
             gone = self._blocks.get(file.path)
             if gone is not None:
                 self._outcomes.append((gone, "removed"))
-        new = [StoredFile(block.file_time_ns, block.file_bytes, block.path)] if enough else []
+        new = []
+        if enough:
+            new = [StoredFile(block.file_time_ns, block.file_bytes, block.path)]
         left = sorted({*files, *new} - set(removed))
         self._seen = Survey(left, sum(file.size_bytes for file in left), most_bytes)
         if not enough:

@@ -41,7 +41,9 @@ Kind = Literal["kv", "state"]
 def depth(start: int, stop: int, kind: Kind) -> int:
     """Of blocks that were used together the deeper one leaves first: the end of a sequence before
     its beginning."""
-    return start if kind == "kv" else stop
+    if kind == "kv":
+        return start
+    return stop
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -72,12 +74,15 @@ class Block:
     stamp_ns: int = 0
 
     def __post_init__(self) -> None:
-        self.size_bytes = self.size_bytes if self.data is None else len(self.data)
+        if self.data is not None:
+            self.size_bytes = len(self.data)
 
     @property
     def held_bytes(self) -> int:
         """Bytes in memory (0 while only elsewhere)."""
-        return len(self.data) if self.data is not None else 0
+        if self.data is not None:
+            return len(self.data)
+        return 0
 
     @property
     def file_time_ns(self) -> int:
@@ -187,7 +192,9 @@ class CacheBudget:
                 return "pending"
             waited = self.wait_for_writing()
             missing -= self._evict(missing, keep, until, "saved" if waited else "evicted")
-        return "free" if missing <= 0 else "full"
+        if missing <= 0:
+            return "free"
+        return "full"
 
     @property
     def _is_writing(self) -> bool:
@@ -246,7 +253,10 @@ class CacheBudget:
         only if it is being written; or evicted, what is not being written first. `all_or_nothing`:
         nothing is evicted unless that is enough, for two sequences could else take turns at losing
         what the other can't use. Returns the bytes freed."""
-        freed, lost, coming, can_save = 0, 0, 0, unwritten == "saved"
+        freed = 0
+        lost = 0
+        coming = 0
+        can_save = unwritten == "saved"
         doomed: list[Candidate] = []
         for candidate in self.candidates(pending_last=unwritten == "evicted"):
             if freed + lost + coming >= n_bytes:
@@ -278,7 +288,8 @@ def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int
     """Of one sequence's `points` (tokens, and whether others part there) those that leave before
     anything else: nearer than `interval` to one before them, not among the newest, and not where
     others part."""
-    surplus, before = set(), 0
+    surplus = set()
+    before = 0
     for i, (stop, forks) in enumerate(points):
         if forks or stop - before >= interval or i >= len(points) - tunables.NEWEST_STATES:
             before = stop
@@ -346,7 +357,9 @@ def export_time_s(able: Capabilities, n_tokens: int, token_s: float) -> float:
     if not able.shares_cells or able.kv_on_device or n_tokens < tunables.EXPORT_FIRST_TOKENS:
         return 0.0
     share_s = tunables.EXPORT_FIRST_SHARE * n_tokens * token_s
-    return min(PROMPT_STEP_S, share_s) if token_s else PROMPT_STEP_S
+    if token_s:
+        return min(PROMPT_STEP_S, share_s)
+    return PROMPT_STEP_S
 
 
 # --- the disk -------------------------------------------------------------------------------------

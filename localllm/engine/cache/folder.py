@@ -27,8 +27,14 @@ _LONGEST_LABEL_BYTES = 1024
 def folder_names(backend: Backend) -> tuple[str, str]:
     """What the names of all folders of this model's KV, of these types, begin with; and the one
     whose KV this build can read."""
-    info, able = backend.info, backend.capabilities
-    shape = "states" if able.states else "parts" if able.segments else "snapshots"
+    info = backend.info
+    able = backend.capabilities
+    if able.states:
+        shape = "states"
+    elif able.segments:
+        shape = "parts"
+    else:
+        shape = "snapshots"
     kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
     # What wrote KV is part of what it means: another build may compute, rotate or lay it out in
     # another way.

@@ -78,7 +78,9 @@ class KvEntry:
         """The file's content, in order and in pieces that each take a moment: one is hashed when it
         is asked for."""
         fixed = _HEAD.pack(_MAGIC, self.start, self.state, len(self.tokens), len(data))
-        head, data, checksums = fixed + self.tokens.tobytes(), memoryview(data), []
+        head = fixed + self.tokens.tobytes()
+        data = memoryview(data)
+        checksums = []
         size = tunables.FILE_PIECE_BYTES
         for at in range(0, len(head) + len(data), size):
             behind = at - len(head)
@@ -105,7 +107,9 @@ def _entry(f: Readable, body_bytes: int, identity: str, name: str) -> KvEntry | 
         return None
     tokens = as_tokens(np.frombuffer(f.read(4 * n_tokens) or b"", dtype=np.int32))
     entry = KvEntry(identity, tokens, start, state)
-    return entry if entry.file_name == name else None
+    if entry.file_name == name:
+        return entry
+    return None
 
 
 def read_entry(path: Path, identity: str) -> tuple[KvEntry, int, int] | None:
@@ -216,7 +220,9 @@ class ReadAhead:
         clock: Callable[[], float] = time.monotonic,
         ahead_bytes: int = tunables.READ_AHEAD_BYTES,
     ) -> None:
-        self._read, self._clock, self._ahead_bytes = read, clock, ahead_bytes
+        self._read = read
+        self._clock = clock
+        self._ahead_bytes = ahead_bytes
         # The engine's thread alone adds to it and takes from it.
         self._wanted: dict[Block, PendingRead] = {}
         self.jobs: queue.SimpleQueue[PendingRead | None] = queue.SimpleQueue()
@@ -281,7 +287,9 @@ class ReadAhead:
         tokens wanted of them take, both as measured here. What was measured of neither is found out
         by reading."""
         # What gave nothing for so long already is expected to take as long again.
-        late_s = self.stalled_s if self.stalled_s > tunables.READ_LATE_S else 0.0
+        late_s = 0.0
+        if self.stalled_s > tunables.READ_LATE_S:
+            late_s = self.stalled_s
         left_bytes = 0.0
         for block in blocks:
             wanted = self._wanted.get(block)
@@ -293,7 +301,9 @@ class ReadAhead:
     def stalled_s(self) -> float:
         """For how long the file that is being read has given no piece; 0 where none is read."""
         since_s = self._since_s
-        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
+        if since_s is None:
+            return 0.0
+        return max(0.0, self._clock() - since_s)
 
     def close(self) -> None:
         """Read nothing more."""
@@ -302,7 +312,8 @@ class ReadAhead:
                 wanted.users = 0
             self.jobs.put(None)
             self._thread.join(tunables.READ_CLOSE_S)
-            self._thread, self.wanted_bytes = None, 0
+            self._thread = None
+            self.wanted_bytes = 0
             self._wanted.clear()
 
     # --- the reader's thread ----------------------------------------------------------------------
@@ -330,7 +341,8 @@ class ReadAhead:
             wanted.data = self._read(wanted.block, partial(self.came, wanted))
         except (OSError, MemoryError):
             wanted.data = None
-        self._since_s, wanted.left_bytes = None, 0
+        self._since_s = None
+        wanted.left_bytes = 0
         wanted.done = True
         self.news.set()
 

@@ -92,7 +92,9 @@ class RestorePlan:
 
     def saved_behind(self, held: int) -> int:
         """Tokens to import where a sequence in the context has the first `held` already."""
-        return sum(max(0, p.stop - max(p.start, held)) for p in self.parts) if self.divisible else 0
+        if self.divisible:
+            return sum(max(0, p.stop - max(p.start, held)) for p in self.parts)
+        return 0
 
     def beyond(self, held: int) -> RestorePlan:
         """What is left of it for such a sequence."""
@@ -141,7 +143,8 @@ def plan_restore(
         return RestorePlan(((cache, match),), parts, unread, match.known)
     held = reached = len(prompt)
     if not snapshots:
-        held, reached = match.length, 0
+        held = match.length
+        reached = 0
         for part in match.parts:
             if part.start > reached or not should_load(part.block, part.n_tokens):
                 break
@@ -194,7 +197,8 @@ class PrefixHistory:
 
 
 def _prefixes(tokens: Tokens) -> Iterator[tuple[int, int]]:
-    step, key = tunables.HISTORY_STEP_TOKENS, 0
+    step = tunables.HISTORY_STEP_TOKENS
+    key = 0
     for stop in range(step, len(tokens) + 1, step):
         key = hash((key, tokens[stop - step : stop].tobytes()))
         yield stop, key

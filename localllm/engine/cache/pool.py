@@ -33,7 +33,8 @@ class SequencePool:
 
     def __init__(self, backend: Backend, kv: KvStore) -> None:
         self._backend = backend
-        self.kv, self.cache = kv, kv.cache
+        self.kv = kv
+        self.cache = kv.cache
         self._can_split = backend.capabilities.rewind == "any"
         self.idle: list[IdleSequence] = []
         self.running: Mapping[str, RunningSequence] = {}
@@ -71,7 +72,10 @@ class SequencePool:
             if line.sequence is None:
                 continue
             idle = line if isinstance(line, IdleSequence) else None
-            n_held = len(line.tokens) if isinstance(line, IdleSequence) else line.n_kv
+            if isinstance(line, IdleSequence):
+                n_held = len(line.tokens)
+            else:
+                n_held = line.n_kv
             shared = image_boundary(prompt.tokens, min(most, n_held, prompt.shared(line)))
             known = max(known, shared)
             # An idle one is taken over, which costs less than a fork: of as many tokens it goes
@@ -125,7 +129,10 @@ class SequencePool:
         if sequence is not None:
             self._keep_state(sequence, source, prompt)
             return Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.held)
-        plan = source.plan if source.sequence is None else self.kv.plan(prompt)
+        if source.sequence is None:
+            plan = source.plan
+        else:
+            plan = self.kv.plan(prompt)
         sequence = self._new_sequence(source.idle)
         return Restoration(self.kv, self._backend, sequence, prompt, plan)
 
@@ -243,7 +250,9 @@ class SequencePool:
         is to be called."""
         if self.kv.states is None:
             return []
-        interval = None if self.kv.snapshots else self.kv.state_interval(len(prompt))
+        interval = None
+        if not self.kv.snapshots:
+            interval = self.kv.state_interval(len(prompt))
         backend = self._backend
         found = checkpoints(
             prompt,
@@ -265,7 +274,8 @@ class SequencePool:
         Returns True while there is more to do without new requests and without waiting for the
         disk."""
         self._sync()
-        info, able = self._backend.info, self._backend.capabilities
+        info = self._backend.info
+        able = self._backend.capabilities
         n_sequences = live + len(self.idle)
         if not (
             busy
@@ -335,10 +345,12 @@ class SequencePool:
             self._evict(idle)
             return False
         if start < len(idle.tokens):
-            tokens, idle.tokens = idle.tokens, idle.tokens[:start].copy()
+            tokens = idle.tokens
+            idle.tokens = idle.tokens[:start].copy()
             self.kv.export_end(idle.sequence, tokens, start, idle.used)
             self._backend.truncate(idle.sequence, start)
-            idle.exported, idle.space = self.kv.holds(idle.tokens), "free"
+            idle.exported = self.kv.holds(idle.tokens)
+            idle.space = "free"
         return start > least
 
     def in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
@@ -419,7 +431,8 @@ class SequencePool:
         changes = self.kv.budget.changes
         for idle in self.idle:
             if idle.exported and idle.as_of != changes:
-                idle.exported, idle.as_of = self.kv.holds(idle.tokens), changes
+                idle.exported = self.kv.holds(idle.tokens)
+                idle.as_of = changes
 
     def _refused(self, idle: IdleSequence) -> bool:
         """There was no room for it, and nothing has changed since."""
@@ -430,6 +443,7 @@ class SequencePool:
         if self._refused(idle) and not force:
             return False
         space = self.kv.export_next(idle.sequence, idle.tokens, idle.used, force=force)
-        idle.exported, idle.as_of = self.kv.holds(idle.tokens), self.kv.budget.changes
+        idle.exported = self.kv.holds(idle.tokens)
+        idle.as_of = self.kv.budget.changes
         idle.space = "free" if idle.exported else space or "full"
         return space in (None, "free")

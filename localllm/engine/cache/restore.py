@@ -49,20 +49,24 @@ class Restoration:
     @property
     def due_tokens(self) -> int:
         """What is still to be imported, for which room is made part by part."""
-        return sum(part.n_tokens for part in self._parts) if self.plan.divisible else 0
+        if self.plan.divisible:
+            return sum(part.n_tokens for part in self._parts)
+        return 0
 
     @property
     def next_tokens(self) -> int:
         """What the next step imports of that."""
-        return self._parts[-1].n_tokens if self._parts and self.plan.divisible else 0
+        if self._parts and self.plan.divisible:
+            return self._parts[-1].n_tokens
+        return 0
 
     @property
     def computes_to(self) -> int | None:
         """Where the gap ends that must be computed before the next part can be imported; None when
         none is due."""
-        return (
-            self._parts[-1].start if self._parts and self._parts[-1].start > self._reached else None
-        )
+        if self._parts and self._parts[-1].start > self._reached:
+            return self._parts[-1].start
+        return None
 
     @property
     def importing(self) -> bool:
@@ -79,7 +83,10 @@ class Restoration:
             # Tokens that are computed where the disk is given up: of what can be taken apart those
             # that are not in memory, else all of the prefix.
             late = [p.n_tokens for p in self._parts if not self.kv.in_memory(p.block)]
-            n_tokens = sum(late) if self.plan.divisible else self.plan.saved
+            if self.plan.divisible:
+                n_tokens = sum(late)
+            else:
+                n_tokens = self.plan.saved
             if self.kv.worth_reading(self._coming(), n_tokens):
                 # What somebody else had read may be gone again.
                 self._look_ahead()
@@ -190,7 +197,8 @@ class Restoration:
         self.backend.truncate(self.sequence, 0)
         self.held = self._reached = 0
         self._gap_start = 0
-        held, self.plan = self.plan, self.kv.plan(self.prompt, at_once=at_once)
+        held = self.plan
+        self.plan = self.kv.plan(self.prompt, at_once=at_once)
         self._lock()
         _unlock(held)
         self._parts = list(reversed(self.plan.parts))

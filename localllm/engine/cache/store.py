@@ -39,7 +39,8 @@ class KvStore:
         disk: DiskTier | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._backend, self._clock = backend, clock
+        self._backend = backend
+        self._clock = clock
         self.disk = DiskTier() if disk is None else disk
         self.budget = CacheBudget(
             cache_bytes, save=self._save, wait_for_writing=self._wait_for_writing
@@ -48,8 +49,11 @@ class KvStore:
         self.snapshots = not able.segments
         self.cache = PrefixCache(budget=self.budget)
         points = able.states or self.snapshots
-        self.states = PrefixCache("state", budget=self.budget) if points else None
-        self.trees = [self.cache] if self.states is None else [self.cache, self.states]
+        self.states: PrefixCache | None = None
+        self.trees = [self.cache]
+        if points:
+            self.states = PrefixCache("state", budget=self.budget)
+            self.trees.append(self.states)
         self.speed = PrefillCost()
         # The least seen of a token's KV, or of its share of a snapshot, and the most of a state.
         self._token_bytes = 0.0
@@ -64,7 +68,9 @@ class KvStore:
 
     def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
         """What to take of what is held of `prompt`; `at_once`: without waiting for any file."""
-        should_load = (lambda block, _: self.in_memory(block)) if at_once else self.should_load
+        should_load = self.should_load
+        if at_once:
+            should_load = self._held_in_memory
         most = prompt[: image_boundary(prompt, len(prompt) - 1)]
         return plan_restore(self.cache, most, should_load, self.states, snapshots=self.snapshots)
 
@@ -87,7 +93,10 @@ class KvStore:
         if block.data is not None:
             return block.data
         reads = self.disk.reads
-        data = reads.get(block) if reads.ready(block) else self.disk.load(block)
+        if reads.ready(block):
+            data = reads.get(block)
+        else:
+            data = self.disk.load(block)
         if data is not None:
             for tree in self.trees:
                 tree.promote(block, data)
@@ -105,6 +114,11 @@ class KvStore:
     def in_memory(self, block: Block) -> bool:
         """Does having it wait for no file?"""
         return block.data is not None or self.disk.reads.ready(block)
+
+    def _held_in_memory(self, block: Block, n_tokens: int) -> bool:
+        """`should_load` for plans that wait for no file."""
+        del n_tokens
+        return self.in_memory(block)
 
     # --- other places than memory -----------------------------------------------------------------
 
@@ -155,7 +169,10 @@ class KvStore:
             if space != "full":
                 return space
         # Beyond its last state KV is of no use.
-        point = self.states.peek(prefix).saved if self.states is not None else len(prefix)
+        if self.states is not None:
+            point = self.states.peek(prefix).saved
+        else:
+            point = len(prefix)
         gap = None if self.snapshots else self.cache.gap(prefix[:point])
         if gap is None:
             return space
@@ -181,7 +198,9 @@ class KvStore:
             while self._backend.export_runs(sequence, start, stop) > tunables.MOST_RUNS:
                 stop = start + (stop - start + 1) // 2
         whole = image_boundary(prefix, stop)
-        return whole if whole > start else next_image_boundary(prefix, stop)
+        if whole > start:
+            return whole
+        return next_image_boundary(prefix, stop)
 
     def store(
         self,
@@ -209,7 +228,9 @@ class KvStore:
             return "full"
         self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
         space = room(len(data))
-        return space if space != "free" else self._insert(self.cache, prefix, data, start, used)
+        if space != "free":
+            return space
+        return self._insert(self.cache, prefix, data, start, used)
 
     def store_state(
         self,
@@ -223,10 +244,14 @@ class KvStore:
         """Put the state behind `prefix`, which is all that `sequence` holds, into the cache.
         `newer`: rather than an older one of the same sequence."""
         assert self.states is not None
-        backend, along = self._backend, None if newer else prefix
+        backend = self._backend
+        along = None if newer else prefix
         room = partial(self.budget.make_room, prefix=along, used=used, force=force)
         kv_bytes = int(self._token_bytes * len(prefix))
-        n_bytes = kv_bytes if self.snapshots else backend.state_bytes(sequence)
+        if self.snapshots:
+            n_bytes = kv_bytes
+        else:
+            n_bytes = backend.state_bytes(sequence)
         apart_bytes = 0 if self.snapshots else kv_bytes
         if not self.disk.capacity_bytes and n_bytes + apart_bytes > self.budget.capacity_bytes:
             # The KV before it would not fit beside it.
@@ -234,13 +259,13 @@ class KvStore:
         space = room(n_bytes)
         if space != "free":
             return space
-        started, n = self._clock(), len(prefix)
+        started = self._clock()
+        n = len(prefix)
         try:
-            data = (
-                backend.export_range(sequence, 0, n)
-                if self.snapshots
-                else backend.export_state(sequence)
-            )
+            if self.snapshots:
+                data = backend.export_range(sequence, 0, n)
+            else:
+                data = backend.export_state(sequence)
         except BackendFailure:
             return "full"
         took_s = self._clock() - started
@@ -249,7 +274,9 @@ class KvStore:
         if self.snapshots:
             self._token_bytes = min(self._token_bytes or len(data), len(data) / n)
         space = room(len(data))
-        return space if space != "free" else self._insert(self.states, prefix, data, 0, used)
+        if space != "free":
+            return space
+        return self._insert(self.states, prefix, data, 0, used)
 
     def _insert(
         self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None
@@ -394,7 +421,10 @@ def _paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> se
 def _towards_the_end(points: set[int], turns: Sequence[int], n: int) -> set[int]:
     """Some before where the prompt ends, or the turn before the answer's, which has just begun;
     unless one of `points` is near them."""
-    end = turns[-1] if turns and n - turns[-1] < tunables.NEAR_TOKENS else n
+    if turns and n - turns[-1] < tunables.NEAR_TOKENS:
+        end = turns[-1]
+    else:
+        end = n
     others = {0, *points}
 
     def has_neighbour(point: int) -> bool:

@@ -96,7 +96,9 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
 def common_prefix(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
     different = (a[:n] != b[:n]).nonzero()[0]
-    return int(different[0]) if different.size else n
+    if different.size:
+        return int(different[0])
+    return n
 
 
 class PrefixCache:
@@ -109,7 +111,10 @@ class PrefixCache:
         self.kind = kind
         # a block is of use as a whole only, at its end
         self.indivisible = kind != "kv"
-        self.budget = budget if budget is not None else CacheBudget(capacity_bytes)
+        if budget is not None:
+            self.budget = budget
+        else:
+            self.budget = CacheBudget(capacity_bytes)
         self.budget.pools.append(self)
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
         self._users: dict[Block, list[Node]] = {}
@@ -186,7 +191,9 @@ class PrefixCache:
             if part.start > reached:
                 return reached, part.start
             reached = max(reached, part.stop)
-        return (reached, len(tokens)) if reached < len(tokens) else None
+        if reached < len(tokens):
+            return reached, len(tokens)
+        return None
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -296,11 +303,9 @@ class PrefixCache:
     def line(self, block: Block) -> Tokens | None:
         """The tokens that `block` ends; None where its end has another block now."""
         end = max(self._users[block], key=lambda node: node.stop)
-        return (
-            np.concatenate([node.tokens for node in self._path(end)])
-            if end.stop == block.stop
-            else None
-        )
+        if end.stop == block.stop:
+            return np.concatenate([node.tokens for node in self._path(end)])
+        return None
 
     def evict(self, block: Block) -> None:
         nodes = self._users[block]
@@ -312,14 +317,17 @@ class PrefixCache:
 
     def _along(self, prefix: Tokens) -> Iterator[tuple[Node, int]]:
         """The nodes that `prefix` goes through, each with how many of its tokens it shares."""
-        node, depth, complete = self._root, 0, True
+        node = self._root
+        depth = 0
+        complete = True
         while complete and depth < len(prefix):
             child = node.children.get(int(prefix[depth]))
             if child is None:
                 return
             shared = common_prefix(child.tokens, prefix[depth:])
             complete = shared == len(child.tokens)
-            node, depth = child, depth + shared
+            node = child
+            depth += shared
             yield child, shared
 
     def _use(self, node: Node | None, used: int) -> None:
@@ -334,7 +342,8 @@ class PrefixCache:
 
     def _wanted(self, prefix: Tokens, block: Block) -> bool:
         """Are there tokens that this block serves better than what they have?"""
-        at, node = 0, self._root
+        at = 0
+        node = self._root
         for node, shared in self._along(prefix):
             at = node.start + shared
             if not self.indivisible and at > block.start and _better(node.block, block):
@@ -345,9 +354,13 @@ class PrefixCache:
         """The node that ends exactly at len(prefix), splitting and growing edges on the way."""
         end = self._root
         for node, shared in self._along(prefix):
-            end = node if shared == len(node.tokens) else self._split(node, shared)
+            if shared == len(node.tokens):
+                end = node
+            else:
+                end = self._split(node, shared)
         if end.stop < len(prefix):
-            parent, end = end, Node(prefix[end.stop :].copy(), end.stop, end)
+            parent = end
+            end = Node(prefix[end.stop :].copy(), end.stop, end)
             parent.children[int(end.tokens[0])] = end
         return end
 
@@ -363,14 +376,17 @@ class PrefixCache:
             last_used=node.last_used,
         )
         node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens, node.start, node.parent = node.tokens[at:].copy(), node.start + at, upper
+        node.tokens = node.tokens[at:].copy()
+        node.start += at
+        node.parent = upper
         upper.children[int(node.tokens[0])] = node
         if node.block is not None and not self.indivisible:
             self._set_block(upper, node.block)
         return upper
 
     def _set_block(self, node: Node, block: Block | None) -> None:
-        old, node.block = node.block, block
+        old = node.block
+        node.block = block
         if block is not None:
             nodes = self._users.setdefault(block, [])
             self.held_bytes += 0 if nodes else block.held_bytes

@@ -78,10 +78,12 @@ FILE_PIECE_BYTES = 2**19
 # Beside steps there is a rest after each piece, so many times as long as it took, but no longer
 # than so many seconds: one busy thread more than processors stops all who meet at a barrier (70 MB
 # in one go: a step of 250 ms, 20 times the others)
-WRITE_RESTS, WRITE_REST_S = 20.0, 0.02
+WRITE_RESTS = 20.0
+WRITE_REST_S = 0.02
 # share; writing what leaves the context is waited for by who needs its cells for this part of the
 # time that reading it again would take, and no longer than so many seconds
-WRITE_WAIT_SHARE, WRITE_WAIT_S = 0.25, 3.0
+WRITE_WAIT_SHARE = 0.25
+WRITE_WAIT_S = 3.0
 # bytes; left to others on a disk that others write to
 DISK_FREE_BYTES = 2 * 10**9
 # nanoseconds a token of depth; coarser than any current file system's time stamps (NTFS: 100 ns)

@@ -61,7 +61,8 @@ class Candidates:
 
     def distribution(self) -> Distribution:
         """The same as probabilities."""
-        ids, weights = self.ids, self.weights
+        ids = self.ids
+        weights = self.weights
         if self.rest is not None:
             others = np.flatnonzero(self.rest)
             ids = np.concatenate([ids, others])
@@ -86,7 +87,9 @@ def readable(row: Row) -> Row:
     if math.isnan(most):
         row = np.where(np.isnan(row), np.float32(-np.inf), row)
         most = row.max()
-    return np.where(row == np.inf, np.float32(0), np.float32(-np.inf)) if most == np.inf else row
+    if most == np.inf:
+        return np.where(row == np.inf, np.float32(0), np.float32(-np.inf))
+    return row
 
 
 def candidates(row: Row, sampling: Sampling) -> Candidates:
@@ -118,7 +121,9 @@ def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
     if sampling.typical_p < 1.0:
         mean = float((weights * values).sum() / weights.sum())
         kept = _typical(values, weights, mean, sampling.typical_p * float(weights.sum()))
-        ids, values, weights = ids[kept], values[kept], weights[kept]
+        ids = ids[kept]
+        values = values[kept]
+        weights = weights[kept]
     n = _cut(weights, float(weights.sum()), sampling)
     n_excluded = _excluded(weights[:n], float(weights[:n].sum()), sampling)
     return _tempered(ids[:n], values[:n] - values[n_excluded], n_excluded, sampling)
@@ -126,8 +131,10 @@ def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
 
 def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
     """What the filters leave of a row of which `head` are the greatest, ranked."""
-    row, base = top.row, base_of(top.greatest)
-    weights, total = None, 0.0
+    row = top.row
+    base = base_of(top.greatest)
+    weights = None
+    total = 0.0
     values = row[head].astype(np.float64)
     head_weights = np.exp(values - base)
     if sampling.top_p < 1.0 or excludes(sampling):
@@ -142,7 +149,8 @@ def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
         total = total if mask is None else float(np.dot(weights, mask))
     n_excluded = _excluded(head_weights, total, sampling)
     if weights is None or sampling.temperature != 1.0:
-        base = base if sampling.temperature == 1.0 else float(values[n_excluded])
+        if sampling.temperature != 1.0:
+            base = float(values[n_excluded])
         weights = weigh(row, base, sampling.temperature, buffer("weights", len(row)))
     if mask is not None:
         weights *= mask
@@ -163,7 +171,8 @@ def _cut(weights: Values, total: float, sampling: Sampling) -> int:
 
 def _passing_mask(top: Top, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
     """1 for each token of the row that top_p and min_p leave, else 0; None where both leave all."""
-    row, mask = top.row, None
+    row = top.row
+    mask = None
     if weights is not None and sampling.top_p < 1.0:
         mask = fewest(row, weights, sampling.top_p * total)
     if sampling.min_p > 0.0:
@@ -186,7 +195,8 @@ def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
 def _typical_of_all(top: Top, share: float) -> Ids:
     """The same of a whole row, that weigh `share` of it: looked for among ever more of the
     greatest, until all that are left are further from the mean."""
-    row, base = top.row, base_of(top.greatest)
+    row = top.row
+    base = base_of(top.greatest)
     weights = weigh(row, base, 1.0, buffer("weights", len(row)))
     total = float(block_sums(weights).sum())
     # what is forbidden weighs nothing, but nothing times infinity is no number

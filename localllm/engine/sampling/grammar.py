@@ -37,7 +37,10 @@ class Vocabulary:
 
         info = backend.info
         self._backend = backend
-        self.eos_token_id = info.eos_token if info.eos_token is not None else info.eog_tokens[0]
+        if info.eos_token is not None:
+            self.eos_token_id = info.eos_token
+        else:
+            self.eos_token_id = info.eog_tokens[0]
         self.bos_token_id = info.bos_token
         self.special_token_ids = [t for t in range(info.n_vocab) if backend.is_control(t)]
         self.tokens = [backend.token_bytes(t, special=True) for t in range(info.n_vocab)]
@@ -68,7 +71,9 @@ class Vocabulary:
         # SentencePiece puts a space before what it takes for a beginning: behind a letter of no
         # word it does not.
         for lead in ("", _NO_WORD):
-            head = self._backend.tokenize(lead, special=False) if lead else []
+            head = []
+            if lead:
+                head = self._backend.tokenize(lead, special=False)
             tokens = self._backend.tokenize(lead + text, special=False)
             rest = tokens[len(head) :]
             if tokens[: len(head)] == head and b"".join(self.tokens[t] for t in rest) == data:
@@ -113,7 +118,9 @@ class Constraint:
         number_end: NumberEnd | None = None,
         beginning: Constraint | None = None,
     ) -> None:
-        self._matcher, self._number_end, self._beginning = matcher, number_end, beginning
+        self._matcher = matcher
+        self._number_end = number_end
+        self._beginning = beginning
         self._digits = 0
 
     def copy(self) -> Constraint:
@@ -213,7 +220,9 @@ class BackgroundCompiler:
     with each that is done."""
 
     def __init__(self, make: MakeConstraint, trials: Stages, news: threading.Event) -> None:
-        self._make, self._trials, self._news = make, trials, news
+        self._make = make
+        self._trials = trials
+        self._news = news
         # What requests hold now: choices of one request share theirs.
         self._held: WeakValueDictionary[tuple[str, ...], Constraint] = WeakValueDictionary()
         self._copying = threading.Lock()
@@ -236,7 +245,8 @@ class BackgroundCompiler:
         except Exception as e:
             reason = str(e)
         if compilation.wanted:
-            compilation.ended, compilation.refused = True, reason
+            compilation.ended = True
+            compilation.refused = reason
             self._news.set()
 
     def _constraint(self, kind: str, text: str, answer_start: str) -> Constraint:

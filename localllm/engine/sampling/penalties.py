@@ -33,21 +33,25 @@ class Tallies:
     def follow(self, line: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Ids, in no order, and their counts in the window at the end of `line`, which goes on from
         that of the last call."""
-        first, before = self._first(len(line)), self._first(self._seen)
+        first = self._first(len(line))
+        before = self._first(self._seen)
         left = _words(line[before : min(first, self._seen)])
         came = _words(line[max(first, self._seen) :])
         self._seen = len(line)
         np.subtract.at(self._counts, left, 1)
         self._ids = self._ids[self._counts[self._ids] > 0]
         missing = int(came.max(initial=-1)) + 1 - len(self._counts)
-        self._counts = np.pad(self._counts, (0, max(missing, 0))) if missing > 0 else self._counts
+        if missing > 0:
+            self._counts = np.pad(self._counts, (0, max(missing, 0)))
         new = np.unique(came[self._counts[came] == 0])
         np.add.at(self._counts, came, 1)
         self._ids = np.append(self._ids, new)
         return self._ids, self._counts[self._ids]
 
     def _first(self, length: int) -> int:
-        return 0 if self._window < 0 else max(0, length - self._window)
+        if self._window < 0:
+            return 0
+        return max(0, length - self._window)
 
 
 def _words(tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -71,8 +75,12 @@ def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row
     if sampling.repeat_penalty != 1.0:
         # The lesser of both is the one meant, or below 1 the greater, with nothing to guess for the
         # processor.
-        lower = np.minimum if sampling.repeat_penalty > 1.0 else np.maximum
-        values = lower(values / sampling.repeat_penalty, values * sampling.repeat_penalty)
+        divided = values / sampling.repeat_penalty
+        multiplied = values * sampling.repeat_penalty
+        if sampling.repeat_penalty > 1.0:
+            values = np.minimum(divided, multiplied)
+        else:
+            values = np.maximum(divided, multiplied)
     if sampling.presence_penalty:
         values = values - sampling.presence_penalty
     if sampling.frequency_penalty:
@@ -89,7 +97,9 @@ class Penalties:
         self._tallies, self._recent = Tallies(sampling.repeat_last_n), TokenLine()
         ids = np.array(list(sampling.logit_bias), dtype=np.int64)
         bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
-        self.bias = (ids, np.where(bias > -100, bias, np.float32(-np.inf))) if len(ids) else None
+        self.bias = None
+        if len(ids):
+            self.bias = (ids, np.where(bias > -100, bias, np.float32(-np.inf)))
         self._dry = text if sampling.dry_multiplier else None
         self.active = counted(sampling) or self.bias is not None or self._dry is not None
 
@@ -99,7 +109,9 @@ class Penalties:
         if not counted(s) or not s.repeat_last_n:
             return None
         ids, counts = self._tallies.follow(history)
-        leaving = history[-s.repeat_last_n] if 0 < s.repeat_last_n <= len(history) else -1
+        leaving = -1
+        if 0 < s.repeat_last_n <= len(history):
+            leaving = history[-s.repeat_last_n]
         return SeenTokens(
             ids, counts, leaving, s.repeat_penalty, s.presence_penalty, s.frequency_penalty
         )
@@ -125,7 +137,8 @@ class Penalties:
 def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
     if given is not None:
         known = (given[0] >= 0) & (given[0] < len(row))
-        at, added = given[0][known], given[1][known]
+        at = given[0][known]
+        added = given[1][known]
         # What is forbidden stays so where a broken row has no bound.
         with np.errstate(invalid="ignore"):
             row[at] = np.where(added == -np.inf, added, row[at] + added)
@@ -152,18 +165,20 @@ def dry_repetitions(
     """The tokens that would go on with a repetition, each with the longest one's length (counted as
     far as it matters)."""
     allowed = sampling.dry_allowed_length
-    n = (
-        len(history)
-        if sampling.dry_penalty_last_n < 0
-        else min(len(history), sampling.dry_penalty_last_n)
-    )
+    if sampling.dry_penalty_last_n < 0:
+        n = len(history)
+    else:
+        n = min(len(history), sampling.dry_penalty_last_n)
     if n <= allowed:
         return {}
     tokens = (recent or TokenLine()).follow(history)[len(history) - n :]
     most = min(n - 1, allowed + _most_exponent(sampling.dry_base))
     # Where a repetition may end: everywhere but at the window's own end. Each round keeps those one
     # token longer.
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1]) if most else np.arange(n - 1)
+    if most:
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    else:
+        ends = np.arange(n - 1)
     if allowed and not len(_longer(tokens, ends, 1, allowed)):
         return {}
     breakers = [b.encode() for b in sampling.dry_sequence_breakers if b]
@@ -183,9 +198,13 @@ def _longest_by_token(
 ) -> dict[int, int]:
     """What follows repetitions of at least `allowed` tokens that end at `ends`, each with the
     longest one's length up to `reach`."""
-    found: dict[int, int] = {} if allowed else dict.fromkeys(tokens[1:].tolist(), 0)
+    found: dict[int, int]
+    found = {}
+    if not allowed:
+        found = dict.fromkeys(tokens[1:].tolist(), 0)
     for length in range(1, reach + 1):
-        ends = ends if length == 1 else _longer(tokens, ends, length - 1, length)
+        if length != 1:
+            ends = _longer(tokens, ends, length - 1, length)
         if not len(ends):
             break
         if length >= allowed:
@@ -202,7 +221,9 @@ def _longer(tokens: Tokens, ends: NDArray[np.int64], length: int, wanted: int) -
 
 
 def _most_exponent(base: float) -> int:
-    return int(_MOST_LOG / math.log(base)) if base > 1.000001 else 0
+    if base > 1.000001:
+        return int(_MOST_LOG / math.log(base))
+    return 0
 
 
 def _since_breaker(window: Tokens, breakers: Sequence[bytes], text: TokenBytes, most: int) -> int:
@@ -211,7 +232,8 @@ def _since_breaker(window: Tokens, breakers: Sequence[bytes], text: TokenBytes, 
     longest = max((len(b) for b in breakers), default=0)
     for near in (_NEAR, most + longest):
         pieces = [text(t) for t in window[-near:].tolist()]
-        spelled, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        spelled = b"".join(pieces)
+        ends = np.cumsum([len(piece) for piece in pieces])
         begins = {b: spelled.rfind(b) for b in breakers}
         found = [(at, at + len(b) - 1) for b, at in begins.items() if at >= 0]
         if found:

@@ -28,7 +28,9 @@ class Distribution:
     def prob(self, token: int) -> float:
         """Probability of `token` (0.0 where filtered out)."""
         hit = np.flatnonzero(self.ids == token)
-        return float(self.probs[hit[0]]) if hit.size else 0.0
+        if hit.size:
+            return float(self.probs[hit[0]])
+        return 0.0
 
     def draw(self, uniform: float) -> int:
         """The token at `uniform` in [0, 1) of the cumulative distribution."""

@@ -83,7 +83,9 @@ class Top:
 def base_of(best: float) -> float:
     """What a row's weights are relative to: where single precision has room for e^logit, nothing
     need be subtracted."""
-    return 0.0 if abs(best) < _ROOM else best
+    if abs(best) < _ROOM:
+        return 0.0
+    return best
 
 
 def weigh(row: Row, base: float, temperature: float, out: Row) -> Row:
@@ -119,7 +121,8 @@ def token_at(weights: Row, sums: Values, goal: float) -> int:
 def fewest(row: Row, weights: Row, goal: float) -> Row:
     """1 for each of the fewest of the greatest tokens (equals by id) that weigh `goal` together,
     else 0. The logit at which that ends is closed in on by halves; the few between are ranked."""
-    mask, high = buffer("mask", len(row)), float(row.max())
+    mask = buffer("mask", len(row))
+    high = float(row.max())
     low = high - _FAR
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -37,7 +37,9 @@ class TokenRules:
 
     def banned(self, length: int) -> tuple[int, ...]:
         """What may not come behind `length` tokens, as long as anything else may."""
-        return self.end_tokens if length < self.min_length else self.never
+        if length < self.min_length:
+            return self.end_tokens
+        return self.never
 
 
 class Sampler:
@@ -53,7 +55,10 @@ class Sampler:
         self.sampling = sampling
         self.constraint = constraint
         self._rules = rules if rules is not None else TokenRules()
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        if sampling.seed is not None:
+            seed = sampling.seed
+        else:
+            seed = secrets.randbits(63)
         self._random = np.random.Generator(np.random.PCG64(seed & (2**63 - 1)))
         # What was taken from the stream and told to a backend, but not used yet.
         self._uniforms: list[float] = []
@@ -82,14 +87,21 @@ class Sampler:
         """How a backend may sample the token behind `history`, and begin with the next one where
         that does not depend on this one by a grammar or a repetition; None where that takes a look
         here, or where the best logit is the choice anyway."""
-        s, rules, n = self.sampling, self._rules, len(history)
+        s = self.sampling
+        rules = self._rules
+        n = len(history)
         if self._ready is not None and self._uniforms and self._ready.uniform == self._uniforms[0]:
             return self._ready
         if self._needs_row(n):
             return None
-        uniform, following = self._next_uniforms(2) if s.temperature > 0 else (0.0, 0.0)
+        if s.temperature > 0:
+            uniform, following = self._next_uniforms(2)
+        else:
+            uniform, following = (0.0, 0.0)
         reduced = self._penalties.repetitions(history)
-        allowed = None if self.constraint is None else self.constraint.allowed()
+        allowed = None
+        if self.constraint is not None:
+            allowed = self.constraint.allowed()
         return SampleSpec(
             s.temperature,
             s.top_k,
@@ -107,10 +119,8 @@ class Sampler:
     def look_ahead(self, spec: SampleSpec) -> None:
         """Make the spec of the token behind the one that `spec`, the last one, will sample, where
         it does not depend on that."""
-        rules, known = (
-            self._rules,
-            self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None,
-        )
+        rules = self._rules
+        known = self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None
         if known and spec.seen is None and not rules.min_length and rules.thought is None:
             _, uniform, following = self._next_uniforms(3)
             self._ready = replace(spec, uniform=uniform, next_uniform=following)
@@ -118,7 +128,8 @@ class Sampler:
     def _needs_row(self, length: int) -> bool:
         """Whether the choice behind `length` tokens takes a look at the row here, or is the best
         logit anyway."""
-        s, thought = self.sampling, self._rules.thought
+        s = self.sampling
+        thought = self._rules.thought
         if s.temperature > 0 and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K):
             return True
         return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
@@ -146,11 +157,9 @@ class Sampler:
         growing line."""
         rules = self._rules
         banned = [t for t in rules.banned(len(history)) if t < len(logits)]
-        forced = (
-            rules.thought.forced(history)
-            if rules.thought is not None and self.constraint is None
-            else None
-        )
+        forced = None
+        if rules.thought is not None and self.constraint is None:
+            forced = rules.thought.forced(history)
         if not (penalties.active or banned or self.constraint is not None or forced is not None):
             return logits
         row = buffer("prepared", len(logits))
@@ -178,7 +187,8 @@ class Sampler:
             token = candidates(row, self.sampling).draw(self.uniform())
         else:
             token = int(row.argmax())
-            token = token if not math.isnan(row[token]) else int(readable(row).argmax())
+            if math.isnan(row[token]):
+                token = int(readable(row).argmax())
         if self.constraint is not None:
             self.constraint.accept(token)
         return token
@@ -212,7 +222,9 @@ class Sampler:
 
     def uniform(self) -> float:
         """One number in [0, 1) from the request's own stream."""
-        return self._uniforms.pop(0) if self._uniforms else float(self._random.random())
+        if self._uniforms:
+            return self._uniforms.pop(0)
+        return float(self._random.random())
 
 
 # Models open their reasoning with the answer's first words, if at all: behind that many tokens none
@@ -235,7 +247,10 @@ class ThinkingBudget:
         tokenize: Callable[[str], list[int]],
         text: Callable[[int], bytes],
     ) -> None:
-        self._limit, self._n_prompt, self._tokenize, self._text = limit, n_prompt, tokenize, text
+        self._limit = limit
+        self._n_prompt = n_prompt
+        self._tokenize = tokenize
+        self._text = text
         self._opening, self._closing = limit.opening.encode(), limit.closing.encode()
         longest = len(tokenize(limit.closing + limit.after)) + len(self._closing)
         self._first = n_prompt + limit.tokens
@@ -263,7 +278,9 @@ class ThinkingBudget:
         # A model that was cut off in the middle of its closing marker is given the rest of it.
         rest = self._closing[_overlap(thought, self._closing) :].decode("utf-8", "replace")
         ending = self._tokenize(rest + self._limit.after)
-        return ending[at] if at < len(ending) else None
+        if at < len(ending):
+            return ending[at]
+        return None
 
     def _begin(self, history: Sequence[int]) -> int | None:
         if self._limit.opened:

@@ -60,24 +60,27 @@ def choose_lengths(
     for i, candidate in enumerate(candidates):
         ranked += [(s, i) for s in candidate.survival if s > 0.0]
     ranked.sort(key=lambda chance: -chance[0])
-    lengths, expected = list(none), [1.0] * n
+    lengths = list(none)
+    expected = [1.0] * n
     plain = cost(n)
-    best, best_score = none, n * math.log(_WORTH)
+    best = none
+    best_score = n * math.log(_WORTH)
     gain = 0.0
     dear = any(c.token_s for c in candidates)
     for k, (s, i) in enumerate(ranked, start=1):
         gain += math.log1p(s / expected[i])
         expected[i] += s
         lengths[i] += 1
-        drafting = (
-            max(c.drafting_s(g) for c, g in zip(candidates, lengths, strict=True)) if dear else 0.0
-        )
+        drafting = 0.0
+        if dear:
+            drafting = max(c.drafting_s(g) for c, g in zip(candidates, lengths, strict=True))
         slower = (cost(n + k) + drafting) / plain
         if slower > most_steps:
             break
         score = gain - n * math.log(slower)
         if score > best_score and min(expected) >= _FLOOR * slower:
-            best, best_score = list(lengths), score
+            best = list(lengths)
+            best_score = score
     return best
 
 
@@ -132,13 +135,17 @@ class HitRates:
 
     def rate(self, match: int) -> float:
         """Probability that a guess resting on `match` tokens is right."""
-        prior = self._shared.rate(match) if self._shared is not None else _prior(match)
+        if self._shared is not None:
+            prior = self._shared.rate(match)
+        else:
+            prior = _prior(match)
         return self._averages[bisect_right(_EDGES, match)].rate(prior, _PRIOR_WEIGHT)
 
     def survival(self, match: int, length: int) -> list[float]:
         """P(the first k of `length` drafted tokens are all right), k = 1 …: the match grows as they
         are. Ends where a token is too unlikely to be worth a row."""
-        alive, out = 1.0, []
+        alive = 1.0
+        out = []
         for k in range(length):
             alive *= self.rate(match + k)
             if alive < _LEAST_SURVIVAL:
@@ -153,7 +160,8 @@ class Acceptance:
     less."""
 
     def __init__(self, shared: Acceptance | None = None, prior: float = 0.6) -> None:
-        self._shared, self._prior = shared, prior
+        self._shared = shared
+        self._prior = prior
         self.average = DecayedRatio(_SLOW_DECAY if shared is None else _FAST_DECAY)
 
     def observe(self, accepted: int, drafted: int) -> None:
@@ -179,7 +187,8 @@ class Acceptance:
 
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then
 # twice as many, and so on.
-RETRY_TOKENS, _MOST_RETRIES = 24, 6
+RETRY_TOKENS = 24
+_MOST_RETRIES = 6
 
 
 @dataclass
@@ -193,7 +202,10 @@ class BackOff:
     def learn(self, accepted: int, drafted: int, n_generated: int) -> None:
         """Of `drafted` tokens the first `accepted` were right."""
         self.acceptance.observe(accepted, drafted)
-        self.retries = min(self.retries + 1, _MOST_RETRIES) if accepted < drafted else 0
+        if accepted < drafted:
+            self.retries = min(self.retries + 1, _MOST_RETRIES)
+        else:
+            self.retries = 0
         self.retry_at = n_generated + RETRY_TOKENS * 2**self.retries
 
 
@@ -219,7 +231,8 @@ _PAUSE_S = 5.0
 
 # Reading so many tokens, and twice as many … is tried where first uses are dear, until one takes so
 # many seconds: whoever asks waits for the end of it.
-_LEAST_READ, _LONGEST_READ_S = 16, 0.2
+_LEAST_READ = 16
+_LONGEST_READ_S = 0.2
 
 
 class CostProbe:
@@ -240,8 +253,12 @@ class CostProbe:
         clock: Callable[[], float],
         reading: PrefillCost,
     ) -> None:
-        self._backend, self._cost, self._others, self._clock = backend, cost, others, clock
-        self._reading, self.failed = reading, ""
+        self._backend = backend
+        self._cost = cost
+        self._others = others
+        self._clock = clock
+        self._reading = reading
+        self.failed = ""
         self._rested_s = 0.0
         self._ticks = self._measure()
 
@@ -260,11 +277,13 @@ class CostProbe:
             seconds, quiet = yield from self._verify_rows()
             if quiet or not self._cost.known:
                 self._cost.set(seconds)
-            again_s, pause_s = self._clock() + pause_s, 2 * pause_s
+            again_s = self._clock() + pause_s
+            pause_s = 2 * pause_s
             yield from self._rest(again_s, quiet=quiet)
 
     def _read_prompts(self) -> Iterator[bool]:
-        n_batch, most = self._backend.info.n_batch, math.inf
+        n_batch = self._backend.info.n_batch
+        most = math.inf
         sizes = [_LEAST_READ << k for k in range((n_batch // _LEAST_READ).bit_length())]
         for again in (False, True):
             for n_tokens in [n for n in sizes if n < most]:
@@ -287,14 +306,18 @@ class CostProbe:
         quiet: dict[int, float] = {}
         spent_s = 0.0
         for _ in range(_ROUNDS):
-            began, times = self._others.mark(), {}
+            began = self._others.mark()
+            times = {}
             for rows in sizes:
                 if spent_s > _BUDGET_S:
                     break
                 times[rows] = yield from self._verified_s(rows)
                 spent_s += times[rows]
                 yield True
-            kept = [every, quiet] if self._others.share(began) <= MOST_SHARE else [every]
+            if self._others.share(began) <= MOST_SHARE:
+                kept = [every, quiet]
+            else:
+                kept = [every]
             for least in kept:
                 least |= {n: min(s, least.get(n, s)) for n, s in times.items()}
         return quiet or every, bool(quiet)
@@ -322,14 +345,16 @@ class CostProbe:
             if self._rested_s < _REST_S or not drifted or self._clock() < again_s:
                 resting = None
                 continue
-            since, resting = resting, self._others.mark()
+            since = resting
+            resting = self._others.mark()
             if since is not None and self._others.share(since) <= MOST_SHARE:
                 return
 
     def _trial_s(self, n_tokens: int, outputs: int) -> float:
         # Different tokens: equal ones go to the same experts of a mixture, which then reads less
         # than it does for a draft.
-        first, n_vocab = self._backend.info.bos_token or 0, self._backend.info.n_vocab
+        first = self._backend.info.bos_token or 0
+        n_vocab = self._backend.info.n_vocab
         tokens = [(first + i * max(n_vocab // n_tokens, 1)) % n_vocab for i in range(n_tokens)]
         sequence = self._backend.new_sequence()
         started = self._clock()

@@ -52,7 +52,8 @@ class DraftModel(Drafter):
     name = "model"
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
-        self.backend, self.clock = backend, clock
+        self.backend = backend
+        self.clock = clock
         self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
         self._lines: dict[str, _Line] = {}
         self.most = longest_draft(backend)
@@ -62,7 +63,9 @@ class DraftModel(Drafter):
         cls, backend: Backend, draft_backend: Backend | None, mode: str, clock: Callable[[], float]
     ) -> Self | None:
         """Where a draft model was named."""
-        return cls(draft_backend, clock) if draft_backend is not None else None
+        if draft_backend is not None:
+            return cls(draft_backend, clock)
+        return None
 
     def ready(self, job: RunningRequest) -> bool:
         """Read on in `job` (one batch at most); True once the draft model knows all but the newest
@@ -97,7 +100,8 @@ class DraftModel(Drafter):
             line = self._line(job)
             feeds[job.id] = job.tokens[len(line.held) :]
             drafts[job.id] = ([], [] if _draws(job) else None)
-        started, steps = self.clock(), 0
+        started = self.clock()
+        steps = 0
         try:
             while feeds:
                 keys = self._fitting(feeds)

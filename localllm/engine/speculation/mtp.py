@@ -18,7 +18,8 @@ class MtpDrafter(Drafter):
     stops_when_unsure = True
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
-        self.backend, self.clock = backend, clock
+        self.backend = backend
+        self.clock = clock
         self._eog = frozenset(self.backend.info.eog_tokens)
         self.most = self.backend.capabilities.drafts
         self.name = self.backend.capabilities.draft_kind or "mtp"  # type: ignore[misc]
@@ -32,7 +33,9 @@ class MtpDrafter(Drafter):
         the model's own by name."""
         able = backend.capabilities
         companion = mode == "auto" and able.draft_kind not in ("", "mtp")
-        return cls(backend, clock) if able.drafts and (companion or mode == "mtp") else None
+        if able.drafts and (companion or mode == "mtp"):
+            return cls(backend, clock)
+        return None
 
     def ready(self, job: RunningRequest) -> bool:
         """True where the model has read all but the newest token: the heads follow it on their

@@ -70,7 +70,8 @@ def longest_match(
         longer = inside[haystack[inside - length] == suffix[-1 - length]]
         if not len(longer):
             break
-        found, length = longer, length + 1
+        found = longer
+        length += 1
     return int(found[-1]) + 1, length
 
 
@@ -102,7 +103,10 @@ class Lookup:
                 self.rates.observe(pointer.match, hit=hit)
                 pointer.at += 1
                 # One changed word in a long copy is no reason to lose the place.
-                pointer.match = min(pointer.match + 1, _MAX_MATCH) if hit else pointer.match // 4
+                if hit:
+                    pointer.match = min(pointer.match + 1, _MAX_MATCH)
+                else:
+                    pointer.match //= 4
                 if not pointer.match:
                     self._pointer = None
         self._line.extend(tokens)

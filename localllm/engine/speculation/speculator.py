@@ -32,7 +32,8 @@ _MOST_MODEL_TOKENS = 16
 # A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait
 # for the step too, it takes no longer than this many plain ones of a stream alone, or so many of
 # theirs together: people read even words.
-_MOST_STEPS_BESIDE_OTHERS, _MOST_STEPS_TOGETHER = 2.5, 1.5
+_MOST_STEPS_BESIDE_OTHERS = 2.5
+_MOST_STEPS_TOGETHER = 1.5
 # Whoever was just beside it often asks again within milliseconds of an answer (agents do), and
 # would wait for a whole burst: the next steps may each take so many times as long as the one
 # before.
@@ -54,7 +55,8 @@ _MOST_STEPS_UNEARNED = 2.0
 _TRIED_EVERY = 24
 _MOST_STEPS_TRIED = 8.0
 # A stream loses no more by what was tried than this many plain steps and 1.5 in a hundred.
-_MOST_STEPS_LOST, _LEAST_GAIN = 6.0, 0.985
+_MOST_STEPS_LOST = 6.0
+_LEAST_GAIN = 0.985
 # … and by what drafters compute no more than so many, which over the first 24 tokens is 1.15 of
 # plain time, and over 200 a speed of 0.97.
 _MOST_STEPS_TRIAL = 3.0
@@ -87,7 +89,10 @@ class _DraftState:
         """A step brought `tokens` and took as long as so many plain ones."""
         self.recent.add(tokens, steps)
         self.overall.add(tokens, steps)
-        self.since_burst = 0 if steps > _MOST_STEPS_UNEARNED else self.since_burst + 1
+        if steps > _MOST_STEPS_UNEARNED:
+            self.since_burst = 0
+        else:
+            self.since_burst += 1
 
     def earned(self, tokens: int) -> float:
         """Plain steps that the next one may take, since it very likely brings `tokens`: this stream
@@ -119,7 +124,8 @@ class Speculator:
     def __post_init__(self) -> None:
         self._states: dict[str, _DraftState] = {}
         self._rates = HitRates()
-        kinds, given = registered(), (self.backend, self.draft_backend, self.mode, self.clock)
+        kinds = registered()
+        given = (self.backend, self.draft_backend, self.mode, self.clock)
         made = [kind.for_engine(*given) for kind in kinds]
         self.drafters: dict[str, Drafter] = {
             drafter.name: drafter for drafter in made if drafter is not None
@@ -135,7 +141,9 @@ class Speculator:
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
         # Longest draft that can be taken back.
         self._most = longest_draft(self.backend)
-        self.off_because = "" if self._most else "this model's memory can't take tokens back"
+        self.off_because = "this model's memory can't take tokens back"
+        if self._most:
+            self.off_because = ""
         if self.mode == "off":
             self.off_because = "switched off"
 
@@ -148,12 +156,14 @@ class Speculator:
             return
         decoding = [j for j in running if not j.prefilling]
         for job in decoding:
-            job.draft, job.draft_from = [], None
+            job.draft = []
+            job.draft_from = None
         self._limit_steps(len(decoding), shared=hurry or len(running) > 1)
         if hurry or not decoding or not self.cost.known:
             return
         # Drafts never take the cells that what is certain needs.
-        info, prefills = self.backend.info, len(running) > len(decoding)
+        info = self.backend.info
+        prefills = len(running) > len(decoding)
         rows = min(info.n_batch, info.n_outputs) - prefills
         rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
         if rows < 1:
@@ -174,7 +184,8 @@ class Speculator:
         now."""
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self.drafters and length:
-                job.draft, job.draft_from = list(proposal.tokens[:length]), None
+                job.draft = list(proposal.tokens[:length])
+                job.draft_from = None
                 self._states[job.id].drafter = proposal.drafter
         for name, drafter in self.drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
@@ -188,9 +199,9 @@ class Speculator:
         if not shared:
             self._most_steps *= _ALONE_AGAIN
             return
-        single = (
-            self.cost.seconds(1) / self.cost.seconds(max(1, n_decoding)) if self.cost.known else 1.0
-        )
+        single = 1.0
+        if self.cost.known:
+            single = self.cost.seconds(1) / self.cost.seconds(max(1, n_decoding))
         self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * single)
 
     def _lengths(
@@ -226,7 +237,8 @@ class Speculator:
         for key, (tokens, dists) in drafter.draft(wanted).items():
             job, length = jobs[key]
             state = self._states[key]
-            job.draft, job.draft_from = tokens, dists
+            job.draft = tokens
+            job.draft_from = dists
             if job.sampler.constraint is not None:
                 job.draft = tokens[: job.sampler.constraint.acceptable(tokens)]
             state.drafter = name
@@ -247,7 +259,9 @@ class Speculator:
         constraint = job.sampler.constraint
         if constraint is not None and tokens:
             tokens = tokens[: constraint.acceptable(tokens)]
-        forced = constraint.forced()[:most] if constraint is not None and len(tokens) < 2 else []
+        forced = []
+        if constraint is not None and len(tokens) < 2:
+            forced = constraint.forced()[:most]
         if forced:
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(forced))]
             best = _Proposal(survival, drafter="grammar", tokens=forced)
@@ -283,14 +297,15 @@ class Speculator:
             turn = replace(turn, trial=min(_TRIAL_TOKENS, length))
         (instead,) = choose_lengths([best], self.cost.seconds)
         # A trial promises nothing: it takes the place of nothing that does.
-        better = (
-            not instead
-            if turn.trial
-            else turn.speed(alone, self.cost.seconds) > best.speed(instead, self.cost.seconds)
-        )
+        if turn.trial:
+            better = not instead
+        else:
+            better = turn.speed(alone, self.cost.seconds) > best.speed(instead, self.cost.seconds)
         if not (alone or turn.trial) or not better:
             return best
-        return turn if drafter.ready(job) else best
+        if drafter.ready(job):
+            return turn
+        return best
 
     def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
@@ -311,7 +326,8 @@ class Speculator:
     def _is_unprofitable(self, name: str) -> bool:
         """Whether this drafter did not pay in the answers before: a short one then pays for no
         trial."""
-        drafter, shared = self.drafters[name], self._acceptance[name]
+        drafter = self.drafters[name]
+        shared = self._acceptance[name]
         candidate = DraftCandidate(
             shared.survival(_MOST_MODEL_TOKENS), drafter.token_s, drafter.at_once
         )
@@ -332,7 +348,8 @@ class Speculator:
         state.lookup.advance(tokens)
         # Where the heads themselves were unsure they count as wrong: what they computed there
         # brought nothing.
-        unsure, state.stopped_at = state.stopped_at == drafted, -1
+        unsure = state.stopped_at == drafted
+        state.stopped_at = -1
         state.learn(len(tokens), self._steps(state.drafter, drafted, unsure))
         if not drafted and not unsure:
             return
@@ -345,11 +362,9 @@ class Speculator:
         """How many plain steps one with such a draft takes, for a stream alone; `unsure`: one token
         more was computed."""
         by = self.drafters.get(drafter)
-        drafting_s = (
-            DraftCandidate((), by.token_s, by.at_once).drafting_s(drafted + unsure)
-            if by is not None
-            else 0.0
-        )
+        drafting_s = 0.0
+        if by is not None:
+            drafting_s = DraftCandidate((), by.token_s, by.at_once).drafting_s(drafted + unsure)
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:

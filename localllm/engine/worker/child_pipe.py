@@ -55,7 +55,8 @@ class ChildPipe:
          {"re": n, "error": {…}} for each question, and whatever the worker has to say unasked"""
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
-        self._source, self._sink = source, sink
+        self._source = source
+        self._sink = sink
         self._lock = threading.Lock()
         self.gone = False
 
@@ -140,18 +141,18 @@ class ChildPipe:
 def reason(error: Exception) -> str:
     """What went wrong: an error made for people in its own words, any other with the name of its
     class."""
-    return (
-        str(error)
-        if isinstance(error, LocalLLMError | BackendFailure)
-        else (f"{type(error).__name__}: {error}")
-    )
+    if isinstance(error, LocalLLMError | BackendFailure):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _as_error(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError:
     if isinstance(error, LocalLLMError):
         return error
     hint = error.hint if isinstance(error, BackendFailure) else ""
-    return otherwise(reason(error), hint=hint) if hint else otherwise(reason(error))
+    if hint:
+        return otherwise(reason(error), hint=hint)
+    return otherwise(reason(error))
 
 
 def _error_json(error: LocalLLMError) -> dict[str, Any]:

@@ -121,7 +121,8 @@ class WorkerClient(EngineClient):
         return {**values, "memory_bytes": self.memory.total_bytes}
 
     def _after_end(self) -> None:
-        streams, self._streams = self._streams, {}
+        streams = self._streams
+        self._streams = {}
         for request_id, take in streams.items():
             take(self._death(request_id))
 

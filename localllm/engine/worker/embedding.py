@@ -145,7 +145,10 @@ def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict
         )
     rows: list[list[int]] = []
     for i, sent in enumerate(inputs):
-        tokens = embedder.tokenize(sent) if isinstance(sent, str) else sent
+        if isinstance(sent, str):
+            tokens = embedder.tokenize(sent)
+        else:
+            tokens = sent
         _check_tokens(embedder, tokens)
         if not tokens:
             raise errors.RequestError(f"input {i} is empty", param="input")

@@ -122,10 +122,12 @@ class JsonProcess(asyncio.SubprocessProtocol):
         """From now on `on_message` is called with each message that is no reply, and `on_end` once,
         after the last one, when the process has ended and its output is read to the end; at once,
         for what has come already."""
-        unheard, self._unheard = self._unheard, []
+        unheard = self._unheard
+        self._unheard = []
         for message in unheard:
             on_message(message)
-        self._on_message, self._on_end = on_message, on_end
+        self._on_message = on_message
+        self._on_end = on_end
         if self._ended.done():
             on_end()
 
@@ -236,7 +238,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._process.close()
         if not self._first.done():
             self._first.set_result(None)
-        replies, self._replies = self._replies, {}
+        replies = self._replies
+        self._replies = {}
         for reply in replies.values():
             if not reply.done():
                 reply.set_exception(self.death())
@@ -295,11 +298,9 @@ _USUAL_PAGE_BYTES = 4096
 def worker_environment() -> dict[str, str]:
     """The environment of every worker: this process's, and what native code reads there unless
     somebody chose it."""
-    huge = (
-        _HUGE_PAGES
-        if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES
-        else {}
-    )
+    huge = {}
+    if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES:
+        huge = _HUGE_PAGES
     return {**_WORKER_ENVIRONMENT, **huge, **os.environ}
 
 

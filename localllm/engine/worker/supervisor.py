@@ -78,7 +78,9 @@ class Supervisor(Generic[E]):
     @property
     def client(self) -> E | None:
         """The loaded engine, if it is alive."""
-        return self._engine if self._engine is not None and self._engine.alive else None
+        if self._engine is not None and self._engine.alive:
+            return self._engine
+        return None
 
     async def engine(self) -> E:
         """The loaded engine; loads or reloads it. Raises the LocalLLMError that loading ended in;
@@ -108,10 +110,13 @@ class Supervisor(Generic[E]):
             return await self.options.start(self._on_loading)
         except DoesNotFitError:
             # Planned before others took of it, or the driver needs more than it was planned to.
-            less = await asyncio.to_thread(self._smaller) if self._smaller is not None else None
+            less = None
+            if self._smaller is not None:
+                less = await asyncio.to_thread(self._smaller)
             if less is None:
                 raise
-            self.options, self._smaller = less, None
+            self.options = less
+            self._smaller = None
         return await self._start()
 
     async def _keep(self, engine: E) -> None:
@@ -136,7 +141,9 @@ class Supervisor(Generic[E]):
 
     def _count_crash(self, *, healthy: bool) -> None:
         self._crashes = 0 if healthy else self._crashes + 1
-        pause_s = _BACKOFF_S[min(self._crashes, len(_BACKOFF_S)) - 1] if self._crashes else 0.0
+        pause_s = 0.0
+        if self._crashes:
+            pause_s = _BACKOFF_S[min(self._crashes, len(_BACKOFF_S)) - 1]
         self._not_before_s = time.monotonic() + pause_s
 
     async def _back_off(self) -> None:
@@ -178,7 +185,9 @@ def effort_of(pid: int) -> float:
         process = psutil.Process(pid)
         times = process.cpu_times()
         # Pages of a mapped model file: reads on Linux and Windows, page-ins on macOS.
-        read_bytes = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0
+        read_bytes = 0
+        if hasattr(process, "io_counters"):
+            read_bytes = process.io_counters().read_bytes
         page_ins = getattr(process.memory_info(), "pageins", 0)
     except psutil.Error as e:
         raise ProcessLookupError(pid) from e
@@ -202,7 +211,8 @@ class Watchdog:
         # After a longer time unwatched (the machine slept) nothing can be said of it.
         if effort - self._effort > idle_share * since_s or since_s > self._patience_s / 2:
             self._moved_at = now
-        self._effort, self._looked_at = effort, now
+        self._effort = effort
+        self._looked_at = now
         still_s = now - self._moved_at
         if pulse.busy_s <= self._patience_s:
             return ""

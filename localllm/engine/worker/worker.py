@@ -193,8 +193,11 @@ class Worker:
                 data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
                 self._pipe.answer(message, data.decode("utf-8", "surrogateescape"))
             case "pulse":
-                since_s, metrics = self._busy_since_s, engine.metrics
-                busy_s = 0.0 if since_s is None else time.monotonic() - since_s
+                since_s = self._busy_since_s
+                metrics = engine.metrics
+                busy_s = 0.0
+                if since_s is not None:
+                    busy_s = time.monotonic() - since_s
                 pulse = Pulse(busy_s, metrics.steps, metrics.longest_step_s)
                 self._pipe.answer(message, asdict(pulse))
             case "cancel":
@@ -212,7 +215,8 @@ class Worker:
         images: tuple[Placed, ...] = ()
         try:
             request = request_from_json(sent)
-            prompt, add_bos = request.prompt, request.add_bos
+            prompt = request.prompt
+            add_bos = request.add_bos
             salt = request.generation.salt
             _check_length(backend, prompt, backend.info.n_ctx)
             if not sent.get("images"):
@@ -240,7 +244,8 @@ class Worker:
     def _tokens(self, backend: Backend, sent: Message) -> list[int]:
         """What a text that is asked for with "tokenize" is in tokens, with its images' if it has
         some."""
-        text, add_bos = sent["text"], sent["add_bos"]
+        text = sent["text"]
+        add_bos = sent["add_bos"]
         _check_length(backend, text, max(_MOST_TOKENS, backend.info.n_ctx))
         if self._image_reader is not None and sent.get("images"):
             return self._image_reader.read(text, sent["images"], add_bos=add_bos)[0]
@@ -259,13 +264,17 @@ def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
 def _failure(request_id: str, error: Exception) -> Failure:
     """Why a request can't be handed on."""
     counts = getattr(error, "counts", None)
-    code = "invalid_request" if counts is None else "context_length_exceeded"
+    code = "context_length_exceeded"
+    if counts is None:
+        code = "invalid_request"
     return Failure(request_id, code, reason(error), counts=counts)
 
 
 def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
     """Raises ContextLengthError where a text has more than `most` tokens beyond doubt."""
-    n_tokens = estimated_tokens(backend, text, most) if isinstance(text, str) else None
+    n_tokens = None
+    if isinstance(text, str):
+        n_tokens = estimated_tokens(backend, text, most)
     if n_tokens is not None:
         said = f"the text has about {n_tokens} tokens, and there is room for {most}"
         raise ContextLengthError(said, counts=(n_tokens, most))

@@ -35,7 +35,8 @@ from localllm_backends.control_text import control_texts
 _ANSWER_SHARE = 4
 # Counts of single messages may differ from the whole prompt; the budget shrinks until the prompt
 # fits.
-_TIGHTER, _TRIES = 0.75, 8
+_TIGHTER = 0.75
+_TRIES = 8
 MOST_COUNTS = 65_536
 # Tokens of a message's frame (role, markers), if it can't be measured from the template.
 _FRAME_TOKENS = 8
@@ -143,18 +144,17 @@ async def _costs(
         for call in message.get("tool_calls", ()):
             tokens += frame + await counts.of(json.dumps(call["function"], ensure_ascii=False))
         reasoning_tokens = await counts.of(message.get("reasoning_content") or "")
-        return (
-            MessageCost(tokens + reasoning_tokens)
-            if stays
-            else MessageCost(tokens, passing=reasoning_tokens)
-        )
+        if stays:
+            return MessageCost(tokens + reasoning_tokens)
+        return MessageCost(tokens, passing=reasoning_tokens)
 
     return list(await asyncio.gather(*map(cost, messages)))
 
 
 async def _frame_tokens(counts: TokenCounts, template: ChatTemplate) -> int:
     """Tokens that the template adds to each message: measured from one more question and answer."""
-    question, answer = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
+    question = {"role": "user", "content": _PROBE}
+    answer = {"role": "assistant", "content": _PROBE}
     try:
         one, two = [
             await asyncio.to_thread(template.render, m)
@@ -201,7 +201,8 @@ async def chat_job(
     """Render the conversation with the model's chat template. Raises RequestError."""
     attached = prepare_images(chat.messages, vision=engine.info.vision)
     messages, normalised = without_changing_lines(cache.restore(attached.messages))
-    template, controls = model.template(engine.info), control_texts(engine.info.control_texts)
+    template = model.template(engine.info)
+    controls = control_texts(engine.info.control_texts)
 
     async def render(remaining: Messages) -> Prompt:
         return await build_prompt(template, remaining, chat.options, engine.tokenize, controls)
@@ -212,7 +213,8 @@ async def chat_job(
             counts, template, messages, render, chat.generation.max_tokens
         )
     else:
-        prompt, compacted = await render(messages), ""
+        prompt = await render(messages)
+        compacted = ""
     generation, ignored = _reasoning(chat, prompt, template)
     ignored = (*ignored, *attached.ignored, *chat.omitted)
     return GenerationJob(
@@ -235,9 +237,13 @@ def _reasoning(
 ) -> tuple[Generation, tuple[str, ...]]:
     """The generation with the limit on its reasoning, and the names of what has no effect. Reasoning
     that is switched off, and that the template has no word for or opens itself, ends at once."""
-    generation, ignored, reply = chat.generation, prompt.ignored, prompt.answer.reply
+    generation = chat.generation
+    ignored = prompt.ignored
+    reply = prompt.answer.reply
     if reply.think is None:
-        budget = ("thinking_budget",) if generation.thinking_tokens is not None else ()
+        budget: tuple[str, ...] = ()
+        if generation.thinking_tokens is not None:
+            budget = ("thinking_budget",)
         return replace(generation, thinking_tokens=None), (
             *ignored,
             *budget,

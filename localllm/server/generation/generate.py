@@ -67,7 +67,8 @@ class VisibleTokens:
     def clear(self) -> None:
         """Drop them: their text belongs to no answer."""
         self._pending.clear()
-        self._open, self._halves = "", []
+        self._open = ""
+        self._halves = []
         self._decoder.reset()
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
@@ -152,7 +153,8 @@ async def _choice(
     writer: ReplyWriter,
     progress: PrefillProgress,
 ) -> CollectedChoice:
-    generation, answer = job.generation, job.answer
+    generation = job.generation
+    answer = job.answer
     seed = generation.sampling.seed
     if variant and seed is not None:
         generation = replace(generation, sampling=replace(generation.sampling, seed=seed + variant))
@@ -239,7 +241,10 @@ def _merge_ends(first: Finish | None, second: Finish) -> Finish:
     first."""
     if first is None:
         return second
-    usage, more, early, late = first.usage, second.usage, first.timings, second.timings
+    usage = first.usage
+    more = second.usage
+    early = first.timings
+    late = second.timings
     return replace(
         second,
         usage=replace(
@@ -277,8 +282,12 @@ class _ChoiceStream:
         writer: ReplyWriter,
         progress: PrefillProgress,
     ) -> None:
-        self._engine, self._job, self._request = engine, job, request
-        self._choice, self._writer, self._progress = choice, writer, progress
+        self._engine = engine
+        self._job = job
+        self._request = request
+        self._choice = choice
+        self._writer = writer
+        self._progress = progress
         reply = job.answer.reply
         self._parser = None if reply.plain else ReplyParser(reply)
         self._end: Finish | None = None  # of the parts so far
@@ -297,7 +306,8 @@ class _ChoiceStream:
         """Whether there was a tool call since this was last asked, and it is not one that is made
         over and over: the same dice may be thrown more than once."""
         said = [(call.name, call.arguments) for call in self._collected.begun_calls]
-        before, self._n_calls = self._n_calls, len(said)
+        before = self._n_calls
+        self._n_calls = len(said)
         return len(said) > before and said.count(said[-1]) < _MOST_ALIKE
 
     @property
@@ -319,9 +329,12 @@ class _ChoiceStream:
             return self._request
         if text:
             self.feed(text)
-        prompt, raw = self._request.prompt, "".join(self._raw)
+        prompt = self._request.prompt
+        raw = "".join(self._raw)
         tail = raw if isinstance(prompt, str) else await self._engine.tokenize(raw)
-        spent = self._end.usage.completion_tokens if self._end is not None else 0
+        spent = 0
+        if self._end is not None:
+            spent = self._end.usage.completion_tokens
         most = self._request.generation.max_tokens
         left = None if most is None else max(0, most - spent)
         if self._end is not None and left == 0:
@@ -368,7 +381,9 @@ class _ChoiceStream:
                 self._show(event.text)
         elif isinstance(event, Prefill):
             progress = self._progress
-            progress.done, progress.total, progress.cached = event.done, event.total, event.cached
+            progress.done = event.done
+            progress.total = event.total
+            progress.cached = event.cached
         elif isinstance(event, Queued):
             progress = self._progress
             progress.ahead = event.ahead
@@ -382,13 +397,17 @@ class _ChoiceStream:
         if end.stop in self._job.answer.marks and end.stop not in self._job.generation.stop:
             # The turn end of this format, not a stop string of the client's.
             end = replace(end, stop=None)
-        calls, half_call = self._collected.begun_calls, False
+        calls = self._collected.begun_calls
+        half_call = False
         if self._parser is not None:
             # A client's stop string may cut in the middle of an argument, as a limit does.
             cut = end.reason != "stop" or end.stop is not None
             self._emit(self._parser.close(cut), ())
             half_call = cut and bool(calls) and not _is_json(calls[-1].arguments)
-        reason: Reason = "tool_calls" if len(calls) > half_call else "stop"
+        reason: Reason
+        reason = "stop"
+        if len(calls) > half_call:
+            reason = "tool_calls"
         if end.reason == "length" or end.reason == "repetition":
             reason = end.reason
         usage = ReplyUsage(**asdict(end.usage), reasoning_tokens=self._reasoned)
@@ -402,7 +421,9 @@ class _ChoiceStream:
         self._writer.text(self._choice, text, logprobs)
 
     def _emit(self, deltas: list[Delta], logprobs: tuple[TokenLogprob, ...]) -> None:
-        writer, choice, collected = self._writer, self._choice, self._collected
+        writer = self._writer
+        choice = self._choice
+        collected = self._collected
         self._tokens.add(logprobs)
         for delta in deltas:
             if isinstance(delta, Content):

@@ -134,7 +134,8 @@ def _with(
     message: Mapping[str, Any], answers: Mapping[str, bytes | str | None]
 ) -> Mapping[str, Any]:
     """`message` with its images replaced by what was fetched."""
-    images, content = [], message["content"]
+    images = []
+    content = message["content"]
     for image in message.get("images", ()):
         answer = answers.get(image.address)
         now: AttachedImage = image
@@ -144,7 +145,9 @@ def _with(
         elif answer is not None:
             now = replace(image, problem=answer)
         images.append(now)
-    return {**message, "images": images, "content": content} if images else message
+    if images:
+        return {**message, "images": images, "content": content}
+    return message
 
 
 async def _get(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) -> bytes | str:
@@ -198,7 +201,10 @@ async def _addresses(host: str, port: int) -> list[str]:
         raise RequestError("the image's host is not known here") from e
     ips = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     meant = {"public", "loopback"} if is_loopback(host) else {"public"}
-    inner = set() if is_address(host) else {address_kind(ip) for ip in ips} - meant
+    if is_address(host):
+        inner = set()
+    else:
+        inner = {address_kind(ip) for ip in ips} - meant
     if inner:
         raise RequestError(f"the image's host leads to a {min(inner)} address, which is refused")
     return ips

@@ -148,7 +148,9 @@ class PrefillProgress:
         if self.loaded >= 1:
             return "preparing the prompt"
         # 0 may also mean that the worker can't tell.
-        return f"loading, {self.loaded:.0%}" if self.loaded else "loading"
+        if self.loaded:
+            return f"loading, {self.loaded:.0%}"
+        return "loading"
 
 
 @dataclass
@@ -186,7 +188,9 @@ class CollectedChoice:
 
     @property
     def calls(self) -> list[CollectedCall]:
-        return self.begun_calls[:-1] if self.outcome.half_call else self.begun_calls
+        if self.outcome.half_call:
+            return self.begun_calls[:-1]
+        return self.begun_calls
 
 
 @dataclass(frozen=True, slots=True)

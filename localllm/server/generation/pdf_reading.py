@@ -44,11 +44,10 @@ class PdfReader:
             plain = dict(message)
             for attached in plain.pop("pdfs", ()):
                 left -= 1
-                found = (
-                    await self._pdf(attached, sees=sees)
-                    if left >= 0
-                    else Pdf(problem=f"{_MAX_PDFS} PDFs are the most")
-                )
+                if left >= 0:
+                    found = await self._pdf(attached, sees=sees)
+                else:
+                    found = Pdf(problem=f"{_MAX_PDFS} PDFs are the most")
                 if found.problem and attached.asked:
                     said = f"{attached.where}: {found.problem}"
                     raise UnsupportedError(
@@ -87,7 +86,8 @@ def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict
             ),
         }
     seen = list(message.get("images", ()))
-    parts, pictures = [], []
+    parts = []
+    pictures = []
     for i, page in enumerate(found.pages):
         if page.picture:
             picture = images.of_file(
@@ -97,7 +97,10 @@ def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict
             parts.append(picture.mark)
         else:
             parts.append(page.text or "[a page without text]")
-    parts = [f"Page {i + 1}:\n{part}" for i, part in enumerate(parts)] if len(parts) > 1 else parts
+    if len(parts) > 1:
+        parts = [f"Page {i + 1}:\n{part}" for i, part in enumerate(parts)]
     text = documents.fenced(attached.name, "\n\n".join(parts))
     filled = {**message, "content": message["content"].replace(attached.mark, text, 1)}
-    return {**filled, "images": [*seen, *pictures]} if seen or pictures else filled
+    if seen or pictures:
+        return {**filled, "images": [*seen, *pictures]}
+    return filled

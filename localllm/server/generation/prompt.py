@@ -42,7 +42,8 @@ _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ul
 Tokenize = Callable[[str], Awaitable[list[int]]]
 # Of the window that is left beside the answer: the text before the cursor says more than the text
 # after it.
-_PREFIX_SHARE, _SUFFIX_SHARE = 0.6, 0.2
+_PREFIX_SHARE = 0.6
+_SUFFIX_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ class ResponseOptions:
     @property
     def offered(self) -> list[Tool]:
         """The tools that may be called."""
-        return list(self.tools) if self.choice.mode != "none" else []
+        if self.choice.mode != "none":
+            return list(self.tools)
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,9 @@ async def build_prompt(
 
 def _style(template: ChatTemplate) -> ToolFormat:
     """The tool format; the default one if the template ignores tools."""
-    return (
-        tool_formats.format_for(template.source) if template.knows_tools else tool_formats.DEFAULT
-    )
+    if template.knows_tools:
+        return tool_formats.format_for(template.source)
+    return tool_formats.DEFAULT
 
 
 def _build(
@@ -116,7 +119,8 @@ def _build(
     marker_id: int | None,
     controls: ControlTexts | None,
 ) -> Prompt:
-    tools, style = options.offered, _style(template)
+    tools = options.offered
+    style = _style(template)
     if tools and template.knows_tools and tool_formats.has_unknown_notation(template.source):
         raise UnsupportedError(
             "this model's chat template asks for tool calls in a notation that can't be read "
@@ -168,7 +172,8 @@ def _rendered(
     shown: list[Any] = [{"type": t["type"], "function": t["function"]} for t in tools]
     if controls is not None:
         messages = [_marked_message(message, controls) for message in messages]
-        shown, kwargs = _marked(shown, controls), _marked(kwargs, controls)
+        shown = _marked(shown, controls)
+        kwargs = _marked(kwargs, controls)
     if not template.knows_tools:
         # The template would ignore the tools, and refuse or garble the `tool` role.
         messages = with_instruction(messages, shown)
@@ -240,8 +245,8 @@ def _without_tools(
     grammar = options.grammar
     if reply.thinking:
         begun = ""
-    elif reply.think is not None:
-        begun = begun.rpartition(reply.think[1])[2].lstrip() if reply.think[1] in begun else begun
+    elif reply.think is not None and reply.think[1] in begun:
+        begun = begun.rpartition(reply.think[1])[2].lstrip()
     if grammar is not None and grammar[0] == "json_schema" and not begun:
         shaped = framed_answer(style, grammar[1])
         grammar = ("lark", shaped) if shaped is not None else grammar
@@ -253,7 +258,9 @@ def _without_tools(
 def _level(source: str, effort: str) -> str:
     """`effort` as a level of the template: low, medium, high, or another that it names."""
     named = f"'{effort}'" in source or f'"{effort}"' in source
-    return effort if named else _NEAREST.get(effort, effort)
+    if named:
+        return effort
+    return _NEAREST.get(effort, effort)
 
 
 def _with_tools(
@@ -267,20 +274,21 @@ def _with_tools(
     """An answer that may or must call tools: a forced call, a schema or a call, or free text up to
     a call. `options` has the tools as a grammar constrains them, `offered` as the client sent them,
     which is how calls are parsed."""
-    tools, grammar, parallel = options.offered, options.grammar, options.parallel
+    tools = options.offered
+    grammar = options.grammar
+    parallel = options.parallel
     prefix = ""
     calls: Mapping[str, GrammarTrigger] = {}
     if options.choice.mode == "required":
-        style = style if style.opening is not None else tool_formats.DEFAULT
+        if style.opening is None:
+            style = tool_formats.DEFAULT
         prefix, grammar = forced(style, tools, options.choice)
         parallel = False
     elif grammar is not None:
         kind, schema = grammar
-        both = (
-            answer_or_call(style, source, tools, schema, marker_id)
-            if kind == "json_schema"
-            else None
-        )
+        both = None
+        if kind == "json_schema":
+            both = answer_or_call(style, source, tools, schema, marker_id)
         if both is None:
             raise UnsupportedError(
                 "tools with tool_choice auto can't be combined with this form of answer in the "
@@ -364,7 +372,9 @@ async def fim_prompt(
     window = engine.info.n_ctx - min(answer_tokens or 256, engine.info.n_ctx // 2)
     before = await engine.tokenize(prefix, special=False)
     after = await engine.tokenize(suffix, special=False)
-    begun = await engine.tokenize(middle, special=False) if middle else []
+    begun = []
+    if middle:
+        begun = await engine.tokenize(middle, special=False)
     room = max(0, window - 8 - len(begun))
     keep_after = min(len(after), max(int(room * _SUFFIX_SHARE), room - len(before)))
     keep_before = min(len(before), max(int(room * _PREFIX_SHARE), room - keep_after))
@@ -388,7 +398,10 @@ async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: i
     parts: list[list[int]] = []
     for name, text in reversed(extra):
         body = await engine.tokenize(f"{name}\n{text}\n", special=False)
-        part = [fim["sep"], *body] if "sep" in fim else [*await engine.tokenize("\n\n--- "), *body]
+        if "sep" in fim:
+            part = [fim["sep"], *body]
+        else:
+            part = [*await engine.tokenize("\n\n--- "), *body]
         if len(part) > room:
             break
         room -= len(part)
@@ -396,5 +409,6 @@ async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: i
     context = [*chain.from_iterable(reversed(parts))]
     if context and "sep" in fim:
         current = await engine.tokenize("filename\n", special=False)
-        context = [*context, fim["sep"], *current] if room > len(current) + 1 else context
+        if room > len(current) + 1:
+            context = [*context, fim["sep"], *current]
     return context
