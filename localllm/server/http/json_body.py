@@ -21,6 +21,11 @@ from localllm.server.http.settings import ServerSettings
 
 _GZIP_OR_ZLIB = 47
 _RAW = -15
+_GZIP_MAGIC = b"\x1f\x8b"
+# A gzip body may have several members (RFC 1952, 2.2). A member can be as short as 20 bytes, and
+# zlib copies the input that it leaves: the two limits bound the work that 32 MiB of members cost.
+_MOST_MEMBERS = 10_000
+_PACKED_PIECE_BYTES = 2**16
 # In one go nobody else has a turn.
 _PIECE_BYTES = _PIECE_CHARS = 2**18
 # Larger bodies are read beside the event loop.
@@ -56,23 +61,43 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     if wbits is None:
         return body
     unpacked = bytearray()
-    piece = b""
-    packed = body
+    packed = memoryview(body)
+    for _ in range(_MOST_MEMBERS):
+        try:
+            packed = _unpack_member(packed, wbits, unpacked, limit_bytes)
+        except zlib.error:
+            raise RequestError(
+                f"the body is not what its Content-Encoding says ({encoding})"
+            ) from None
+        except EOFError:
+            raise RequestError(
+                f"the body ends before what is packed in it does ({encoding})"
+            ) from None
+        if not packed:
+            return bytes(unpacked)
+        if not body.startswith(_GZIP_MAGIC):
+            raise RequestError(f"something stands behind the packed body ({encoding})")
+    raise BodyTooLargeError(f"the body has more than {_MOST_MEMBERS:,} gzip members")
+
+
+def _unpack_member(
+    packed: memoryview, wbits: int, unpacked: bytearray, limit_bytes: int
+) -> memoryview:
+    """Append the first member of `packed` to `unpacked`; returns the data behind the member. Raises
+    zlib.error, EOFError if the member is incomplete, and BodyTooLargeError."""
     unpacker = zlib.decompressobj(wbits)
-    try:
-        while not unpacker.eof and (packed or piece):
-            piece = unpacker.decompress(packed, _PIECE_BYTES)
-            packed = unpacker.unconsumed_tail
-            unpacked += piece
-            if len(unpacked) > limit_bytes:
-                raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
-    except zlib.error:
-        raise RequestError(f"the body is not what its Content-Encoding says ({encoding})") from None
-    if not unpacker.eof:
-        raise RequestError(f"the body ends before what is packed in it does ({encoding})")
-    if unpacker.unused_data:
-        raise RequestError(f"something stands behind the packed body ({encoding})")
-    return bytes(unpacked)
+    piece = b""
+    while not unpacker.eof:
+        if not packed and not piece:
+            raise EOFError
+        given = packed[:_PACKED_PIECE_BYTES]
+        piece = unpacker.decompress(given, _PIECE_BYTES)
+        left = len(unpacker.unconsumed_tail) + len(unpacker.unused_data)
+        packed = packed[len(given) - left :]
+        unpacked += piece
+        if len(unpacked) > limit_bytes:
+            raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
+    return packed
 
 
 def _window_bits(body: bytes, encoding: str) -> int | None:
@@ -152,7 +177,9 @@ class _Held:
 
     def grow(self, size: int) -> None:
         """It has `size` bytes by now. Raises BusyError."""
-        more = size - self._bytes if size > _SMALL_BYTES else 0
+        if size <= _SMALL_BYTES:
+            return
+        more = size - self._bytes
         if more and _Held.all_bytes + more > self._most_bytes:
             raise BusyError(
                 f"large bodies that are being read hold {_Held.all_bytes // 2**20} MiB already"
@@ -210,7 +237,8 @@ def _check_counts(text: str) -> None:
             raise BodyTooLargeError(f"the body holds more than {_MOST_VALUES:,} values")
         quoted ^= bool(found[1])
         at = found.end()
-        found = (_QUOTED if quoted else _PLAIN).match(text, at, at + _PIECE_CHARS)
+        pattern = _QUOTED if quoted else _PLAIN
+        found = pattern.match(text, at, at + _PIECE_CHARS)
 
 
 def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
@@ -246,7 +274,9 @@ def _check_depth(value: Any, levels: int, max_depth: int) -> None:
         return
     if not levels:
         raise BadJsonError(f"the body nests deeper than {max_depth} levels")
-    for inner in value.values() if isinstance(value, dict) else value:
+    if isinstance(value, dict):
+        value = value.values()
+    for inner in value:
         _check_depth(inner, levels - 1, max_depth)
 
 
