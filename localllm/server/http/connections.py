@@ -99,6 +99,7 @@ class Connection(H11Protocol):
     _in_headers = True
     _half = False
     _begun = 0
+    _in_pieces = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
