@@ -1,5 +1,4 @@
-"""One table of settings: feeds flags, environment, config.toml and docs, and remembers where each
-value came from.
+"""The settings of one run: each value by its name, and where it came from.
 
 Precedence: flag, environment (LOCALLLM_…), config.toml, default. Only values nobody chose
 (`automatic`) may be lowered to make something fit.
@@ -10,283 +9,16 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from localllm import paths
+from localllm import paths, setting_table
 from localllm.errors import UsageError
+from localllm.setting_table import Setting, Value
 
 Origin = Literal["flag", "environment", "config", "default"]
-Value = str | int | float | bool | tuple[str, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting.
-    `kind` parses text;
-    `choices` limits it; the default None means "automatic".
-    `many`: the value is a tuple of texts, given as a list, or as one text with commas between them.
-    A number is 0 or more, and never infinite; a `percent` is 1 to 100, with or without its sign."""
-
-    name: str
-    kind: type[str] | type[int] | type[float] | type[bool]
-    default: Value
-    help: str
-    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
-    many: bool = False
-    percent: bool = False
-
-    @property
-    def env(self) -> str:
-        return "LOCALLLM_" + self.name.upper()
-
-    @property
-    def allowed(self) -> tuple[str, ...]:
-        """What its value must be one of; () = anything of its kind."""
-        if callable(self.choices):
-            return self.choices()
-        return self.choices
-
-
-def _engines() -> tuple[str, ...]:
-    from localllm_backends import registry
-
-    return ("auto", *registry.backends())
-
-
-TABLE: tuple[Setting, ...] = (
-    Setting("model", str, None, "MODEL used when none is named"),
-    Setting(
-        "host", str, "localhost", "address to listen on; anything but loopback requires an API key"
-    ),
-    Setting("port", int, 11535, "port to listen on"),
-    Setting(
-        "unix_socket",
-        str,
-        None,
-        "path of a Unix socket to listen on instead of a port; only this user can open it",
-    ),
-    Setting(
-        "api_key", str, None, "key that clients must send (generated when the host is not loopback)"
-    ),
-    Setting(
-        "allow_host",
-        str,
-        (),
-        "further names of this server that a Host may say, such as nas.lan",
-        many=True,
-    ),
-    Setting(
-        "allow_origin",
-        str,
-        (),
-        "web pages that may use the server, such as https://chat.example; * (with a key only) = "
-        "every page",
-        many=True,
-    ),
-    Setting(
-        "allow_upstream",
-        str,
-        (),
-        "other machines that requests may be handed on to by [[upstream]]: names, addresses or "
-        "networks",
-        many=True,
-    ),
-    Setting(
-        "pool",
-        str,
-        (),
-        "servers of ours that `serve` is the front of, instead of loading a model",
-        many=True,
-    ),
-    Setting("pool_key", str, None, "key that the servers of the pool want"),
-    Setting(
-        "tls_cert",
-        str,
-        None,
-        "file with the server's certificate (PEM): it is then reached by https",
-    ),
-    Setting(
-        "tls_key",
-        str,
-        None,
-        "file with the certificate's private key (default: in the certificate's file)",
-    ),
-    Setting("context", int, None, "served context in tokens (automatic: what the plan says fits)"),
-    Setting(
-        "kv_type",
-        str,
-        "auto",
-        "element type of the KV cache",
-        ("auto", "f16", "q8_0", "q8_0/q4_0", "q4_0"),
-    ),
-    Setting(
-        "draft",
-        str,
-        "auto",
-        "drafting: auto, off, ngram, mtp (own heads), a trained drafter, or a draft MODEL",
-    ),
-    Setting(
-        "lora",
-        str,
-        (),
-        "LoRA adapters laid over the model: FILE, or FILE:SCALE",
-        many=True,
-    ),
-    Setting("backend", str, "auto", "engine to run with", _engines),
-    Setting(
-        "build",
-        str,
-        None,
-        "build of llama.cpp to run, of `localllm setup --list` (automatic: the one chosen there)",
-    ),
-    Setting(
-        "gpu_layers",
-        str,
-        "auto",
-        "layers on the GPU, the output counted as one: auto, all or a number",
-    ),
-    Setting(
-        "cpu_moe",
-        str,
-        "auto",
-        "layers whose experts stay in system memory, from the first: auto, all or a number",
-    ),
-    Setting(
-        "split",
-        str,
-        None,
-        "each GPU's share of the layers, such as 3,1 (automatic: by their memory)",
-    ),
-    Setting(
-        "workers",
-        str,
-        (),
-        "machines that share the model: host:port of `localllm worker`; for MLX SSH destinations, "
-        "or a hostfile of MLX",
-        many=True,
-    ),
-    Setting(
-        "gap_ms",
-        float,
-        20.0,
-        "ms that a prompt read beside may add between two tokens on a GPU, or one step if that is "
-        "longer",
-    ),
-    Setting(
-        "power",
-        float,
-        100.0,
-        "% of the time that is computed in; below 100 it rests after each step (heat, noise, "
-        "battery)",
-        percent=True,
-    ),
-    Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
-    Setting(
-        "threads",
-        int,
-        None,
-        "CPU threads (automatic: fast physical cores, within a container's quota; fewer for "
-        "decode while others want them)",
-    ),
-    Setting(
-        "cache_ram_gb",
-        float,
-        None,
-        "memory for cached prefixes in GB (automatic: a share of what is free)",
-    ),
-    Setting("cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 keeps none"),
-    Setting(
-        "cache_disk_daily_gb",
-        float,
-        64.0,
-        "GB of cached prefixes written to disk in a day at most; 0 = no limit",
-    ),
-    Setting(
-        "cache_disk_free_gb", float, 2.0, "GB of the disk that cached prefixes leave to others"
-    ),
-    Setting(
-        "memory_headroom_gb",
-        float,
-        None,
-        "memory left to other programs in GB (automatic: 5 % of it); 0 = no guard",
-    ),
-    Setting(
-        "wired",
-        bool,
-        True,
-        "keep the weights of a model that fills half the memory of a Mac or more in place (MLX)",
-    ),
-    Setting(
-        "keep_awake", bool, True, "keep a desktop from idle sleep while requests run (macOS, Linux)"
-    ),
-    Setting(
-        "only", bool, False, "serve the models that were named, and no other that is installed"
-    ),
-    Setting(
-        "hang_min",
-        float,
-        5.0,
-        "minutes without any sign of life after which a model's process that is at a request is "
-        "replaced; 0 = never",
-    ),
-    Setting(
-        "idle_unload_min",
-        float,
-        30.0,
-        "minutes without a request after which a model is unloaded; 0 = never",
-    ),
-    Setting(
-        "compaction",
-        str,
-        "ask",
-        "a chat that outgrows the context: ask, or auto = leave out its oldest messages",
-        ("ask", "auto"),
-    ),
-    Setting(
-        "images",
-        str,
-        "auto",
-        "images in prompts, where a projector lies beside the model: auto = if it fits",
-        ("auto", "on", "off"),
-    ),
-    Setting(
-        "allow_image_hosts",
-        str,
-        (),
-        "hosts (name or name:port) that images may be fetched from by https",
-        many=True,
-    ),
-    Setting(
-        "allow_pull",
-        bool,
-        False,
-        "clients of the server may fetch and remove models (Ollama's pull and delete)",
-    ),
-    Setting(
-        "max_connections", int, 512, "connections of requests that were let in at the same time"
-    ),
-    Setting(
-        "max_unknown_connections",
-        int,
-        64,
-        "connections without a key, from this machine and from outside each",
-    ),
-    Setting("idle_timeout_s", float, 60.0, "seconds that a connection may rest between requests"),
-    Setting("idle_unknown_timeout_s", float, 5.0, "the same without a key"),
-    Setting("header_timeout_s", float, 10.0, "seconds that a request's headers may take"),
-    Setting(
-        "body_timeout_s",
-        float,
-        10.0,
-        "seconds that a request's body may take, besides its bytes at the least rate",
-    ),
-    Setting("min_body_bytes_s", int, 64_000, "least rate of a request's body, in bytes a second"),
-    Setting("offline", bool, False, "never contact the hub"),
-)
-_BY_NAME = {s.name: s for s in TABLE}
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 # Tables of config.toml that are not settings: what it says of single models (cli/serve/presets.py),
@@ -312,13 +44,13 @@ class Settings:
     """The table, resolved for one run."""
 
     def __init__(self, flags: dict[str, Any] | None = None) -> None:
-        # A flag that may be repeated and was not said is an empty list.
+        # A flag that may be repeated and was not given is an empty list.
         given = {k: v for k, v in (flags or {}).items() if v not in (None, [])}
-        unknown = set(given) - set(_BY_NAME)
+        unknown = set(given) - _names()
         if unknown:
             raise UsageError(f"unknown settings: {', '.join(sorted(unknown))}")
         config = read_config()
-        self._chosen = {s.name: _choose(s, given, config) for s in TABLE}
+        self._chosen = {s.name: _choose(s, given, config) for s in setting_table.TABLE}
 
     def __getitem__(self, name: str) -> Chosen:
         return self._chosen[name]
@@ -330,24 +62,21 @@ class Settings:
         """A copy in which `name`, which nobody chose, is `value`. Raises UsageError for one that
         somebody chose."""
         if not self._chosen[name].automatic:
-            raise UsageError(
-                f"{name} was chosen by {self._chosen[name].origin}: it is not changed "
-                "to "
-                "make "
-                "things fit"
-            )
+            origin = self._chosen[name].origin
+            raise UsageError(f"{name} was chosen by {origin}: it is not changed to make things fit")
         return self._copy({name: Chosen(value, "default")})
 
     def preset(self, values: Mapping[str, Value]) -> Settings:
-        """A copy with a model's own values, where neither a flag nor the environment says
-        otherwise."""
-        return self._copy(
-            {
-                n: Chosen(v, "config")
-                for n, v in values.items()
-                if self[n].origin in ("config", "default")
-            }
-        )
+        """A copy with a model's own `values`. A flag and the environment are stronger."""
+        changes = {}
+        for name, value in values.items():
+            if self[name].origin in ("config", "default"):
+                changes[name] = Chosen(value, "config")
+        return self._copy(changes)
+
+    def given(self, names: Iterable[str]) -> list[Setting]:
+        """Those of the settings `names` that have a flag on this command line."""
+        return [setting(name) for name in names if self[name].origin == "flag"]
 
     def _copy(self, changes: Mapping[str, Chosen]) -> Settings:
         copy = Settings.__new__(Settings)
@@ -412,7 +141,15 @@ def _parse_many(setting: Setting, value: Any, where: str) -> tuple[str, ...]:
 
 
 def setting(name: str) -> Setting:
-    return _BY_NAME[name]
+    """The row of that name. Raises KeyError."""
+    for row in setting_table.TABLE:
+        if row.name == name:
+            return row
+    raise KeyError(name)
+
+
+def _names() -> set[str]:
+    return {row.name for row in setting_table.TABLE}
 
 
 def config_path() -> Path:
@@ -442,11 +179,11 @@ def read_config() -> dict[str, Any]:
                 "write a path in single quotes, 'C:\\Users\\me'"
             )
         raise UsageError(f"{path} can't be read: {e}", hint=hint) from e
-    unknown = set(data) - set(_BY_NAME) - set(_TABLES)
+    unknown = set(data) - _names() - set(_TABLES)
     if unknown:
         raise UsageError(
             f"{path} has unknown settings: {', '.join(sorted(unknown))}",
-            hint=f"known: {', '.join(sorted(_BY_NAME))}",
+            hint=f"known: {', '.join(sorted(_names()))}",
         )
     return data
 
@@ -455,7 +192,7 @@ def mistyped() -> list[str]:
     """A sentence for each variable of the environment that is nearly, but not, the name of a
     setting."""
     prefix = "LOCALLLM_"
-    names = [s.env.removeprefix(prefix) for s in TABLE]
+    names = [s.env.removeprefix(prefix) for s in setting_table.TABLE]
     others = [name.removeprefix(prefix) for name in sorted(os.environ) if name.startswith(prefix)]
     said = []
     for name in [n for n in others if n not in names and not n.endswith("_DIR")]:

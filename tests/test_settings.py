@@ -6,7 +6,8 @@ import pytest
 
 from localllm import paths
 from localllm.errors import UsageError
-from localllm.settings import TABLE, Settings
+from localllm.setting_table import TABLE
+from localllm.settings import Settings
 
 
 def write_config(text: str) -> None:

@@ -25,7 +25,8 @@ from localllm.service.launchd import Launchd
 from localllm.service.systemd import Systemd
 from localllm.service.types import Service, ServiceError, State
 from localllm.service.windows import WindowsTasks
-from localllm.settings import TABLE, Settings
+from localllm.setting_table import TABLE
+from localllm.settings import Settings
 
 Manager: TypeAlias = Systemd | Launchd | WindowsTasks
 

@@ -21,6 +21,7 @@ from localllm.cli.serve import running
 from localllm.cli.serve.api_keys import kept_key
 from localllm.errors import ModelNotFoundError, ServerUnreachableError, UsageError
 from localllm.server.http.settings import ServerSettings
+from localllm.settings import Settings
 from tui.scripted_sse import ScriptedServer
 
 MODELS: list[dict[str, Any]] = [
@@ -142,7 +143,7 @@ def test_own_and_a_model_loaded_otherwise_need_an_engine_of_ones_own(
                 server.base_url.removeprefix("http://").removesuffix("/v1"),
             ),
             (engines.Wanted(str(tiny_model), own=True), ""),
-            (engines.Wanted(str(tiny_model), context=512), ""),
+            (engines.Wanted(str(tiny_model), Settings({"context": 512})), ""),
         ):
             with ExitStack() as stack:
                 engine = engines.engine_for(stack, wanted, None, at_once=True)
@@ -153,7 +154,7 @@ def test_flags_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="exclude each other"):
         engines.Wanted(url="x", own=True)
     with pytest.raises(UsageError, match="decided by the server"):
-        engines.Wanted(url="x", context=512)
+        engines.Wanted(url="x", settings=Settings({"context": 512}))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")

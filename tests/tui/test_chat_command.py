@@ -48,9 +48,7 @@ def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str 
         model, api_key, unix_socket, where = "scripted", None, "", ""
         base_url = server.base_url
 
-        def __init__(
-            self, model: str | None, context: int | None = None, placed: object = None
-        ) -> None:
+        def __init__(self, model: str | None, settings: object) -> None:
             asked.append(model)
 
         def start(self) -> None:

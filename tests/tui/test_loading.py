@@ -129,6 +129,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_
 
     from localllm.cli.chat.own_server import OwnEngine
     from localllm.library import store
+    from localllm.settings import Settings
 
     library = tmp_path / "library"
     library.mkdir()
@@ -136,7 +137,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_
     store.adopt(library)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny_model.read_bytes()[:-1000])
-    engine = OwnEngine(str(broken), 512)
+    engine = OwnEngine(str(broken), Settings({"context": 512}))
 
     async def main() -> None:
         with History(tmp_path / "c.db") as history:

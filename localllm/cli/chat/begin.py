@@ -102,7 +102,7 @@ def _opened(
 ) -> tuple[ChatClient, ChatEngine]:
     """Who answers, and the client that asks. With `at_once` a screen shows how far it is loaded."""
     sampling = dict(asked.sampling)
-    if Settings().value("compaction") == "auto":
+    if asked.wanted.settings.value("compaction") == "auto":
         sampling["truncation"] = "auto"
     if not at_once:
         gc.enable()  # the screen does so once it is drawn

@@ -12,6 +12,7 @@ from typing import Any
 from localllm.cli.serve.api_keys import existing_key
 from localllm.cli.serve.running import Running, running
 from localllm.errors import LocalLLMError, ModelNotFoundError, ServerUnreachableError, UsageError
+from localllm.setting_table import LOADING
 from localllm.settings import Settings
 from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 
@@ -24,12 +25,10 @@ _TAGS = (":latest",)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for on the command line: `placed` is where the model is to lie and what is
-    laid over it, `own` insists on an engine of the chat's own."""
+    """The engine that the command line names. `own`: an engine of the chat's own."""
 
     model: str | None = None
-    context: int | None = None
-    placed: Mapping[str, object] = field(default_factory=dict)
+    settings: Settings = field(default_factory=Settings)
     url: str | None = None
     api_key: str | None = None
     own: bool = False
@@ -38,16 +37,16 @@ class Wanted:
         """Raises UsageError where it contradicts itself."""
         if self.url is not None and self.own:
             raise UsageError("--url and --own exclude each other", hint="leave one of them out")
-        if self.url is not None and self.loads_otherwise:
+        if self.url is not None and self.loading_flags:
             raise UsageError(
                 "how a model is loaded was decided by the server at --url",
-                hint="leave out --context, --lora, --gpu-layers, --cpu-moe, --split and --power",
+                hint=f"leave out {', '.join(self.loading_flags)}",
             )
 
     @property
-    def loads_otherwise(self) -> bool:
-        """Whether it says how the model is to be loaded, which a running server has decided."""
-        return self.context is not None or any(self.placed.values())
+    def loading_flags(self) -> list[str]:
+        """The flags that say how the model is loaded. A running server has decided that."""
+        return [row.flag for row in self.settings.given(LOADING)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +86,9 @@ def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: b
             if wanted.model is not None or last is None:
                 raise
             return at(wanted.url, None, wanted.api_key)
-    if not wanted.own and not wanted.loads_otherwise:
+    if not wanted.own and not wanted.loading_flags:
         attached = here(
-            model or Settings().value("model"), wanted.api_key, lambda: _installed(model)
+            model or wanted.settings.value("model"), wanted.api_key, lambda: _installed(model)
         )
         if attached is not None:
             return attached
@@ -101,12 +100,12 @@ def _own(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> C
     from localllm.cli.chat.own_server import OwnEngine, loaded
 
     try:
-        engine = OwnEngine(wanted.model, wanted.context, wanted.placed)
+        engine = OwnEngine(wanted.model, wanted.settings)
     except ModelNotFoundError:
         # It was removed since the conversation, or was a path.
         if wanted.model is None or not at_hand:
             raise
-        engine = OwnEngine(None, wanted.context, wanted.placed)
+        engine = OwnEngine(None, wanted.settings)
     if at_once:
         stack.callback(engine.stop)
         return engine

@@ -7,7 +7,7 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -30,20 +30,14 @@ _STOP_S = 10.0
 
 
 class OwnEngine:
-    """Implements localllm_tui.control.interfaces.ChatEngine, on a free loopback port. `placed`:
-    settings of where the model lies, None where nothing was said. Made at once: the model is known
-    by name then. Raises ModelNotFoundError, ModelFileError or UsageError."""
+    """Implements localllm_tui.control.interfaces.ChatEngine, on a free loopback port. Made
+    at once: the model is known by name then. Raises ModelNotFoundError, ModelFileError or UsageError."""
 
     where = unix_socket = ""
     api_key: str | None = None
 
-    def __init__(
-        self,
-        model: str | None,
-        context: int | None = None,
-        placed: Mapping[str, object] | None = None,
-    ) -> None:
-        self._settings = Settings({"context": context, **(placed or {})})
+    def __init__(self, model: str | None, settings: Settings) -> None:
+        self._settings = settings
         self._presets = load_presets()
         reference = model or self._settings.value("model")
         self._preset = preset_named(self._presets, reference)

@@ -10,22 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.shared import Json, Lora, Power, show
+from localllm.cli.commands.shared import Json, show
+from localllm.cli.setting_options import takes
 from localllm.errors import BackendError
 from localllm.formatting import gb
 from localllm.settings import Settings
 
 
+@takes("context", "lora", "power")
 def bench(
     model: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="What to measure (default: best at hand)."),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Context in tokens (default: what fits).")
-    ] = None,
-    lora: Lora = None,
-    power: Power = None,
+    *,
+    settings: Settings,
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,7 +69,7 @@ def bench(
     from localllm.cli.bench.measure import compare_and_keep, measure
     from localllm.load.load_plan import load_plan_named
 
-    load = load_plan_named(model, Settings({"context": context, "lora": lora, "power": power}))
+    load = load_plan_named(model, settings)
     print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
     figures = asyncio.run(measure(load))
     power_share = load.options.engine.get("power", 1.0)

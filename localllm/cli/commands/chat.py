@@ -12,33 +12,25 @@ from typing import Annotated
 import typer
 
 from localllm.cli.commands.shared import (
-    CpuMoe,
-    GpuLayers,
-    Lora,
-    Power,
-    Split,
+    ModelName,
+    ServerKey,
+    ServerUrl,
     at_a_terminal,
-    installed_names,
 )
+from localllm.cli.setting_options import takes
 from localllm.errors import UsageError
 from localllm.plain_output import is_text
+from localllm.settings import Settings
 
 # Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that
 # everything works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
 
 
+@takes("context", "lora", "gpu_layers", "cpu_moe", "split", "power")
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            autocompletion=installed_names,
-            help="Model: a name, a hub repo or a path.",
-        ),
-    ] = None,
+    model: ModelName = None,
     attach: Annotated[
         list[Path] | None,
         typer.Option(
@@ -57,23 +49,10 @@ def chat(
     continue_: Annotated[
         bool, typer.Option("--continue", help="Go on with the last conversation.")
     ] = False,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")
-    ] = None,
-    lora: Lora = None,
-    gpu_layers: GpuLayers = None,
-    cpu_moe: CpuMoe = None,
-    split: Split = None,
-    power: Power = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url", metavar="URL", help="Ask the server at this address (with /v1 or without)."
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")
-    ] = None,
+    *,
+    settings: Settings,
+    url: ServerUrl = None,
+    api_key: ServerKey = None,
     own: Annotated[
         bool, typer.Option("--own", help="Load the model here, also where a running server has it.")
     ] = False,
@@ -102,21 +81,14 @@ def chat(
             "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
         )
     attached = list(chain.from_iterable(_texts(path) for path in attach or ()))
-    check_room(attached, context)
+    check_room(attached, settings.value("context") or None)
     question = None
     if prompt is not None or not at_a_terminal():
         question = _question(prompt, bool(attached))
     plain = plain or os.environ.get("TERM") == "dumb"
     drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     sampling = {name: value for name, value in drawn.items() if value is not None}
-    loading = {
-        "lora": lora,
-        "gpu_layers": gpu_layers,
-        "cpu_moe": cpu_moe,
-        "split": split,
-        "power": power,
-    }
-    wanted = Wanted(model, context, loading, url, api_key, own)
+    wanted = Wanted(model, settings, url, api_key, own)
     try:
         with ExitStack() as stack:
             background = None

@@ -16,15 +16,8 @@ import typer
 from localllm import paths
 from localllm.cli.commands.shared import Json, print_json, table
 from localllm.errors import UsageError
-from localllm.settings import (
-    TABLE,
-    Setting,
-    Settings,
-    checked,
-    config_path,
-    config_text,
-    read_config,
-)
+from localllm.setting_table import TABLE, Setting
+from localllm.settings import Settings, checked, config_path, config_text, read_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from localllm.cli.commands.shared import ServerKey, ServerUrl
 from localllm.errors import LocalLLMError
 
 
@@ -19,10 +20,8 @@ def connect(
         ),
     ],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Which served model.")] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Address of the server (default: this machine's).")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key, if it has one.")] = None,
+    url: ServerUrl = None,
+    api_key: ServerKey = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the configuration, keeping a backup.")
     ] = False,

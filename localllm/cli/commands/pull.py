@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from localllm.cli.commands.shared import Json
+from localllm.cli.setting_options import takes
 from localllm.formatting import span
 from localllm.plain_output import TerminalLine, plain
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +32,7 @@ _REDRAW_EVERY_S = 0.1
 _LONG_BYTES = 10**9
 
 
+@takes("offline")
 def pull(
     ref: Annotated[
         str, typer.Argument(metavar="REF", help="Catalog id, org/name[:QUANT], or an hf.co URL.")
@@ -40,9 +43,8 @@ def pull(
     drafter: Annotated[
         bool, typer.Option("--drafter", help="Bring the drafter published for it too.")
     ] = False,
-    offline: Annotated[
-        bool | None, typer.Option("--offline", help="Never contact the hub.")
-    ] = None,
+    *,
+    settings: Settings,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -55,9 +57,8 @@ def pull(
     from localllm.library.pull import pull as fetch
     from localllm.library.pull import pull_drafter
     from localllm.load.candidates import variant_choice
-    from localllm.settings import Settings
 
-    no_network = bool(Settings({"offline": offline}).value("offline"))
+    no_network = bool(settings.value("offline"))
     meter = ProgressLine(io.StringIO() if quiet else sys.stderr)
     try:
         watch = timing_meanwhile(meter)

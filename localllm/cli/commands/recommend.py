@@ -10,7 +10,8 @@ from typing import Annotated, cast
 
 import typer
 
-from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, at_a_terminal
+from localllm.cli.commands.shared import at_a_terminal
+from localllm.cli.setting_options import takes
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog
 from localllm.load.candidates import device_named, overrides_for
@@ -18,10 +19,12 @@ from localllm.settings import Settings
 from localllm_catalog.types import Purpose
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
+# Settings of where a model's layers lie.
+_PLACING = ("gpu_layers", "cpu_moe", "split")
 
 
-# As many parameters as the command has options, and as long for it: Typer reads them off the
-# signature.
+# As many parameters as the command has options of its own: Typer reads them off the signature.
+@takes(*_PLACING, "offline")
 def recommend(
     device: Annotated[
         str | None,
@@ -130,9 +133,8 @@ def recommend(
             "--headroom", metavar="GB", min=0.0, help="GB of system memory to leave to others."
         ),
     ] = None,
-    gpu_layers: GpuLayers = None,
-    cpu_moe: CpuMoe = None,
-    split: Split = None,
+    *,
+    settings: Settings,
     link: Annotated[
         str | None,
         typer.Option(
@@ -146,9 +148,6 @@ def recommend(
     ] = False,
     as_list: Annotated[
         bool, typer.Option("--plain", help="Print the list, also on a terminal.")
-    ] = False,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Never use the network (-m ORG/NAME does).")
     ] = False,
 ) -> None:
     """Recommend models for this machine, with the memory and the speed to expect.
@@ -167,6 +166,7 @@ def recommend(
 
         page.out(cluster.answer(device, link, model, workload, as_json=as_json))
         return
+    no_network = bool(settings.value("offline"))
     asks_one = (
         sees,
         as_list,
@@ -184,15 +184,13 @@ def recommend(
         headroom is not None,
         parallel > 1,
         min_speed,
-        gpu_layers,
-        cpu_moe,
-        split,
+        settings.given(_PLACING),
     )
     if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
         import gc
 
         gc.enable()  # a screen stays open
-        _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=offline)
+        _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=no_network)
         return
     from localllm.cli.recommend.answers import PlanQuery, reaching
 
@@ -202,7 +200,6 @@ def recommend(
             "--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30"
         )
     catalog = load_catalog()
-    no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
         reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
         return
@@ -214,10 +211,7 @@ def recommend(
     )
     from localllm.load.plan_inputs import check_offload, offload_options
 
-    placed = check_offload(
-        offload_options(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})),
-        machine,
-    )
+    placed = check_offload(offload_options(settings), machine)
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
     query = PlanQuery(machine, workload, overrides, catalog, everything, explain, as_json)
     if plot:

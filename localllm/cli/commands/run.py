@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm import paths
-from localllm.cli.commands.shared import Lora, installed_names
+from localllm.cli.commands.shared import ModelName, ServerKey, ServerUrl
+from localllm.cli.setting_options import takes
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe
@@ -40,6 +42,7 @@ _SECRETS = (
 )
 
 
+@takes("context", "lora")
 def run(
     agent: Annotated[
         str,
@@ -49,25 +52,11 @@ def run(
         list[str] | None,
         typer.Argument(metavar="[-- ARGUMENT]...", help="Handed to the agent.", show_default=False),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            autocompletion=installed_names,
-            help="Model (default: the best at hand).",
-        ),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")
-    ] = None,
-    lora: Lora = None,
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Use the server at this address.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")
-    ] = None,
+    model: ModelName = None,
+    *,
+    settings: Settings,
+    url: ServerUrl = None,
+    api_key: ServerKey = None,
     sandbox: Annotated[
         bool,
         typer.Option(
@@ -89,23 +78,23 @@ def run(
 
     # Everything that can be wrong is said before a model is loaded.
     recipe_of = recipe_named(agent)
-    settings = recipe_of(ClientTarget("http://127.0.0.1", "model", 4096), Path.home()).run
-    if settings is None:
+    process = recipe_of(ClientTarget("http://127.0.0.1", "model", 4096), Path.home()).run
+    if process is None:
         raise UsageError(
             f"{agent} can't be started with settings of its own",
             hint=f"see `localllm connect {agent}`",
         )
-    program = shutil.which(settings.command[0])
+    program = shutil.which(process.command[0])
     if program is None:
         raise NotFoundError(
-            f"{settings.command[0]} is not installed here",
+            f"{process.command[0]} is not installed here",
             hint=f"install it, then run {agent} again",
         )
     folder = Path.cwd()
     if sandbox:
         _check_sandbox(folder)
     with ExitStack() as stack:
-        wanted = engines.Wanted(model, context, {"lora": lora}, url, api_key)
+        wanted = engines.Wanted(model, settings, url, api_key)
         engine = engines.engine_for(stack, wanted, None, at_once=False)
         if engine.unix_socket:
             raise UsageError(
@@ -126,7 +115,7 @@ def run(
             changed |= {"HOME": str(home), "TMPDIR": str(home)}
         recipe = _written(recipe, home)
         _print_start(recipe, target.model, engine.base_url, changed, folder if sandbox else None)
-        code = _started(command, changed, settings.without)
+        code = _started(command, changed, process.without)
     raise typer.Exit(code)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from localllm.cli.commands.shared import Json, print_json
+from localllm.cli.setting_options import takes
 from localllm.errors import UsageError
 from localllm.settings import Settings
 
@@ -30,13 +31,13 @@ ManagerName = Annotated[
 
 
 @app.command()
+@takes("unix_socket")
 def install(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to serve.")
     ] = None,
-    unix: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Listen on a Unix socket instead of a port.")
-    ] = None,
+    *,
+    settings: Settings,
     memory_gb: Annotated[
         float | None, typer.Option(help="Memory it may use at most (systemd only).")
     ] = None,
@@ -58,7 +59,6 @@ def install(
         wait_until_it_listens,
     )
 
-    settings = Settings({"unix_socket": unix})
     kind = manager_named(manager)
     service = service_of(models or [], settings, kind.name, memory_gb)
     if dry_run:
@@ -156,6 +156,7 @@ def run(
     variable: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Environment.")
     ] = None,
+    # The settings are read after the environment is set.
     unix: Annotated[str | None, typer.Option(metavar="PATH")] = None,
 ) -> None:
     """What a manager starts that sets no environment and keeps no log (Task Scheduler): `localllm
@@ -169,7 +170,7 @@ def run(
         os.environ[name] = value
     if log is not None:
         write_to(log)
-    serve(models, unix=unix)
+    serve(models, unix_socket=unix)
 
 
 @app.command(hidden=True)

@@ -22,22 +22,24 @@ def installed_names(typed: str) -> list[str]:
         return []
 
 
-GpuLayers = Annotated[
-    str | None, typer.Option(metavar="N|all", help="Layers on the GPU (default: as many as fit).")
-]
-CpuMoe = Annotated[
-    str | None, typer.Option(metavar="N|all", help="Layers whose experts stay in system memory.")
-]
-Split = Annotated[str | None, typer.Option(metavar="A,B", help="Each GPU's share of the layers.")]
-Power = Annotated[
+ModelName = Annotated[
     str | None,
     typer.Option(
-        metavar="N%", help="Compute in N % of the time and rest in between: less heat and noise."
+        "--model",
+        "-m",
+        autocompletion=installed_names,
+        help="Model: a name, a hub repo or a path (default: the best at hand).",
     ),
 ]
-Lora = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FILE[:SCALE]", help="Lay a LoRA adapter over it (repeatable)."),
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url", metavar="URL", help="Use the server at this address (with /v1 or without)."
+    ),
+]
+ServerKey = Annotated[
+    str | None,
+    typer.Option("--api-key", metavar="KEY", help="The key of that server (or LOCALLLM_API_KEY)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]

@@ -41,7 +41,9 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         )
     image_hosts: tuple[tuple[str, int], ...] = ()
     if not settings.value("offline") and not is_offline():
-        image_hosts = tuple(image_host(name) for name in settings.value("allow_image_hosts"))
+        # One flag may name several.
+        hosts = ",".join(settings.value("allow_image_hosts")).split(",")
+        image_hosts = tuple(image_host(name.strip()) for name in hosts if name.strip())
     secured = ServerSettings(
         host=settings.value("host"),
         port=settings.value("port"),

@@ -18,13 +18,9 @@ from typing import Annotated, Any
 
 from localllm.cli.serve.config_tables import named_tables, read_table
 from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES
-from localllm.settings import Value, checked, setting
+from localllm.setting_table import LOADING, Value
+from localllm.settings import checked, setting
 
-# Settings that one model may have otherwise than the rest: how it is loaded.
-LOADING = (
-    "context", "kv_type", "draft", "lora", "backend", "gpu_layers", "cpu_moe", "split", "parallel",
-    "threads", "cache_ram_gb", "power",
-)  # fmt: skip
 # What a request gets that does not say it, in the words and ranges of a request.
 _SAMPLED = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)
 _OWN = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")

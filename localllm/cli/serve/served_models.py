@@ -34,7 +34,8 @@ from localllm.server.models.worker import (
     PlannedModel,
     UnplannedHost,
 )
-from localllm.settings import Settings, Value
+from localllm.setting_table import Value
+from localllm.settings import Settings
 
 log = logging.getLogger("localllm.server")
 

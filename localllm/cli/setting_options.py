@@ -1,0 +1,88 @@
+"""Command-line options made from the rows of the table of settings (localllm/setting_table.py)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import typer
+
+from localllm import setting_table
+from localllm.setting_table import Setting
+from localllm.settings import Settings, setting
+
+T = TypeVar("T")
+
+
+def with_flags() -> tuple[str, ...]:
+    """The names of all settings that have a flag."""
+    return tuple(row.name for row in setting_table.TABLE if row.flag)
+
+
+def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command options for these settings.
+
+    The command has a keyword-only parameter `settings: Settings`. typer sees the options in its
+    place. A caller in Python gives values by the names of the settings, and may leave them out."""
+    rows = [setting(name) for name in names]
+
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        @wraps(command)
+        def with_settings(*arguments: Any, **given: Any) -> T:
+            flags = {row.name: given.pop(row.name, None) for row in rows}
+            return command(*arguments, settings=Settings(flags), **given)
+
+        with_settings.__signature__ = _signature(command, rows)  # type: ignore[attr-defined]
+        return with_settings
+
+    return decorate
+
+
+def _signature(command: Callable[..., Any], rows: list[Setting]) -> inspect.Signature:
+    """The signature of `command` with a parameter for each row in the place of `settings`."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        if name == "settings":
+            parameters += [_parameter(row) for row in rows]
+        else:
+            parameters.append(parameter)
+    return signature.replace(parameters=parameters)
+
+
+def _parameter(row: Setting) -> inspect.Parameter:
+    """The parameter that typer makes the row's option from; None if the option is not given."""
+    flag = row.flag
+    if row.default is True:
+        flag += f"/--no-{flag.removeprefix('--')}"
+    option = typer.Option(None, flag, metavar=_metavar(row), help=_help(row))
+    return inspect.Parameter(
+        row.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_kind(row)
+    )
+
+
+def _kind(row: Setting) -> Any:
+    if row.many:
+        return list[str] | None
+    if row.percent:
+        return str | None  # "60%"
+    return row.kind | None
+
+
+def _metavar(row: Setting) -> str | None:
+    if isinstance(row.choices, tuple) and row.choices:
+        return f"[{'|'.join(row.choices)}]"
+    return row.metavar or None
+
+
+def _help(row: Setting) -> str:
+    """The help of the row as a sentence, with its default or that it may be repeated."""
+    text = row.help[0].upper() + row.help[1:]
+    if row.many:
+        return f"{text} (repeatable)."
+    if row.default in (None, "auto") or isinstance(row.default, bool):
+        return f"{text}."
+    default = f"{row.default:g}" if isinstance(row.default, float) else row.default
+    return f"{text} (default: {default})."
