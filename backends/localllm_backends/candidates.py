@@ -19,6 +19,8 @@ from localllm_backends.values import Chunk, SampleSpec
 
 Ids = NDArray[np.int32]
 Rows = NDArray[np.float32]
+# Ids of tokens, and what is added to the logit of each.
+Amounts = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +34,7 @@ class TopRows:
     totals: NDArray[np.float64] | None = None
 
 
-# What to draw where there is only one to be drawn.
-_COLD = (1.0, 1.0, math.inf, 0.0, 0.0)
-# The best one.
+# Chooses the best token.
 BEST = SampleSpec(0.0, 0, 1.0, 0.0, 0.0)
 
 
@@ -46,33 +46,42 @@ def unlimited(spec: SampleSpec) -> bool:
 def may_decide(spec: SampleSpec | None, n: int) -> bool:
     """False where a token that is chosen so (None: the best one) can't be found among the `n`
     greatest."""
-    if spec is None or not unlimited(spec):
-        return spec is None or spec.temperature <= 0 or spec.top_k < n
-    return not _changes(spec) and (spec.temperature == 1.0 or spec.top_p < 1.0 or spec.min_p > 0.0)
+    if spec is None or spec.temperature <= 0:
+        return True
+    if not unlimited(spec):
+        return spec.top_k < n
+    if _changes(spec):
+        return False
+    return spec.temperature == 1.0 or spec.top_p < 1.0 or spec.min_p > 0.0
 
 
 def _changes(spec: SampleSpec) -> bool:
-    return bool(spec.banned or spec.seen or spec.bias or spec.reduced or spec.allowed is not None)
+    """Return whether `spec` changes logits before one is chosen."""
+    if spec.banned or spec.allowed is not None:
+        return True
+    return bool(spec.seen or spec.bias or spec.reduced)
 
 
 def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
     """One row's few as `spec` changes them, -inf where something outside might be greater than
     them."""
+    if _raises(spec):
+        return np.full_like(logits, -np.inf)
     least = logits.min()
     seen = spec.seen
     out = logits.copy()
-    if _raises(spec):
-        return np.full_like(out, -np.inf)
     _add(out, ids, spec.bias)
     if seen is not None and len(seen.ids):
         hit, at = _found(ids, seen.ids)
         counts = seen.counts[at].astype(np.float32)
+        repeat = np.float32(seen.repeat)
         was = out[hit]
-        was = np.where(was > 0, was / np.float32(seen.repeat), was * np.float32(seen.repeat))
+        was = np.where(was > 0, was / repeat, was * repeat)
         out[hit] = was - (counts * np.float32(seen.frequency) + np.float32(seen.presence))
     _add(out, ids, spec.reduced)
     if spec.allowed is not None:
-        out[(spec.allowed[ids >> 3] >> (ids & 7)) & 1 == 0] = -np.inf
+        bits = spec.allowed[ids >> 3] >> (ids & 7)
+        out[bits & 1 == 0] = -np.inf
     for token in spec.banned:
         out[ids == token] = -np.inf
     # As it is where nothing is left: that is for whoever sees the whole row.
@@ -85,14 +94,18 @@ def _raises(spec: SampleSpec) -> bool:
     seen = spec.seen
     if seen is not None and (seen.repeat < 1.0 or seen.presence < 0.0 or seen.frequency < 0.0):
         return True
-    added = [amounts[1] for amounts in (spec.bias, spec.reduced) if amounts is not None]
-    return any(bool((numbers > 0).any()) for numbers in added)
+    return _any_positive(spec.bias) or _any_positive(spec.reduced)
 
 
-def _add(logits: Rows, ids: Ids, amounts: tuple[NDArray[np.int64], Rows] | None) -> None:
+def _any_positive(amounts: Amounts | None) -> bool:
+    return amounts is not None and bool((amounts[1] > 0).any())
+
+
+def _add(logits: Rows, ids: Ids, amounts: Amounts | None) -> None:
     if amounts is not None:
-        hit, at = _found(ids, amounts[0])
-        logits[hit] += amounts[1][at]
+        tokens, added = amounts
+        hit, at = _found(ids, tokens)
+        logits[hit] += added[at]
 
 
 def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -100,9 +113,19 @@ def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDAr
     if not len(others):
         return np.zeros(len(ids), dtype=np.bool_), others
     order = np.argsort(others, kind="stable")
-    at = order[np.minimum(np.searchsorted(others, ids, sorter=order), len(others) - 1)]
+    place = np.searchsorted(others, ids, sorter=order)
+    at = order[np.minimum(place, len(others) - 1)]
     hit = others[at] == ids
     return hit, at[hit]
+
+
+def _draw_settings(spec: SampleSpec) -> tuple[float, float, float, float, float]:
+    """Return (temperature, top_k, top_p, min_p, uniform) as `FewChooser` computes with them."""
+    if spec.temperature <= 0:
+        # Draws the best token.
+        return (1.0, 1.0, math.inf, 0.0, 0.0)
+    top_p = spec.top_p if spec.top_p < 1.0 else math.inf
+    return (spec.temperature, spec.top_k, top_p, spec.min_p, spec.uniform)
 
 
 class FewChooser:
@@ -110,33 +133,28 @@ class FewChooser:
     nothing but what they ask for is made here, while a device still computes their rows."""
 
     def __init__(self, chunks: Sequence[Chunk], where: Sequence[int]) -> None:
-        self._n_chunks, self._where, self._rows = len(chunks), where, np.arange(len(where))
-        self._specs = specs = [chunks[i].sample or BEST for i in where]
+        self._n_chunks = len(chunks)
+        self._where = where
+        self._rows = np.arange(len(where))
+        specs = [chunks[i].sample or BEST for i in where]
+        self._specs = specs
         self._changed = [i for i, s in enumerate(specs) if _changes(s)]
         self._hot = any(s.temperature > 0 for s in specs)
         if not self._hot:
             return
-        wanted = np.array(
-            [
-                (s.temperature, s.top_k, s.top_p if s.top_p < 1.0 else math.inf, s.min_p, s.uniform)
-                if s.temperature > 0
-                else _COLD
-                for s in specs
-            ]
-        )
-        self._temperature, self._top_p, self._min_p, self._uniform = (
-            wanted[:, i : i + 1] for i in (0, 2, 3, 4)
-        )
-        self._top_k = wanted[:, 1].astype(np.int64)
+        settings = np.array([_draw_settings(s) for s in specs])
+        self._temperature = settings[:, 0:1]
+        self._top_k = settings[:, 1].astype(np.int64)
+        self._top_p = settings[:, 2:3]
+        self._min_p = settings[:, 3:4]
+        self._uniform = settings[:, 4:5]
         self._at_one = self._temperature == 1.0
+        self._all_at_one = bool(self._at_one.all())
         self._filtered = (self._top_p < math.inf) | (self._min_p > 0)
-        # Those that the weight of all tokens is told of.
+        self._any_filtered = self._filtered.any()
+        # Draws that need the weight of all tokens.
         self._weighed = np.array([[unlimited(s) and not _changes(s)] for s in specs])
-        self._all_at_one, self._filters, self._any_weighed = (
-            bool(self._at_one.all()),
-            self._filtered.any(),
-            self._weighed.any(),
-        )
+        self._any_weighed = self._weighed.any()
 
     def of(self, top: TopRows) -> list[int | None]:
         """For each chunk the token behind it, by the `top` of the rows of those chosen for; None
@@ -150,7 +168,10 @@ class FewChooser:
                 logits[i] = _changed(top.ids[i], top.logits[i], self._specs[i])
         # What is no number, or nothing but forbidden, is not taken.
         with np.errstate(invalid="ignore"):
-            tokens, good = (self._drawn if self._hot else self._best)(top, logits)
+            if self._hot:
+                tokens, good = self._drawn(top, logits)
+            else:
+                tokens, good = self._best(top, logits)
         found: list[int | None] = tokens.tolist()
         if not good.all():
             found = [token if ok else None for token, ok in zip(found, good.tolist(), strict=True)]
@@ -173,17 +194,16 @@ class FewChooser:
     def _drawn(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
         """One token of each row, and whether it is that: of those with the least logit others may
         have been left out."""
-        (n, k) = logits.shape
+        n, k = logits.shape
         rows = self._rows
         top_k = self._top_k
         # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
         ranked = np.sort(logits, axis=1)[:, ::-1]
         totals = None
         if self._any_weighed:
-            # What they all weigh together says what the first of them are worth.
-            totals = np.where(
-                self._weighed, 0.0 if top.totals is None else top.totals[:, None], 0.0
-            )
+            # The weight of all tokens, which the shares of the first ones depend on.
+            known = 0.0 if top.totals is None else top.totals[:, None]
+            totals = np.where(self._weighed, known, 0.0)
             top_k = np.where(totals[:, 0] > 0, k, top_k)
         last = np.minimum(np.maximum(top_k, 1), k) - 1
         width = int(last.max()) + 1
@@ -194,35 +214,36 @@ class FewChooser:
         far = ranked[:, :width].astype(np.float64)
         far = far - far[:, :1]
         weights = np.exp(far)
-        if self._all_at_one:
-            tempered = weights
-        else:
+        tempered = weights
+        if not self._all_at_one:
             tempered = np.exp(far / self._temperature)
         if last.min() < width - 1:
             limited = np.arange(width) <= last[:, None]
             weights = weights * limited
             tempered = tempered * limited
-        if self._filters:
+        if self._any_filtered:
             # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the
             # best.
             summed = np.add.accumulate(weights, axis=1)
-            if totals is None:
-                whole = summed[:, -1:]
-            else:
-                whole = np.where(totals > 0, totals, summed[:, -1:])
-            kept = weights >= self._min_p
-            kept[:, 1:] &= summed[:, :-1] < self._top_p * whole
+            all_weigh = summed[:, -1:]
             if totals is not None:
-                # Where they leave the last of them they may leave others too.
-                good &= ~((totals > 0) & self._filtered)[:, 0] | ~kept[rows, last]
+                all_weigh = np.where(totals > 0, totals, all_weigh)
+            kept = weights >= self._min_p
+            kept[:, 1:] &= summed[:, :-1] < self._top_p * all_weigh
+            if totals is not None:
+                # If the filters keep the last of the few, they may keep others too.
+                cut = (totals > 0) & self._filtered
+                good &= ~cut[:, 0] | ~kept[rows, last]
             tempered = tempered * kept
         reached = np.add.accumulate(tempered, axis=1)
-        few = mass = reached[:, -1:]
+        few = reached[:, -1:]
+        mass = few
         if totals is not None:
             # What the others weigh is known at temperature 1.
             beyond = (totals > 0) & ~self._filtered
             mass = np.where(beyond, np.maximum(totals, mass), mass)
-            good &= ~beyond[:, 0] | (self._at_one & (self._uniform * mass < few))[:, 0]
+            among_few = self._at_one & (self._uniform * mass < few)
+            good &= ~beyond[:, 0] | among_few[:, 0]
         goal = np.minimum(self._uniform * mass, np.nextafter(few, 0.0))
         rank = (reached <= goal).argmin(axis=1)
         drawn = ranked[rows, rank]
@@ -231,7 +252,7 @@ class FewChooser:
         if np.count_nonzero(hit) != n:
             for i in np.flatnonzero(hit.sum(axis=1) > 1):
                 # Equals are ranked by id.
-                tokens[i] = np.sort(top.ids[i, hit[i]])[
-                    rank[i] - np.count_nonzero(ranked[i] > drawn[i])
-                ]
+                equals = np.sort(top.ids[i, hit[i]])
+                n_greater = np.count_nonzero(ranked[i] > drawn[i])
+                tokens[i] = equals[rank[i] - n_greater]
         return tokens, good & (drawn > ranked[:, -1])

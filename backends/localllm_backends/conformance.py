@@ -38,10 +38,10 @@ _OUTSIDE_NOISE = 3.0
 # Each next word hangs on the one or two before it, so that a row or a position too many shows:
 # neighbouring rows of SmolLM2 differ by 0.46 to 1.5, a token at its neighbour's place by 0.2 to 0.7.
 _TEXT = (
-    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. January, February, March, April, "
-    "May, June, July, August, September, October, November, December. A, B, C, D, E, F, G, H, I, J, "
-    "K, L, M, N, O, P, Q, R, S, T, U, V, W, X, Y, Z. One, two, three, four, five, six, seven, eight, "
-    "nine, ten. "
+    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. January, February, March, "
+    "April, May, June, July, August, September, October, November, December. A, B, C, D, E, F, "
+    "G, H, I, J, K, L, M, N, O, P, Q, R, S, T, U, V, W, X, Y, Z. One, two, three, four, five, "
+    "six, seven, eight, nine, ten. "
 )
 
 
@@ -86,10 +86,10 @@ class Subject:
     def feed(self, sequence: int, tokens: Sequence[int], outputs: int = 1) -> NDArray[np.float32]:
         """Append tokens in steps as large as may be; the last `outputs` rows of the last step."""
         size = self.backend.info.n_batch
-        chunks = [
-            Chunk(sequence, tokens[i : i + size], outputs) for i in range(0, len(tokens), size)
-        ]
-        return [self.backend.step([chunk]) for chunk in chunks][-1].logits(0).copy()
+        for start in range(0, len(tokens), size):
+            chunk = Chunk(sequence, tokens[start : start + size], outputs)
+            result = self.backend.step([chunk])
+        return result.logits(0).copy()
 
     def new(self) -> int:
         """A new sequence."""
@@ -150,18 +150,22 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
     at_half = subject.fresh(half)
     one = subject.new()
     other = subject.new()
-    same: list[float] = []
+    by_rounding: list[float] = []
     for size in (1, 5):
         backend.truncate(one, 0)
         subject.feed(one, tokens[:-last])
-        parts = [tokens[-last:][i : i + size] for i in range(0, last, size)]
-        cut = np.concatenate([subject.feed(one, part, size) for part in parts])
-        same += map(difference, at_once, cut)
+        at = 0
+        for start in range(len(tokens) - last, len(tokens), size):
+            for row in subject.feed(one, tokens[start : start + size], size):
+                by_rounding.append(difference(at_once[at], row))
+                at += 1
     backend.truncate(one, 0)
     twice = backend.step([Chunk(one, half), Chunk(other, half)])
-    same += [difference(at_half, twice.logits(i)) for i in range(2)]
-    subject.worst = float(np.max(same))
-    changed = float(np.median([difference(a, b) for a, b in pairwise(at_once)]))
+    by_rounding.append(difference(at_half, twice.logits(0)))
+    by_rounding.append(difference(at_half, twice.logits(1)))
+    subject.worst = float(np.max(by_rounding))
+    by_tokens = [difference(a, b) for a, b in pairwise(at_once)]
+    changed = float(np.median(by_tokens))
     # Written so that NaN fails, and rows of nothing.
     require(
         _OUTSIDE_NOISE * subject.worst < changed / 2,
@@ -178,9 +182,8 @@ def a_step_appends_and_counts(subject: Subject) -> None:
     sequence = subject.new()
     subject.feed(sequence, subject.line(35))
     without = backend.step([Chunk(sequence, subject.line(5), outputs=0)])
-    require(
-        not without.argmax(0) and not len(without.logits(0)), "a step without outputs gave some"
-    )
+    require(not without.argmax(0), "a step without outputs gave some")
+    require(not len(without.logits(0)), "a step without outputs gave some")
     require(backend.length(sequence) == 40, "40 tokens were appended, others are held")
     require(backend.cells_free() == free - 40, "40 tokens did not take 40 cells")
     subject.drop(sequence)
@@ -191,12 +194,17 @@ def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
     """The last n outputs of a chunk are its last n tokens', as if each sequence had been stepped
     alone, and argmax is the largest logit's."""
     backend = subject.backend
-    lines = [subject.line(12), subject.line(9, 30), subject.line(5, 20)]
-    expected = [subject.fresh(lines[0][:n]) for n in range(8, 13)]
-    expected.append(subject.fresh(lines[1]))
-    result = backend.step(
-        [Chunk(subject.new(), line, n) for line, n in zip(lines, (5, 1, 0), strict=True)]
-    )
+    first = subject.line(12)
+    second = subject.line(9, 30)
+    third = subject.line(5, 20)
+    expected = [subject.fresh(first[:n]) for n in range(8, 13)]
+    expected.append(subject.fresh(second))
+    chunks = [
+        Chunk(subject.new(), first, 5),
+        Chunk(subject.new(), second, 1),
+        Chunk(subject.new(), third, 0),
+    ]
+    result = backend.step(chunks)
     rows = np.concatenate([result.logits(i) for i in range(3)])
     require(len(rows) == 6, f"6 outputs were asked for, {len(rows)} came")
     for i, row in enumerate(rows):
@@ -205,42 +213,35 @@ def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
     require(best == [int(row.argmax()) for row in rows], "argmax is not where the largest logit is")
 
 
+def _sample_specs(n_vocab: int) -> list[SampleSpec]:
+    """Return ways to sample in which each field of a spec matters."""
+    some = np.arange(0, n_vocab, 3)
+    twice = np.full(len(some), 2, dtype=np.int32)
+    seen = SeenTokens(some, twice, repeat=1.3, presence=0.4, frequency=0.2)
+    raised = (some, np.full(len(some), 3.0, dtype=np.float32))
+    lowered = (some, np.full(len(some), -3.0, dtype=np.float32))
+    odd = np.packbits(np.arange(n_vocab) % 2 > 0, bitorder="little")
+    by_top_k = [
+        SampleSpec(0.7, 20, 0.9, 0.0, 0.5),
+        SampleSpec(1.0, 40, 0.95, 0.05, 0.1, 0.7),
+        SampleSpec(0.9, 30, 1.0, 0.0, 0.6, seen=seen),
+    ]
+    best = SampleSpec(0.0, 0, 1.0, 0.0, 0.0, bias=raised, allowed=odd)
+    among_all = [
+        SampleSpec(1.2, 0, 1.0, 0.0, 0.9),
+        SampleSpec(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)),
+        SampleSpec(1.0, 0, 1.0, 0.1, 0.3, reduced=lowered, allowed=odd),
+    ]
+    return [*by_top_k, best, *among_all]
+
+
 def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
     """A sampled token is the one that the spec's definition gives in double precision, or a
     neighbour of it where a share ends that near, or none is named."""
     backend = subject.backend
     if not backend.capabilities.samples:
         raise NotHere("this backend leaves sampling to the engine")
-    some = np.arange(0, backend.info.n_vocab, 3)
-    seen = SeenTokens(
-        some, np.full(len(some), 2, dtype=np.int32), repeat=1.3, presence=0.4, frequency=0.2
-    )
-    allowed = np.packbits(np.arange(backend.info.n_vocab) % 2 > 0, bitorder="little")
-    specs = [
-        SampleSpec(0.7, 20, 0.9, 0.0, 0.5),
-        SampleSpec(1.0, 40, 0.95, 0.05, 0.1, 0.7),
-        SampleSpec(0.9, 30, 1.0, 0.0, 0.6, seen=seen),
-        SampleSpec(
-            0.0,
-            0,
-            1.0,
-            0.0,
-            0.0,
-            bias=(some, np.full(len(some), 3.0, dtype=np.float32)),
-            allowed=allowed,
-        ),
-        SampleSpec(1.2, 0, 1.0, 0.0, 0.9),
-        SampleSpec(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)),
-        SampleSpec(
-            1.0,
-            0,
-            1.0,
-            0.1,
-            0.3,
-            reduced=(some, np.full(len(some), -3.0, dtype=np.float32)),
-            allowed=allowed,
-        ),
-    ]
+    specs = _sample_specs(backend.info.n_vocab)
     # Together, and hardly looked at: of few streams a device's whole rows may be as cheap, and are
     # left to the engine. Four at least are such as a device's greatest logits decide.
     named = 0
@@ -250,7 +251,9 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
         sequences = [subject.new() for _ in group]
         for sequence in sequences:
             backend.step([Chunk(sequence, subject.line(11), outputs=0)])
-        chunks = [Chunk(s, [20 + i], sample=group[i], few=True) for i, s in enumerate(sequences)]
+        chunks = []
+        for i, (sequence, spec) in enumerate(zip(sequences, group, strict=True)):
+            chunks.append(Chunk(sequence, [20 + i], sample=spec, few=True))
         result = backend.step(chunks)
         for i, spec in enumerate(group):
             token = result.sampled(i)
@@ -258,10 +261,9 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
             named += token is not None
             fits = token is None or may_be_sampled(token, row, spec)
             require(fits, f"{token} was sampled for {spec}, not what the logits give")
-        plain = backend.step([Chunk(sequence, [30], few=True) for sequence in sequences])
-        unasked = [i for i in range(len(group)) if plain.sampled(i) is not None]
-        require(not unasked, "what nobody asked to sample was sampled")
-        for sequence in sequences:
+        unsampled = backend.step([Chunk(sequence, [30], few=True) for sequence in sequences])
+        for i, sequence in enumerate(sequences):
+            require(unsampled.sampled(i) is None, "what nobody asked to sample was sampled")
             subject.drop(sequence)
     require(named > 0, "of all these tokens none was sampled")
 
@@ -286,7 +288,8 @@ def may_be_sampled(
     if spec.reduced is not None:
         row[spec.reduced[0]] += spec.reduced[1]
     if spec.allowed is not None:
-        row[np.unpackbits(spec.allowed, bitorder="little")[: len(row)] == 0] = -np.inf
+        bits = np.unpackbits(spec.allowed, bitorder="little")
+        row[bits[: len(row)] == 0] = -np.inf
     row[list(spec.banned)] = -np.inf
     if spec.temperature <= 0:
         return bool(row[token] >= row.max() - _NEAR)
@@ -294,18 +297,28 @@ def may_be_sampled(
 
 
 def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, near: float) -> bool:
-    ids = np.lexsort((np.arange(len(row)), -row))[: spec.top_k or None]
+    """Return whether `spec`, its limits moved `by` a share, draws `token` from `row`, within
+    `near`."""
+    ranked = np.lexsort((np.arange(len(row)), -row))
+    ids = ranked[: spec.top_k or None]
     share = np.exp(row[ids] - row[ids[0]])
     share /= share.sum()
     if spec.top_p < 1.0:
-        ids = ids[: int(np.searchsorted(np.cumsum(share), spec.top_p + by)) + 1]
-    ids = ids[share[: len(ids)] >= spec.min_p * (1 + by) * share[0]]
-    ids = ids if spec.top_k or spec.top_p < 1.0 else np.sort(ids)
+        last = int(np.searchsorted(np.cumsum(share), spec.top_p + by))
+        ids = ids[: last + 1]
+    least = spec.min_p * (1 + by) * share[0]
+    ids = ids[share[: len(ids)] >= least]
+    if not spec.top_k and spec.top_p >= 1.0:
+        ids = np.sort(ids)
+    places = np.flatnonzero(ids == token)
+    if not len(places):
+        return False
+    at = places[0]
     weights = np.exp((row[ids] - row[ids].max()) / spec.temperature)
-    ends = np.cumsum(weights) / weights.sum()
-    at = np.flatnonzero(ids == token)
-    begins = ends - weights / weights.sum()
-    return bool(len(at) and begins[at[0]] - near <= spec.uniform <= ends[at[0]] + near)
+    weights /= weights.sum()
+    end = np.cumsum(weights)[at]
+    begin = end - weights[at]
+    return bool(begin - near <= spec.uniform <= end + near)
 
 
 def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
@@ -318,14 +331,13 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     other = backend.fork(source, 30)
     subject.held.append(other)
     taken = free - backend.cells_free()
-    require(
-        taken == (0 if backend.capabilities.shares_cells else 30),
-        f"a fork of 30 tokens took {taken} cells",
-    )
+    expected = 0 if backend.capabilities.shares_cells else 30
+    require(taken == expected, f"a fork of 30 tokens took {taken} cells")
     result = backend.step([Chunk(source, [5]), Chunk(other, [7])])
-    rows = [result.logits(i)[0].copy() for i in range(2)]
-    for tail, row in zip((5, 7), rows, strict=True):
-        subject.same(subject.fresh([*tokens, tail]), row, "a fork")
+    after_5 = result.logits(0)[0].copy()
+    after_7 = result.logits(1)[0].copy()
+    subject.same(subject.fresh([*tokens, 5]), after_5, "a fork")
+    subject.same(subject.fresh([*tokens, 7]), after_7, "a fork")
     subject.drop(source)
     require(backend.length(other) == 31, "a fork lost tokens with its source")
     subject.feed(other, subject.line(3, 5))
@@ -338,9 +350,8 @@ def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
     tokens = subject.line(90)
     sequence = subject.new()
     capabilities = backend.capabilities
-    if capabilities.rewind == "any":
-        most = 8
-    else:
+    most = 8
+    if capabilities.rewind != "any":
         most = min(8, capabilities.rewind_tokens)
     for start in range(0, 90, 10):
         accepted = tokens[start : start + 10]
@@ -373,8 +384,9 @@ def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
     if able.states:
         backend.import_state(copy, backend.export_state(source), 60)
     require(backend.length(copy) == 60, "an import of 60 tokens left another length")
-    a = backend.step([Chunk(source, [9])]).logits(0)[0].copy()
-    subject.same(a, backend.step([Chunk(copy, [9])]).logits(0)[0], "exported and imported KV")
+    after_source = backend.step([Chunk(source, [9])]).logits(0)[0].copy()
+    after_copy = backend.step([Chunk(copy, [9])]).logits(0)[0]
+    subject.same(after_source, after_copy, "exported and imported KV")
     if able.segments and not able.states:
         backend.truncate(copy, 0)
         for start, stop, data in pieces:
@@ -393,8 +405,8 @@ def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
     for bad in (b"", b"x", b"not a block of KV at all, but long enough", good[: len(good) // 2]):
         with refused(BackendFailure, f"{len(bad)} foreign bytes were taken for KV"):
             backend.import_range(target, bad, 0, 20)
-        unchanged = backend.length(target) == 0 and backend.cells_free() == free
-        require(unchanged, "a refused import left something")
+        require(backend.length(target) == 0, "a refused import left tokens")
+        require(backend.cells_free() == free, "a refused import left cells taken")
     backend.import_range(target, good, 0, 20)
 
 
@@ -406,9 +418,8 @@ def running_out_of_cells_is_said_and_changes_nothing(subject: Subject) -> None:
     free = backend.cells_free()
     with refused(NoCellsError, f"{free + 1} tokens were appended to {free} free cells"):
         backend.step([Chunk(b, subject.line(free + 1))])
-    require(
-        backend.length(b) == 0 and backend.cells_free() == free, "a refused step left something"
-    )
+    require(backend.length(b) == 0, "a refused step left tokens")
+    require(backend.cells_free() == free, "a refused step left cells taken")
     subject.drop(a)
     subject.feed(b, subject.line(30))
 
@@ -436,10 +447,8 @@ def text_survives_tokens(subject: Subject) -> None:
     backend = subject.backend
     text = "Grüße, 世界! \n\t{x}"
     tokens = backend.tokenize(text, special=False)
-    require(
-        backend.detokenize(tokens).strip() == text.strip(),
-        "text came back from its tokens as other text",
-    )
+    whole = backend.detokenize(tokens)
+    require(whole.strip() == text.strip(), "text came back from its tokens as other text")
     pieces = b"".join(backend.token_bytes(t) for t in tokens).decode("utf-8", "replace")
     require(pieces.strip() == text.strip(), "the tokens' bytes are not the text's")
     with refused(BackendFailure, "a token behind the vocabulary has bytes"):

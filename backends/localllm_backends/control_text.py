@@ -35,13 +35,9 @@ class ReadAnyway:
     def __init__(self, added: Iterable[str]) -> None:
         """`added`: what a tokenizer reads anyway, of which those are taken that look like marks to
         llama.cpp's converter as well (does_token_look_special)."""
-        self.texts = tuple(
-            t
-            for t in added
-            if len(t) > 3 and (t.startswith(("<|", "<｜")) or t.endswith(("|>", "｜>")))
-        )
-        ways = "|".join(f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in self.texts)
-        self._inside = re.compile(ways or r"(?!)")
+        self.texts = tuple(text for text in added if _looks_special(text))
+        ways = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in self.texts]
+        self._inside = re.compile("|".join(ways) or _NEVER)
 
     def pieces(self, text: str) -> list[LiteralText]:
         """`text` in pieces of which none has such a mark."""
@@ -49,6 +45,15 @@ class ReadAnyway:
         return [LiteralText(text[a:b]) for a, b in pairwise(cuts)]
 
 
+def _looks_special(text: str) -> bool:
+    """Return whether llama.cpp's converter takes `text` for a mark."""
+    if len(text) <= 3:
+        return False
+    return text.startswith(("<|", "<｜")) or text.endswith(("|>", "｜>"))
+
+
+# A pattern that matches nowhere.
+_NEVER = r"(?!)"
 _PIECE_CHARS = 2**18
 
 
@@ -56,10 +61,14 @@ class ControlTexts:
     """How a vocabulary's control tokens are written."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
-        self._texts = frozenset(filter(None, texts))
-        self._lengths = sorted({len(t) for t in self._texts}, reverse=True)
-        heads = "|".join(map(re.escape, sorted({t[:2] for t in self._texts})))
-        self._heads = re.compile(f"(?={heads})" if heads else r"(?!)")
+        self._texts = frozenset(text for text in texts if text)
+        self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
+        self._longest = max(self._lengths, default=0)
+        heads = sorted({re.escape(text[:2]) for text in self._texts})
+        pattern = _NEVER
+        if heads:
+            pattern = f"(?={'|'.join(heads)})"
+        self._heads = re.compile(pattern)
         # What could become one together with the letters that a template writes beside it; one
         # letter is in any text.
         self._begun: set[str] = set()
@@ -83,14 +92,14 @@ class ControlTexts:
         """`text` with a mark in every spelling of a control token, and at an end that is a part of
         one."""
         cuts = [start + 1 for start, _ in self._spans(text)]
-        longest = range(2, min(self._lengths[0] if self._lengths else 0, len(text) + 1))
-        if any(text[:n] in self._ended for n in longest):
+        lengths = range(2, min(self._longest, len(text) + 1))
+        if any(text[:n] in self._ended for n in lengths):
             cuts.insert(0, 0)
-        if any(text[-n:] in self._begun for n in longest):
+        if any(text[-n:] in self._begun for n in lengths):
             cuts.append(len(text))
-        if cuts:
-            return MARK.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
-        return text
+        if not cuts:
+            return text
+        return MARK.join(text[start:stop] for start, stop in pairwise([0, *cuts, len(text)]))
 
     def runs(self, text: str) -> list[str]:
         """`text` without its marks, in stretches: LiteralText where there were any."""
@@ -106,10 +115,11 @@ class ControlTexts:
             if clean != before:
                 runs.append(LiteralText(clean))
                 before = ""
+            read = before + text[start:end]
             if runs and not isinstance(runs[-1], LiteralText):
-                runs[-1] += before + text[start:end]
+                runs[-1] += read
             else:
-                runs.append(before + text[start:end])
+                runs.append(read)
             at = end
         return [run for run in runs if run]
 

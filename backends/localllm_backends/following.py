@@ -152,7 +152,8 @@ class FollowingHeads(ABC, Generic[Row]):
         for sequence in sequences:
             line = self._lines[sequence]
             line.read += len(line.unread)
-            line.unread, line.rows = [], [self._detached(line.rows[-1])]
+            line.unread = []
+            line.rows = [self._detached(line.rows[-1])]
             if sequence in lost:
                 # What is left of it has no past then: it begins anew behind that.
                 self._restart(sequence, line.read)
@@ -175,7 +176,8 @@ class FollowingHeads(ABC, Generic[Row]):
 
 def joined(*parts: bytes) -> bytes:
     """An exported block with others behind it: that of its draft heads, or other machines'."""
-    return b"".join([*parts, struct.pack(f"<{len(parts) - 1}Q", *map(len, parts[1:]))])
+    sizes = [len(part) for part in parts[1:]]
+    return b"".join([*parts, struct.pack(f"<{len(sizes)}Q", *sizes)])
 
 
 def parted(data: bytes | memoryview, n: int) -> list[memoryview]:
@@ -183,8 +185,11 @@ def parted(data: bytes | memoryview, n: int) -> list[memoryview]:
     view = memoryview(data).cast("B")
     tail = struct.Struct(f"<{n - 1}Q")
     end = len(view) - tail.size
-    sizes = tail.unpack_from(view, end) if end >= 0 else ()
+    if end < 0:
+        raise BackendFailure("this is not an exported KV block of as many parts")
+    sizes = tail.unpack_from(view, end)
     first = end - sum(sizes)
     if first < 0:
         raise BackendFailure("this is not an exported KV block of as many parts")
-    return [view[a:b] for a, b in pairwise(accumulate((first, *sizes), initial=0))]
+    edges = accumulate((first, *sizes), initial=0)
+    return [view[start:stop] for start, stop in pairwise(edges)]
