@@ -36,9 +36,8 @@ class LlamaCppType(BackendType):
     def available(self) -> str | None:
         if importlib.util.find_spec("llama_cpp") is None:
             return (
-                "llama-cpp-python is not installed: run `pip install llama-cpp-python` (needs "
-                "a "
-                "C++ compiler)"
+                "llama-cpp-python is not installed: run `pip install llama-cpp-python` "
+                "(needs a C++ compiler)"
             )
         return None
 

@@ -34,7 +34,8 @@ class CellLedger:
     after the other lie beside each other, as a rule."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = self.free = capacity
+        self.capacity = capacity
+        self.free = capacity
         self._n_taken = 0
         self._lines: dict[int, list[int]] = {}
         # Of cells that stand in several lines in how many besides one.
@@ -62,7 +63,10 @@ class CellLedger:
     def runs(self, sequence: int, start: int, stop: int) -> int:
         """In how many runs the line's tokens [start, stop) were taken."""
         taken = self._lines[sequence][start:stop]
-        return sum(b != a + 1 for a, b in pairwise(taken)) + bool(taken)
+        if not taken:
+            return 0
+        breaks = sum(after != before + 1 for before, after in pairwise(taken))
+        return breaks + 1
 
     def fork(self, source: int, target: int, n: int) -> None:
         """The empty line `target` begins with the first `n` cells of `source`."""
@@ -78,7 +82,8 @@ class CellLedger:
             others = self._shared.pop(cell, 0)
             if others > 1:
                 self._shared[cell] = others - 1
-            self.free += others == 0
+            elif not others:
+                self.free += 1
         del line[n:]
         self._images[sequence] = self.images_in(sequence, 0, n)
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import ctypes
 import sys
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,12 @@ def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
     found = devices_of_type(GPU) or devices_of_type(INTEGRATED)
     if cards:
         found = _of_numbers(found, cards)
-    said = [_properties(device) for device in found]
-    return [
-        Accelerator(device, _text(props.name), min(props.memory_free, props.memory_total))
-        for device, props in zip(found, said, strict=True)
-    ]
+    return [_accelerator(device) for device in found]
+
+
+def _accelerator(handle: int) -> Accelerator:
+    props = _properties(handle)
+    return Accelerator(handle, _text(props.name), min(props.memory_free, props.memory_total))
 
 
 def _handles() -> list[int]:
@@ -95,8 +96,7 @@ def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
     if max(cards) >= len(handles):
         raise LoadError(
             f"the plan is for GPU {max(cards)}, and this llama.cpp has {len(handles)} "
-            "(counted "
-            "from 0)"
+            "(counted from 0)"
         )
     return [handles[number] for number in cards]
 
@@ -113,10 +113,12 @@ def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
     no more is promised). llama.cpp aborts the process then."""
     if spec.n_gpu_layers == 0:
         return
-    widths = _kv_widths(llama, model)
+    k_width, v_width = _kv_widths(llama, model)
+    caches = ((k_width, spec.kv_type_k), (v_width, spec.kv_type_v))
+    n_cells = -(-n_ctx // _CELLS) * _CELLS
     for device in accelerators(spec.placement.cards):
-        for width, kind in zip(widths, (spec.kv_type_k, spec.kv_type_v), strict=True):
-            most = _most_cells(device, GGML_TYPES[kind], width, -(-n_ctx // _CELLS) * _CELLS)
+        for width, kind in caches:
+            most = _most_cells(device, GGML_TYPES[kind], width, n_cells)
             if most is not None:
                 raise OutOfMemoryError(
                     f"not enough room for a context of {n_ctx} tokens: {device.name} computes "
@@ -128,34 +130,32 @@ def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
 def _kv_widths(llama: Any, model: Any) -> tuple[int, int]:
     """Elements that the first layer's K and V keep for a token; (0, 0) where it keeps none
     (recurrent)."""
-    architecture = c_string(llama.llama_model_meta_val_str, model, b"general.architecture") or ""
+    value = llama.llama_model_meta_val_str
+    architecture = c_string(value, model, b"general.architecture") or ""
+    n_heads = max(1, int(llama.llama_model_n_head(model)))
+    usual = int(llama.llama_model_n_embd(model)) // n_heads
 
-    def number(key: str) -> int:
-        text = c_string(
-            llama.llama_model_meta_val_str, model, f"{architecture}.attention.{key}".encode()
-        )
+    def width(key: str) -> int:
+        text = c_string(value, model, f"{architecture}.attention.{key}".encode())
         if text and text.isdigit():
-            return int(text)
-        return 0
+            return int(text) or usual
+        return usual
 
-    heads = int(llama.llama_model_n_head_kv(model))
-    usual = int(llama.llama_model_n_embd(model)) // max(1, int(llama.llama_model_n_head(model)))
-    return heads * (number("key_length") or usual), heads * (number("value_length") or usual)
+    n_kv_heads = int(llama.llama_model_n_head_kv(model))
+    return n_kv_heads * width("key_length"), n_kv_heads * width("value_length")
 
 
 def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int | None:
     """None where the device writes rows into a cache of that many cells, or into none of that type
     at all (then another device does it, slowly); otherwise the most cells it takes."""
-    if (
-        not width
-        or _writes_rows(device, kind, width, cells)
-        or not _writes_rows(device, kind, width, _CELLS)
-    ):
+
+    def too_many(n: int) -> bool:
+        return not _writes_rows(device, kind, width, n)
+
+    if not width or not too_many(cells) or too_many(_CELLS):
         return None
     sizes = range(_CELLS, cells, _CELLS)
-    return _CELLS * bisect(
-        sizes, False, key=lambda size: not _writes_rows(device, kind, width, size)
-    )
+    return _CELLS * bisect(sizes, False, key=too_many)
 
 
 def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool:
@@ -166,7 +166,8 @@ def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool
     try:
         cache = tensor(scratch, kind, width, cells)
         new = tensor(scratch, GGML_TYPES["f32"], width, 1)
-        rows = ggml_function("ggml_set_rows")(scratch, cache, new, tensor(scratch, _I64, 1, 1))
+        at = tensor(scratch, _I64, 1, 1)
+        rows = ggml_function("ggml_set_rows")(scratch, cache, new, at)
         return bool(ggml_function("ggml_backend_dev_supports_op")(device.handle, rows))
     finally:
         ggml_function("ggml_free")(scratch)
@@ -208,25 +209,10 @@ def devices() -> dict[str, Any]:
     start_native()
     found: list[dict[str, Any]] = []
     features: dict[str, dict[str, str]] = {}
-    for device in _handles():
-        props = _properties(device)
-        registry = ggml_function("ggml_backend_dev_backend_reg")(device)
+    for handle in _handles():
+        registry = ggml_function("ggml_backend_dev_backend_reg")(handle)
         backend = _text(ggml_function("ggml_backend_reg_name")(registry))
-        buffers = ggml_function("ggml_backend_dev_buffer_type")(device)
-        limit = ggml_function("ggml_backend_buft_get_max_size")(buffers)
-        found.append(
-            {
-                "name": _text(props.name),
-                "description": _text(props.description),
-                "backend": backend,
-                "type": _TYPES[props.type] if 0 <= props.type < len(_TYPES) else str(props.type),
-                "memory_free_bytes": props.memory_free,
-                "memory_total_bytes": props.memory_total,
-                "largest_buffer_bytes": None if limit >= _UNLIMITED else limit,
-                "id": _text(props.device_id),
-                "capabilities": [name for name in _CAPABILITIES if getattr(props.caps, name)],
-            }
-        )
+        found.append(_facts(handle, backend))
         if backend not in features:
             features[backend] = _features(registry)
     return {
@@ -238,22 +224,52 @@ def devices() -> dict[str, Any]:
     }
 
 
+def _facts(handle: int, backend: str) -> dict[str, Any]:
+    """Return one device of the list."""
+    props = _properties(handle)
+    kind = str(props.type)
+    if 0 <= props.type < len(_TYPES):
+        kind = _TYPES[props.type]
+    buffers = ggml_function("ggml_backend_dev_buffer_type")(handle)
+    limit = ggml_function("ggml_backend_buft_get_max_size")(buffers)
+    return {
+        "name": _text(props.name),
+        "description": _text(props.description),
+        "backend": backend,
+        "type": kind,
+        "memory_free_bytes": props.memory_free,
+        "memory_total_bytes": props.memory_total,
+        "largest_buffer_bytes": None if limit >= _UNLIMITED else limit,
+        "id": _text(props.device_id),
+        "capabilities": [name for name in _CAPABILITIES if getattr(props.caps, name)],
+    }
+
+
 def _features(registry: int) -> dict[str, str]:
     """What a backend was compiled for, by its own list (CUDA: ARCHS, CPU: AVX2 …); empty where it
     has none."""
-    address = ggml_function("ggml_backend_reg_get_proc_address")(
-        registry, b"ggml_backend_get_features"
-    )
+    address_of = ggml_function("ggml_backend_reg_get_proc_address")
+    address = address_of(registry, b"ggml_backend_get_features")
     if not address:
         return {}
-    listed = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)
-    named = takewhile(lambda feature: feature.name, map(listed.__getitem__, count()))
-    return {_text(feature.name): _text(feature.value) for feature in named}
+    prototype = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)
+    listed = prototype(address)(registry)
+    found: dict[str, str] = {}
+    for at in count():
+        # A feature without a name ends the list.
+        if not listed[at].name:
+            break
+        found[_text(listed[at].name)] = _text(listed[at].value)
+    return found
 
 
 def _text(value: bytes | None) -> str:
     return (value or b"").decode("utf-8", "replace")
 
 
+def _answers() -> Iterator[dict[str, Any]]:
+    yield devices()
+
+
 if __name__ == "__main__":
-    sys.exit(print_answers(lambda: [devices()]))
+    sys.exit(print_answers(_answers))

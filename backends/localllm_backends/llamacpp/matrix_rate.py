@@ -20,11 +20,10 @@ import ctypes
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, takewhile
 from typing import Any
 
 from localllm_backends.llamacpp.native import GgmlInitParams, ggml_function, start_native
@@ -75,8 +74,10 @@ def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
     """
     start_native()
     processor = _Processor(n_threads)
-    name_of = ggml_function("ggml_type_name")
-    known = {(name_of(n) or b"").decode(errors="replace").upper(): n for n in range(_N_TYPES)}
+    known = {}
+    for number in range(_N_TYPES):
+        name = ggml_function("ggml_type_name")(number) or b""
+        known[name.decode(errors="replace").upper()] = number
     return {name: processor.rates(known[name]) for name in types if name in known}
 
 
@@ -97,26 +98,33 @@ class _Processor:
     def rates(self, weights: int) -> dict[str, Rates]:
         """Of weights of that type, by how they lie in memory."""
         found: dict[str, Rates] = {}
-        for layout, memory in [
-            ("stored", self.stored),
-            *(("laid_out", memory) for memory in self._laid_out()),
-        ]:
-            if layout in found:
-                continue
-            prompt, experts, token = (
-                self._flops_s(memory, weights, size) for size in (_PROMPT, _EXPERTS, _TOKEN)
-            )
-            if prompt is None or token is None:
-                continue
-            if experts is None and found:
-                # Experts that this layout does not take are multiplied as they are stored.
-                experts = found["stored"]["experts_flops_s"]
-            found[layout] = {
-                "prompt_flops_s": prompt,
-                "experts_flops_s": experts or prompt,
-                "token_flops_s": token,
-            }
+        stored_experts = None
+        stored = self._rates_in(self.stored, weights)
+        if stored is not None:
+            found["stored"] = stored
+            # Experts that a layout does not take are multiplied as they are stored.
+            stored_experts = stored["experts_flops_s"]
+        for memory in self._laid_out():
+            laid_out = self._rates_in(memory, weights, stored_experts)
+            if laid_out is not None:
+                found["laid_out"] = laid_out
+                break
         return found
+
+    def _rates_in(
+        self, memory: int, weights: int, usual_experts: float | None = None
+    ) -> Rates | None:
+        """Of weights of that type in that kind of memory; None where they can't lie there."""
+        prompt = self._flops_s(memory, weights, _PROMPT)
+        experts = self._flops_s(memory, weights, _EXPERTS)
+        token = self._flops_s(memory, weights, _TOKEN)
+        if prompt is None or token is None:
+            return None
+        return {
+            "prompt_flops_s": prompt,
+            "experts_flops_s": experts or usual_experts or prompt,
+            "token_flops_s": token,
+        }
 
     def _laid_out(self) -> list[int]:
         """The buffer types that lay weights out anew, in the order in which llama.cpp tries
@@ -124,10 +132,13 @@ class _Processor:
         address = self._address(b"ggml_backend_dev_get_extra_bufts")
         if not address:
             return []
-        listed = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(
-            self.device
-        )
-        return [int(memory) for memory in takewhile(bool, map(listed.__getitem__, count()))]
+        prototype = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+        listed = prototype(address)(self.device)
+        found: list[int] = []
+        # NULL ends the list.
+        while listed[len(found)]:
+            found.append(int(listed[len(found)]))
+        return found
 
     def _flops_s(self, memory: int, weights_type: int, size: _Size) -> float | None:
         """Of products of matrices in that kind of memory and tokens in plain memory; None where the
@@ -137,20 +148,14 @@ class _Processor:
             rest_in = _context(freed)
             depth = max(1, size.n_experts)
             weights = _tensor(weights_in, weights_type, size.columns, size.rows, depth)
-            # Experts take their tokens one beside the other.
+            chosen = None
             if size.n_experts:
-                rows, depth = (1, size.tokens)
-            else:
-                rows, depth = (size.tokens, 1)
-            prompt = _tensor(rest_in, _F32, size.columns, rows, depth)
-            filled = [(weights, b""), (prompt, b"")]
-            if size.n_experts:
+                # Experts take their tokens one beside the other.
+                prompt = _tensor(rest_in, _F32, size.columns, 1, size.tokens)
                 chosen = _tensor(rest_in, _I32, size.n_chosen, size.tokens, 1)
-                # In turn, so that every expert has as many.
-                numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
-                filled.append((chosen, struct.pack(f"{len(numbers)}i", *numbers)))
                 product = ggml_function("ggml_mul_mat_id")(rest_in, weights, prompt, chosen)
             else:
+                prompt = _tensor(rest_in, _F32, size.columns, size.tokens, 1)
                 product = ggml_function("ggml_mul_mat")(rest_in, weights, prompt)
             graph = ggml_function("ggml_new_graph")(rest_in)
             ggml_function("ggml_build_forward_expand")(graph, product)
@@ -161,9 +166,12 @@ class _Processor:
                 return None  # and nothing can be written to that memory
             # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some
             # processors are slow at.
-            for tensor, data in filled:
-                n_bytes = ggml_function("ggml_nbytes")(tensor)
-                ggml_function("ggml_backend_tensor_set")(tensor, data or bytes(n_bytes), 0, n_bytes)
+            for tensor in (weights, prompt):
+                _fill(tensor, bytes(ggml_function("ggml_nbytes")(tensor)))
+            if chosen is not None:
+                # In turn, so that every expert has as many.
+                numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
+                _fill(chosen, struct.pack(f"{len(numbers)}i", *numbers))
             compute = partial(ggml_function("ggml_backend_graph_compute"), self._backend, graph)
             # The first product is not counted: it wakes the threads.
             if compute():
@@ -180,7 +188,7 @@ def _best_s(work: Callable[[], object]) -> float:
         started = time.perf_counter()
         work()
         best_s = min(best_s, time.perf_counter() - started)
-        n = n + 1
+        n += 1
     return best_s
 
 
@@ -194,11 +202,15 @@ def _tensor(context: int, kind: int, *shape: int) -> int:
     return int(ggml_function("ggml_new_tensor_3d")(context, kind, *shape))
 
 
-def _answer() -> dict[str, Any]:
+def _fill(tensor: int, data: bytes) -> None:
+    ggml_function("ggml_backend_tensor_set")(tensor, data, 0, len(data))
+
+
+def _answers() -> Iterator[dict[str, Any]]:
     threads = usable_cores()
     found = rates(threads, sys.argv[1:])
-    return {"rates": found, "threads": threads, "cpu_s": time.process_time()}
+    yield {"rates": found, "threads": threads, "cpu_s": time.process_time()}
 
 
 if __name__ == "__main__":
-    sys.exit(print_answers(lambda: [_answer()]))
+    sys.exit(print_answers(_answers))

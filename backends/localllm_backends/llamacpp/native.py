@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -72,11 +71,10 @@ def library_path(name: str) -> Path | None:
     own = importlib.util.find_spec("llama_cpp")
     if own is None:
         return None
+    folder = Path(str(own.origin)).parent / "lib"
     other = os.environ.get("LLAMA_CPP_LIB_PATH")
     if other:
         folder = Path(other)
-    else:
-        folder = Path(str(own.origin)).parent / "lib"
     files = folder.glob(f"*{name}.*")
     return next((file for file in files if file.suffix in (".so", ".dylib", ".dll")), None)
 
@@ -88,19 +86,23 @@ def mappings() -> list[tuple[int, int, str]]:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = (re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(/.*)", line) for line in lines)
-    return [(int(match[1], 16), int(match[2], 16), match[3]) for match in found if match]
+    found = []
+    for line in lines:
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(/.*)", line)
+        if match:
+            found.append((int(match[1], 16), int(match[2], 16), match[3]))
+    return found
 
 
-@dataclass
 class NativeLog:
     """Collects llama.cpp's log lines; install once per process, before anything is loaded."""
 
-    lines: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=100_000))
-    # What llama.cpp's other libraries are told to write to.
-    callback: Any = None
-    _partial: str = ""
-    _level: int = 0
+    def __init__(self) -> None:
+        self.lines: deque[tuple[int, str]] = deque(maxlen=100_000)
+        # What llama.cpp's other libraries are told to write to.
+        self.callback: Any = None
+        self._partial = ""
+        self._level = 0
 
     def install(self) -> None:
         """Take over llama.cpp's log callback."""
@@ -125,18 +127,16 @@ class NativeLog:
     def reason(self, default: str = "llama.cpp gave no reason") -> str:
         """Why the last call failed, by the last errors it logged since the mark; `default` where it
         said nothing."""
-        # Without llama.cpp's names of functions.
-        said = [
-            re.sub(r"^[a-z_0-9:~]+:\s+", "", line.strip())
-            for level, line in self.lines
-            if level >= _ERROR_LEVEL and line.strip()
-        ]
-        lines = [
-            line.removeprefix("error loading model: ")
-            for line in said
-            if "failed to load model" not in line
-        ]
-        return "; ".join(dict.fromkeys(lines[-2:])) or default
+        reasons = []
+        for level, line in self.lines:
+            if level < _ERROR_LEVEL or not line.strip():
+                continue
+            # Without llama.cpp's names of functions.
+            reason = re.sub(r"^[a-z_0-9:~]+:\s+", "", line.strip())
+            if "failed to load model" not in reason:
+                reasons.append(reason.removeprefix("error loading model: "))
+        last = dict.fromkeys(reasons[-2:])
+        return "; ".join(last) or default
 
     def buffers(self) -> Buffers:
         """The buffers named since the mark."""
@@ -144,10 +144,7 @@ class NativeLog:
         for _, line in self.lines:
             # Most lines are of the header's entries: to search them all takes as long as a small
             # model's weights.
-            if "buffer size" in line:
-                match = _BUFFER.search(line)
-            else:
-                match = None
+            match = _BUFFER.search(line) if "buffer size" in line else None
             if match:
                 found[match[1], match[2]] += round(float(match[3]) * _MIB)
         return found
@@ -187,58 +184,76 @@ def start_native() -> Any:
     return bindings()
 
 
-_POINTER, _TEXT, _INT, _SIZE, _LONG, _BOOL = (
-    ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int64, ctypes.c_bool,
-)  # fmt: skip
-# ggml.h, ggml-backend.h, gguf.h: what each function returns, and what it takes. Structures go by
-# their address.
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "gguf_init_from_file": (_POINTER, [_TEXT, GgufInitParams]),
-    "gguf_free": (None, [_POINTER]),
-    "gguf_find_key": (_LONG, [_POINTER, _TEXT]),
-    "gguf_find_tensor": (_LONG, [_POINTER, _TEXT]),
-    "gguf_get_kv_type": (_INT, [_POINTER, _LONG]),
-    "gguf_get_arr_type": (_INT, [_POINTER, _LONG]),
-    "gguf_get_arr_n": (_SIZE, [_POINTER, _LONG]),
-    "gguf_get_val_str": (_TEXT, [_POINTER, _LONG]),
-    "gguf_get_val_data": (_POINTER, [_POINTER, _LONG]),
-    "gguf_get_arr_data": (_POINTER, [_POINTER, _LONG]),
-    "ggml_init": (_POINTER, [GgmlInitParams]),
-    "ggml_free": (None, [_POINTER]),
-    "ggml_type_name": (_TEXT, [_INT]),
-    "ggml_nbytes": (_SIZE, [_POINTER]),
-    "ggml_nelements": (_LONG, [_POINTER]),
-    "ggml_new_tensor_2d": (_POINTER, [_POINTER, _INT, _LONG, _LONG]),
-    "ggml_new_tensor_3d": (_POINTER, [_POINTER, _INT, _LONG, _LONG, _LONG]),
-    "ggml_reshape_2d": (_POINTER, [_POINTER, _POINTER, _LONG, _LONG]),
-    "ggml_get_rows": (_POINTER, [_POINTER] * 3),
-    "ggml_set_rows": (_POINTER, [_POINTER] * 4),
-    "ggml_cont": (_POINTER, [_POINTER] * 2),
-    "ggml_soft_max": (_POINTER, [_POINTER] * 2),
-    "ggml_mul_mat": (_POINTER, [_POINTER] * 3),
-    "ggml_mul_mat_id": (_POINTER, [_POINTER] * 4),
-    "ggml_set_output": (None, [_POINTER]),
-    "ggml_new_graph": (_POINTER, [_POINTER]),
-    "ggml_build_forward_expand": (None, [_POINTER] * 2),
-    "ggml_backend_register": (None, [_POINTER]),
-    "ggml_backend_dev_count": (_SIZE, []),
-    "ggml_backend_dev_get": (_POINTER, [_SIZE]),
-    "ggml_backend_dev_by_type": (_POINTER, [_INT]),
-    "ggml_backend_dev_type": (_INT, [_POINTER]),
-    "ggml_backend_dev_get_props": (None, [_POINTER] * 2),
-    "ggml_backend_dev_buffer_type": (_POINTER, [_POINTER]),
-    "ggml_backend_dev_supports_op": (_BOOL, [_POINTER] * 2),
-    "ggml_backend_dev_init": (_POINTER, [_POINTER, _TEXT]),
-    "ggml_backend_dev_backend_reg": (_POINTER, [_POINTER]),
-    "ggml_backend_reg_name": (_TEXT, [_POINTER]),
-    "ggml_backend_reg_get_proc_address": (_POINTER, [_POINTER, _TEXT]),
-    "ggml_backend_buft_get_max_size": (_SIZE, [_POINTER]),
-    "ggml_backend_buffer_free": (None, [_POINTER]),
-    "ggml_backend_alloc_ctx_tensors_from_buft": (_POINTER, [_POINTER] * 2),
-    "ggml_backend_graph_compute": (_INT, [_POINTER] * 2),
-    "ggml_backend_tensor_get": (None, [_POINTER, _POINTER, _SIZE, _SIZE]),
-    "ggml_backend_tensor_set": (None, [_POINTER, _TEXT, _SIZE, _SIZE]),
+_C_TYPES: dict[str, Any] = {
+    "void": None,
+    "pointer": ctypes.c_void_p,
+    "text": ctypes.c_char_p,
+    "int": ctypes.c_int,
+    "size": ctypes.c_size_t,
+    "int64": ctypes.c_int64,
+    "bool": ctypes.c_bool,
+    "ggml_init_params": GgmlInitParams,
+    "gguf_init_params": GgufInitParams,
 }
+# ggml.h, ggml-backend.h, gguf.h: a function, its result and its arguments. Structures are passed by
+# their address.
+_SIGNATURES = """
+gguf_init_from_file pointer text gguf_init_params
+gguf_free void pointer
+gguf_find_key int64 pointer text
+gguf_find_tensor int64 pointer text
+gguf_get_kv_type int pointer int64
+gguf_get_arr_type int pointer int64
+gguf_get_arr_n size pointer int64
+gguf_get_val_str text pointer int64
+gguf_get_val_data pointer pointer int64
+gguf_get_arr_data pointer pointer int64
+ggml_init pointer ggml_init_params
+ggml_free void pointer
+ggml_type_name text int
+ggml_nbytes size pointer
+ggml_nelements int64 pointer
+ggml_new_tensor_2d pointer pointer int int64 int64
+ggml_new_tensor_3d pointer pointer int int64 int64 int64
+ggml_reshape_2d pointer pointer pointer int64 int64
+ggml_get_rows pointer pointer pointer pointer
+ggml_set_rows pointer pointer pointer pointer pointer
+ggml_cont pointer pointer pointer
+ggml_soft_max pointer pointer pointer
+ggml_mul_mat pointer pointer pointer pointer
+ggml_mul_mat_id pointer pointer pointer pointer pointer
+ggml_set_output void pointer
+ggml_new_graph pointer pointer
+ggml_build_forward_expand void pointer pointer
+ggml_backend_register void pointer
+ggml_backend_dev_count size
+ggml_backend_dev_get pointer size
+ggml_backend_dev_by_type pointer int
+ggml_backend_dev_type int pointer
+ggml_backend_dev_get_props void pointer pointer
+ggml_backend_dev_buffer_type pointer pointer
+ggml_backend_dev_supports_op bool pointer pointer
+ggml_backend_dev_init pointer pointer text
+ggml_backend_dev_backend_reg pointer pointer
+ggml_backend_reg_name text pointer
+ggml_backend_reg_get_proc_address pointer pointer text
+ggml_backend_buft_get_max_size size pointer
+ggml_backend_buffer_free void pointer
+ggml_backend_alloc_ctx_tensors_from_buft pointer pointer pointer
+ggml_backend_graph_compute int pointer pointer
+ggml_backend_tensor_get void pointer pointer size size
+ggml_backend_tensor_set void pointer text size size
+"""
+
+
+@cache
+def _signatures() -> dict[str, tuple[Any, list[Any]]]:
+    """Return the types of each function's result and arguments."""
+    found = {}
+    for line in _SIGNATURES.strip().splitlines():
+        name, result, *arguments = line.split()
+        found[name] = (_C_TYPES[result], [_C_TYPES[kind] for kind in arguments])
+    return found
 
 
 @cache
@@ -252,7 +267,7 @@ def ggml_function(name: str) -> Any:
     except AttributeError:
         # Not on Windows, where there is one copy under each name.
         function = bindings("_ggml").libggml[name]
-    function.restype, function.argtypes = _SIGNATURES[name]
+    function.restype, function.argtypes = _signatures()[name]
     return function
 
 
