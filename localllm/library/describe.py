@@ -19,6 +19,8 @@ from localllm.library import (
     variants,
 )
 from localllm.library.catalog import read_model
+from localllm.library.installed_names import InstalledNames, catalog_model
+from localllm.model_names import find
 
 if TYPE_CHECKING:
     from localllm.library.hub import Listing
@@ -38,8 +40,7 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
     UsageError.
     """
     reference = reference.strip()
-    name, _, quant = reference.partition(":")
-    known = catalog.get(name)
+    known, quant = catalog_model(reference, catalog)
     if known is not None:
         names.check_quant(known, quant)
         return known, quant
@@ -52,8 +53,9 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
         found = _of_catalog(asked, catalog) if asked.repo else None
         if found is not None:
             return found, asked.quant
-        here = resolve.matching(reference, store.scan(), catalog=catalog)
-        local = resolve.best_of(here) if here else None
+        here = find(reference, InstalledNames(store.scan(), catalog).rules).models
+        if here:
+            local = resolve.best_of(here)
     if local is not None:
         return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
     if not asked.repo:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
+from localllm.model_names import without_tag
 from localllm_catalog.names import bare as bare
 from localllm_catalog.names import quant_of as quant_of
 from localllm_catalog.names import safe_file as safe_file
@@ -174,7 +175,7 @@ def parse(text: str) -> ModelReference:
 
     Raises UsageError for anything a path could hide in, and for URLs of other hosts.
     """
-    text = text.strip()
+    text = without_tag(text.strip())
     if "://" in text or text.split("/", 1)[0].lower() in _HUB_HOSTS:
         return _parse_url(text)
     name, _, quant = text.partition(":")
@@ -185,6 +186,14 @@ def parse(text: str) -> ModelReference:
     if not name or ".." in name or "\\" in name:
         raise UsageError(f"{text[:100]!r} is not a model reference", hint=_REFERENCE_HINT)
     return ModelReference(text, name, "", quant)
+
+
+def parsed(text: str) -> ModelReference | None:
+    """Return `parse` of this text; None if it raises an error."""
+    try:
+        return parse(text)
+    except UsageError:
+        return None
 
 
 def _parse_url(text: str) -> ModelReference:

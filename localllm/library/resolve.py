@@ -3,26 +3,26 @@ best at hand."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm import json_store
-from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
+from localllm import json_store, model_names
+from localllm.errors import ModelFileError, ModelNotFoundError
 from localllm.library import file_kinds, folders, names, starter, store
-from localllm.library.catalog import load_catalog, read_header
+from localllm.library.catalog import read_header
+from localllm.library.installed_names import InstalledNames
 from localllm.library.types import LocalModel
 from localllm.memory.system import SystemMemory
+from localllm.model_names import Match, Rule
 from localllm_catalog.names import Format
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
-    from localllm_catalog.types import Model
 
-_STARTER_NAMES = (starter.NAME, "smollm2-135m", "starter")
 # Weights above this share of memory leave too little for a context and for everything else that
 # runs.
 _SENSIBLE_SHARE = 0.5
@@ -40,18 +40,14 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None) -> LocalModel:
     """
     if ref is None:
         return _best_at_hand()
-    ref = ref.strip()
-    names.check_said(ref)
-    packaged = store.packaged() if ref.lower() in _STARTER_NAMES else []
-    found = packaged[0] if packaged else by_path(ref)
-    if found is None:
-        reference = names.parse(ref)
-        installed = store.scan()
-        candidates = _matching(reference, installed)
-        if candidates:
-            found = best_of(candidates)
-        else:
-            found = _by_catalog(reference, installed, catalog)
+    installed = InstalledNames(catalog=catalog)
+    match = _match(ref, installed)
+    if match.rule is Rule.PATH:
+        found = match.models[0]
+    else:
+        found = best_of(match.models)
+    if match.rule is Rule.CATALOG:
+        found = replace(found, name=installed.catalog_id(ref))
     names.check_readable(found.name, found.path.name)
     return found
 
@@ -62,54 +58,30 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
 
     Raises as `resolve` does.
     """
-    installed = store.scan()
-    at = by_path(ref.strip()) if "://" not in ref else None
-    if at is not None:
-        # A path into a store is that store's model, with what it knows of it (a published hash).
-        return [next((m for m in installed if m.path.resolve() == at.path.resolve()), at)]
-    reference = names.parse(ref)
-    found = _matching(reference, installed)
-    if not found and not reference.repo:
-        found = _of_model(_catalog_model(reference, catalog), reference.quant, installed)
-    return found or [resolve(ref, catalog=catalog)]
+    installed = InstalledNames(catalog=catalog)
+    match = _match(ref, installed)
+    if match.rule is not Rule.PATH:
+        return [*match.models]
+    # A path into a store is that store's model, with what it knows of it (a published hash).
+    path = match.models[0].path.resolve()
+    kept = [model for model in installed.models if model.path.resolve() == path]
+    return kept[:1] or [*match.models]
 
 
-def matching(
-    ref: str, installed: list[LocalModel], *, catalog: Catalog | None = None
-) -> list[LocalModel]:
-    """Those of `installed` that `ref` names: a name, file name, repository or catalog id, each also
-    with `:quant`. For names that strangers send: no path and no address is looked at, and what
-    nothing answers to is an empty list."""
-    if "://" in ref:
+def _match(ref: str, installed: InstalledNames) -> Match[LocalModel]:
+    names.check_said(ref)
+    match = model_names.find(ref, {Rule.PATH: _at_path, **installed.rules})
+    if not match.models:
+        raise installed.not_found(ref)
+    return match
+
+
+def _at_path(typed: str) -> list[LocalModel]:
+    # The names of the starter model mean no file or folder of that name.
+    if typed.lower() in starter.NAMES:
         return []
-    try:
-        reference = names.parse(ref)
-    except UsageError:
-        return []
-    found = _matching(reference, installed)
-    return found or _of_model(_catalog_model(reference, catalog), reference.quant, installed)
-
-
-def _catalog_model(reference: names.ModelReference, catalog: Catalog | None) -> Model | None:
-    known = catalog if catalog is not None else load_catalog()
-    if reference.repo:
-        return known.recognise(reference.repo)
-    return known.get(reference.name)
-
-
-def _of_model(model: Model | None, quant: str, installed: list[LocalModel]) -> list[LocalModel]:
-    """Those of `installed` that are variants of `model`, in that quant if one is given: from one of
-    its repositories, or called as it is."""
-    if model is None:
-        return []
-    repos = {v.repo.lower() for v in model.variants} | {model.hf_repo.lower()}
-    called = {names.bare(n) for n in (model.id, model.name, model.hf_repo)}
-    of_quant = [m for m in installed if not quant or names.same_quant(quant, m.quant)]
-    return [m for m in of_quant if m.repo.lower() in repos or called & _bare_names(m)]
-
-
-def _bare_names(local: LocalModel) -> set[str]:
-    return {names.bare(name) for name in (local.name, local.repo, local.path.name)}
+    found = by_path(typed)
+    return [found] if found is not None else []
 
 
 # --- a path ---------------------------------------------------------------------------------------
@@ -217,78 +189,6 @@ def _by_folder(folder: Path) -> LocalModel:
     )
 
 
-# --- a name ---------------------------------------------------------------------------------------
-
-
-def _matching(reference: names.ModelReference, installed: list[LocalModel]) -> list[LocalModel]:
-    """Installed models that a reference names, by the strictest rule that finds any."""
-    text = reference.text.lower()
-    exact = [m for m in installed if text in _spellings(m)]
-    if exact:
-        return exact
-    # "Tiny-Q8_0" means no other quant, as "tiny:Q8_0" doesn't.
-    quant = reference.quant or ("" if reference.repo else names.quant_of(reference.name))
-    of_quant = [m for m in installed if not quant or names.same_quant(quant, m.quant)]
-    if reference.repo:
-        same = [m for m in of_quant if m.repo.lower() == reference.repo.lower()]
-        if reference.file:
-            stem = names.stem_of(reference.file)
-            same = [m for m in same if names.stem_of(m.path.name) == stem]
-        return same
-    wanted = names.bare(reference.name)
-    return [m for m in of_quant if wanted and wanted in _bare_names(m)]
-
-
-def _spellings(model: LocalModel) -> set[str]:
-    spelled = {
-        model.name,
-        model.path.name,
-        f"{model.name}.gguf",
-        f"{model.repo}:{model.quant}",
-        f"{model.name}:{model.quant}",
-    }
-    if model.origin == "ollama" and model.name.endswith(":latest"):
-        spelled.add(model.name.removesuffix(":latest"))
-    return {s.lower() for s in spelled}
-
-
-def _by_catalog(
-    reference: names.ModelReference, installed: list[LocalModel], catalog: Catalog | None
-) -> LocalModel:
-    known = catalog if catalog is not None else load_catalog()
-    model = _catalog_model(reference, known)
-    if model is not None and not reference.repo:
-        candidates = _of_model(model, reference.quant, installed)
-        if candidates:
-            return replace(best_of(candidates), name=model.id)
-        names.check_quant(model, reference.quant)
-    if model is not None or reference.repo:
-        raise _not_installed(reference, model, installed)
-    by_lower = {m.name.lower(): m.name for m in installed}
-    close = difflib.get_close_matches(reference.name.lower(), by_lower, n=2, cutoff=0.55)
-    near = dict.fromkeys([*known.suggest(reference.name), *(by_lower[c] for c in close)])
-    hint = (
-        "see `localllm models list` for what is installed and `localllm recommend` for what to "
-        "fetch"
-    )
-    if near:
-        hint = f"did you mean {', '.join(near)}?"
-    raise ModelNotFoundError(f"no model is called {reference.text!r}", hint=hint)
-
-
-def _not_installed(
-    reference: names.ModelReference, model: Model | None, installed: list[LocalModel]
-) -> ModelNotFoundError:
-    """What a model that is known, or is named with its repository, has on this disk instead."""
-    what = model.name if model is not None else reference.repo
-    quant = f" in {reference.quant}" if reference.quant else ""
-    others = {m.quant or m.name for m in _of_model(model, "", installed)}
-    hint = f"fetch it: `localllm pull {reference.text}`"
-    if others:
-        hint += f"; installed: {', '.join(sorted(others))}"
-    return ModelNotFoundError(f"{what}{quant} is not on this disk", hint=hint)
-
-
 # --- the best -------------------------------------------------------------------------------------
 
 
@@ -305,14 +205,14 @@ def _best_at_hand() -> LocalModel:
     return best
 
 
-def best_of(candidates: list[LocalModel]) -> LocalModel:
+def best_of(candidates: Sequence[LocalModel]) -> LocalModel:
     """One of several that answer to a name: the biggest sensible one this machine can run, else the
     smallest."""
     smallest = min(candidates, key=lambda m: (m.is_folder, m.size_bytes))
     return next(iter(_sensible(candidates)), smallest)
 
 
-def _sensible(models: list[LocalModel]) -> list[LocalModel]:
+def _sensible(models: Sequence[LocalModel]) -> list[LocalModel]:
     """Those that can run here and leave half of what is available now for a context and for
     whatever else runs, the biggest first."""
     has_mlx = importlib.util.find_spec("mlx_lm") is not None

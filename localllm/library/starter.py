@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 NAME = "smollm2-135m-instruct"
+NAMES = (NAME, "smollm2-135m", "starter")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from localllm.library import names, store, variants
 from localllm.library.catalog import load_catalog
+from localllm.library.installed_names import catalog_model
 from localllm.library.names import ModelReference
 from localllm.library.resolve import is_path, resolve
 from localllm.library.types import LocalModel
@@ -27,7 +28,7 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
     if reference.repo:
         return replace(reference, name="")
     known = catalog if catalog is not None else load_catalog()
-    model = known.get(reference.name)
+    model, quant = catalog_model(ref, known)
     listed = model.variants if model is not None else ()
     packaged = [v for v in listed if v.repo.startswith("pypi:")]
     on_hub = tuple(v for v in listed if v not in packaged)
@@ -35,9 +36,9 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
         # A name on this disk needs no fetching, and resolve's error says what is near.
         return resolve(ref, catalog=known)
     here = store.packaged()
-    if here and packaged and reference.quant in ("", packaged[0].quant):
+    if here and packaged and quant in ("", packaged[0].quant):
         return here[0]
-    return _offered(reference, replace(model, variants=on_hub), choose)
+    return _offered(replace(reference, quant=quant), replace(model, variants=on_hub), choose)
 
 
 def _offered(reference: ModelReference, offered: Model, choose: Choose | None) -> ModelReference:

@@ -69,8 +69,10 @@ def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
     """How a variant is chosen for `ref`: only of a model of the catalog is enough known to plan by
     before it is fetched."""
     from localllm.library.catalog import load_catalog
+    from localllm.library.installed_names import catalog_model
 
-    if load_catalog().get(ref.partition(":")[0]) is not None:
+    model, _ = catalog_model(ref, load_catalog())
+    if model is not None:
         return best_variant
     return None
 
@@ -109,15 +111,17 @@ def installed_names(
 ) -> dict[tuple[str, str], str]:
     """Names on this disk of the plans' models that are there, by id and quant. `there`: what was
     found on it (None: it is looked at)."""
-    from localllm.library import store
-    from localllm.library.resolve import matching
+    from localllm.library.installed_names import InstalledNames
+    from localllm.model_names import find
 
-    there = store.scan() if there is None else there
+    installed = InstalledNames(there, catalog)
+    if not installed.models:
+        return {}
     found = {}
-    for key in {(p.model.id, p.variant.quant) for p in plans} if there else ():
-        installed = matching(f"{key[0]}:{key[1]}", there, catalog=catalog)
-        if installed:
-            found[key] = installed[0].name
+    for model_id, quant in {(p.model.id, p.variant.quant) for p in plans}:
+        local = find(f"{model_id}:{quant}", installed.rules).first
+        if local is not None:
+            found[model_id, quant] = local.name
     return found
 
 

@@ -72,7 +72,7 @@ def create_app(
         app.add_middleware(
             ProxyMiddleware,
             upstreams=models.upstreams,
-            offered=models.offered,
+            served=models.named_here,
             is_full=models.full,
             settings=settings,
         )

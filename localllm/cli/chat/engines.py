@@ -7,20 +7,23 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
 
 from localllm.cli.serve.api_keys import existing_key
 from localllm.cli.serve.running import Running, running
 from localllm.errors import LocalLLMError, ModelNotFoundError, ServerUnreachableError, UsageError
+from localllm.model_names import NameTable, Rule, find
 from localllm.setting_table import LOADING
 from localllm.settings import Settings
 from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 
+if TYPE_CHECKING:
+    import httpx
+
 # What runs on this machine answers within milliseconds; what is elsewhere may be asleep.
 _HERE_S = 1.0
 _ELSEWHERE_S = 10.0
-# Names beside its own by which a server is asked for.
-_TAGS = (":latest",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
     listed = listed_models(base_url, key)
     names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
     if model:
-        found = _named(listed, model)
+        found = _named(_Server(base_url, key), listed, model)
     else:
         found = _in_memory(listed) or next(iter(names), None)
     if found is None:
@@ -149,7 +152,6 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
 def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
     """`url` as clients are told it, ending in /v1, and the key for it: `api_key` or the variable's,
     else that of this user's own server where it is one, which is shown to no other."""
-    from urllib.parse import urlsplit
 
     from localllm.server.http.settings import is_loopback
 
@@ -180,9 +182,10 @@ def here(
         if model is None:
             found = _in_memory(listed)
         else:
-            found = _named(listed, model)
+            asked = _Server(server.base_url, key, server.unix_socket, _HERE_S)
+            found = _named(asked, listed, model)
         if found is None and model is not None and (name := installed()):
-            found = _named(listed, name)
+            found = _named(asked, listed, name)
         if found is not None:
             return Attached(server.base_url, found, key, server.unix_socket)
     return None
@@ -197,25 +200,49 @@ def _key_of(server: Running, api_key: str | None) -> str | None:
     return key
 
 
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """Where a server is asked about its models."""
+
+    base_url: str
+    key: str | None
+    unix_socket: str = ""
+    timeout_s: float = _ELSEWHERE_S
+
+    def get(self, path: str) -> httpx.Response:
+        """The answer to a GET request. Raises ServerUnreachableError."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        transport = None
+        if self.unix_socket:
+            transport = httpx.HTTPTransport(uds=self.unix_socket)
+        try:
+            with httpx.Client(
+                headers=headers, timeout=self.timeout_s, trust_env=False, transport=transport
+            ) as client:
+                return client.get(f"{self.base_url}/{path}")
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
+            raise ServerUnreachableError(
+                f"no server answers at {self.base_url}: {e or type(e).__name__}"
+            ) from e
+
+    def named(self, name: str) -> list[str]:
+        """The id of the model that the server runs for this name, which its list may not show."""
+        try:
+            reply = self.get(f"models/{quote(name, safe='')}")
+            return [str(reply.json()["id"])] if reply.status_code == 200 else []
+        except (ServerUnreachableError, ValueError, KeyError, TypeError):
+            return []
+
+
 def listed_models(
     base_url: str, key: str | None, unix_socket: str = "", timeout_s: float = _ELSEWHERE_S
 ) -> list[dict[str, Any]]:
     """The server's list of models. Raises ServerUnreachableError or UsageError."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    transport = None
-    if unix_socket:
-        transport = httpx.HTTPTransport(uds=unix_socket)
-    try:
-        with httpx.Client(
-            headers=headers, timeout=timeout_s, trust_env=False, transport=transport
-        ) as client:
-            reply = client.get(f"{base_url}/models")
-    except (httpx.HTTPError, httpx.InvalidURL) as e:
-        raise ServerUnreachableError(
-            f"no server answers at {base_url}: {e or type(e).__name__}"
-        ) from e
+    reply = _Server(base_url, key, unix_socket, timeout_s).get("models")
     if reply.status_code in (401, 403):
         raise UsageError(
             f"the server at {base_url} asks for a key"
@@ -235,18 +262,16 @@ def listed_models(
         ) from e
 
 
-def _named(listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    """The id of the model that is asked for as `name`."""
-    wanted = name.lower()
-    for tag in _TAGS:
-        wanted = wanted.removesuffix(tag)
+def _named(server: _Server, listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """The id of the server's model that `name` names: by the server's list, or as the server
+    itself finds it."""
+    table: NameTable[str] = NameTable()
     for entry in listed:
-        if wanted in (
-            str(entry["id"]).lower(),
-            *(str(a).lower() for a in entry.get("aliases") or ()),
-        ):
-            return str(entry["id"])
-    return None
+        table.add(str(entry["id"]), str(entry["id"]))
+    for entry in listed:
+        for alias in entry.get("aliases") or ():
+            table.add(str(alias), str(entry["id"]))
+    return find(name, {Rule.SERVED: table.named, Rule.INSTALLED: server.named}).first
 
 
 def _in_memory(listed: Sequence[Mapping[str, Any]]) -> str | None:

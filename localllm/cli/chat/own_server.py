@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from localllm.cli.serve.presets import load_presets, preset_named
+from localllm.cli.serve.presets import load_presets, preset_and_model
 from localllm.cli.serve.run import application
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library.resolve import resolve
@@ -39,14 +39,12 @@ class OwnEngine:
     def __init__(self, model: str | None, settings: Settings) -> None:
         self._settings = settings
         self._presets = load_presets()
-        reference = model or self._settings.value("model")
-        self._preset = preset_named(self._presets, reference)
+        typed = model or self._settings.value("model")
+        self._preset, named = preset_and_model(self._presets, typed)
+        self._local = resolve(named)
+        self.model = self._local.name
         if self._preset is not None:
-            self._local = resolve(self._preset.model)
             self.model = self._preset.name
-        else:
-            self._local = resolve(reference)
-            self.model = self._local.name
         [self._sock] = bind("127.0.0.1", 0)
         _reach(self._sock)
         self.base_url = f"http://127.0.0.1:{self._sock.getsockname()[1]}/v1"

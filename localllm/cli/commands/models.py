@@ -14,8 +14,9 @@ from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
 from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, show, table
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.formatting import byte_size
-from localllm.library import names, store
+from localllm.library import store
 from localllm.library.catalog import load_catalog, open_model
+from localllm.library.installed_names import catalog_model
 from localllm.library.resolve import find
 from localllm.plain_output import TerminalLine
 
@@ -63,7 +64,7 @@ def info(
     try:
         local = resolve(ref, catalog=catalog)
     except ModelNotFoundError:
-        known = catalog.get(names.parse(ref).name)
+        known, _ = catalog_model(ref.rpartition("/")[2], catalog)
         if known is None:
             raise
     else:

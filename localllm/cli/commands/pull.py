@@ -101,8 +101,9 @@ def pull(
 def companions_of(ref: str) -> tuple[Companion, ...]:
     """The drafters that are published for a model of the catalog; none for anything else."""
     from localllm.library.catalog import load_catalog
+    from localllm.library.installed_names import catalog_model
 
-    model = load_catalog().get(ref.partition(":")[0])
+    model, _ = catalog_model(ref, load_catalog())
     if model is not None:
         return model.companions
     return ()

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from localllm.cli.serve.served_models import ServedModels, real_path
 from localllm.library import names, store
-from localllm.library.catalog import load_catalog
-from localllm.library.resolve import best_of, matching, resolve
+from localllm.library.installed_names import InstalledNames
+from localllm.library.resolve import best_of, resolve
 from localllm.library.types import LocalModel
 from localllm.load.candidates import variant_choice
+from localllm.model_names import Rules
 from localllm.server.models.served import ServedModel, StoreProgress
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class DiskModels:
         self._only = only
         self._named = {real_path(local.path): (local, model) for local, model in named}
         self._listed: dict[Path, Offered] = {}
+        # Which served model answers to the names of which files.
+        self._answers: dict[LocalModel, ServedModel] = {}
         self._lock = threading.Lock()
         self._looked_s = -_FRESH_S
         self._looking: threading.Thread | None = None
@@ -66,12 +69,18 @@ class DiskModels:
         for _, model in [*self._listed.values()]:
             model.worker.describe()
 
-    def find(self, name: str) -> ServedModel | None:
-        found = self._find(name)
-        if found is None and time.monotonic() - self._looked_s > _LOOK_AGAIN_S:
-            self.look()
-            found = self._find(name)
-        return found
+    def rules(self) -> Rules[ServedModel]:
+        """See InstalledModels."""
+        answers = self._answers
+        installed = InstalledNames([*answers])
+        return {rule: self._served_by(files, answers) for rule, files in installed.rules.items()}
+
+    def look_again(self) -> bool:
+        """See InstalledModels."""
+        if time.monotonic() - self._looked_s <= _LOOK_AGAIN_S:
+            return False
+        self.look()
+        return True
 
     def look(self) -> None:
         """Look at the disk. Models that are there no more are no longer listed; one that is loaded
@@ -96,21 +105,45 @@ class DiskModels:
                 if found[1].loaded:
                     listed.setdefault(path, found)
             self._listed = listed
+            self._answers = self._answering(scanned)
             self._looked_s = time.monotonic()
 
-    def _find(self, name: str) -> ServedModel | None:
-        named = dict(self._named.values())
-        offered = named | dict(self._listed.values())
-        candidates = matching(name, [*offered])
-        if not candidates:
-            return None
-        # One that is in memory answers first: what is free now must not decide between two quants
-        # of a model.
-        first = [offered[local] for local in candidates if offered[local].state != "available"]
-        first += [named[local] for local in candidates if local in named]
-        model = first[0] if first else offered[best_of(candidates)]
-        model.worker.describe()
-        return model
+    def _answering(self, scanned: Sequence[LocalModel]) -> dict[LocalModel, ServedModel]:
+        """The files of each model on offer, also under the other names that the disk has for
+        them."""
+        offered = self._listed | self._named
+        answers = dict(offered.values())
+        for local in scanned:
+            found = offered.get(real_path(local.path))
+            if found is not None:
+                answers[local] = found[1]
+        return answers
+
+    def _served_by(
+        self, rule: Callable[[str], Sequence[LocalModel]], answers: dict[LocalModel, ServedModel]
+    ) -> Callable[[str], Sequence[ServedModel]]:
+        def served(typed: str) -> Sequence[ServedModel]:
+            files = rule(typed)
+            if not files:
+                return ()
+            return [self._chosen(files, answers)]
+
+        return served
+
+    def _chosen(
+        self, files: Sequence[LocalModel], answers: dict[LocalModel, ServedModel]
+    ) -> ServedModel:
+        """One of several models that a name leads to. A model in memory comes first: the memory
+        that is free now must not decide between two quants. Then one named at the start."""
+        models = [answers[local] for local in files]
+        for model in models:
+            if model.state != "available":
+                return model
+        named = [model for _, model in self._named.values()]
+        for model in models:
+            if model in named:
+                return model
+        return answers[best_of(files)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +159,9 @@ class LibraryStore:
         def hear(p: DownloadProgress) -> None:
             on_progress(StoreProgress(p.state, p.done_bytes, p.total_bytes, p.digest))
 
-        name = _ours(ref)
-        pull(name, on_progress=hear, choose=variant_choice(name), offline=self.offline, mmproj=True)
+        names.parse(ref)
+        pull(ref, on_progress=hear, choose=variant_choice(ref), offline=self.offline, mmproj=True)
 
     def remove(self, ref: str) -> None:
-        store.rm(resolve(_ours(ref)))
-
-
-def _ours(ref: str) -> str:
-    """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises
-    UsageError for a path."""
-    names.parse(ref)
-    ref = ref.removesuffix(":latest")
-    family, colon, size = ref.partition(":")
-    if colon and "/" not in ref:
-        catalog = load_catalog()
-        if catalog.get(family) is None and catalog.get(f"{family}-{size.lower()}") is not None:
-            return f"{family}-{size.lower()}"
-    return ref
+        names.parse(ref)
+        store.rm(resolve(ref))

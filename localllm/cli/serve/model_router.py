@@ -4,7 +4,7 @@ other servers' models."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from localllm.cli.serve.installed_models import DiskModels
 from localllm.cli.serve.presets import Preset, load_presets
@@ -14,6 +14,7 @@ from localllm.errors import ModelNotFoundError, UsageError
 from localllm.library.types import LocalModel
 from localllm.load.load_plan import LoadPlan
 from localllm.load.sharing import memory_for_models
+from localllm.model_names import NameTable, Rule, find
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.served import ServedModel
 from localllm.server.models.worker import ModelAdmission
@@ -69,7 +70,7 @@ def router_for(
     installed = DiskModels(served, themselves, only=only)
     models = [model for _, model in named]
     for text in aliases:
-        _add_alias(text, models, installed.find)
+        _add_alias(text, models, installed)
     return ModelRouter(models, served.admission, installed)
 
 
@@ -92,16 +93,15 @@ def _further_presets(
             yield local, served.model(local, preset)
 
 
-def _add_alias(
-    text: str, models: list[ServedModel], find: Callable[[str], ServedModel | None]
-) -> None:
-    """Give one of `models`, or one that `find` knows and that is one of them then, the further name
-    that `text` says: `NAME=MODEL`, or `NAME` for the first. Raises UsageError."""
+def _add_alias(text: str, models: list[ServedModel], installed: DiskModels) -> None:
+    """Give one of `models` the further name that `text` states: `NAME=MODEL`, or `NAME` for the
+    first. An installed model that is named so joins `models`. Raises UsageError."""
     alias, equals, name = text.partition("=")
-    named = [model for model in models if not equals or model.name.lower() == name.lower()]
-    model = next(iter(named), None)
-    if model is None and equals:
-        model = find(name)
+    if equals:
+        served = NameTable((model.name, model) for model in models)
+        model = find(name, {**installed.rules(), Rule.SERVED: served.named}).first
+    else:
+        model = next(iter(models), None)
     if not alias or model is None:
         raise UsageError(
             f"--alias {text!r} must be NAME=MODEL with a model that is served",

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from localllm.cli.serve.config_tables import named_tables, read_table
 from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES
+from localllm.model_names import NameTable, Rule, find
 from localllm.setting_table import LOADING, Value
 from localllm.settings import checked, setting
 
@@ -53,10 +54,25 @@ def load_presets() -> tuple[Preset, ...]:
     return tuple(_preset(name, table) for name, table in named_tables("models", "model").items())
 
 
-def preset_named(presets: Iterable[Preset], name: str | None) -> Preset | None:
-    """The one of that name that makes a model of its own; None where there is none."""
-    wanted = (name or "").lower()
-    return next((p for p in presets if p.name.lower() == wanted and not p.of_itself), None)
+def preset_and_model(
+    presets: Iterable[Preset], typed: str | None
+) -> tuple[Preset | None, str | None]:
+    """The preset that is typed, by its name or by an alias without wildcards, and the name of the
+    model to load. None for the preset if `typed` names a model itself."""
+    if typed is None:
+        return None, None
+    table: NameTable[Preset] = NameTable()
+    for preset in presets:
+        if not preset.of_itself:
+            table.add(preset.name, preset)
+        for alias in preset.aliases:
+            table.add_alias(alias, preset)
+    named = find(typed, {Rule.SERVED: table.named}).first
+    if named is None:
+        return None, typed
+    if named.of_itself:
+        return None, named.model
+    return named, named.model
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from localllm.cli.serve.presets import Preset, preset_named
+from localllm.cli.serve.presets import Preset, preset_and_model
 from localllm.device.detect import detect
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import Host, WorkerOptions
@@ -48,6 +48,7 @@ class ServedModels:
     def __init__(self, settings: Settings, presets: Sequence[Preset] = ()) -> None:
         self.admission: ModelAdmission | None = None
         self._settings = settings
+        self._all_presets = presets
         self.presets = [p for p in presets if not p.of_itself]
         self._of_itself: dict[Path, Preset] = {}
         for preset in presets:
@@ -60,12 +61,15 @@ class ServedModels:
     ) -> tuple[list[LoadPlan], list[Preset | None]]:
         """The models named on the command line, planned together, and the presets that they were
         named by. Raises as `load_plan_named` does."""
-        presets = [preset_named(self.presets, reference) for reference in references]
-        texts = [p.model if p is not None else r for r, p in zip(references, presets, strict=True)]
-        own = [
-            self.settings_for(resolve(text or self._settings.value("model")), preset)
-            for text, preset in zip(texts, presets, strict=True)
-        ]
+        presets: list[Preset | None] = []
+        texts: list[str | None] = []
+        own: list[Settings] = []
+        for reference in references:
+            typed = reference or self._settings.value("model")
+            preset, text = preset_and_model(self._all_presets, typed)
+            presets.append(preset)
+            texts.append(text)
+            own.append(self.settings_for(resolve(text), preset))
         return load_plans_together(texts, self._settings, own), presets
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from localllm.engine.worker.client import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
+from localllm.model_names import Match, NameTable, Rule, find, without_tag
 from localllm.server.models.served import InstalledModels
 from localllm.server.models.served import ServedModel as ServedModel
 from localllm.server.models.worker import ModelAdmission, ModelWorker
 from localllm.server.proxy.upstreams import RemoteModel, Upstreams
 
-# A suffix that clients add without meaning another model.
-_TAG = ":latest"
 _MAX_LISTED = 20
 
 
@@ -43,16 +41,11 @@ class ModelRouter:
         self.upstreams = upstreams
         self._installed_models = installed
         self._starting: Sequence[ModelWorker] = ()
-        self._names: dict[str, ServedModel] = {}
-        self._patterns: dict[str, ServedModel] = {}
+        self._names: NameTable[ServedModel] = NameTable()
         for model in self.named:
             model.worker.admission = admission
             for alias in (model.name, *model.aliases):
-                if "*" in alias or "?" in alias:
-                    names = self._patterns
-                else:
-                    names = self._names
-                other = names.setdefault(alias.lower(), model)
+                other = self._names.add_alias(alias, model)[0]
                 if other is not model:
                     raise UsageError(f"{alias!r} would name both {other.name} and {model.name}")
 
@@ -61,31 +54,47 @@ class ModelRouter:
         return [*self.named, *self._installed()]
 
     def _installed(self) -> Sequence[ServedModel]:
-        if self._installed_models is not None:
-            return self._installed_models.models()
-        return ()
+        if self._installed_models is None:
+            return ()
+        return [m for m in self._installed_models.models() if m not in self.named]
 
     def names(self) -> Sequence[ServedModel]:
         """Every name on offer, aliases without wildcards among them, each with its model."""
-        aliases = {a: m for a, m in self._names.items() if a != m.name.lower()}
-        return [*self.list(), *(model.called(alias) for alias, model in aliases.items())]
+        aliased = [
+            model.called(alias)
+            for alias, model in self._names.items()
+            if alias != model.name.lower()
+        ]
+        return [*self.list(), *aliased]
 
     def listed(self, name: str) -> ServedModel:
         """The model of that name as `names` has it. Raises ModelNotFoundError."""
         model = self.resolve(name)
-        aliased = _key(name) in self._names and _key(name) != model.name.lower()
-        if aliased:
-            return model.called(_key(name))
+        alias = without_tag(name.lower())
+        if alias != model.name.lower() and self._names.named(name):
+            return model.called(alias)
         return model
 
     def elsewhere(self) -> Sequence[RemoteModel]:
         """The models of upstreams whose names no model here has."""
         here = {model.name.lower() for model in self.list()}
-        if self.upstreams is not None:
-            remote = self.upstreams.models()
-        else:
-            remote = []
+        remote = self.upstreams.models() if self.upstreams is not None else []
         return [model for model in remote if model.name.lower() not in here]
+
+    def named_here(self, typed: str) -> Sequence[ServedModel]:
+        """The models of this server's list that have this name. Never reads the disk, as each
+        request for an upstream's model calls it."""
+        return self._names.named(typed) or self._installed_names().named(typed)
+
+    def named_elsewhere(self, typed: str) -> RemoteModel | None:
+        """The upstream's model of this name; None if one of this server's list has it."""
+        rules: dict[Rule, Callable[[str], Sequence[ServedModel | RemoteModel]]] = {
+            Rule.SERVED: self.named_here
+        }
+        if self.upstreams is not None:
+            rules[Rule.UPSTREAM] = self.upstreams.named
+        model = find(typed, rules).first
+        return model if isinstance(model, RemoteModel) else None
 
     def workers(self) -> Sequence[ModelWorker]:
         """Every worker once, however many names share it."""
@@ -94,22 +103,12 @@ class ModelRouter:
     async def find(self, name: str | None) -> ServedModel:
         """`resolve`, in a thread where it has to read the disk; then plans the model, so that its
         metadata is known. Raises ModelNotFoundError and what planning ends in."""
-        known = (
-            not name or self._installed_models is None or self._names.get(_key(name)) is not None
-        )
-        if known:
+        if not name or self._installed_models is None or self._names.named(name):
             model = self.resolve(name)
         else:
             model = await asyncio.to_thread(self.resolve, name)
         await model.worker.planned()
         return model
-
-    def offered(self, name: str) -> ServedModel | None:
-        """This server's model of that name; None where it has none. Never reads the disk, as it is
-        asked with each request for an upstream's model; patterns do not count."""
-        return self._names.get(_key(name)) or next(
-            (m for m in self._installed() if m.name.lower() == _key(name)), None
-        )
 
     async def full(self, model: ServedModel) -> bool:
         """Whether `model` can't take another request now: loaded with all slots taken, or not
@@ -130,36 +129,58 @@ class ModelRouter:
                 raise ModelNotFoundError("this server serves no model")
             generating = (m for m in self.named if not (m.facts.embeds or m.facts.ranks))
             return next(generating, self.named[0])
-        model = self._names.get(_key(name))
-        if model is None and self._installed_models is not None:
-            model = self._installed_models.find(_key(name))
-        model = model or self._by_pattern(name)
+        match = self._match(name)
+        if match.rule in (None, Rule.PATTERN) and self._found_more():
+            match = self._match(name)
+        model = match.first
         if model is None:
             raise self._unknown(name)
+        if model not in self.named:
+            model.worker.describe()
         return model
 
-    def _by_pattern(self, name: str) -> ServedModel | None:
-        """The model of the most specific pattern that matches."""
-        matching = [p for p in self._patterns if fnmatchcase(_key(name), p)]
-        matching.sort(key=lambda pattern: pattern.count("*") + pattern.count("?") - len(pattern))
-        if matching:
-            return self._patterns[matching[0]]
-        return None
+    def _match(self, name: str) -> Match[ServedModel]:
+        rules: dict[Rule, Callable[[str], Sequence[ServedModel]]] = {
+            Rule.SERVED: self.named_here,
+            Rule.PATTERN: self._by_pattern,
+        }
+        if self._installed_models is not None:
+            rules |= self._installed_models.rules()
+        return find(name, rules)
+
+    def _installed_names(self) -> NameTable[ServedModel]:
+        table: NameTable[ServedModel] = NameTable()
+        for model in self._installed():
+            table.add(model.name, model)
+        for model in self._installed():
+            for alias in model.aliases:
+                table.add_alias(alias, model)
+        return table
+
+    def _by_pattern(self, typed: str) -> Sequence[ServedModel]:
+        return self._names.by_pattern(typed) or self._installed_names().by_pattern(typed)
+
+    def _found_more(self) -> bool:
+        return self._installed_models is not None and self._installed_models.look_again()
 
     def _unknown(self, name: str) -> ModelNotFoundError:
         names = [m.name for m in self.list()]
-        known = {**self._names, **{n.lower(): n for n in names}}
+        known = dict.fromkeys(alias for alias, _ in self._names.items())
+        known |= dict.fromkeys(n.lower() for n in names)
+        wanted = without_tag(name.lower())
         # Part of a name is as common a slip as a typo, but less similar to the whole.
-        near = [n for n in known if _key(name) in n][:3] or difflib.get_close_matches(
-            _key(name), known, n=3
-        )
-        listed = ", ".join(names[:_MAX_LISTED]) + (
-            f" and {len(names) - _MAX_LISTED} more" * (len(names) > _MAX_LISTED)
-        )
+        near = [n for n in known if wanted in n][:3]
+        if not near:
+            near = difflib.get_close_matches(wanted, known, n=3)
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
+        else:
+            hint = "GET /v1/models lists them"
+        listed = ", ".join(names[:_MAX_LISTED])
+        if len(names) > _MAX_LISTED:
+            listed += f" and {len(names) - _MAX_LISTED} more"
         return ModelNotFoundError(
-            f"no model {name[:100]!r} here; served: {listed}",
-            hint=f"did you mean {' or '.join(near)}?" if near else "GET /v1/models lists them",
-            param="model",
+            f"no model {name[:100]!r} here; served: {listed}", hint=hint, param="model"
         )
 
     @property
@@ -201,7 +222,3 @@ class ModelRouter:
         if self.upstreams is not None and self.upstreams.client is not None:
             await self.upstreams.client.close()
         await asyncio.gather(*(worker.close() for worker in self.workers()))
-
-
-def _key(name: str) -> str:
-    return name.lower().removesuffix(_TAG)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import EngineClient, Host
+from localllm.model_names import Rules
 from localllm.server.models.worker import ModelMetadata, ModelWorker, PlannedModel
 from localllm_backends.contract import ModelInfo
 
@@ -169,9 +170,12 @@ class InstalledModels(Protocol):
     def models(self) -> Sequence[ServedModel]:
         """All but those named at the start, as of the last scan: never blocks."""
 
-    def find(self, name: str) -> ServedModel | None:
-        """The model that `name` means: a name, file name, repository or catalog id, each also with
-        `:quant`, never a path. Reads the disk."""
+    def rules(self) -> Rules[ServedModel]:
+        """The rules for names of installed models: INSTALLED, PART and CATALOG. They read the
+        disk."""
+
+    def look_again(self) -> bool:
+        """Look at the disk for models that are new; False if the last look was just now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
+from localllm.model_names import Rule, find
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.json_body import BODY, JsonBody, read_body
 from localllm.server.http.settings import ServerSettings
@@ -24,21 +25,21 @@ _LIST_PATHS = ("/v1/models", "/models", "/api/tags")
 
 
 class ProxyMiddleware:
-    """`offered` finds the model of a name that is here; `is_full` tells whether that has no room
-    for one more request."""
+    """`served` finds the models here that have a name; `is_full` returns whether a model has no
+    room for one more request."""
 
     def __init__(
         self,
         app: App,
         upstreams: Upstreams,
-        offered: Callable[[str], Any],
+        served: Callable[[str], Sequence[Any]],
         is_full: Callable[[Any], Awaitable[bool]],
         settings: ServerSettings,
     ) -> None:
         self.app = app
         self.upstreams = upstreams
         self._settings = settings
-        self._offered = offered
+        self._served = served
         self._is_full = is_full
         self._http = upstreams.client = UpstreamClient()
         self._listed_s = float("-inf")
@@ -64,17 +65,23 @@ class ProxyMiddleware:
         """The upstream's model of that name, if it is to answer; None where one of ours is."""
         if not isinstance(name, str) or not name:
             return None
-        model = self.upstreams.find(name)
+        remote = self._remote(name)
+        local = self._local(name)
+        if local is not None:
+            if remote is not None and remote.upstream.spill and await self._is_full(local):
+                return remote
+            return None
         unlisted = any(not upstream.models for upstream in self.upstreams.all)
-        local = self._offered(name)
-        if model is None and unlisted and local is None:
+        if remote is None and unlisted:
             await self.refresh()
-            model = self.upstreams.find(name)
-        if model is None or local is None:
-            return model
-        if model.upstream.spill and await self._is_full(local):
-            return model
-        return None
+            remote = self._remote(name)
+        return remote
+
+    def _local(self, name: str) -> Any:
+        return find(name, {Rule.SERVED: self._served}).first
+
+    def _remote(self, name: str) -> RemoteModel | None:
+        return find(name, {Rule.UPSTREAM: self.upstreams.named}).first
 
     def _outgoing(self, scope: Scope, model: RemoteModel, body: JsonBody) -> ProxyRequest:
         raw, value = body

@@ -3,11 +3,12 @@ look-ups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import UnsupportedError
+from localllm.model_names import NameTable
 
 if TYPE_CHECKING:
     from localllm.server.proxy.relay import UpstreamClient
@@ -103,6 +104,7 @@ class Upstreams:
     def __init__(self, upstreams: Iterable[Upstream]) -> None:
         self.all = tuple(upstreams)
         self._models: dict[str, dict[str, RemoteModel]] = {}
+        self._names: NameTable[RemoteModel] = NameTable()
         # What asks them, once something may.
         self.client: UpstreamClient | None = None
         for upstream in self.all:
@@ -118,17 +120,16 @@ class Upstreams:
             ours.lower(): RemoteModel(ours, upstream, theirs, facts.get(theirs, {}))
             for ours, theirs in names.items()
         }
+        self._names = NameTable((model.name, model) for model in self.models())
 
     def models(self) -> list[RemoteModel]:
         """Every model once, in the order of the settings."""
         found: dict[str, RemoteModel] = {}
         for upstream in self.all:
-            for key, model in self._models[upstream.name].items():
+            for key, model in self._models.get(upstream.name, {}).items():
                 found.setdefault(key, model)
         return [*found.values()]
 
-    def find(self, name: str) -> RemoteModel | None:
-        """The model of that name (or of that name with `:latest`)."""
-        key = name.lower()
-        known = {model.name.lower(): model for model in self.models()}
-        return known.get(key) or known.get(key.removesuffix(":latest"))
+    def named(self, typed: str) -> Sequence[RemoteModel]:
+        """The model of this name, as a rule for `localllm.model_names.find`."""
+        return self._names.named(typed)

@@ -239,12 +239,8 @@ def routes(server: Server) -> Paths:
         model_id = request.path_params["model_id"]
         if speaks_anthropic(request.scope):
             return model_entry(server.models.listed(model_id))
-        elsewhere = server.models.upstreams
-        if elsewhere is not None:
-            remote = elsewhere.find(model_id)
-        else:
-            remote = None
-        if remote is not None and server.models.offered(model_id) is None:
+        remote = server.models.named_elsewhere(model_id)
+        if remote is not None:
             return remote_entry(remote)
         return entry(server.models.listed(model_id))
 
