@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
 from functools import partial
-from typing import Literal
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
@@ -17,12 +16,12 @@ from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.face import Face
-from localllm_tui.control.interfaces import EngineProgress, PlanList, PlanRequest
+from localllm_tui.control.interfaces import EngineProgress, PlanList, PlanRequest, ToolSpec
 from localllm_tui.control.meter import check_fits
 from localllm_tui.control.model_list import FirstRun, Pulls
 from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import Session
-from localllm_tui.control.stream_events import StreamEvent
+from localllm_tui.control.stream_events import StreamEvent, ToolCall
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
 
@@ -209,10 +208,13 @@ class ChatController:
             keep.model,
             keep.messages,
             self.tools if not keep.continues else ToolBox(),
-            lambda call, spec: self.face.approve(*approval_texts(call, spec)),
+            self._approve,
             compact=self.session.compacts,
             continues=keep.continues,
         )
+
+    async def _approve(self, call: ToolCall, spec: ToolSpec) -> bool:
+        return await self.face.approve(*approval_texts(call, spec))
 
     async def _answer(self, stream: PendingAnswer, shown: AnswerDisplay) -> None:
         """Stream one answer; however it ends, the face shows how."""
@@ -246,9 +248,8 @@ class ChatController:
             if stream.turn is None:
                 self.session.fail_question()
             alone = self.compacts or not self.session.sent_turns
-            await self.trouble(
-                error, wording.next_steps(error, kept=stream.turn is not None, alone=alone)
-            )
+            steps = wording.next_steps(error, kept=stream.turn is not None, alone=alone)
+            await self.trouble(error, steps)
         elif self.face.full_screen:
             await self._ask_notice()
         await self._warn_of_full_context()
@@ -283,13 +284,14 @@ class ChatController:
 
     async def _note_other_window(self) -> None:
         session = self.session
-        if session.copied or session.beside:
-            if session.copied:
-                said = wording.CONTINUED_ELSEWHERE
-            else:
-                said = wording.CONTINUED_BESIDE
-            session.copied = session.beside = False
-            await self.face.show_note(said)
+        note = ""
+        if session.copied:
+            note = wording.CONTINUED_ELSEWHERE
+        elif session.beside:
+            note = wording.CONTINUED_BESIDE
+        session.copied = session.beside = False
+        if note:
+            await self.face.show_note(note)
 
     async def _ask_notice(self) -> None:
         """Ask again what the server says of the model: it may know it only once the model is
@@ -306,17 +308,11 @@ class ChatController:
     async def _warn_of_full_context(self) -> None:
         used = self.session.used_tokens
         n_ctx = self.listed.n_ctx
-        if (
-            n_ctx
-            and used >= CONTEXT_WARNING * n_ctx
-            and not self._warned_full
-            and not self.compacts
-        ):
+        if not n_ctx or used < CONTEXT_WARNING * n_ctx:
+            return
+        if not self._warned_full and not self.compacts:
             self._warned_full = True
-            await self.face.show_note(
-                f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): "
-                f"soon {wording.WILL_NOT_FIT}"
-            )
+            await self.face.show_note(wording.nearly_full(used, n_ctx))
 
     # -- the conversation --------------------------------------------------------------------------
 
@@ -363,10 +359,9 @@ class ChatController:
         while not self.client.ready:
             await asyncio.sleep(LOOK_S)
             self.face.changed()
+        ended = EngineProgress()
         if self.client.engine is not None:
             ended = self.client.engine.progress()
-        else:
-            ended = EngineProgress()
         # a waiting answer reports it by itself
         if ended.error not in (None, self._last_error) and not self.answering:
             await self.trouble(ended.error, wording.NOT_LOADED)
@@ -378,28 +373,29 @@ class ChatController:
     def tick(self) -> None:
         """Do what is due, a few times a second: save, report downloads and the engine, generate a
         title in a quiet moment."""
-        for pull in self.pulls.newly_ended() if self.pulls is not None else ():
-            severity: Literal["error", "information"]
-            if pull.error:
-                severity = "error"
-            else:
-                severity = "information"
-            self.face.notify(
-                pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
-            )
+        self._report_downloads()
         if self.stream is not None:
             self.stream.save_if_due()
         self._tell_of_disk()
         if self.streaming is not None:
             self.busy()
-        elif (
-            self.titles_after_s is not None
-            and self.quiet_s >= self.titles_after_s
-            and titles.wanted(self.session)
-        ):
+            return
+        if self.titles_after_s is None or self.quiet_s < self.titles_after_s:
+            return
+        if titles.wanted(self.session):
             self.busy()
-            self.face.run_beside(
-                partial(titles.generate, self.client, self.model, self.session), "title"
+            generate = partial(titles.generate, self.client, self.model, self.session)
+            self.face.run_beside(generate, "title")
+
+    def _report_downloads(self) -> None:
+        if self.pulls is None:
+            return
+        for pull in self.pulls.newly_ended():
+            self.face.notify(
+                pull.words() + pull.next_steps,
+                severity="error" if pull.error else "information",
+                timeout=8,
+                markup=False,
             )
 
     def busy(self) -> None:

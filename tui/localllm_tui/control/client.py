@@ -101,10 +101,9 @@ class ChatClient:
             transport = self.transport
             if transport is None and self.engine is not None and self.engine.unix_socket:
                 transport = httpx.AsyncHTTPTransport(uds=self.engine.unix_socket)
+            headers = {}
             if self.api_key:
-                headers = {"Authorization": f"Bearer {self.api_key}"}
-            else:
-                headers = {}
+                headers["Authorization"] = f"Bearer {self.api_key}"
             # trust_env=False: a proxy set in the environment must not see, or break, what stays on
             # this machine.
             self._http = httpx.AsyncClient(
@@ -179,10 +178,10 @@ class ChatClient:
         """What the server calls `name`, also where it was installed since the list was made; None
         where it has no such model. Raises ServerUnreachableError."""
         response = await self._get(f"models/{quote(name, safe='')}")
-        try:
-            if response.status_code == 200:
-                return _listed(response.json())
+        if response.status_code != 200:
             return None
+        try:
+            return _listed(response.json())
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -206,7 +205,9 @@ class ChatClient:
             self._counts = response.status_code not in (404, 405, 501)  # another kind of server
             if response.status_code == 400:
                 return None, of_a_person(str(response.json()["error"]["message"]))
-            return int(response.json()["input_tokens"]) if response.status_code == 200 else None, ""
+            if response.status_code != 200:
+                return None, ""
+            return int(response.json()["input_tokens"]), ""
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return None, ""
 
@@ -237,21 +238,18 @@ class ChatClient:
 
         Closing the iterator closes the connection, which is how the server learns to stop.
         """
-        body = {
-            **self.sampling,
-            **(sampling or {}),
-            "model": model,
-            "messages": as_sent(messages),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **({"tools": list(tools)} if tools else {}),
-            **({"truncation": "auto"} if compact else {}),
-            **(
-                {"continue_final_message": True, "add_generation_prompt": False}
-                if continues
-                else {}
-            ),
-        }
+        body: dict[str, Any] = {**self.sampling, **(sampling or {})}
+        body["model"] = model
+        body["messages"] = as_sent(messages)
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True}
+        if tools:
+            body["tools"] = list(tools)
+        if compact:
+            body["truncation"] = "auto"
+        if continues:
+            body["continue_final_message"] = True
+            body["add_generation_prompt"] = False
         async with aclosing(self._until_ready(model)) as said:
             async for note in said:
                 yield note
@@ -276,9 +274,11 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
         data = data_of(line) or ""
         if data == DONE:
             break
-        for event in (
-            answer.comment(line[1:].strip()) if line.startswith(":") else answer.chunk(data)
-        ):
+        if line.startswith(":"):
+            events = answer.comment(line[1:].strip())
+        else:
+            events = answer.chunk(data)
+        for event in events:
             yield event
     for event in answer.end():
         yield event
@@ -412,20 +412,20 @@ def _error(status: int, body: bytes) -> LocalLLMError:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         text = body.decode("utf-8", "replace").strip()[:200]
-        return by_code(
-            "backend_error", f"the server answered {status}" + (f": {text}" if text else "")
-        )
+        if text:
+            return by_code("backend_error", f"the server answered {status}: {text}")
+        return by_code("backend_error", f"the server answered {status}")
     return _error_body(error)
 
 
 def _error_body(error: Any) -> LocalLLMError:
     if not isinstance(error, Mapping):
         return by_code("backend_error", str(error))
-    hint = error.get("hint")
     message = of_a_person(str(error.get("message") or "the server failed without saying why"))
-    return by_code(
-        str(error.get("code") or ""), message, hint=hint if isinstance(hint, str) else None
-    )
+    hint = error.get("hint")
+    if not isinstance(hint, str):
+        hint = None
+    return by_code(str(error.get("code") or ""), message, hint=hint)
 
 
 # Where in a request's body something is: messages[2].content[0].image_url.url, messages.2.content.

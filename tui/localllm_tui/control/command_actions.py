@@ -43,7 +43,7 @@ async def resume_last(chat: ChatController, _: str) -> None:
     conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
-        await on_last("more", chat)
+        await more(chat, "")
         return
     found = [c for c in chat.history.list(limit=2) if c.id != chat.session.id]
     if not found:
@@ -74,18 +74,36 @@ async def retry(chat: ChatController, name: str) -> None:
     await chat.answer_again(model=name)
 
 
-async def on_last(what: str, chat: ChatController, _: str = "") -> None:
-    """Do what a key does on a selected turn: on the last one, for "edit" on the last question, for
-    "version" on the last answer, where it goes one back."""
+async def more(chat: ChatController, _: str) -> None:
+    """Continue the last answer, which was stopped or cut."""
     await chat.stop_answer()
-    session = chat.session
-    if what == "edit" or not session.turns:
-        turn = session.last_question
-    else:
-        turn = session.turns[-1]
-    if what == "version":
-        turn = session.last_answer or turn
-    await run_on_turn(chat, what, turn, -1)
+    await run_on_turn(chat, "more", _last_turn(chat.session))
+
+
+async def earlier(chat: ChatController, _: str) -> None:
+    """Show the version before of the last answer."""
+    await chat.stop_answer()
+    turn = chat.session.last_answer or _last_turn(chat.session)
+    await run_on_turn(chat, "version", turn, -1)
+
+
+async def edit(chat: ChatController, _: str) -> None:
+    """Change the last question."""
+    await chat.stop_answer()
+    await run_on_turn(chat, "edit", chat.session.last_question)
+
+
+async def branch(chat: ChatController, _: str) -> None:
+    """Go on in a new conversation with all turns."""
+    await chat.stop_answer()
+    await run_on_turn(chat, "branch", _last_turn(chat.session))
+
+
+def _last_turn(session: Session) -> StoredMessage:
+    """The last turn. Raises UsageError if nothing was asked."""
+    if session.turns:
+        return session.turns[-1]
+    return session.last_question
 
 
 async def drop(chat: ChatController, _: str) -> None:
@@ -100,28 +118,28 @@ async def compact(chat: ChatController, argument: str) -> None:
     if argument not in ("", "off"):
         raise UsageError(f"/compact {argument} is not known", hint="use /compact or /compact off")
     chat.session.set_compacts(not argument)
-    if argument:
-        if chat.client.compacts:
-            always = "; but the setting `compaction` is auto"
-        else:
-            always = ""
+    if argument and chat.client.compacts:
         await chat.face.show_note(
-            f"a conversation that does not fit the context is an error again{always}"
+            "a conversation that does not fit the context is an error again; but the setting "
+            "`compaction` is auto"
         )
-        return
-    if not chat.answering and chat.session.turns[-1].role == "user":
+    elif argument:
+        await chat.face.show_note("a conversation that does not fit the context is an error again")
+    elif not chat.answering and chat.session.turns[-1].role == "user":
         await retry(chat, "")
-        return
-    await chat.face.show_note(
-        "once the conversation does not fit, its oldest messages are left out of what the model "
-        "gets; all of it "
-        "stays here and on disk"
-    )
+    else:
+        await chat.face.show_note(
+            "once the conversation does not fit, its oldest messages are left out of what the "
+            "model gets; all of it stays here and on disk"
+        )
 
 
 async def copy(chat: ChatController, what: str) -> None:
-    last = chat.session.last_answer
-    answer = (chat.streaming and chat.streaming.text) or (last.content if last else "")
+    answer = ""
+    if chat.session.last_answer is not None:
+        answer = chat.session.last_answer.content
+    if chat.streaming is not None and chat.streaming.text:
+        answer = chat.streaming.text
     if not answer:
         raise UsageError("there is no answer to copy yet")
     kind, _, number = what.partition(" ")
@@ -133,15 +151,29 @@ async def copy(chat: ChatController, what: str) -> None:
     chat.face.copy(*code_block(answer, int(number) if number else None, "the last answer"))
 
 
-async def save(chat: ChatController, name: str, mode: str = "x") -> None:
-    """Write the conversation to a file, a new one ("x") or in place of what is there ("w"): as its
-    name ends, else Markdown."""
+async def save(chat: ChatController, name: str) -> None:
+    """Write the conversation to a new file."""
+    await _write(chat, name, "x")
+
+
+async def save_over(chat: ChatController, name: str) -> None:
+    """Write the conversation to a file, replacing its content."""
+    await _write(chat, name, "w")
+
+
+async def _write(chat: ChatController, name: str, mode: str) -> None:
+    """Write the conversation as JSON to a file that is named so, else as Markdown; `mode` as
+    `open` takes it."""
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()
+    if path.suffix.lower() == ".json":
+        text = to_json(chat.session)
+    else:
+        text = to_markdown(chat.session)
     try:
         with path.open(mode, encoding="utf-8") as f:
-            f.write((to_json if path.suffix.lower() == ".json" else to_markdown)(chat.session))
+            f.write(text)
     except FileExistsError:
         raise UsageError(f"{path} exists already", hint=f"/save! {name} overwrites it") from None
     except OSError as e:
@@ -180,9 +212,8 @@ async def attach(chat: ChatController, name: str) -> None:
         return
     name, text = await asyncio.to_thread(read_text, Path(name))
     if is_image(text):
-        _, why_not = await chat.client.counted(
-            chat.model, [{"role": "user", "content": fenced(name, text)}]
-        )
+        asked = [{"role": "user", "content": fenced(name, text)}]
+        _, why_not = await chat.client.counted(chat.model, asked)
         if why_not:
             raise UsageError(
                 f"{one_line(name)} can't go along: {why_not}",
@@ -194,17 +225,16 @@ async def attach(chat: ChatController, name: str) -> None:
 async def _attach_folder(chat: ChatController, folder: Path) -> None:
     files, left_out = await asyncio.to_thread(read_files, folder)
     check_room([*chat.attached, *files], chat.listed.n_ctx)
-    tokens, _ = await chat.client.counted(
-        chat.model, [{"role": "user", "content": with_files("", files)}]
-    )
+    asked = [{"role": "user", "content": with_files("", files)}]
+    tokens = await chat.client.count(chat.model, asked)
     for name, text in files:
         chat.attach(name, text)
-    cost = f", {tokens:,} tokens" if tokens is not None else ""
-    rest = f"; {left_out} that are no text stay" if left_out else ""
-    await chat.face.show_note(
-        f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along{cost}{rest}; /attach - "
-        "takes them back"
-    )
+    note = f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along"
+    if tokens is not None:
+        note += f", {tokens:,} tokens"
+    if left_out:
+        note += f"; {left_out} that are no text stay"
+    await chat.face.show_note(f"{note}; /attach - takes them back")
 
 
 async def attach_text(chat: ChatController, name: str, text: str) -> None:
@@ -219,18 +249,15 @@ async def system(chat: ChatController, text: str) -> None:
     if text:
         await chat.stop_answer()
         chat.session.set_system("" if text == "-" else text)
-    now = chat.session.system
-    if now:
-        said = f"system prompt: {now}"
-    else:
-        said = "no system prompt; /system TEXT sets one"
+    note = "no system prompt; /system TEXT sets one"
+    if chat.session.system:
+        note = f"system prompt: {chat.session.system}"
     if text and chat.session.turns:
-        said += (
+        note += (
             "\nIt stands before everything that was said, so all of it "
-            f"({chat.session.used_tokens:,} tokens) is read again "
-            "for the next answer"
+            f"({chat.session.used_tokens:,} tokens) is read again for the next answer"
         )
-    await chat.face.show_note(said)
+    await chat.face.show_note(note)
 
 
 async def model(chat: ChatController, name: str) -> None:
@@ -240,13 +267,16 @@ async def model(chat: ChatController, name: str) -> None:
             f"{name} answers from here on; where it is not in memory yet, the next question loads it"
         )
         return
-    names = [m.name for m in await chat.client.models()]
-    lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
-    if len(names) > 1:
-        more = "\n/model NAME uses another"
+    lines = ["models on this server:"]
+    models = await chat.client.models()
+    for listed in models:
+        mark = ">" if listed.name == chat.model else " "
+        lines.append(f"{mark} {one_line(listed.name)}")
+    if len(models) > 1:
+        lines.append("/model NAME uses another")
     else:
-        more = "\nlocalllm chat -m NAME starts with another"
-    await chat.face.show_note("models on this server:\n" + "\n".join(lines) + more)
+        lines.append("localllm chat -m NAME starts with another")
+    await chat.face.show_note("\n".join(lines))
 
 
 async def _model_named(chat: ChatController, name: str) -> ListedModel:
@@ -270,10 +300,10 @@ async def run_shell(chat: ChatController, command: str) -> None:
         return
     chat.runs_commands = True
     said = await shell.output_of(command)
-    await chat.face.show_note(
-        fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True
-    )
-    await attach_text(chat, f"$ {one_line(command)}", said)
+    name = f"$ {one_line(command)}"
+    _, _, block = fenced(name, said).partition("\n")
+    await chat.face.show_note(block, markdown=True)
+    await attach_text(chat, name, said)
 
 
 async def set_sampling(chat: ChatController, text: str) -> None:
@@ -298,43 +328,47 @@ async def switch_tools(chat: ChatController, what: str) -> None:
         await chat.tools.switch_off()
     elif word == "on":
         await chat.tools.switch_on(name.strip())
+    note = chat.tools.overview()
     if chat.tools.on:
-        asks = "\nEach call waits for your yes, with its arguments shown"
-    else:
-        asks = "\n/tools on starts them"
-    await chat.face.show_note(chat.tools.overview() + (asks if chat.tools.hosts else ""))
+        note += "\nEach call waits for your yes, with its arguments shown"
+    elif chat.tools.hosts:
+        note += "\n/tools on starts them"
+    await chat.face.show_note(note)
+
+
+async def leave(chat: ChatController, _: str) -> None:
+    await chat.leave()
 
 
 async def run_on_turn(
     chat: ChatController, what: str, turn: StoredMessage, argument: int = 0
 ) -> None:
     """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
-    stopped = what not in ("copy", "code") and await chat.stop_answer()
-    match what:
-        case "edit":
-            chat.edit(turn)
-        case "again" | "more":
-            await chat.answer_again(turn, continues=what == "more")
-        case "copy":
-            chat.face.copy(typed_in(turn), "the question" if turn.role == "user" else "the answer")
-        case "code":
-            chat.face.copy(*code_block(turn.content, argument, "this turn"))
-        case "version":
-            chat.session.other_version(turn, argument)
-            await chat.face.redraw()
-        case "remove":
-            chat.session.remove(turn)
-            await chat.face.redraw()
-        case "branch":
-            branch = chat.session.branch_off(turn)
-            await chat.open(branch)
-            await chat.face.show_note(
-                f"a conversation of its own from here on: {branch.title}; /list has both"
-            )
-    if stopped and what in (
-        "version",
-        "branch",
-    ):  # these keys are for looking around: stopping an answer is a side effect
+    if what == "copy":
+        chat.face.copy(typed_in(turn), "the question" if turn.role == "user" else "the answer")
+        return
+    if what == "code":
+        chat.face.copy(*code_block(turn.content, argument, "this turn"))
+        return
+    stopped = await chat.stop_answer()
+    if what == "edit":
+        chat.edit(turn)
+    elif what in ("again", "more"):
+        await chat.answer_again(turn, continues=what == "more")
+    elif what == "remove":
+        chat.session.remove(turn)
+        await chat.face.redraw()
+    elif what == "version":
+        chat.session.other_version(turn, argument)
+        await chat.face.redraw()
+    elif what == "branch":
+        own = chat.session.branch_off(turn)
+        await chat.open(own)
+        await chat.face.show_note(
+            f"a conversation of its own from here on: {own.title}; /list has both"
+        )
+    # these keys are for looking around: stopping an answer is a side effect
+    if stopped and what in ("version", "branch"):
         await chat.face.show_note(
             "the answer that was being written was stopped; g at its turn goes on with it"
         )

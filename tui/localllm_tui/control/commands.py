@@ -7,7 +7,6 @@ import difflib
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 from localllm.errors import UsageError
@@ -57,48 +56,58 @@ class Command:
         return f"/{self.name} {self.argument}".rstrip()
 
 
-COMMANDS = (
+async def _help(chat: ChatController, _: str) -> None:
+    await chat.face.show_note(section_text(command_section(plain=True)))
+
+
+_CONVERSATIONS = (
     Command("new", actions.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", None,
-        "the panel of conversations: search them, open one at a turn", "[WORDS]",
+        "list", None, "the panel of conversations: search them, open one at a turn", "[WORDS]",
         "Find a conversation", ("history", "chats"), screen="picker:open_conversations",
         keys="ctrl+o",
     ),
     Command(
-        "find", None, "find words in this conversation, on every branch",
-        "[WORDS]", "Find in this conversation", screen="picker:open_find",
-        keys="ctrl+f",
+        "find", None, "find words in this conversation, on every branch", "[WORDS]",
+        "Find in this conversation", screen="picker:open_find", keys="ctrl+f",
     ),
     Command(
         "continue", actions.resume_last,
         "go on with a stopped answer; else open the last conversation", "",
         "Continue", ("resume",)
     ),
-    Command("retry", actions.retry,
-    "answer the last question again, by another model if one is named", "[MODEL]",
-    "Retry the last answer",
-        ("regenerate",)),
-    Command("more", partial(actions.on_last, "more"), "go on with an answer that was stopped or cut",
-    palette="Go on with the answer"),
+)  # fmt: skip
+_TURNS = (
     Command(
-        "earlier", partial(actions.on_last, "version"), "show the version before of the last answer",
+        "retry", actions.retry,
+        "answer the last question again, by another model if one is named", "[MODEL]",
+        "Retry the last answer", ("regenerate",)
+    ),
+    Command(
+        "more", actions.more, "go on with an answer that was stopped or cut",
+        palette="Go on with the answer"
+    ),
+    Command(
+        "earlier", actions.earlier, "show the version before of the last answer",
         palette="Show the earlier version of the answer",
     ),
     Command(
-        "edit", partial(actions.on_last, "edit"), "change the last question; the old one stays beside it",
+        "edit", actions.edit, "change the last question; the old one stays beside it",
         palette="Edit the last question"
     ),
     Command(
-        "branch", partial(actions.on_last, "branch"), "go on in a conversation of its own, with all that was said",
+        "branch", actions.branch, "go on in a conversation of its own, with all that was said",
         palette="Branch here"
     ),
-    Command("drop", actions.drop, "remove the last question, where it has no answer",
-    palette="Remove the last question"),
+    Command(
+        "drop", actions.drop, "remove the last question, where it has no answer",
+        palette="Remove the last question"
+    ),
+)  # fmt: skip
+_TEXTS = (
     Command(
         "compact", actions.compact, "leave out the oldest messages once not all fit the context",
-        "[off]",
-        "Compact the conversation",
+        "[off]", "Compact the conversation",
     ),
     Command(
         "copy", actions.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]",
@@ -107,13 +116,18 @@ COMMANDS = (
     Command(
         "save", actions.save,
         "write the conversation to a file: Markdown or JSON (/save! overwrites)",
-        "FILE.md|.json", insist=partial(actions.save, mode="w")
+        "FILE.md|.json", insist=actions.save_over
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
-    Command("import", actions.import_from,
-    "read a conversation that /save wrote as JSON", "FILE"),
-    Command("attach", actions.attach,
-    "send a file or a folder along with the next question (- takes back)", "FILE"),
+    Command(
+        "import", actions.import_from, "read a conversation that /save wrote as JSON", "FILE"
+    ),
+)  # fmt: skip
+_QUESTION = (
+    Command(
+        "attach", actions.attach,
+        "send a file or a folder along with the next question (- takes back)", "FILE"
+    ),
     Command(
         "run", actions.run_shell,
         "send what a command prints along with the next question; !COMMAND does too", "COMMAND",
@@ -121,57 +135,58 @@ COMMANDS = (
     ),
     Command(
         "asked", None, "search what was asked before, in any conversation, and ask it again",
-        "[WORDS]", "Earlier questions",
-        screen="picking:open_asked", plain=False, keys="ctrl+r",
+        "[WORDS]", "Earlier questions", screen="picking:open_asked", plain=False, keys="ctrl+r",
     ),
     Command(
         "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor",
-        screen="beside:open_editor", plain=False,
-        keys="ctrl+g",
+        screen="beside:open_editor", plain=False, keys="ctrl+g",
     ),
+)  # fmt: skip
+_MODEL = (
     Command(
         "system", actions.system, "show or set the system prompt (/system - removes it)", "[TEXT]",
         "Show the system prompt"
     ),
-    Command("model", actions.model, "show the models on this server, or use another", "[NAME]",
-    "Show the models"),
+    Command(
+        "model", actions.model, "show the models on this server, or use another", "[NAME]",
+        "Show the models"
+    ),
     Command(
         "tools", actions.switch_tools,
         "let the model ask for tools of the programs in config.toml; each call needs your yes",
         "[on [NAME]|off]", "Tools", plain=False,
     ),
-    Command("sampling", actions.set_sampling, "how answers are drawn: temperature, top_p, seed …",
-    "[NAME VALUE]", "Sampling"),
+    Command(
+        "sampling", actions.set_sampling, "how answers are drawn: temperature, top_p, seed …",
+        "[NAME VALUE]", "Sampling"
+    ),
+)  # fmt: skip
+_SCREENS = (
     Command(
         "models", None, "what would fit this machine, what is on its disk; pull, use and remove",
-        "",
-        "Models", screen="models:open_models", plain=False, keys="f4",
+        "", "Models", screen="models:open_models", plain=False, keys="f4",
     ),
     Command(
         "glass", None, "show or hide what a token costs and where the time went", "",
-        "What a token costs",
-        screen="dialogs:open_glass", plain=False, keys="f3",
+        "What a token costs", screen="dialogs:open_glass", plain=False, keys="f3",
     ),
     Command(
-        "help", lambda chat, _: chat.face.show_note(section_text(command_section(plain=True))),
-        "show all commands and keys", "", "Keys and commands", ("?",),
-        screen="dialogs:open_help",
-        keys="f1",
+        "help", _help, "show all commands and keys", "", "Keys and commands", ("?",),
+        screen="dialogs:open_help", keys="f1",
     ),
-    Command("quit", lambda chat, _: chat.leave(), "leave; everything is kept",
-    aliases=("exit", "q")),
+    Command("quit", actions.leave, "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
-ALL_KEYS = (
-    *KEYS,
-    *(
-        Key(COMMAND, c.keys, label_of(c.keys), f"command('{c.name}')", c.help, priority=True)
-        for c in COMMANDS
-        if c.keys
-    ),
-)
-_NAMES: dict[str, Command] = {}
-for _command in COMMANDS:
-    _NAMES.update(dict.fromkeys((_command.name, *_command.aliases), _command))
+COMMANDS = (*_CONVERSATIONS, *_TURNS, *_TEXTS, *_QUESTION, *_MODEL, *_SCREENS)
+_NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+
+
+def _key_of(command: Command) -> Key:
+    action = f"command('{command.name}')"
+    label = label_of(command.keys)
+    return Key(COMMAND, command.keys, label, action, command.help, priority=True)
+
+
+ALL_KEYS = (*KEYS, *(_key_of(command) for command in COMMANDS if command.keys))
 
 # A word, so that a path like /etc/hosts is a question and not a command.
 _COMMAND = re.compile(r"/([a-z?-]+!?)(?:[ \t]+(.*))?$", re.DOTALL | re.IGNORECASE)
@@ -192,7 +207,9 @@ def parse(text: str) -> tuple[str, str] | None:
     if found is None:
         return None
     name = found[1].lower()
-    return (_NAMES[name].name if name in _NAMES else name), (found[2] or "").strip()
+    if name in _NAMES:
+        name = _NAMES[name].name  # not its alias
+    return name, (found[2] or "").strip()
 
 
 async def submit(chat: ChatController, text: str) -> None:
@@ -215,21 +232,18 @@ async def run_and_report(chat: ChatController, name: str, argument: str) -> None
 
 
 async def _run(chat: ChatController, name: str, argument: str) -> None:
-    command = known(name)
-    runs = None
     if await chat.face.run_on_screen(name, argument):
         return
+    command = known(name)
+    action = None
     if command is not None:
-        runs = command.insist if name.endswith("!") else command.run
-    if runs is None:
+        action = command.insist if name.endswith("!") else command.run
+    if action is None:
         names = [one.name for one in COMMANDS]
         close = difflib.get_close_matches(name.rstrip("!"), names, n=1)
-        if close:
-            hint = f"did you mean /{close[0]}?"
-        else:
-            hint = "/help lists the commands"
+        hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
         raise UsageError(f"there is no command /{name}", hint=hint)
-    await runs(chat, argument)
+    await action(chat, argument)
 
 
 def known(name: str) -> Command | None:
@@ -250,7 +264,8 @@ def offered(typed: str) -> list[Command]:
     if not re.fullmatch(r"/[a-z-]*", typed):
         return []
     found = [c for c in COMMANDS if typed[1:] in c.name]
-    return sorted(found, key=lambda c: not c.name.startswith(typed[1:]))
+    first = [c for c in found if c.name.startswith(typed[1:])]
+    return first + [c for c in found if c not in first]
 
 
 # A title, and keys or commands with what each does.

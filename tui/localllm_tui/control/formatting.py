@@ -16,7 +16,9 @@ def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
     if used > 0:
         eighths = max(1, eighths)
     full, part = divmod(eighths, 8)
-    shown = "█" * full + (_EIGHTHS[part - 1] if part else "")
+    shown = "█" * full
+    if part:
+        shown += _EIGHTHS[part - 1]
     return shown + "░" * (cells - len(shown))
 
 
@@ -41,13 +43,12 @@ def fitted(hints: str, cells: int) -> str:
 
 def in_lines(hints: str, cells: int) -> str:
     """Hints in lines of at most `cells` terminal cells, each of them whole."""
-    lines = [""]
+    lines: list[str] = []
     for hint in hints.split(" · "):
-        longer = f"{lines[-1]} · {hint}" if lines[-1] else hint
-        if lines[-1] and cell_len(longer) > cells:
-            lines = [*lines, hint]
+        if lines and cell_len(f"{lines[-1]} · {hint}") <= cells:
+            lines[-1] += f" · {hint}"
         else:
-            lines = [*lines[:-1], longer]
+            lines.append(hint)
     return "\n".join(lines)
 
 
@@ -77,4 +78,6 @@ def title_of(text: str) -> str:
     if len(line) <= TITLE_CHARS:
         return line
     cut = line[: TITLE_CHARS - 1]
-    return (cut[: cut.rfind(" ")] if " " in cut[TITLE_CHARS // 2 :] else cut).rstrip() + "…"
+    if " " in cut[TITLE_CHARS // 2 :]:
+        cut = cut[: cut.rfind(" ")]
+    return cut.rstrip() + "…"

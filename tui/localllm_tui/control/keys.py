@@ -47,17 +47,13 @@ class Key:
             return ""
         found = _ACTION.fullmatch(self.action)
         assert found is not None
-        name = found["name"]
-        what = found["what"]
+        word = (found["what"] or found["name"]).replace("_", "-")
         number = found["number"]
-        words = [(what or name).replace("_", "-")]
-        if number:
-            words.append(
-                {"-1": "back", "1": "on"}.get(number, number)
-                if "code" not in words and "pull" not in words
-                else number
-            )
-        return f"{self.owner}.{'-'.join(words)}"
+        if not number:
+            return f"{self.owner}.{word}"
+        if word not in ("code", "pull"):
+            number = {"-1": "back", "1": "on"}.get(number, number)
+        return f"{self.owner}.{word}-{number}"
 
     @property
     def keys_now(self) -> str:
@@ -80,7 +76,10 @@ _remapped: dict[str, str] = {}
 
 def label_of(keys: str) -> str:
     """Keys as users know them: "ctrl+k,f9" is Ctrl+K, F9."""
-    return ", ".join("+".join(map(str.capitalize, key.split("+"))) for key in keys.split(","))
+    labels = []
+    for key in keys.split(","):
+        labels.append("+".join(part.capitalize() for part in key.split("+")))
+    return ", ".join(labels)
 
 
 def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
@@ -90,28 +89,26 @@ def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
     for name, keys in table.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            if near:
-                hint = f"did you mean {near[0]}?"
-            else:
-                hint = "`localllm config keys` lists them"
+            hint = f"did you mean {near[0]}?" if near else "`localllm config keys` lists them"
             raise UsageError(f"[chat_keys] of config.toml has an unknown name: {name}", hint=hint)
         if not isinstance(keys, str) or not keys.strip():
             raise UsageError(
                 f'{name} in [chat_keys] of config.toml must be keys such as "ctrl+k" or "f9,ctrl+y"'
             )
     _remapped.clear()
-    _remapped.update({name: str(keys).replace(" ", "").lower() for name, keys in table.items()})
+    for name, keys in table.items():
+        _remapped[name] = str(keys).replace(" ", "").lower()
     taken: dict[tuple[str, str], str] = {}
     for entry in KEYS:
-        for one in entry.keys_now.split(",") if entry.action else ():
+        if not entry.action:
+            continue
+        for one in entry.keys_now.split(","):
             other = taken.setdefault((entry.owner, one), entry.id)
-            if other != entry.id and {other, entry.id} & set(_remapped):
+            if other != entry.id and (other in _remapped or entry.id in _remapped):
                 _remapped.clear()
                 raise UsageError(
                     f"[chat_keys] of config.toml has {one} do two things at once: "
-                    f"{other} "
-                    "and "
-                    f"{entry.id}"
+                    f"{other} and {entry.id}"
                 )
 
 
@@ -132,7 +129,7 @@ MODELS = "models"
 SLIDER = "slider"
 APPROVAL = "approval"
 
-KEYS = (
+_WRITING = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
         hints={"writing": "sends", "commands": "runs",
@@ -143,10 +140,39 @@ KEYS = (
         "new line (Shift+Enter where the terminal tells it apart)",
         hints={"writing": "new line"},
     ),
+    Key(COMPOSER, "up", "↑↓, Up, Down", "earlier", "in an empty input: earlier questions", caught=True,
+    hints={"commands": "chooses"}),
+    Key(COMPOSER, "down", "Down", "later", caught=True),
+)  # fmt: skip
+_INPUT = (
+    Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y",
+    help="take back what was typed or pasted; bring it again"),
+    Key(COMPOSER, "pageup", "PageUp, PageDown", "screen.scroll_transcript(-1)", "scroll the conversation"),
+    Key(COMPOSER, "pagedown", "PageDown", "screen.scroll_transcript(1)"),
+    Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True,
+    hints={"commands": "completes"}),
+    Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along",
+    caught=True),
+)  # fmt: skip
+_CHAT = (
     Key(
         CHAT, "escape", "Esc", "stop", "stop the answer and keep its text",
         hints={"answering": "stops", "editing": "leaves it"},
     ),
+    Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
+    Key(
+        CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select",
+        "select a turn, to change, retry, copy or remove it", priority=True,
+        hints={"writing": "turns"},
+    ),
+)  # fmt: skip
+_FIRST_RUN = (
+    Key(CHAT, "f5", "F5, F6, F7", "pull(1)",
+    "on the first run: pull one of the models named, then use it", priority=True),
+    Key(CHAT, "f6", "F6", "pull(2)", priority=True),
+    Key(CHAT, "f7", "F7", "pull(3)", priority=True),
+)  # fmt: skip
+_APP = (
     Key(
         APP, "ctrl+c", "Ctrl+C", "interrupt",
         "copy the selected text; else clear what is typed; else stop the answer; twice: quit",
@@ -155,24 +181,9 @@ KEYS = (
     Key(APP, "ctrl+d", "Ctrl+D", "end_of_input", "in an empty input: quit", priority=True),
     Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; what was typed is kept for next time",
     priority=True),
-    Key(COMPOSER, "up", "↑↓, Up, Down", "earlier", "in an empty input: earlier questions", caught=True,
-    hints={"commands": "chooses"}),
-    Key(COMPOSER, "down", "Down", "later", caught=True),
-    Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y",
-    help="take back what was typed or pasted; bring it again"),
-    Key(COMPOSER, "pageup", "PageUp, PageDown", "screen.scroll_transcript(-1)", "scroll the conversation"),
-    Key(COMPOSER, "pagedown", "PageDown", "screen.scroll_transcript(1)"),
-    Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
-    Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True,
-    hints={"commands": "completes"}),
-    Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along",
-    caught=True),
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),
-    Key(
-        CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select",
-        "select a turn, to change, retry, copy or remove it", priority=True,
-        hints={"writing": "turns"},
-    ),
+)  # fmt: skip
+_SELECTING = (
     Key(
         TURN, "up", "Up, Down", "select(-1)", "the turn before, the turn after"
     ),
@@ -182,6 +193,8 @@ KEYS = (
         hints={"found": "next"},
     ),
     Key(TURN, "N", "Shift+N", "screen.turn('found', -1)", hints={"found": "the one before"}),
+)  # fmt: skip
+_ANSWERS = (
     Key(
         TURN, "e,enter", "E", "screen.turn('edit')", "change it, beside what there is",
         hints={"selecting": "edit"}
@@ -190,6 +203,8 @@ KEYS = (
     Key(TURN, "g", "G", "screen.turn('more')", "go on with a stopped answer"),
     Key(TURN, "c", "C", "screen.turn('copy')", "copy it",
     hints={"selecting": "copy", "found": "copy"}),
+)  # fmt: skip
+_COPYING = (
     Key(TURN, "1", "1 to 9", "screen.turn('code', 1)", "copy its code block of that number"),
     *(Key(TURN, str(n), str(n), f"screen.turn('code', {n})") for n in range(2, 10)),
     Key(
@@ -200,6 +215,8 @@ KEYS = (
         TURN, "d,delete", "D", "screen.turn('remove')", "twice: remove it, and what follows it",
         hints={"selecting": "delete"},
     ),
+)  # fmt: skip
+_VERSIONS = (
     Key(
         TURN, "left", "←→, Left, Right", "screen.turn('version', -1)", "its other versions",
         hints={"selecting": "version"}
@@ -208,12 +225,12 @@ KEYS = (
     Key(TURN, "t", "T", "screen.turn('thinking')", "show or hide its thinking"),
     Key(TURN, "escape,q,i", "Esc", "unselect",
     hints={"selecting": "back", "found": "back"}),
-    Key(CHAT, "f5", "F5, F6, F7", "pull(1)",
-    "on the first run: pull one of the models named, then use it", priority=True),
-    Key(CHAT, "f6", "F6", "pull(2)", priority=True),
-    Key(CHAT, "f7", "F7", "pull(3)", priority=True),
+)  # fmt: skip
+_APPROVING = (
     Key(APPROVAL, "y", "Y", "yes", hints={"approving": "runs it"}),
     Key(APPROVAL, "n,escape,q", "N", "no", hints={"approving": "does not"}),
+)  # fmt: skip
+_PLANNING = (
     Key(MODELS, "enter", "Enter",
     hints={"models": "pulls, uses", "on disk": "uses"}),
     Key(
@@ -224,6 +241,8 @@ KEYS = (
     Key(MODELS, "right_square_bracket,right", "Right", "step('context', 1)"),
     Key(MODELS, "p", "P", "next('purpose')", "the next purpose (Tab goes to every slider)"),
     Key(MODELS, "t", "T", "next('wait')", "how long one may wait for an answer"),
+)  # fmt: skip
+_MACHINE = (
     Key(MODELS, "g", "G", "next('memory')", "plan as if there were so much memory"),
     Key(MODELS, "m", "M", "ask('machine')", "another machine, by its name",
     hints={"models": "machine"}),
@@ -232,6 +251,8 @@ KEYS = (
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
         hints={"models": "disk", "on disk": "plans"},
     ),
+)  # fmt: skip
+_MODELS = (
     Key(MODELS, "f,slash", "F", "ask('filter')", "only models with these words",
     hints={"models": "filter"}),
     Key(MODELS, "o", "O", "sort", "another order: best, speed, memory",
@@ -243,14 +264,20 @@ KEYS = (
     ),
     Key(MODELS, "escape,q", "Esc", "close",
     hints={"models": "back", "on disk": "back"}),
+)  # fmt: skip
+_SLIDERS = (
     Key(SLIDER, "left", "Left, Right", "move(-1)", "move a slider"),
     Key(SLIDER, "right", "Right", "move(1)"),
+)  # fmt: skip
+_PANELS = (
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={"help": "closes"}),
     Key(FILES, "enter", "Enter",
     hints={"filing": "sends it along", "asked": "brings it back"}),
     Key(FILES, "up", "↑↓, Up, Down", hints={"asked": "newer, older"}),
     Key(FILES, "escape", "Esc", "close",
     hints={"filing": "closes", "asked": "closes"}),
+)  # fmt: skip
+_PICKING = (
     Key(PICKER, "enter", "Enter",
     hints={"choosing": "opens", "finding": "goes there"}),
     Key(PICKER, "up", "↑↓, Up, Down", hints={"finding": "the one before, after"}),
@@ -259,9 +286,31 @@ KEYS = (
     Key(PICKER, "escape", "Esc", "close",
     hints={"choosing": "closes", "finding": "closes"}),
 )  # fmt: skip
+KEYS = (
+    *_WRITING,
+    *_INPUT,
+    *_CHAT,
+    *_FIRST_RUN,
+    *_APP,
+    *_SELECTING,
+    *_ANSWERS,
+    *_COPYING,
+    *_VERSIONS,
+    *_APPROVING,
+    *_PLANNING,
+    *_MACHINE,
+    *_MODELS,
+    *_SLIDERS,
+    *_PANELS,
+    *_PICKING,
+)
 
 
 def hints(context: KeyContext, *, without: str = "") -> str:
     """The key hints of a context, in a line for a frame; `without` the key of that id."""
-    shown = (k for k in KEYS if context in k.hints and (not without or k.id != without))
-    return " · ".join(f"{k.label_now.partition(',')[0]} {k.hints[context]}" for k in shown)
+    shown = []
+    for key in KEYS:
+        if context in key.hints and (not without or key.id != without):
+            label = key.label_now.partition(",")[0]
+            shown.append(f"{label} {key.hints[context]}")
+    return " · ".join(shown)

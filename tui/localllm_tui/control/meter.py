@@ -54,14 +54,16 @@ class AnswerMeter:
         took and how long it will."""
         self.prompt_tokens = total
         now = self._now()
-        # what the cache had was not read
-        begun_s, begun = self._reading = self._reading or (now, done)
+        if self._reading is None:
+            self._reading = (now, done)  # the cache had these tokens: they were not read
+        begun_s, begun = self._reading
         said = f"reading the prompt… {done:,} of {total:,} tokens"
         took_s = now - begun_s
         if done <= begun or took_s <= 0:
             return said
         rate = (done - begun) / took_s
-        return f"{said} · {rate:,.0f} tok/s · {span(took_s)}, {span((total - done) / rate)} left"
+        left_s = (total - done) / rate
+        return f"{said} · {rate:,.0f} tok/s · {span(took_s)}, {span(left_s)} left"
 
     @property
     def took_s(self) -> float:
@@ -101,11 +103,9 @@ class AnswerMeter:
 
     def meta(self) -> dict[str, Any]:
         """The metadata that the history keeps with the answer."""
-        meta: dict[str, Any]
+        meta: dict[str, Any] = {}
         if self.left_out:
-            meta = {"left_out": self.left_out}
-        else:
-            meta = {}
+            meta["left_out"] = self.left_out
         if self.ttft_s is not None:
             meta["ttft_s"] = round(self.ttft_s, 4)
         if self.tok_s is not None:
@@ -127,7 +127,7 @@ def status_text(
     model = one_line(model)
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
         parts = _figures(used, n_ctx, meta, words, cells)
-        room = width - sum(cell_len(p) + len(_GAP) for p in parts)
+        room = width - sum(cell_len(part) + len(_GAP) for part in parts)
         if room >= min(cell_len(model), least):
             return _GAP.join([elide(model, room), *parts])
     while parts and room < 8:
@@ -135,26 +135,30 @@ def status_text(
     return elide(_GAP.join([elide(model, max(room, 1)), *parts]), width)
 
 
-# What the figures are called: in words, and where there is no room for them.
-_NAMES = {True: ("context", "first token", "cached tokens"), False: ("ctx", "TTFT", "cached")}
+# The names of the figures: in words, and short ones for a narrow line.
+_WORDS = ("context", "first token", "cached tokens")
+_SHORT = ("ctx", "TTFT", "cached")
 
 
 def _figures(
     used: int, n_ctx: int | None, meta: Mapping[str, Any], words: bool, bar_cells: int
 ) -> list[str]:
-    context, first_token, cached = _NAMES[words]
-    parts = [f"{meta['tok_s']:.1f} tok/s"] if "tok_s" in meta else []
+    context, first_token, cached = _WORDS if words else _SHORT
+    parts = []
+    if "tok_s" in meta:
+        parts.append(f"{meta['tok_s']:.1f} tok/s")
     if n_ctx:
-        drawn = f" {bar(used, n_ctx, bar_cells)}" if bar_cells else ""
+        said = f"{context} {used:,}/{n_ctx:,}"
+        if bar_cells:
+            said += f" {bar(used, n_ctx, bar_cells)}"
         if words:
-            percent = f" {min(999, round(100 * used / n_ctx))}%"
-        else:
-            percent = ""
-        parts.append(f"{context} {used:,}/{n_ctx:,}{drawn}{percent}")
+            said += f" {min(999, round(100 * used / n_ctx))}%"
+        parts.append(said)
     elif used:
         parts.append(f"{context} {used:,}")
     if "ttft_s" in meta:
-        parts.append(f"{first_token} {meta['ttft_s']:.{2 if meta['ttft_s'] < 9.995 else 0}f} s")
+        digits = 2 if meta["ttft_s"] < 9.995 else 0
+        parts.append(f"{first_token} {meta['ttft_s']:.{digits}f} s")
     if "cached_tokens" in meta:
         parts.append(f"{cached} {meta['cached_tokens']:,}")
     return parts
@@ -166,7 +170,9 @@ def cost_words(tokens: int | None, n_ctx: int | None) -> str:
         return ""
     if n_ctx is None:
         return f"{tokens:,} tokens in all"
-    return f"{tokens:,} of {n_ctx:,} tokens" + (": too long" if tokens >= n_ctx else " in all")
+    if tokens >= n_ctx:
+        return f"{tokens:,} of {n_ctx:,} tokens: too long"
+    return f"{tokens:,} of {n_ctx:,} tokens in all"
 
 
 async def check_fits(
@@ -196,13 +202,13 @@ async def check_fits(
         alone = await client.count(model, would_send(True))
     if alone is not None and alone >= n_ctx:
         raise ContextLengthError(
-            f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: it was not "
-            "sent",
+            f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: "
+            "it was not sent",
             hint="shorten it, or start the chat with a larger --context",
         )
     raise ContextLengthError(
-        f"with what was said before, this is {tokens:,} tokens, and the context is {n_ctx:,}: it "
-        "was not sent",
+        f"with what was said before, this is {tokens:,} tokens, and the context is {n_ctx:,}: "
+        "it was not sent",
         hint="shorten it, or let the oldest messages be left out: Ctrl+P, Compact the conversation",
     )
 
@@ -229,5 +235,6 @@ async def file_cost(
         return why_not.rpartition(": ")[2], False
     if tokens is None:
         return "", True
-    fits = n_ctx is None or tokens < n_ctx
-    return f"{'' if fits else 'too long: '}{tokens:,} tokens", fits
+    if n_ctx is None or tokens < n_ctx:
+        return f"{tokens:,} tokens", True
+    return f"too long: {tokens:,} tokens", False

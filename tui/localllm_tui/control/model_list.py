@@ -4,10 +4,9 @@ chats."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +26,8 @@ from localllm_tui.control.interfaces import (
 )
 from localllm_tui.control.terminal import printable
 
+_STARTING = PullProgress("starting")
+
 
 @dataclass(slots=True)
 class Pull:
@@ -34,7 +35,7 @@ class Pull:
     ended in."""
 
     ref: str
-    now: PullProgress = field(default_factory=lambda: PullProgress("starting"))
+    now: PullProgress = _STARTING
     name: str = ""
     error: LocalLLMError | None = None
     ended: bool = False
@@ -59,30 +60,19 @@ class Pull:
             return f"{self.ref} is here"
         if self.error is not None:
             return f"{self.ref}: {self.error.message}"
-        if self.ended:
-            return (
-                f"{self.ref} stopped at {byte_size(self.now.done_bytes)}: pulling it again "
-                "goes "
-                "on there"
-            )
         now = self.now
+        if self.ended:
+            at = byte_size(now.done_bytes)
+            return f"{self.ref} stopped at {at}: pulling it again goes on there"
+        words = f"{now.phase} {self.ref}"
         if now.total_bytes:
             share = now.done_bytes / now.total_bytes
-        else:
-            share = 0.0
-        if now.total_bytes:
-            of = f" {share:.0%} of {byte_size(now.total_bytes)}"
-        else:
-            of = ""
+            words += f" {share:.0%} of {byte_size(now.total_bytes)}"
         if now.speed_bytes_s:
-            speed = f", {byte_size(now.speed_bytes_s)}/s"
-        else:
-            speed = ""
+            words += f", {byte_size(now.speed_bytes_s)}/s"
         if now.left_s is not None:
-            left = f", {span(now.left_s)} left"
-        else:
-            left = ""
-        return f"{now.phase} {self.ref}{of}{speed}{left}"
+            words += f", {span(now.left_s)} left"
+        return words
 
 
 class Pulls(dict[str, Pull]):
@@ -127,7 +117,10 @@ class Pulls(dict[str, Pull]):
         running = self.running()
         if not running:
             return ""
-        return running[0].words() + (f" (and {len(running) - 1} more)" if len(running) > 1 else "")
+        words = running[0].words()
+        if len(running) > 1:
+            words += f" (and {len(running) - 1} more)"
+        return words
 
     def _run(self, pull: Pull) -> None:
         def report(progress: PullProgress) -> None:
@@ -169,7 +162,6 @@ class Column:
     head: str
     cells: int
     from_width: int
-    value: Callable[[Any], str]
 
     def cell(self, text: str) -> str:
         """`text` in its cells: words to the left, figures to the right."""
@@ -179,29 +171,41 @@ class Column:
 
 _WORDS = ("quant", "of usable", " kept by")
 PLAN_COLUMNS = (
-    Column("quant", 10, 50, lambda c: str(c.plan["variant"]["quant"])),
-    Column("quality", 7, 72, lambda c: _points(c.plan)),
-    Column("memory", 8, 0, lambda c: byte_size(c.plan["memory"]["total_bytes"])),
-    Column(
-        "of usable",
-        10,
-        92,
-        lambda c: bar(c.plan["memory"]["total_bytes"], max(1, c.plan["memory"]["limit_bytes"])),
-    ),
-    Column("context", 8, 92, lambda c: context_words(c.plan["n_ctx"])),
-    Column(
-        "tok/s",
-        9,
-        0,
-        lambda c: f"{_rate(c.plan['decode_tok_s']['low'])}–{_rate(c.plan['decode_tok_s']['high'])}",
-    ),
-    Column("wait", 8, 50, lambda c: span(c.wait_s)),
+    Column("quant", 10, 50),
+    Column("quality", 7, 72),
+    Column("memory", 8, 0),
+    Column("of usable", 10, 92),
+    Column("context", 8, 92),
+    Column("tok/s", 9, 0),
+    Column("wait", 8, 50),
 )
-DISK_COLUMNS = (
-    Column("quant", 10, 0, lambda m: str(m.quant)),
-    Column("size", 8, 0, lambda m: byte_size(m.size_bytes)),
-    Column(" kept by", 18, 60, lambda m: f" {m.owner}"),
-)
+DISK_COLUMNS = (Column("quant", 10, 0), Column("size", 8, 0), Column(" kept by", 18, 60))
+
+
+def plan_texts(choice: PlanChoice) -> dict[str, str]:
+    """The texts of a plan, by the heads of PLAN_COLUMNS."""
+    plan = choice.plan
+    needed = plan["memory"]["total_bytes"]
+    limit = plan["memory"]["limit_bytes"]
+    speed = plan["decode_tok_s"]
+    return {
+        "quant": plan["variant"]["quant"],
+        "quality": _points(plan),
+        "memory": byte_size(needed),
+        "of usable": bar(needed, max(1, limit)),
+        "context": context_words(plan["n_ctx"]),
+        "tok/s": f"{_rate(speed['low'])}–{_rate(speed['high'])}",
+        "wait": span(choice.wait_s),
+    }
+
+
+def disk_texts(model: InstalledModel) -> dict[str, str]:
+    """The texts of a model on this disk, by the heads of DISK_COLUMNS."""
+    return {
+        "quant": model.quant,
+        "size": byte_size(model.size_bytes),
+        " kept by": f" {model.owner}",
+    }
 
 
 def list_line(columns: Sequence[Column], width: int, name: str, texts: Mapping[str, str]) -> str:
@@ -211,20 +215,28 @@ def list_line(columns: Sequence[Column], width: int, name: str, texts: Mapping[s
     taken = sum(column.cells + 1 for column in shown)
     cells = 2 + min(_MOST_NAME, max(_LEAST_NAME, width - 2 - taken))
     name = elide(name, cells)
-    parts = [column.cell(texts.get(column.head, "")) for column in shown]
-    return " ".join([name + " " * (cells - cell_len(name)), *parts]).rstrip()
+    line = name + " " * (cells - cell_len(name))
+    for column in shown:
+        line += " " + column.cell(texts.get(column.head, ""))
+    return line.rstrip()
 
 
 def _points(plan: Mapping[str, Any]) -> str:
     return str(round(plan["quality"]["points"]))  # never "-0"
 
 
-# Orders of the plans: what is best as the planner has it, the fastest, the smallest.
-ORDERS: dict[str, Callable[[PlanChoice], float]] = {
-    "best": lambda _: 0.0,
-    "speed": lambda choice: -float(choice.plan["decode_tok_s"]["value"]),
-    "memory": lambda choice: float(choice.plan["memory"]["total_bytes"]),
-}
+# Orders of the plans: the planner's own, the fastest first, the smallest first.
+ORDERS = ("best", "speed", "memory")
+
+
+def place_in(order: str, choice: PlanChoice) -> float:
+    """A number by which to sort plans in one of the ORDERS; plans of equal numbers keep the
+    planner's order."""
+    if order == "speed":
+        return -float(choice.plan["decode_tok_s"]["value"])
+    if order == "memory":
+        return float(choice.plan["memory"]["total_bytes"])
+    return 0.0
 
 
 def plan_details(
@@ -232,34 +244,30 @@ def plan_details(
 ) -> list[str]:
     """What a plan comes to; `accounts` say what of the memory is left for a model."""
     plan = choice.plan
-    memory = choice.plan["memory"]
+    used = byte_size(plan["memory"]["total_bytes"])
+    limit = byte_size(plan["memory"]["limit_bytes"])
+    fits = f"{plan['name']}: {_FITS[plan['fits']]}, {used} of {limit}"
+    lines = [f"{fits} with {plan['n_ctx']:,} tokens ({plan['kv_type']})"]
+    lines += textwrap.wrap(printable(plan["why"]), max(20, width))
+    lines.append(f"quality {_points(plan)}: {plan['quality']['basis']}")
     if pull is not None:
-        step = pull.words()
+        lines.append(pull.words())
     elif choice.installed:
-        step = "installed: Enter uses it here"
+        lines.append("installed: Enter uses it here")
     else:
-        step = f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}"
-    used = byte_size(memory["total_bytes"])
-    limit = byte_size(memory["limit_bytes"])
-    lines = [
-        f"{plan['name']}: {_FITS.get(plan['fits'], plan['fits'])}, {used} of {limit} with "
-        f"{plan['n_ctx']:,} tokens ({plan['kv_type']})",
-        *textwrap.wrap(printable(plan["why"]), max(20, width)),
-        f"quality {_points(plan)}: {plan['quality']['basis']}",
-        step,
-        *accounts[:1],
-    ]
+        lines.append(f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}")
+    lines += accounts[:1]
     return [elide(line, width) for line in lines]
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
+    kept = f"kept by {model.owner}; not removed from here"
     if model.ours:
-        may = "Delete twice removes them"
-    else:
-        may = "not removed from here"
-    lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
-    wrapped = [textwrap.wrap(printable(line), max(20, width)) for line in lines]
-    return [*itertools.chain.from_iterable(wrapped)]
+        kept = f"kept by {model.owner}; Delete twice removes them"
+    lines: list[str] = []
+    for line in (fit or "weighing …", model.path, kept):
+        lines += textwrap.wrap(printable(line), max(20, width))
+    return lines
 
 
 def _rate(tok_s: float) -> str:
@@ -303,9 +311,11 @@ class FirstRun:
     @property
     def best(self) -> list[PlanChoice]:
         """What is offered, a key each: the best that are not the starter."""
-        larger = [
-            c for c in self.choices or () if not self.starter.startswith(c.ref.partition(":")[0])
-        ]
+        larger = []
+        for choice in self.choices or ():
+            model = choice.ref.partition(":")[0]
+            if not self.starter.startswith(model):
+                larger.append(choice)
         return larger[: len(FIRST_RUN_KEYS)]
 
     def lines(self) -> list[str]:
@@ -316,18 +326,17 @@ class FirstRun:
             return [STARTER, "", "Planning what this machine could run …", *dots, _ALL_MODELS]
         if not self.best:
             return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
-        offers = [
-            f"  {key}  {self._offer(key, choice)}"
-            for key, choice in zip(FIRST_RUN_KEYS, self.best, strict=False)
-        ]
-        return [STARTER, "", _GUESSED if self.guessed else _OFFERED, *offers, _ALL_MODELS]
+        lines = [STARTER, "", _GUESSED if self.guessed else _OFFERED]
+        for key, choice in zip(FIRST_RUN_KEYS, self.best, strict=False):
+            lines.append(f"  {key}  {self._offer(key, choice)}")
+        return [*lines, _ALL_MODELS]
 
     def _offer(self, key: str, choice: PlanChoice) -> str:
         pull = self.pulls.get(choice.ref)
         if pull is None:
             speed = choice.plan["decode_tok_s"]
-            rate = f"{speed['low']:.0f} to {speed['high']:.0f} tok/s"
-            return f"{choice.title}: {byte_size(choice.plan['variant']['bytes'])}, {rate}"
+            size = byte_size(choice.plan["variant"]["bytes"])
+            return f"{choice.title}: {size}, {speed['low']:.0f} to {speed['high']:.0f} tok/s"
         if pull.done:
             return f"{choice.plan['name']} is here: {key} uses it"
         return pull.words()

@@ -10,10 +10,12 @@ from localllm.formatting import byte_size
 from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList
 from localllm_tui.control.model_list import (
     DISK_COLUMNS,
-    ORDERS,
     PLAN_COLUMNS,
     Pulls,
+    disk_texts,
     list_line,
+    place_in,
+    plan_texts,
 )
 from localllm_tui.control.terminal import one_line
 
@@ -49,11 +51,11 @@ class ModelRows:
     @property
     def ordered(self) -> list[PlanChoice]:
         """The model in use first, then in the order that was asked for."""
-        late = self.planned.too_slow
-        by = ORDERS[self.order]
-        return sorted(
-            [*self.planned.choices, *late], key=lambda o: (not self._in_use(o), o in late, by(o))
-        )
+        return sorted([*self.planned.choices, *self.planned.too_slow], key=self._place)
+
+    def _place(self, choice: PlanChoice) -> tuple[bool, bool, float]:
+        late = choice in self.planned.too_slow
+        return not self._in_use(choice), late, place_in(self.order, choice)
 
     def _in_use(self, choice: PlanChoice) -> bool:
         return bool(choice.installed) and choice.installed == self.current
@@ -81,12 +83,15 @@ class ModelRows:
         return rows
 
     def _file_rows(self, width: int) -> list[ModelRow]:
-        rows = []
-        for m in sorted(self.disk or (), key=lambda m: m.name != self.current):
-            name = ("▸ " if m.name == self.current else "  ") + one_line(m.name)
-            texts = {c.head: c.value(m) for c in DISK_COLUMNS}
-            rows.append(ModelRow(m.path, list_line(DISK_COLUMNS, width, name, texts)))
-        return rows
+        """The files on this disk, the model in use first."""
+        in_use = []
+        others = []
+        for model in self.disk or ():
+            if model.name == self.current:
+                in_use.append(_file_row(model, "▸", width))
+            else:
+                others.append(_file_row(model, " ", width))
+        return in_use + others
 
     def _plan_rows(self, width: int) -> list[ModelRow]:
         rows = []
@@ -96,14 +101,10 @@ class ModelRows:
             texts = {"quant": used.quant, "memory": byte_size(used.size_bytes)}
             name = f"▸ {one_line(used.name)}"
             rows.append(ModelRow(used.path, list_line(PLAN_COLUMNS, width, name, texts)))
-        for o in self.ordered:
-            name = f"{self._mark(o)} {one_line(o.plan['name'])}"
-            texts = {c.head: c.value(o) for c in PLAN_COLUMNS}
-            rows.append(
-                ModelRow(
-                    o.ref, list_line(PLAN_COLUMNS, width, name, texts), o in self.planned.too_slow
-                )
-            )
+        for choice in self.ordered:
+            name = f"{self._mark(choice)} {one_line(choice.plan['name'])}"
+            line = list_line(PLAN_COLUMNS, width, name, plan_texts(choice))
+            rows.append(ModelRow(choice.ref, line, choice in self.planned.too_slow))
         return rows
 
     def _mark(self, choice: PlanChoice) -> str:
@@ -118,22 +119,29 @@ class ModelRows:
         return " "
 
     def summary(self) -> str:
+        if self.shows_disk:
+            return self._disk_summary()
         if self.of_files:
-            said = "looking …"
-            if self.disk is not None:
-                said = (
-                    f"{len(self.disk)} on this disk, "
-                    f"{byte_size(sum(m.size_bytes for m in self.disk))}"
-                )
-            if self.shows_disk:
-                return said
-            return f"{said} · planning what else fits …"
-        if not self.planned.complete:
-            return f"{len(self.planned.choices)} fit so far · planning the others …"
-        order = "" if self.order == "best" else f"by {self.order} · "
-        if self.planned.too_slow:
-            slow = f", {len(self.planned.too_slow)} answer too late"
-        else:
-            slow = ""
-        others = "".join(f", {n} {why}" for why, n in self.planned.left_out.items())
-        return f"{order}{len(self.planned.choices)} fit{others}{slow} · {self.planned.machine}"
+            return f"{self._disk_summary()} · planning what else fits …"
+        planned = self.planned
+        if not planned.complete:
+            return f"{len(planned.choices)} fit so far · planning the others …"
+        counts = [f"{len(planned.choices)} fit"]
+        counts += [f"{n} {why}" for why, n in planned.left_out.items()]
+        if planned.too_slow:
+            counts.append(f"{len(planned.too_slow)} answer too late")
+        said = f"{', '.join(counts)} · {planned.machine}"
+        if self.order == "best":
+            return said
+        return f"by {self.order} · {said}"
+
+    def _disk_summary(self) -> str:
+        if self.disk is None:
+            return "looking …"
+        size = sum(model.size_bytes for model in self.disk)
+        return f"{len(self.disk)} on this disk, {byte_size(size)}"
+
+
+def _file_row(model: InstalledModel, mark: str, width: int) -> ModelRow:
+    name = f"{mark} {one_line(model.name)}"
+    return ModelRow(model.path, list_line(DISK_COLUMNS, width, name, disk_texts(model)))

@@ -43,12 +43,14 @@ class ModelPhysics:
         try:
             weights = said["weights"]
             plan = said["decode_tok_s"]
+            points = tuple((int(depth), int(read)) for depth, read in said["kv_read_bytes"])
+            planned = (float(plan["value"]), float(plan["low"]), float(plan["high"]))
             return cls(
                 float(said["bandwidth_gbps"]),
                 int(weights["dense_bytes"]),
                 int(weights["routed_bytes"]),
-                tuple((int(d), int(b)) for d, b in said["kv_read_bytes"]),
-                (float(plan["value"]), float(plan["low"]), float(plan["high"])),
+                points,
+                planned,
                 str(said.get("kv_type", "")),
                 str(said.get("quant", "")),
                 said.get("memory") or {},
@@ -118,15 +120,21 @@ def memory_size(n_bytes: float) -> str:
     """Bytes in GB, or in MB below one, in three figures or so."""
     if n_bytes >= 1e9:
         return gb(n_bytes, 2)
-    return mb(n_bytes, 0 if n_bytes >= 1e7 else 2)
+    if n_bytes >= 1e7:
+        return mb(n_bytes, 0)
+    return mb(n_bytes, 2)
 
 
 def bars(values: Sequence[float], cells: int) -> list[str]:
     """Bars of at most `cells` in proportion to `values`; any value above 0 shows."""
     most = max(values, default=0.0)
-    return [
-        "█" * max(1 if v > 0 else 0, round(cells * v / most)) if most > 0 else "" for v in values
-    ]
+    drawn = []
+    for value in values:
+        length = 0
+        if value > 0:
+            length = max(1, round(cells * value / most))
+        drawn.append("█" * length)
+    return drawn
 
 
 PANEL_WIDTH = 38
@@ -146,8 +154,9 @@ def panel_lines(
         )
     if physics is None:
         return ["This server does not say what", "a token costs it."]
-    parts = (_answer, _bandwidth, _token, _prompt, _time, _memory)
-    blocks = [part(physics, speed or AnswerSpeed()) for part in parts]
+    speed = speed or AnswerSpeed()
+    blocks = [_answer(physics, speed), _bandwidth(physics, speed), _token(physics, speed)]
+    blocks += [_prompt(speed), _time(speed), _memory(physics.memory)]
     text = "\n\n".join("\n".join(lines) for lines in blocks if lines)
     return [line[:PANEL_WIDTH] for line in text.split("\n")]
 
@@ -156,26 +165,24 @@ _ASSUMED = ["  the plan assumes a bandwidth:", "  `localllm device --measure` fi
 
 
 def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    if speed.live is None:
-        as_it_came = ""
-    elif speed.coming:
-        as_it_came = ", as it arrives"
-    else:
-        as_it_came = ", as it arrived"
+    lines = ["THIS ANSWER"]
+    if speed.live is not None:
+        lines = ["THIS ANSWER, as it arrives" if speed.coming else "THIS ANSWER, as it arrived"]
     rate = speed.tok_s
-    (planned, low, high) = physics.planned_tok_s
-    if rate is not None:
-        now = f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s"
+    if rate is None:
+        lines.append("  nothing measured yet")
+    elif speed.coming:
+        lines.append(f"  now      {rate:>8.1f} tok/s")
     else:
-        now = "  nothing measured yet"
-    beside_plan = rate is not None and not low <= rate <= high
-    return [
-        f"THIS ANSWER{as_it_came}",
-        now,
-        f"  planned  {planned:>8.1f}  ({low:.0f} to {high:.0f})",
-        *(_ASSUMED if physics.bandwidth_basis == "assumed" and beside_plan else []),
-        *([f"  paced to {physics.power:>8.0%} of the time"] if physics.power < 1 else []),
-    ]
+        lines.append(f"  was      {rate:>8.1f} tok/s")
+    planned, low, high = physics.planned_tok_s
+    lines.append(f"  planned  {planned:>8.1f}  ({low:.0f} to {high:.0f})")
+    as_planned = rate is None or low <= rate <= high
+    if physics.bandwidth_basis == "assumed" and not as_planned:
+        lines += _ASSUMED
+    if physics.power < 1:
+        lines.append(f"  paced to {physics.power:>8.0%} of the time")
+    return lines
 
 
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
@@ -186,37 +193,27 @@ def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     if achieved is None or roof <= 0:
         return [f"BANDWIDTH {roof:,.0f} GB/s", limit]
     digits = 0 if achieved >= 10 else 1
-    # Drafts and caches may go beyond the roof.
-    drawn = bar(
-        min(round(achieved * 1e3), round(roof * 1e3)), max(1, round(roof * 1e3)), PANEL_WIDTH - 2
-    )
-    return [
-        f"BANDWIDTH {achieved:.{digits}f} of {roof:,.{digits}f} GB/s: {achieved / roof:.0%}",
-        f"  {drawn}",
-        limit,
-    ]
+    head = f"BANDWIDTH {achieved:.{digits}f} of {roof:,.{digits}f} GB/s: {achieved / roof:.0%}"
+    used_mbps = round(min(achieved, roof) * 1e3)  # drafts and caches may go beyond the roof
+    drawn = bar(used_mbps, max(1, round(roof * 1e3)), PANEL_WIDTH - 2)
+    return [head, f"  {drawn}", limit]
 
 
 def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    kv = physics.kv_bytes(speed.depth)
-    rows = [
-        ("weights", float(physics.dense_bytes)),
-        ("experts", float(physics.routed_bytes)),
-        ("KV cache", kv),
-    ]
-    rows = [(name, n) for name, n in rows if n or name == "KV cache"]
-    drawn = bars([n for _, n in rows], _BAR)
-    return [
-        f"EACH TOKEN READS {memory_size(physics.token_bytes(speed.depth))}",
-        *(
-            f"  {name:<9}{memory_size(n):>9}  {cells}"
-            for (name, n), cells in zip(rows, drawn, strict=True)
-        ),
-        f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep",
-    ]
+    read: dict[str, float] = {}
+    if physics.dense_bytes:
+        read["weights"] = physics.dense_bytes
+    if physics.routed_bytes:
+        read["experts"] = physics.routed_bytes
+    read["KV cache"] = physics.kv_bytes(speed.depth)
+    lines = [f"EACH TOKEN READS {memory_size(physics.token_bytes(speed.depth))}"]
+    for (name, n), drawn in zip(read.items(), bars([*read.values()], _BAR), strict=True):
+        lines.append(f"  {name:<9}{memory_size(n):>9}  {drawn}")
+    lines.append(f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep")
+    return lines
 
 
-def _prompt(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+def _prompt(speed: AnswerSpeed) -> list[str]:
     """What of this turn's prompt the prefix cache had, and how the rest was read."""
     took = speed.timings
     usage = speed.usage
@@ -234,15 +231,12 @@ def _prompt(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     return rows
 
 
-def _time(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+def _time(speed: AnswerSpeed) -> list[str]:
     took = speed.timings
-    if speed.coming or speed.live is not None or not speed.usage.prompt:
-        stopped = speed.live is not None and not speed.coming
-        if stopped:
-            said = "not told of a stopped answer"
-        else:
-            said = "told once the answer is complete"
-        return ["TIME", f"  {said}"]
+    if speed.live is not None and not speed.coming:
+        return ["TIME", "  not told of a stopped answer"]
+    if speed.coming or not speed.usage.prompt:
+        return ["TIME", "  told once the answer is complete"]
     drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
     rows = [
         "TIME",
@@ -255,21 +249,17 @@ def _time(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     return rows
 
 
-def _memory(physics: ModelPhysics, _: AnswerSpeed) -> list[str]:
-    needs = physics.memory
+def _memory(needs: Mapping[str, Any]) -> list[str]:
     total = float(needs.get("total_bytes") or 0)
     limit = float(needs.get("limit_bytes") or 0)
     if not total:
         return []
     weights = float(needs.get("weights_bytes") or 0)
     kv = float(needs.get("kv_bytes") or 0)
+    lines = [f"MEMORY {memory_size(total)}"]
     if limit:
-        drawn = [f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}"]
-    else:
-        drawn = []
-    return [
-        f"MEMORY {memory_size(total)}" + (f" of {memory_size(limit)}" if limit else ""),
-        *drawn,
-        f"  weights {memory_size(weights)}, KV {memory_size(kv)}",
-        f"  buffers and state {memory_size(total - weights - kv)}",
-    ]
+        lines = [f"MEMORY {memory_size(total)} of {memory_size(limit)}"]
+        lines.append(f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}")
+    lines.append(f"  weights {memory_size(weights)}, KV {memory_size(kv)}")
+    lines.append(f"  buffers and state {memory_size(total - weights - kv)}")
+    return lines

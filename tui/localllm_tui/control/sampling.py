@@ -7,16 +7,17 @@ from typing import Any
 
 from localllm.errors import UsageError
 
-# What /sampling sets: its kind, least and most.
-_KNOWN: dict[str, tuple[type[int] | type[float], float, float]] = {
-    "temperature": (float, 0, 2),
-    "top_p": (float, 0, 1),
-    "top_k": (int, 0, 100_000),
-    "min_p": (float, 0, 1),
-    "repeat_penalty": (float, 0.01, 10),
-    "seed": (int, 0, 2**63 - 1),
-    "max_tokens": (int, 1, 2**31 - 1),
+# What /sampling sets, with the least and the most of each.
+_KNOWN: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (0, 100_000),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 10),
+    "seed": (0, 2**63 - 1),
+    "max_tokens": (1, 2**31 - 1),
 }
+_INTEGERS = ("top_k", "seed", "max_tokens")
 _HEAT = ((0.0, "always the likeliest word"), (0.35, "steady"), (0.75, "balanced"), (1.1, "varied"))
 
 
@@ -52,9 +53,9 @@ def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
         raise UsageError(
             f"/sampling {name} is not known", hint=f"one of: {', '.join(_KNOWN)}; - takes all back"
         )
-    kind, least, most = _KNOWN[name]
+    least, most = _KNOWN[name]
     try:
-        number = kind(value.strip())
+        number = int(value) if name in _INTEGERS else float(value)
         if not least <= number <= most:
             raise ValueError
     except ValueError:

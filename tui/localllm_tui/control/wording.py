@@ -16,58 +16,61 @@ def welcome(
 ) -> str:
     """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers,
     newest first. `elsewhere` is the address of a server that is not on this machine."""
+    name = _plain(one_line(model))
+    parts = [f"**localllm** with **{name}** on this machine. Nothing you type leaves it."]
     if elsewhere:
-        stays = f"at {elsewhere}: what you ask goes there."
-    else:
-        stays = "on this machine. Nothing you type leaves it."
-    lines = [f"**localllm** with **{_plain(one_line(model))}** {stays}"]
+        parts = [f"**localllm** with **{name}** at {elsewhere}: what you ask goes there."]
     if greeting:
-        lines.append(greeting)
+        parts.append(greeting)
     if not earlier:
-        return "\n\n".join([*lines, "Ask anything. F1 shows what else there is."])
-    lines.append("Earlier conversations (`/continue` opens the first, `/list` finds any):")
+        return "\n\n".join([*parts, "Ask anything. F1 shows what else there is."])
+    parts.append("Earlier conversations (`/continue` opens the first, `/list` finds any):")
     now = time.time()
-    lines.append(
-        "\n".join(
-            f"{n}. {_plain(elide(one_line(c.title), 48))} · {ago(now - c.updated_s)}, "
-            f"{how_many(c.n_messages, 'message')}"
-            for n, c in enumerate(earlier, 1)
-        )
-    )
-    return "\n\n".join(lines)
+    rows = []
+    for n, summary in enumerate(earlier, 1):
+        title = _plain(elide(one_line(summary.title), 48))
+        size = how_many(summary.n_messages, "message")
+        rows.append(f"{n}. {title} · {ago(now - summary.updated_s)}, {size}")
+    parts.append("\n".join(rows))
+    return "\n\n".join(parts)
 
 
 CONTINUED_ELSEWHERE = (
-    "Another window has removed what this goes on from, so here it goes on in a "
-    "copy "
-    "of "
-    "the "
+    "Another window has removed what this goes on from, so here it goes on in a copy of the "
     "conversation; /list has both"
 )
 CONTINUED_BESIDE = (
-    "Another window has gone on with this conversation too: what was said there "
-    "stands "
-    "beside "
+    "Another window has gone on with this conversation too: what was said there stands beside "
     "this (◂ ▸, F2 selects a turn)"
 )
 
 
 NOT_LOADED = (
-    "What you type is kept. /model shows what else is installed here, /retry asks again "
-    "once "
-    "that "
-    "is settled."
+    "What you type is kept. /model shows what else is installed here, /retry asks again once "
+    "that is settled."
 )
 
 
 def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
-    """What the user can do after an answer failed; `kept`: part of it is kept, `alone`: nothing
-    more can be left out."""
-    said = "The text so far is kept. " if kept else ""
-    if isinstance(error, ContextLengthError) and not alone:
-        said += "/compact leaves out the oldest messages and asks again; "
-    drop = "" if kept else "/drop removes it, "
-    return f"{said}/retry asks again, /edit changes the question, {drop}/new starts afresh."
+    """Say how the user can go on after an answer failed; `kept`: part of it is kept, `alone`: no
+    more messages can be left out."""
+    may_compact = isinstance(error, ContextLengthError) and not alone
+    if kept and may_compact:
+        return (
+            "The text so far is kept. /compact leaves out the oldest messages and asks again; "
+            "/retry asks again, /edit changes the question, /new starts afresh."
+        )
+    if kept:
+        return (
+            "The text so far is kept. /retry asks again, /edit changes the question, "
+            "/new starts afresh."
+        )
+    if may_compact:
+        return (
+            "/compact leaves out the oldest messages and asks again; /retry asks again, "
+            "/edit changes the question, /drop removes it, /new starts afresh."
+        )
+    return "/retry asks again, /edit changes the question, /drop removes it, /new starts afresh."
 
 
 def in_a_line(error: LocalLLMError) -> str:
@@ -75,10 +78,13 @@ def in_a_line(error: LocalLLMError) -> str:
     return f"{error.message}. {error.hint}".rstrip(". ")
 
 
-WILL_NOT_FIT = (
-    "the conversation will not fit. /compact lets the oldest messages be left out then, /new "
-    "starts another, /save keeps this one as a file."
-)
+def nearly_full(used: int, n_ctx: int) -> str:
+    """The warning that the context is nearly full."""
+    return (
+        f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): soon the "
+        "conversation will not fit. /compact lets the oldest messages be left out then, /new "
+        "starts another, /save keeps this one as a file."
+    )
 
 
 def _plain(text: str) -> str:
@@ -89,20 +95,29 @@ def _plain(text: str) -> str:
 def note_under(turn: StoredMessage) -> str:
     """The line under an answer: only what is out of the ordinary."""
     meta = turn.meta
-    ended = {
-        "stopped": "stopped; /more goes on, /retry answers again",
-        "length": "cut at the token limit; /more goes on",
-        "error": "broke off; /more goes on, /retry answers again",
-    }.get(str(meta.get("finish_reason") or ""), "")
-    if not turn.complete:
-        ended = "the chat ended here before the answer did; /more goes on, /retry answers again"
+    notes = [_how_it_ended(turn)]
     left_out = int(meta.get("left_out") or 0)
+    if left_out:
+        notes.append(f"the {left_out} oldest messages were left out to fit the context")
     again = int(meta.get("reread_tokens") or 0)
-    why = f": {meta['reread_why']}" if meta.get("reread_why") else ""
-    said = [
-        ended,
-        f"the {left_out} oldest messages were left out to fit the context" if left_out else "",
-        f"{again:,} tokens were read again{why}" if again else "",
-        "changed by you" if meta.get("edited") else "",
-    ]
-    return "; ".join(part for part in said if part)
+    if again and meta.get("reread_why"):
+        notes.append(f"{again:,} tokens were read again: {meta['reread_why']}")
+    elif again:
+        notes.append(f"{again:,} tokens were read again")
+    if meta.get("edited"):
+        notes.append("changed by you")
+    return "; ".join(note for note in notes if note)
+
+
+def _how_it_ended(turn: StoredMessage) -> str:
+    """Say why an answer is not complete; "" if it is."""
+    if not turn.complete:
+        return "the chat ended here before the answer did; /more goes on, /retry answers again"
+    match turn.meta.get("finish_reason"):
+        case "stopped":
+            return "stopped; /more goes on, /retry answers again"
+        case "length":
+            return "cut at the token limit; /more goes on"
+        case "error":
+            return "broke off; /more goes on, /retry answers again"
+    return ""

@@ -406,13 +406,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def action_sort(self) -> None:
         """List by the next order: best, speed, memory."""
-        orders = [*ORDERS]
-        self.rows.order = orders[(orders.index(self.rows.order) + 1) % len(orders)]
+        self.rows.order = ORDERS[(ORDERS.index(self.rows.order) + 1) % len(ORDERS)]
         self._list()
-        if self.rows.planned.choices:
-            self.query_one(OptionList).highlighted = 0
-        else:
-            self.query_one(OptionList).highlighted = None
+        self.query_one(OptionList).highlighted = 0 if self.rows.planned.choices else None
 
     def action_disk(self) -> None:
         self.rows.shows_disk = not self.rows.shows_disk
