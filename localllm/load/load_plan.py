@@ -230,9 +230,7 @@ class _Room:
         )
 
     def _holds(self, plan: Plan, beside_bytes: int) -> bool:
-        return self.free_bytes is None or has_room(
-            "system memory", self.takes(plan) + beside_bytes, self.free_bytes
-        )
+        return self.free_bytes is None or has_room(self.takes(plan) + beside_bytes, self.free_bytes)
 
     def _left_bytes(self, plan: Plan | None) -> int:
         """What is left beside the model where its projector would be: of the accelerator's pool,

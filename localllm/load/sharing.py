@@ -65,7 +65,7 @@ def _with_shorter_contexts(
         return alone
     limit = min(available(), *limits)
     shared = list(alone)
-    while not has_room("shared memory", sum(load.needs_bytes for load in shared), limit):
+    while not has_room(sum(load.needs_bytes for load in shared), limit):
         at = max(free, key=lambda i: shared[i].options.spec.n_ctx)
         smaller = shared[at].options.spec.n_ctx // 2
         if smaller < LEAST_SHARED_CONTEXT:
@@ -95,11 +95,7 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
             and len(cards) == 1
             and load.needs_bytes > left.get(cards[0], load.needs_bytes)
         ):
-            fitting = [
-                number
-                for number, free in left.items()
-                if has_room(f"card {number}", load.needs_bytes, free)
-            ]
+            fitting = [number for number, free in left.items() if has_room(load.needs_bytes, free)]
             if fitting:
                 cards = (max(fitting, key=rates.__getitem__),)
             spec = load.options.spec

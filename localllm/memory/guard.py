@@ -57,7 +57,7 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
     if not planned_bytes or account is None or not account.system_bytes:
         return
     free = account.available_bytes
-    if has_room("system memory", planned_bytes, free):
+    if has_room(planned_bytes, free):
         return
     available = account.total_bytes - account.others_bytes
     raise DoesNotFitError(

@@ -47,9 +47,9 @@ class Verdict:
         return tuple(part for part in self.parts if part.needs_bytes > part.limit_bytes)
 
 
-def has_room(place: str, needs_bytes: int, free_bytes: int) -> bool:
-    """Whether one place that has `free_bytes` now has room for `needs_bytes`."""
-    return not verdict([Part(place, needs_bytes, free_bytes, free_bytes)]).lacking
+def has_room(needs_bytes: int, free_bytes: int) -> bool:
+    """Whether a place that has `free_bytes` now has room for `needs_bytes`."""
+    return needs_bytes <= free_bytes
 
 
 def verdict(parts: Sequence[Part], *, split: bool = False) -> Verdict:

@@ -185,7 +185,7 @@ def score(plan: Plan, need: Need) -> float:
     return round(points, 4)
 
 
-def has_room(plan: Plan, need: Need) -> bool:
+def context_can_grow(plan: Plan, need: Need) -> bool:
     """True where the plan's context can grow to what the purpose comes to in a long session."""
     most = min(need.grown_context, plan.model.native_context or need.grown_context)
     more_bytes = max(0, most - plan.settings.n_ctx) * plan.kv_bytes_per_1k / 1024

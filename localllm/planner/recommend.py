@@ -334,7 +334,7 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
     near = [
         p for p in near if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS
     ] or near
-    near = [p for p in near if needs.has_room(p, need)] or near
+    near = [p for p in near if needs.context_can_grow(p, need)] or near
     kept = [p for p in near if p.stream_tok_s >= need.good_tok_s]
     return best, max(
         kept or near,

@@ -60,7 +60,7 @@ class ModelAdmission:
             if model in self._admitted:
                 return
             needs_bytes = model.facts.needs_bytes
-            if not has_room("memory", needs_bytes, self.limit_bytes):
+            if not has_room(needs_bytes, self.limit_bytes):
                 raise DoesNotFitError(
                     f"{model.name} needs {gb(needs_bytes, 2)}, and models may take "
                     f"{gb(self.limit_bytes, 2)} here",
@@ -88,7 +88,7 @@ class ModelAdmission:
             room_bytes = self.limit_bytes
         else:
             room_bytes = await self._room_bytes()
-        return has_room("memory", model.facts.needs_bytes, room_bytes)
+        return has_room(model.facts.needs_bytes, room_bytes)
 
     async def _room_bytes(self) -> int:
         """What one more model may take beside those that are admitted."""
