@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -350,14 +351,28 @@ def _proxy() -> str:
 
 
 def retry_after(sent: Any) -> float | None:
-    """Seconds a server asked us to wait: Retry-After, or the hub's RateLimit `t`."""
+    """Seconds a server asked us to wait: Retry-After in seconds or as a date (RFC 9110, 10.2.3), or
+    the hub's RateLimit `t`."""
     value = str(sent.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
         return float(value)
+    if value:
+        return _seconds_until(value)
     limit = re.search(r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or ""))
     if limit:
         return float(limit[1])
     return None
+
+
+def _seconds_until(date: str) -> float | None:
+    """Seconds until an HTTP date, 0 if it has passed; None for any other text."""
+    from email.utils import parsedate_to_datetime
+
+    try:
+        then = parsedate_to_datetime(date)
+        return max(0.0, (then - datetime.now(UTC)).total_seconds())
+    except (TypeError, ValueError):
+        return None
 
 
 def _checked(repo: str, info: Any, *, is_anonymous: bool) -> Listing:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,29 @@ def test_retry_after_is_honoured_and_a_long_one_ends_it(
     hub.schedule = Schedule(always=("content", "429"))
     with pytest.raises(DownloadError, match="3600 s"):
         pull("tiny-org/other", patience=patience)
+
+
+def test_retry_after_as_a_date_is_honoured(
+    hub: Hub, patience: Patience, waits: list[float]
+) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    hub.retry_after = format_datetime(datetime.now(UTC) + timedelta(seconds=50), usegmt=True)
+    hub.schedule = Schedule(seed=1, once=[("api", "429"), ("content", "503")])
+    pull(REPO, patience=patience)
+    n_refused = len([fault for _, fault in hub.schedule.met if fault in ("429", "503")])
+    assert len([wait for wait in waits if 30 < wait <= 50]) == n_refused > 0
+
+
+@pytest.mark.parametrize("date", ["Sun, 06 Nov 1994 08:49:37 GMT", "soon", "Sun, 99 Nov 2094"])
+def test_a_date_that_has_passed_and_no_date_leave_our_own_wait(
+    hub: Hub, patience: Patience, waits: list[float], date: str
+) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    hub.retry_after = date
+    hub.schedule = Schedule(seed=1, once=[("api", "429"), ("content", "429")])
+    pull(REPO, patience=patience)
+    assert waits
+    assert all(0 < wait < 30 for wait in waits)
 
 
 # --- interruptions --------------------------------------------------------------------------------
