@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from localllm import json_store
 from localllm.errors import UnsupportedError
 from localllm.library.catalog import OpenedModel, read_header
 from localllm_backends.contract import Declaration, LoraAdapter
-from localllm_backends.reasons import first_reason
 from localllm_catalog.gguf import GgufHeader
 from localllm_catalog.types import Model
 
@@ -21,8 +20,6 @@ _NAMED = re.compile(r"(?s)^(.+?)(?::(-?(?:\d{1,4}(?:\.\d*)?|\.\d+)))?\Z")
 _MLX_WEIGHTS = "adapters.safetensors"
 _TABLE = "token_embd.weight"
 _HALVES = (".lora_a", ".lora_b")
-# What may be in the way, and the sentence that says so.
-_Objections = Iterator[tuple[object, str]]
 
 
 def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraAdapter:
@@ -31,7 +28,7 @@ def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraA
     # A colon before anything but a number is the file's own.
     [(file, scale)] = _NAMED.findall(named)
     path = Path(os.path.expanduser(file)).absolute()
-    reason = first_reason(_objections(path, opened, engine))
+    reason = _fault(path, opened, engine)
     if reason:
         raise UnsupportedError(
             f"--lora {path.name}: {reason}",
@@ -62,94 +59,105 @@ def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Mode
     return replace(model, variants=(variant,))
 
 
-# -- what is in the way: each is asked once none before it holds -----------------------------------
+# -- why an adapter can't be used: "" if nothing is known against it ------------------------------
 
 
-def _objections(path: Path, opened: OpenedModel, engine: Declaration) -> _Objections:
-    is_folder = path.is_dir()
+def _fault(path: Path, opened: OpenedModel, engine: Declaration) -> str:
+    """Why the adapter at `path` can't be laid over the opened model."""
     name = opened.local.name
-    wanted = "folders of mlx-lm's"
-    given = "a file"
-    if is_folder:
-        wanted = "GGUF files"
-        given = "a folder"
-    yield not engine.adapters, f"{engine.label} takes no adapters"
-    yield not path.exists(), "there is no such file or folder"
-    yield (
-        is_folder != (engine.adapters == "folder"),
-        f"adapters for {name} are {wanted}, and this is {given}",
-    )
-    if is_folder:
-        # Whether it is this model's mlx-lm says, before it reads any weights.
-        yield from _of_folder(path)
-    elif opened.header is not None:
-        yield from _of_header(read_header(path), opened.header)
+    if not engine.adapters:
+        return f"{engine.label} takes no adapters"
+    if not path.exists():
+        return "there is no such file or folder"
+    if path.is_dir():
+        if engine.adapters != "folder":
+            return f"adapters for {name} are GGUF files, and this is a folder"
+        return _fault_of_folder(path)
+    if engine.adapters == "folder":
+        return f"adapters for {name} are folders of mlx-lm's, and this is a file"
+    if opened.header is None:
+        return ""
+    return _fault_of_file(read_header(path), opened.header)
 
 
-def _of_folder(folder: Path) -> _Objections:
+def _fault_of_folder(folder: Path) -> str:
+    """mlx-lm itself checks that the adapter is this model's, before it reads any weights."""
     config = json_store.read(folder / "adapter_config.json")
-    yield (
-        "peft_type" in config,
-        "it is laid out as PEFT's are: llama.cpp's convert_lora_to_gguf makes one for GGUF "
-        "models of it",
-    )
-    yield (
-        not config or not (folder / _MLX_WEIGHTS).is_file(),
-        f"it lacks what mlx-lm's adapters have: adapter_config.json and {_MLX_WEIGHTS}",
-    )
-    yield (
-        config.get("fine_tune_type", "lora") != "lora",
-        "it is another kind of fine-tune (its fine_tune_type): `mlx_lm.fuse` makes a model of it",
-    )
+    if "peft_type" in config:
+        return (
+            "it is laid out as PEFT's are: "
+            "llama.cpp's convert_lora_to_gguf makes one for GGUF models of it"
+        )
+    if not config or not (folder / _MLX_WEIGHTS).is_file():
+        return f"it lacks what mlx-lm's adapters have: adapter_config.json and {_MLX_WEIGHTS}"
+    if config.get("fine_tune_type", "lora") != "lora":
+        return (
+            "it is another kind of fine-tune (its fine_tune_type): "
+            "`mlx_lm.fuse` makes a model of it"
+        )
+    return ""
 
 
-def _of_header(adapter: GgufHeader, base: GgufHeader) -> _Objections:
-    """What llama.cpp checks when it loads one (src/llama-adapter.cpp), and what it aborts at."""
-    stated = adapter.text("general.type"), adapter.text("adapter.type")
-    yield (
-        "control_vector" in stated or adapter.architecture == "controlvector",
-        "it is a control vector, which is not run here",
-    )
-    yield stated != ("adapter", "lora"), "it is no LoRA adapter, by its header's adapter.type"
-    yield (
-        "adapter.alora.invocation_tokens" in adapter.metadata,
-        "it is an aLoRA, which works behind its invocation tokens alone and is not run here",
-    )
-    yield (
-        adapter.architecture != base.architecture,
-        f"it is for {adapter.architecture} models, and this one is {base.architecture}",
-    )
+def _fault_of_file(adapter: GgufHeader, base: GgufHeader) -> str:
+    """Check what llama.cpp checks when it loads one (src/llama-adapter.cpp), and what it aborts
+    at."""
+    stated = (adapter.text("general.type"), adapter.text("adapter.type"))
+    if "control_vector" in stated or adapter.architecture == "controlvector":
+        return "it is a control vector, which is not run here"
+    if stated != ("adapter", "lora"):
+        return "it is no LoRA adapter, by its header's adapter.type"
+    if "adapter.alora.invocation_tokens" in adapter.metadata:
+        return "it is an aLoRA, which works behind its invocation tokens alone and is not run here"
+    if adapter.architecture != base.architecture:
+        return f"it is for {adapter.architecture} models, and this one is {base.architecture}"
+    return _fault_of_tensors(adapter, base)
+
+
+def _fault_of_tensors(adapter: GgufHeader, base: GgufHeader) -> str:
     halves = {t.name: t.shape for t in adapter.tensors if t.name.endswith(_HALVES)}
     names = dict.fromkeys(half[: -len(_HALVES[0])] for half in halves)
-    yield not names, "it changes no weights"
+    if not names:
+        return "it changes no weights"
     shapes = {tensor.name: tensor.shape for tensor in base.tensors}
-    yield (
-        _TABLE in names and "output.weight" not in shapes,
-        f"it changes {_TABLE}, which is this model's output as well, where llama.cpp can't add to "
-        "it",
-    )
+    if _TABLE in names and "output.weight" not in shapes:
+        return (
+            f"it changes {_TABLE}, which is this model's output as well, "
+            "where llama.cpp can't add to it"
+        )
     for name in names:
-        yield from _of_pair(name, shapes.get(name, ()), halves)
-    rigid = [t.name for t in base.tensors if t.type == "NVFP4" and t.name in names]
-    yield rigid, f"llama.cpp lays nothing over NVFP4 weights, such as {''.join(rigid[:1])}"
+        fault = _fault_of_pair(name, shapes.get(name, ()), halves)
+        if fault:
+            return fault
+    for tensor in base.tensors:
+        if tensor.type == "NVFP4" and tensor.name in names:
+            return f"llama.cpp lays nothing over NVFP4 weights, such as {tensor.name}"
+    return ""
 
 
-def _of_pair(
+def _fault_of_pair(
     name: str, weight: tuple[int, ...], halves: Mapping[str, tuple[int, ...]]
-) -> _Objections:
-    """What speaks against the two matrices for a weight of that shape; () where there is none."""
-    yield not weight, f"it changes {name}, which this model does not have: it is another model's"
-    pair = [halves.get(name + half, ()) for half in _HALVES]
-    yield not all(pair), f"it has one of the two matrices for {name} alone"
+) -> str:
+    """Check the two matrices for the weight `name`, whose shape is `weight` (empty: the model has
+    no such weight)."""
+    if not weight:
+        return f"it changes {name}, which this model does not have: it is another model's"
+    first = halves.get(name + _HALVES[0], ())
+    second = halves.get(name + _HALVES[1], ())
+    if not first or not second:
+        return f"it has one of the two matrices for {name} alone"
     n_in, *n_out = weight
-    rank = pair[1][0]
+    rank = second[0]
     fitting = [(n_in, rank, *n_out[1:]), (rank, *n_out)]
     # A row of the table of tokens is looked up, not multiplied with.
     if name == _TABLE:
         fitting = [(rank, *n_out), (rank, n_in)]
-    sizes = [" × ".join(map(str, shape)) for shape in (weight, *pair)]
-    yield (
-        pair != fitting,
-        f"{name} is {sizes[0]} in this model, and the two matrices for it are {sizes[1]} and "
-        f"{sizes[2]}: it is another model's, or its ranks differ",
+    if [first, second] == fitting:
+        return ""
+    return (
+        f"{name} is {_product(weight)} in this model, and the two matrices for it are "
+        f"{_product(first)} and {_product(second)}: it is another model's, or its ranks differ"
     )
+
+
+def _product(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))

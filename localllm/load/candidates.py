@@ -4,6 +4,7 @@ chat's models screen."""
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def best_variant(model: Model) -> Variant:
             hint="name a variant to fetch it all the same: localllm pull "
             f"{model.id}:{plans[0].variant.quant}",
         )
-    return max(fitting, key=lambda p: (p.score, p.variant.quant)).variant
+    best = max(fitting, key=attrgetter("score", "variant.quant"))
+    return best.variant
 
 
 def installed_names(
@@ -140,11 +142,10 @@ def image_facts(model: Model) -> str:
     one that reads none."""
     if "image" not in model.modality:
         return ""
-    file = next((v for v in model.variants if v.mmproj_file), None)
+    facts = "tokens an image: not known before it is loaded"
     if model.image_tokens:
-        tokens = str(model.image_tokens)
-    else:
-        tokens = "tokens an image: not known before it is loaded"
-    return tokens + (
-        f"; {file.mmproj_file}, {file.mmproj_bytes / 1e9:.1f} GB" if file is not None else ""
-    )
+        facts = str(model.image_tokens)
+    file = next((v for v in model.variants if v.mmproj_file), None)
+    if file is not None:
+        facts += f"; {file.mmproj_file}, {file.mmproj_bytes / 1e9:.1f} GB"
+    return facts

@@ -4,6 +4,7 @@ drafter trained for it), and the projector that reads images for it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from localllm.engine.messages import DRAFT_MODES
@@ -16,6 +17,7 @@ from localllm.planner.types import CompanionDrafter
 from localllm.settings import Settings
 from localllm_backends.contract import BackendFailure, BackendType
 from localllm_catalog.catalog import Catalog
+from localllm_catalog.gguf import GgufHeader
 
 # Keys of headers whose model keeps a window or a state.
 _NOT_PLAIN = (
@@ -24,7 +26,8 @@ _NOT_PLAIN = (
     "full_attention_interval",
     "shortconv.l_cache",
 )
-_KINDS = ("eagle3", "dflash", "gemma4-assistant")
+_ASSISTANT = "gemma4-assistant"
+_KINDS = ("eagle3", "dflash", _ASSISTANT)
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,16 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
     model."""
     draft = settings.value("draft")
     header = opened.header
-    # Which weights an MLX folder has is seen when it is loaded.
-    if (
-        draft == "mtp"
-        and header
-        and not header.integer(f"{header.architecture}.nextn_predict_layers")
-    ):
-        raise UnsupportedError(
-            f"--draft mtp: {opened.local.name} has no draft heads: its header names none "
-            "(nextn_predict_layers)",
-            hint="use --draft auto, which drafts from the text itself, or a model whose file "
-            "carries draft heads",
-        )
+    # The weights of an MLX folder are known once it is loaded.
+    if draft == "mtp" and header:
+        heads = header.integer(f"{header.architecture}.nextn_predict_layers")
+        if not heads:
+            raise UnsupportedError(
+                f"--draft mtp: {opened.local.name} has no draft heads: "
+                "its header names none (nextn_predict_layers)",
+                hint="use --draft auto, which drafts from the text itself, "
+                "or a model whose file carries draft heads",
+            )
     if draft == "auto":
         return _at_hand(opened, catalog)
     if draft in DRAFT_MODES:
@@ -79,27 +80,32 @@ def companion_at(path: Path) -> CompanionDrafter | None:
     header = readable_header(path)
     if header is None or header.architecture not in _KINDS:
         return None
-    arch = header.architecture
-    heads = header.integer(f"{arch}.attention.head_count_kv") or header.integer(
-        f"{arch}.attention.head_count"
-    )
-    width = header.integer(f"{arch}.embedding_length")
-    each = header.integer(f"{arch}.attention.key_length") or width // max(
-        1, header.integer(f"{arch}.attention.head_count")
-    )
+    kind = header.architecture
+    target_width = header.integer("eagle3.target_hidden_size")
+    target_width = target_width or header.integer(f"{kind}.embedding_length_out")
+    target_width = target_width or header.integer(f"{kind}.embedding_length")
     return CompanionDrafter(
-        kind=arch,
+        kind=kind,
         path=str(path),
         file_bytes=path.stat().st_size,
-        # An assistant reads the model's own.
-        kv_elements=0
-        if arch == _KINDS[2]
-        else 2 * heads * each * max(1, header.integer(f"{arch}.block_count")),
-        width=header.integer("eagle3.target_hidden_size")
-        or header.integer(f"{arch}.embedding_length_out")
-        or width,
-        block=header.integer(f"{arch}.block_size"),
+        kv_elements=_kv_elements(header),
+        width=target_width,
+        block=header.integer(f"{kind}.block_size"),
     )
+
+
+def _kv_elements(header: GgufHeader) -> int:
+    """Elements of a trained drafter's KV a token."""
+    kind = header.architecture
+    if kind == _ASSISTANT:
+        return 0  # it reads the model's own
+    n_heads = header.integer(f"{kind}.attention.head_count")
+    n_kv_heads = header.integer(f"{kind}.attention.head_count_kv") or n_heads
+    head_dim = header.integer(f"{kind}.attention.key_length")
+    if not head_dim:
+        head_dim = header.integer(f"{kind}.embedding_length") // max(1, n_heads)
+    n_layers = max(1, header.integer(f"{kind}.block_count"))
+    return 2 * n_kv_heads * head_dim * n_layers
 
 
 def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
@@ -127,20 +133,22 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
 
     header = opened.header
     local = opened.local
-    if header is None or any(
-        f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN
-    ):
+    if header is None:
         return ChosenDrafter()
-    files = [path for kind, path in local.companions if kind == "drafter"] or drafters_here(
-        (local.repo, local.name), catalog
-    )
-    found = [companion for companion in map(companion_at, files) if companion is not None]
-    fitting = [companion for companion in found if _why_unfit(companion, opened) is None]
-    if fitting:
-        return ChosenDrafter(
-            companion=min(fitting, key=lambda companion: companion.file_bytes), found=True
-        )
-    return ChosenDrafter()
+    if any(f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN):
+        return ChosenDrafter()
+    files = [path for kind, path in local.companions if kind == "drafter"]
+    if not files:
+        files = drafters_here((local.repo, local.name), catalog)
+    fitting = []
+    for file in files:
+        companion = companion_at(file)
+        if companion is not None and _why_unfit(companion, opened) is None:
+            fitting.append(companion)
+    if not fitting:
+        return ChosenDrafter()
+    smallest = min(fitting, key=attrgetter("file_bytes"))
+    return ChosenDrafter(companion=smallest, found=True)
 
 
 # -- images ----------------------------------------------------------------------------------------
@@ -164,14 +172,15 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings)
         found = _own_projector(local, engine, settings)
     else:
         found = _projector_of(local, engine)
-    if wanted == "off" or found is None:
+    if found is None:
         if wanted == "on":
             raise UnsupportedError(
                 f"--images on: no image projector lies beside {local.name}",
-                hint="`localllm pull` brings it (a file mmproj-*.gguf) where its repository has "
-                "one",
+                hint="`localllm pull` brings it (a file mmproj-*.gguf) if its repository has one",
             )
-        return ImageProjector(why_not="switched off (--images off)" if found is not None else "")
+        return ImageProjector()
+    if wanted == "off":
+        return ImageProjector(why_not="switched off (--images off)")
     if found.why_not and wanted == "on":
         raise UnsupportedError(f"--images on: {found.why_not}")
     return found

@@ -46,6 +46,10 @@ _EMBEDDING_BUFFERS_BYTES = 250_000_000
 _ONCE_MORE_SHARE = 0.9
 
 
+def _nothing_smaller() -> LoadPlan | None:
+    return None
+
+
 @dataclass(frozen=True)
 class LoadPlan:
     """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came
@@ -61,7 +65,7 @@ class LoadPlan:
     embedding: EmbeddingOptions | None = None
     ranks: bool = False
     projector: ImageProjector = field(default_factory=ImageProjector)
-    smaller: Callable[[], LoadPlan | None] = lambda: None
+    smaller: Callable[[], LoadPlan | None] = _nothing_smaller
 
     @property
     def needs_bytes(self) -> int:
@@ -128,9 +132,7 @@ def make_load_plan(
         inputs = replace(inputs, device=_device_with(inputs.device, spare_bytes, ran_out))
     room = _Room(local, inputs, settings, spare_bytes)
     plan, projector = room.planned(projector)
-    # What other machines take of it is not known here.
-    takes = 0 if settings.value("workers") else room.takes(plan)
-    share = MemoryShare(takes + projector.need_bytes if takes else 0, of)
+    share = MemoryShare(room.planned_bytes(plan, projector), of)
     options = worker_options(local, plan, settings, drafter, projector, adapters, share)
     load = LoadPlan(local.name, local, options, plan, projector=projector)
     if ran_out is not None:
@@ -165,6 +167,8 @@ def _smaller(
 
 # -- the plan that fits ----------------------------------------------------------------------------
 
+_UNLIMITED = 1 << 62
+
 
 class _Room:
     """What of the system's memory is free for a model now (None: not known), and the plan that this
@@ -198,6 +202,16 @@ class _Room:
             whole = plan.memory.total_bytes
         return max(0, whole - self._device.memory.carve_out_bytes)
 
+    def planned_bytes(self, plan: Plan | None, projector: ImageProjector) -> int:
+        """Bytes of the system's memory with `projector`; 0 if other machines take a share of them,
+        which is not known here."""
+        if self._settings.value("workers"):
+            return 0
+        n_bytes = self.takes(plan)
+        if n_bytes == 0:
+            return 0
+        return n_bytes + projector.need_bytes
+
     def planned(self, projector: ImageProjector) -> tuple[Plan | None, ImageProjector]:
         """The plan, and the projector where the plan leaves room for it."""
         plan = self._plan(projector.need_bytes)
@@ -216,7 +230,14 @@ class _Room:
         each device has free. Raises DoesNotFitError when even the smallest context can't fit."""
         if self._inputs is None:
             return None
-        plan = self._inputs.plan(lambda plan: self._holds(plan, beside_bytes))
+
+        def holds(plan: Plan) -> bool:
+            if self.free_bytes is None:
+                return True
+            needs = self.takes(plan) + beside_bytes
+            return has_room(needs, self.free_bytes)
+
+        plan = self._inputs.plan(holds)
         if plan.fits != "no":
             return plan
         if self._settings.value("workers"):
@@ -229,13 +250,10 @@ class _Room:
             f"({'; '.join(self._device.accounts)})"
         )
 
-    def _holds(self, plan: Plan, beside_bytes: int) -> bool:
-        return self.free_bytes is None or has_room(self.takes(plan) + beside_bytes, self.free_bytes)
-
     def _left_bytes(self, plan: Plan | None) -> int:
         """What is left beside the model where its projector would be: of the accelerator's pool,
         and of what is free."""
-        left = [1 << 62]
+        left = [_UNLIMITED]
         if plan is not None and plan.memory.limit_bytes:
             left.append(plan.memory.limit_bytes - plan.memory.total_bytes)
         if self.free_bytes is not None and (plan is None or plan.memory.host_bytes <= 0):
@@ -248,9 +266,9 @@ class _Room:
 
 def _pooled_plan(local: LocalModel, settings: Settings, *, ranks: bool) -> LoadPlan:
     if settings.value("lora"):
+        made = "scores" if ranks else "embeddings"
         raise UnsupportedError(
-            f"{local.name} makes {'scores' if ranks else 'embeddings'}, and adapters are "
-            "for models that make text",
+            f"{local.name} makes {made}, and adapters are for models that make text",
             hint="set `lora` in the table of the model that it is for",
         )
     planned_bytes = _Room(local, None, settings).takes(None) + _EMBEDDING_BUFFERS_BYTES

@@ -83,33 +83,37 @@ def for_planner(
     """The records of this machine whose model is known, in the planner's terms."""
     found = []
     for r in records:
-        model = _model_of(r, models) if r.machine == machine else None
+        if r.machine != machine:
+            continue
+        model = _model_of(r, models)
         if model is None:
             continue
-        known = next((v for v in model.variants if v.quant == r.quant), None)
-        size = r.file_bytes or (known.file_bytes if known else 0)
+        size = r.file_bytes
+        if not size:
+            known = (v.file_bytes for v in model.variants if v.quant == r.quant)
+            size = next(known, 0)
         if not size:
             continue
         formats = registry.declared(r.backend).formats or ("gguf",)
         variant = Variant(formats[0], r.quant, "", (), size)  # type: ignore[arg-type]
-        found.append(
-            Measured(
-                model,
-                variant,
-                r.backend,
-                r.decode_tok_s,
-                r.depth,
-                r.kv_type,
-                r.prefill_tok_s,
-                r.prompt_tokens,
-                r.short_tok_s,
-                r.short_depth,
-                placement=Placement(
-                    r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host, layout=r.layout
-                ),
-                n_batch=r.n_ubatch or DEFAULT_BATCH,
-            )
+        placement = Placement(
+            r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host, layout=r.layout
         )
+        measured = Measured(
+            model,
+            variant,
+            r.backend,
+            r.decode_tok_s,
+            r.depth,
+            r.kv_type,
+            r.prefill_tok_s,
+            r.prompt_tokens,
+            r.short_tok_s,
+            r.short_depth,
+            placement=placement,
+            n_batch=r.n_ubatch or DEFAULT_BATCH,
+        )
+        found.append(measured)
     return tuple(found)
 
 

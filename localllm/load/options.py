@@ -45,9 +45,8 @@ def load_spec(
     from the other.
     `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's
     own."""
-    placement = replace(
-        run.placement, gpu_layers=_with_heads(run.placement.gpu_layers, n_mtp_layers)
-    )
+    gpu_layers = _with_heads(run.placement.gpu_layers, n_mtp_layers)
+    drafter = run.drafter
     return LoadSpec(
         path=path,
         n_ctx=run.n_ctx,
@@ -58,10 +57,10 @@ def load_spec(
         kv_type_v=cast("KvType", run.kv_type_v),
         n_outputs=run.n_outputs,
         n_rewind=run.n_rewind,
-        mtp=run.drafter.is_mtp,
-        drafter=run.drafter.companion.path if run.drafter.companion is not None else "",
-        drafter_optional=run.drafter.optional,
-        placement=placement,
+        mtp=drafter.is_mtp,
+        drafter="" if drafter.companion is None else drafter.companion.path,
+        drafter_optional=drafter.optional,
+        placement=replace(run.placement, gpu_layers=gpu_layers),
     )
 
 
@@ -72,9 +71,8 @@ def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
         heads = plan.model.mtp_layers
     threads = settings.value("threads") or 0
     spec = load_spec(path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=heads)
-    spec = replace(
-        spec, wired=bool(settings.value("wired")), looks_ahead=settings.value("power") >= 100
-    )
+    looks_ahead = settings.value("power") >= 100
+    spec = replace(spec, wired=bool(settings.value("wired")), looks_ahead=looks_ahead)
     if settings.value("workers"):
         return _over_machines(spec, settings, heads)
     return spec
@@ -85,10 +83,13 @@ def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
     unless --gpu-layers says how many. A context that nobody planned or chose is no larger than one
     that is shared."""
     asked = offload_options(settings)
+    gpu_layers = -1
+    if asked.gpu_layers is not None:
+        gpu_layers = _with_heads(asked.gpu_layers, heads)
     # A split that was planned is of this machine's GPUs alone.
     placement = replace(
         spec.placement,
-        gpu_layers=-1 if asked.gpu_layers is None else _with_heads(asked.gpu_layers, heads),
+        gpu_layers=gpu_layers,
         workers=tuple(settings.value("workers")),
         tensor_split=tuple(asked.tensor_split or ()),
         cards=(),
@@ -129,11 +130,15 @@ def worker_options(
         spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
     if projector.file is not None:
         spec = replace(spec, projector=str(projector.file))
+    mode = "mtp" if spec.mtp else drafter.mode
+    draft_path = None
+    if drafter.second is not None:
+        draft_path = str(drafter.second.local.path)
     return WorkerOptions(
         spec,
         settings.value("backend"),
-        _engine_settings(local, settings, "mtp" if spec.mtp else drafter.mode, share),
-        str(drafter.second.local.path) if drafter.second is not None else None,
+        _engine_settings(local, settings, mode, share),
+        draft_path,
         paths.worker_log(),
         60.0 * settings.value("hang_min"),
     )
@@ -164,13 +169,16 @@ def _engine_settings(
     local: LocalModel, settings: Settings, draft: str, share: MemoryShare
 ) -> dict[str, object]:
     """Values of engine.EngineSettings that survive JSON."""
-    return {
-        "draft": draft,
-        "cache_bytes": _cache_bytes(settings) // share.models,
+    disk = {
         "disk_dir": str(paths.prefixes_dir()),
         "disk_bytes": int(settings.value("cache_disk_gb") * 1e9),
         "disk_free_bytes": int(settings.value("cache_disk_free_gb") * 1e9),
         "disk_daily_bytes": int(settings.value("cache_disk_daily_gb") * 1e9),
+    }
+    return {
+        **disk,
+        "draft": draft,
+        "cache_bytes": _cache_bytes(settings) // share.models,
         "model_name": local.name,
         "planned_bytes": share.planned_bytes,
         "headroom_bytes": headroom_bytes(settings),
@@ -186,7 +194,8 @@ def _cache_bytes(settings: Settings) -> int:
     asked = settings.value("cache_ram_gb")
     if asked is not None:
         return int(asked * 1e9)
-    return min(8 * 2**30, (SystemMemory().available_bytes() or 0) // 8)
+    available = SystemMemory().available_bytes() or 0
+    return min(8 * 2**30, available // 8)
 
 
 def headroom_bytes(settings: Settings) -> int | None:

@@ -40,23 +40,22 @@ class PlanInputs:
     overrides: Overrides
     context_is_free: bool
 
-    def plan(self, holds: Callable[[Plan], bool] = lambda _: True) -> Plan:
-        """The plan with the context asked for, or the purpose's; where nobody chose it, it is
-        halved until the plan fits and `holds`. The smallest one where none does."""
+    def plan(self, holds: Callable[[Plan], bool]) -> Plan:
+        """The plan with the context asked for, or the purpose's. If nobody chose the context, it is
+        halved until the plan fits and `holds`, or is the smallest."""
         plan = self._plan(self.workload.context)
-        while (
-            self.context_is_free
-            and plan.settings.n_ctx > LEAST_CONTEXT
-            and (plan.fits == "no" or not holds(plan))
-        ):
+        if not self.context_is_free:
+            return plan
+        while plan.settings.n_ctx > LEAST_CONTEXT:
+            if plan.fits != "no" and holds(plan):
+                break
             plan = self._plan(max(plan.settings.n_ctx // 2, LEAST_CONTEXT))
         return plan
 
     def _plan(self, context: int) -> Plan:
         workload = replace(self.workload, context=context)
-        return plan_for(
-            self.device, self.model, self.model.variants[0], workload, overrides=self.overrides
-        )
+        variant = self.model.variants[0]
+        return plan_for(self.device, self.model, variant, workload, overrides=self.overrides)
 
 
 def plan_inputs(
@@ -78,16 +77,18 @@ def plan_inputs(
         # A second, the first time: a model of some size would take longer to lay its weights out
         # for nothing.
         device = detect.with_matrix_rates(device, measure=True, types=types)
+    models = {**catalog.by_id, model.id: model}
+    slots = 0
+    if not settings["parallel"].automatic:
+        slots = settings.value("parallel")
     kv_type = settings.value("kv_type")
     overrides = Overrides(
-        measured=measurements.for_planner(
-            measurements.load(), device.name, {**catalog.by_id, model.id: model}
-        ),
+        measured=measurements.for_planner(measurements.load(), device.name, models),
         kv_type="" if kv_type == "auto" else kv_type,
         kv_evidence=_kv_evidence(opened.local),
-        slots=0 if settings["parallel"].automatic else settings.value("parallel"),
+        slots=slots,
         draft=settings.value("draft"),
-        draft_model=drafter.second.model if drafter.second is not None else None,
+        draft_model=None if drafter.second is None else drafter.second.model,
         companion=drafter.companion,
         companion_found=drafter.found,
         offload=_offload_here(settings, device),
@@ -110,17 +111,22 @@ def offload_options(settings: Settings) -> OffloadOptions:
             raise UsageError(f"{name} is a number of layers, all or auto, not {text!r}", param=name)
         return int(text)
 
-    parts = [part.strip() for part in str(settings.value("split") or "").split(",") if part.strip()]
+    split = _split(str(settings.value("split") or ""))
+    return OffloadOptions(number("gpu_layers"), number("cpu_moe"), split)
+
+
+def _split(text: str) -> tuple[float, ...] | None:
+    """Each GPU's share of the layers; None if nothing is said. Raises UsageError."""
+    fault = UsageError(f"split is each GPU's share, such as 3,1, not {text!r}", param="split")
     try:
-        split = tuple(float(part) for part in parts)
+        shares = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        split = (-1.0,)
-    if any(share < 0 for share in split) or (split and not any(split)):
-        raise UsageError(
-            f"split is each GPU's share, such as 3,1, not {settings.value('split')!r}",
-            param="split",
-        )
-    return OffloadOptions(number("gpu_layers"), number("cpu_moe"), split or None)
+        raise fault from None
+    if not shares:
+        return None
+    if min(shares) < 0 or not any(shares):
+        raise fault
+    return shares
 
 
 def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
@@ -131,13 +137,15 @@ def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
     workers = settings.value("workers")
     if not workers:
         return check_offload(asked, device)
-    there = len(workers) + (0 if device.accelerator == "cpu" else device.n_gpus)
-    if asked.tensor_split and len(asked.tensor_split) > there:
+    n_devices = len(workers)
+    if device.accelerator != "cpu":
+        n_devices += device.n_gpus
+    n_shares = len(asked.tensor_split or ())
+    if n_shares > n_devices:
         raise UsageError(
-            f"split names {len(asked.tensor_split)} shares, and the layers can lie on {there} "
-            "devices",
-            hint="the workers' shares come first, in the order of --with, then those of this "
-            "machine's GPUs",
+            f"split names {n_shares} shares, and the layers can lie on {n_devices} devices",
+            hint="the workers' shares come first, in the order of --with, "
+            "then those of this machine's GPUs",
             param="split",
         )
     return replace(asked, gpu_layers=None, tensor_split=None)
@@ -146,16 +154,23 @@ def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
 def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
     """`asked`, unless `device` has no place for it: then UsageError."""
 
-    if device.accelerator == "cpu" and (asked.tensor_split or (asked.gpu_layers or 0) > 0):
-        what = "gpu_layers" if (asked.gpu_layers or 0) > 0 else "split"
-        hint = "leave it out, or name another machine with --device"
+    name = ""
+    if (asked.gpu_layers or 0) > 0:
+        name = "gpu_layers"
+    elif asked.tensor_split:
+        name = "split"
+    if name and device.accelerator == "cpu":
         raise UsageError(
-            f"{what}: {device.name} has no GPU that layers could go to", hint=hint, param=what
+            f"{name}: {device.name} has no GPU that layers could go to",
+            hint="leave it out, or name another machine with --device",
+            param=name,
         )
-    if asked.tensor_split and len(asked.tensor_split) > device.n_gpus:
-        n = len(asked.tensor_split)
+    n_shares = len(asked.tensor_split or ())
+    if n_shares > device.n_gpus:
         gpus = "one GPU" if device.n_gpus == 1 else f"{device.n_gpus} GPUs"
-        raise UsageError(f"split names {n} shares, and {device.name} has {gpus}", param="split")
+        raise UsageError(
+            f"split names {n_shares} shares, and {device.name} has {gpus}", param="split"
+        )
     return asked
 
 
@@ -164,7 +179,9 @@ def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     folder = paths.kv_evidence_dir()
     if local.path.suffix != ".gguf" or not folder.is_dir():
         return ()
-    found = kv_evidence.read(kv_evidence.file_for(folder, fingerprint(local.path))).found
-    return tuple(
-        KvPrecision(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found
-    )
+    file = kv_evidence.file_for(folder, fingerprint(local.path))
+    found = []
+    for measured in kv_evidence.read(file).found:
+        name = measured.k if measured.k == measured.v else f"{measured.k}/{measured.v}"
+        found.append(KvPrecision(name, measured.mean_kl, measured.flips))
+    return tuple(found)

@@ -66,7 +66,8 @@ def _with_shorter_contexts(
     limit = min(available(), *limits)
     shared = list(alone)
     while not has_room(sum(load.needs_bytes for load in shared), limit):
-        at = max(free, key=lambda i: shared[i].options.spec.n_ctx)
+        contexts = {i: shared[i].options.spec.n_ctx for i in free}
+        at = max(free, key=contexts.__getitem__)
         smaller = shared[at].options.spec.n_ctx // 2
         if smaller < LEAST_SHARED_CONTEXT:
             return alone
