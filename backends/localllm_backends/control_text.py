@@ -11,7 +11,7 @@ anew: everything else of a prompt has the tokens that it has without any mark.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -37,10 +37,13 @@ class ReadAnyway:
         llama.cpp's converter as well (does_token_look_special)."""
         self.texts = tuple(text for text in added if _looks_special(text))
         ways = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in self.texts]
-        self._inside = re.compile("|".join(ways) or _NEVER)
+        self._inside = re.compile("|".join(ways) or NEVER)
 
-    def pieces(self, text: str) -> list[LiteralText]:
-        """`text` in pieces of which none has such a mark."""
+    def pieces(self, text: str) -> Sequence[str]:
+        """Return `text` in pieces. None of those of a LiteralText has such a mark; any other text
+        is one piece."""
+        if not isinstance(text, LiteralText):
+            return [text]
         cuts = [0, *(found.end() for found in self._inside.finditer(text)), len(text)]
         return [LiteralText(text[a:b]) for a, b in pairwise(cuts)]
 
@@ -53,7 +56,7 @@ def _looks_special(text: str) -> bool:
 
 
 # A pattern that matches nowhere.
-_NEVER = r"(?!)"
+NEVER = r"(?!)"
 _PIECE_CHARS = 2**18
 
 
@@ -65,7 +68,7 @@ class ControlTexts:
         self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
         self._longest = max(self._lengths, default=0)
         heads = sorted({re.escape(text[:2]) for text in self._texts})
-        pattern = _NEVER
+        pattern = NEVER
         if heads:
             pattern = f"(?={'|'.join(heads)})"
         self._heads = re.compile(pattern)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import Buffers
 from localllm_backends.llamacpp.weights import check_file, load_model
-from localllm_backends.reasons import first_reason
 
 _ASSISTANT = "gemma4-assistant"
 KINDS = ("eagle3", "dflash", _ASSISTANT)
@@ -43,21 +42,12 @@ _GIVE_FEATURES = frozenset({
 # What their last layer made, which EAGLE-3 asks for as a hidden row (t_h_nextn) and DFlash as one
 # more layer's input.
 _GIVE_LAST = {
-    "eagle3": frozenset(
-        {
-            "bailingmoe3",
-            "gemma4",
-            "gpt-oss",
-            "mimo2",
-            "nemotron_h",
-            "nemotron_h_moe",
-            "qwen35",
-            "qwen35moe",
-            "qwen3next",
-        }
-    ),
+    "eagle3": frozenset({
+        "bailingmoe3", "gemma4", "gpt-oss", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35",
+        "qwen35moe", "qwen3next",
+    }),
     "dflash": frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"}),
-}
+}  # fmt: skip
 _LONGEST_BLOCK = 64
 # What llama.cpp reads with at once: every row costs room for its logits, asked for or not.
 _BATCH = 128
@@ -81,8 +71,10 @@ class Eagle3Heads(MtpHeads):
         for begin in range(0, len(rows), self._n_batch):
             self._encoder.clear()
             # An encoder has no places, but llama.cpp wants them to follow what the sequence holds.
-            for i, row in enumerate(rows[begin : begin + self._n_batch], start=self._memory.end(0)):
-                self._encoder.add_row(0, i, 0, row, output=True)
+            position = self._memory.end(0)
+            for row in rows[begin : begin + self._n_batch]:
+                self._encoder.add_row(0, position, 0, row, output=True)
+                position += 1
             if int(self._llama.llama_encode(self._context, self._encoder.native)):
                 return [np.zeros(self._n_hidden, dtype=np.float32)] * len(rows)
             fused.extend(self._hidden(int(self._encoder.native.n_tokens)).copy())
@@ -103,9 +95,9 @@ class AssistantHeads(MtpHeads):
         self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int
     ) -> None:
         sequence, newest, _ = want
-        self._batch.add_row(
-            [newest, *drafted][step], self._lines[sequence].read, sequence, rows[step], output=True
-        )
+        token = [newest, *drafted][step]
+        position = self._lines[sequence].read
+        self._batch.add_row(token, position, sequence, rows[step], output=True)
 
     def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
         return b""
@@ -131,11 +123,9 @@ class DflashHeads(DraftHeads):
         super().__init__(llama, target, context, layers)
         self._block = block
         self.longest = block.rows - block.anchor
-        own = llama.llama_get_model(context)
-        if int(llama.llama_model_rope_type(own)) == _MROPE:
+        dimensions = 1
+        if int(llama.llama_model_rope_type(llama.llama_get_model(context))) == _MROPE:
             dimensions = 4
-        else:
-            dimensions = 1
         self._inject = Batch(
             llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions
         )
@@ -164,11 +154,12 @@ class DflashHeads(DraftHeads):
 
     def _blocks(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         block = self._block
+        n_outputs = 0 if block.selector_top_k else block.rows
+        masks = [block.mask] * (block.rows - 1)
         self._masked.clear()
         for sequence, newest, _ in wanted:
             at = self._lines[sequence].read
-            tokens = [newest, *[block.mask] * (block.rows - 1)]
-            self._masked.add(sequence, at + 1, tokens, 0 if block.selector_top_k else block.rows)
+            self._masked.add(sequence, at + 1, [newest, *masks], n_outputs)
         # The newest row of each, which has no token behind it yet that the model has read.
         done = self._read([(sequence, 0) for sequence, _, _ in wanted])
         if not done or self._decoder.decode(self._masked.native):
@@ -176,26 +167,39 @@ class DflashHeads(DraftHeads):
         n = len(wanted) * block.rows
         drafts = []
         for i, (_, _, most) in enumerate(wanted):
-            guesses = self._guesses(n, i * block.rows)
-            sure = takewhile(lambda guess: guess[1] >= LEAST_PROBABILITY, guesses)
-            drafts.append([token for token, _ in islice(sure, most)])
+            draft: list[int] = []
+            for token, probability in islice(self._guesses(n, i * block.rows), most):
+                if probability < LEAST_PROBABILITY:
+                    break
+                draft.append(token)
+            drafts.append(draft)
         return drafts
 
     def _guesses(self, n: int, begin: int) -> Iterator[tuple[int, float]]:
         """The best token for each place of the block from row `begin` of `n` on, and how sure that
         is."""
         block = self._block
+        rows = range(begin + block.anchor, begin + block.rows)
+        if block.selector_top_k:
+            yield from self._selected(self._hidden(n), rows)
+            return
+        for i in rows:
+            token, probability = best(self._decoder.logits(n)[i])
+            if block.confidence:
+                probability = float(self._hidden(n)[i, 0])
+            yield token, probability
+
+    def _selected(self, hidden: Rows, rows: range) -> Iterator[tuple[int, float]]:
+        """The same by the selector: each row holds k candidates, and then, for each of the k of the
+        row before, the scores of all."""
+        k = self._block.selector_top_k
         before = 0
-        k = block.selector_top_k
-        hidden: Any = self._hidden(n) if k or block.confidence else None
-        for i in range(begin + block.anchor, begin + block.rows):
-            if k:
-                scores = hidden[i][k + before * k : k + (before + 1) * k].astype(np.float64)
-                before = int(scores.argmax())
-                yield int(hidden[i][before]), float(1.0 / np.exp(scores - scores[before]).sum())
-            else:
-                token, probability = best(self._decoder.logits(n)[i])
-                yield token, float(hidden[i, 0]) if block.confidence else probability
+        for i in rows:
+            begin = k + before * k
+            scores = hidden[i][begin : begin + k].astype(np.float64)
+            before = int(scores.argmax())
+            probability = 1.0 / np.exp(scores - scores[before]).sum()
+            yield int(hidden[i][before]), float(probability)
 
 
 class _BlockLayout:
@@ -208,10 +212,9 @@ class _BlockLayout:
         self.causal = bool(header.number("dflash.attention.causal"))
         markov = header.has_tensor("markov_w1.weight")
         # DSpark's first guess is at the newest token's own place, unless it was trained otherwise.
+        self.anchor = 1
         if markov and header.number("dflash.sample_from_anchor", 1):
             self.anchor = 0
-        else:
-            self.anchor = 1
         self.confidence = markov and header.has_tensor("conf_proj.weight")
         self.selector_top_k = header.number("dflash.selector_top_k")
 
@@ -239,8 +242,10 @@ def open_drafter(
         raise _refused(
             path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}"
         )
-    unfit = _assistant_unfit if kind == _ASSISTANT else _reader_unfit
-    reason = unfit(header, main, kind, architecture)
+    if kind == _ASSISTANT:
+        reason = _assistant_unfit(header, main, architecture)
+    else:
+        reason = _reader_unfit(header, main, kind, architecture)
     if reason:
         raise _refused(path, reason)
     layers = header.numbers(f"{kind}.target_layers")
@@ -276,99 +281,95 @@ def _refused(path: Path, why: str) -> LoadError:
 
 
 def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
-    """Why a reader of features can't draft for the model."""
+    """Return why a reader of features can't draft for the model; "" if it can."""
+    if architecture not in _GIVE_FEATURES:
+        return f"llama.cpp does not give what the layers of {architecture!r} models make"
+    if header.number("dflash.hyper_connection.count"):
+        return "DSpark drafters with DeepSeek-V4's own layers were never tried here"
     width = main.number(f"{architecture}.embedding_length")
     own = header.number(f"{kind}.embedding_length")
+    made_for = own
     if kind == "eagle3":
         made_for = header.number("eagle3.target_hidden_size")
-    else:
-        made_for = own
+    if made_for != width:
+        return (
+            f"it was trained for a model whose layers are {made_for:,} wide, "
+            f"and this one's are {width:,}"
+        )
     has_embeddings = header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")
-    layers = header.numbers(f"{kind}.target_layers")
+    if own != width and not has_embeddings:
+        return (
+            f"it is {own:,} wide and would share the embeddings of a model that is {width:,} wide"
+        )
+    reason = _layers_unfit(header, main, kind, architecture)
+    if reason or kind != "dflash":
+        return reason
     block = _BlockLayout(header)
-    n_layers = main.number(f"{architecture}.block_count") - main.number(
-        f"{architecture}.nextn_predict_layers"
-    )
-    return first_reason(
-        [
-            (
-                architecture not in _GIVE_FEATURES,
-                f"llama.cpp does not give what the layers of {architecture!r} models make",
-            ),
-            (
-                header.number("dflash.hyper_connection.count"),
-                "DSpark drafters with DeepSeek-V4's own layers were never tried here",
-            ),
-            (
-                made_for != width,
-                f"it was trained for a model whose layers are {made_for:,} wide, and this one's "
-                f"are {width:,}",
-            ),
-            (
-                own != width and not has_embeddings,
-                f"it is {own:,} wide and would share the embeddings of a model that is {width:,} "
-                "wide",
-            ),
-            (
-                not layers or min(layers) < 0 or max(layers) > n_layers,
-                f"it reads the layers {', '.join(map(str, layers)) or 'none'}, and this model has "
-                f"{n_layers}",
-            ),
-            (
-                n_layers in layers and architecture not in _GIVE_LAST[kind],
-                "it reads behind the last layer, which llama.cpp does not give of "
-                f"{architecture!r} models",
-            ),
-            (
-                kind == "dflash" and (not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0),
-                f"its block of {block.rows} tokens, or its mask token, can't be used",
-            ),
-        ]
-    )
+    if not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0:
+        return f"its block of {block.rows} tokens, or its mask token, can't be used"
+    return ""
 
 
-def _assistant_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
-    """Why an assistant can't read what the last two layers of this model keep: llama.cpp does not
-    look, and would read beside it."""
+def _layers_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
+    """Return why the model's layers can't be read as the drafter reads them; "" if they can."""
+    layers = header.numbers(f"{kind}.target_layers")
+    n_heads = main.number(f"{architecture}.nextn_predict_layers")
+    n_layers = main.number(f"{architecture}.block_count") - n_heads
+    if not layers:
+        return f"it reads the layers none, and this model has {n_layers}"
+    if min(layers) < 0 or max(layers) > n_layers:
+        listed = ", ".join(str(layer) for layer in layers)
+        return f"it reads the layers {listed}, and this model has {n_layers}"
+    if n_layers in layers and architecture not in _GIVE_LAST[kind]:
+        return (
+            "it reads behind the last layer, "
+            f"which llama.cpp does not give of {architecture!r} models"
+        )
+    return ""
+
+
+def _assistant_unfit(header: NativeHeader, main: NativeHeader, architecture: str) -> str:
+    """Return why an assistant can't read what the last two layers of this model keep; "" if it can.
+    llama.cpp does not look, and would read beside it."""
+    if architecture != "gemma4":
+        return f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model"
     width = main.number("gemma4.embedding_length")
-    wanted = header.number(f"{kind}.embedding_length_out")
+    wanted = header.number(f"{_ASSISTANT}.embedding_length_out")
+    if width != wanted:
+        return f"it was made for a model {wanted:,} wide, and this one is {width:,} wide"
+    window = main.number("gemma4.attention.sliding_window")
+    read_window = header.number(f"{_ASSISTANT}.attention.sliding_window")
+    if window != read_window or not _reads_last_layers(header, main):
+        return (
+            "its layers read keys of other sizes, or another window, "
+            "than this model's last two layers have"
+        )
+    return ""
+
+
+def _reads_last_layers(header: NativeHeader, main: NativeHeader) -> bool:
+    """Return whether an assistant's layers read KV of the sizes that the model's last two keep."""
     last = main.number("gemma4.block_count") - 1
     kept = _kept_by_layer(main, "gemma4")
-    read = _kept_by_layer(header, kind)
-    fits = len(kept) > last > 0 and read and all(one == kept[last - one[0]] for one in read)
-    windows = (
-        main.number("gemma4.attention.sliding_window"),
-        header.number(f"{kind}.attention.sliding_window"),
-    )
-    return first_reason(
-        [
-            (
-                architecture != "gemma4",
-                f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model",
-            ),
-            (
-                width != wanted,
-                f"it was made for a model {wanted:,} wide, and this one is {width:,} wide",
-            ),
-            (
-                not fits or windows[0] != windows[1],
-                "its layers read keys of other sizes, or another window, than this model's last "
-                "two layers have",
-            ),
-        ]
-    )
+    read = _kept_by_layer(header, _ASSISTANT)
+    if not len(kept) > last > 0 or not read:
+        return False
+    # Layers with a window read the one before the last.
+    return all(layer == kept[last - layer[0]] for layer in read)
 
 
 def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, int, int]]:
     """Of each layer whether it sees a window alone, its heads of keys and their width."""
-    windows, heads = (
-        header.numbers(f"{architecture}.attention.{k}")
-        for k in ("sliding_window_pattern", "head_count_kv")
-    )
-    widths = [header.number(f"{architecture}.attention.key_length{end}") for end in ("", "_swa")]
+    windows = header.numbers(f"{architecture}.attention.sliding_window_pattern")
+    heads = header.numbers(f"{architecture}.attention.head_count_kv")
+    full_width = header.number(f"{architecture}.attention.key_length")
+    window_width = header.number(f"{architecture}.attention.key_length_swa")
     if len(heads) != len(windows):
         heads = heads * len(windows)
-    return [(window, n, widths[window]) for window, n in zip(windows, heads, strict=False)]
+    kept = []
+    for window, n_heads in zip(windows, heads, strict=False):
+        kept.append((window, n_heads, window_width if window else full_width))
+    return kept
 
 
 def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:
@@ -380,7 +381,7 @@ def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:
         raise _refused(path, f"its vocabulary has {m:,} tokens and the model's {n:,}")
     text = llama.llama_vocab_get_text
     for i in range(n):
-        if text(own, i) != text(its, i):
-            raise _refused(
-                path, f"its token {i} is {text(its, i)!r} and the model's {text(own, i)!r}"
-            )
+        theirs = text(its, i)
+        ours = text(own, i)
+        if theirs != ours:
+            raise _refused(path, f"its token {i} is {theirs!r} and the model's {ours!r}")

@@ -39,8 +39,8 @@ def header(
     magic: bytes, start: int, stop: int, last: int, images: Sequence[PlacedImage] = ()
 ) -> bytes:
     """What stands before a block of the tokens [start, stop), the `last` position among them."""
-    listed = [_IMAGE.pack(*image) for image in images]
-    return b"".join([_HEADER.pack(magic, start, stop, last, len(images)), *listed])
+    fixed = _HEADER.pack(magic, start, stop, last, len(images))
+    return fixed + b"".join(_IMAGE.pack(*image) for image in images)
 
 
 def opened(
@@ -56,6 +56,11 @@ def opened(
         raise BackendFailure("this is not an exported KV block of these tokens")
     images = [PlacedImage(*image) for image in _IMAGE.iter_unpack(view[_HEADER.size : begin])]
     return start, stop, last, images, view[begin:]
+
+
+def _is_second_section(section: bytes, written: bytes) -> bool:
+    """Return whether the sequence as `written` ends with `section` and has another before it."""
+    return len(written) - _PREFIX_BYTES > len(section) and written.endswith(section)
 
 
 class SequenceMemory:
@@ -79,15 +84,12 @@ class SequenceMemory:
         nothing = self.write(spare)
         no_state = self.write(spare, partial=True)
         empty = no_state[_PREFIX_BYTES:]
-        parted = (
-            len(both) - _PREFIX_BYTES > len(state) > len(empty) > 0
-            and both.endswith(state)
-            and len(nothing) - _PREFIX_BYTES > len(empty)
-            and nothing.endswith(empty)
-        )
-        if parted:
-            self._no_state = no_state
-        return parted
+        if not len(state) > len(empty) > 0:
+            return False
+        if not _is_second_section(state, both) or not _is_second_section(empty, nothing):
+            return False
+        self._no_state = no_state
+        return True
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """`target` holds the positions [start, stop) of `source` as well: cells are shared."""
@@ -122,16 +124,20 @@ class SequenceMemory:
         at = np.frombuffer(data, dtype=np.uint8).ctypes.data
         ctypes.memmove(at, header, len(header))
         target = ctypes.cast(at + len(header), ctypes.POINTER(ctypes.c_uint8))
-        get = self._llama.llama_state_seq_get_data_ext
-        if not size or get(self._context, target, size, sequence, self._flags[partial]) != size:
+        n_written = self._llama.llama_state_seq_get_data_ext(
+            self._context, target, size, sequence, self._flags[partial]
+        )
+        if not size or n_written != size:
             raise BackendFailure("llama.cpp could not export the KV of this sequence")
         return data
 
     def read(self, sequence: int, raw: bytes | memoryview, *, partial: bool = False) -> None:
         """Give `sequence` what `write` gave. BackendFailure when llama.cpp refuses."""
         pointer = np.frombuffer(raw, dtype=np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        read = self._llama.llama_state_seq_set_data_ext
-        if read(self._context, pointer, len(raw), sequence, self._flags[partial]) != len(raw):
+        n_read = self._llama.llama_state_seq_set_data_ext(
+            self._context, pointer, len(raw), sequence, self._flags[partial]
+        )
+        if n_read != len(raw):
             raise BackendFailure(
                 "llama.cpp refused this KV block: it was written by another model or KV type"
             )
@@ -148,7 +154,8 @@ class SequenceMemory:
             # Recurrent state was shared with `via`: it need not be copied out with every piece.
             self.read(via, self._no_state, partial=True)
             both = self.write(via, header)
-            return both[: len(both) - self.size(via, partial=True) + _PREFIX_BYTES]
+            state_bytes = self.size(via, partial=True) - _PREFIX_BYTES
+            return both[: len(both) - state_bytes]
         finally:
             self.cut(via)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localllm_backends.contract import Capabilities, LoadSpec, ModelInfo
-from localllm_backends.control_text import LiteralText
+from localllm_backends.control_text import NEVER
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.native import c_string, start_native
 from localllm_backends.llamacpp.weights import kv_meaning, open_file
@@ -36,23 +36,23 @@ class LlamaCppVocabulary(TokenBytes):
         attributes = map(ask, repeat(ctypes.c_void_p(self._vocab)), range(n_vocab))
         # With their attributes (llama.h: enum llama_token_attr).
         self.special = {t: kind for t, kind in enumerate(attributes) if kind & more_than_text}
-        spelled = {
-            token: llama.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace")
-            for token in self.special
-        }
-        # Some are read out of a text only where that is asked for, the others anyway.
-        controls = [spelled[token] for token, kind in self.special.items() if kind & asked_for]
-        added = [spelled[token] for token, kind in self.special.items() if not kind & asked_for]
+        # Some are read out of a text only if that is asked for, the others anyway.
+        controls: list[str] = []
+        added: list[str] = []
+        # Control tokens that leave the text before them as it is.
+        cuts: list[str] = []
+        for token, kind in self.special.items():
+            text = llama.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace")
+            if kind & asked_for:
+                controls.append(text)
+            else:
+                added.append(text)
+            if text and kind & control and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP:
+                cuts.append(text)
         super().__init__(n_vocab, controls, added)
-        # Those that leave what stands before them as it is.
-        cuts = [
-            spelled[token]
-            for token, kind in self.special.items()
-            if spelled[token] and kind & control and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP
-        ]
-        self._cuts = re.compile(
-            "|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) or r"(?!)"
-        )
+        longest_first = sorted(cuts, key=len, reverse=True)
+        pattern = "|".join(re.escape(text) for text in longest_first)
+        self._cuts = re.compile(pattern or NEVER)
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         tokens: list[int] = []
@@ -63,7 +63,7 @@ class LlamaCppVocabulary(TokenBytes):
 
     def text_pieces(self, text: str, *, special: bool, add_bos: bool) -> Iterator[str]:
         adds_end = add_bos and self._llama.llama_vocab_get_add_eos(self._vocab)
-        for part in self.read_anyway.pieces(text) if isinstance(text, LiteralText) else [text]:
+        for part in self.read_anyway.pieces(text):
             if special and not adds_end:
                 yield from self._before_controls(part)
             else:
@@ -74,25 +74,24 @@ class LlamaCppVocabulary(TokenBytes):
         """`text`, cut before control tokens: llama.cpp looks through all that lies behind one for
         the next, so that 40,000 short messages took 17.4 s in one go, and 2.2 s in these."""
         begin = 0
-        for found in self._cuts.finditer(text) if len(text) > PIECE_CHARS else ():
-            if found.start() - begin >= PIECE_CHARS:
-                yield text[begin : found.start()]
-                begin = found.start()
+        if len(text) > PIECE_CHARS:
+            for found in self._cuts.finditer(text):
+                if found.start() - begin >= PIECE_CHARS:
+                    yield text[begin : found.start()]
+                    begin = found.start()
         yield text[begin:]
 
     def _read(self, text: str, special: bool, add_bos: bool) -> list[int]:
         data = text.encode("utf-8", "replace")
         capacity = len(data) + 8
-        buffer = (self._llama.llama_token * capacity)()
-        n = self._llama.llama_tokenize(
-            self._vocab, data, len(data), buffer, capacity, add_bos, special
-        )
-        if n < 0:
-            buffer = (self._llama.llama_token * -n)()
+        while True:
+            buffer = (self._llama.llama_token * capacity)()
             n = self._llama.llama_tokenize(
-                self._vocab, data, len(data), buffer, -n, add_bos, special
+                self._vocab, data, len(data), buffer, capacity, add_bos, special
             )
-        return list(buffer[:n])
+            if n >= 0:
+                return list(buffer[:n])
+            capacity = -n
 
     def _bytes(self, token: int, special: bool) -> bytes:
         size = 64
@@ -130,38 +129,57 @@ def model_info(
     n_seq_max …)."""
     vocab = llama.llama_model_get_vocab(model)
     value = llama.llama_model_meta_val_str
-    template = llama.llama_model_chat_template(model, None)
-    marks = ("bos", "eos", *(f"fim_{role}" for role in _FIM))
-    found = {name: int(getattr(llama, f"llama_vocab_{name}")(vocab)) for name in marks}
-    named = {name: token for name, token in found.items() if token >= 0}
-    bos = named.get("bos")
-    eos = named.get("eos")
+    architecture = c_string(value, model, b"general.architecture")
+    name = c_string(value, model, b"general.name")
+    n_ctx_train = int(llama.llama_model_n_ctx_train(model))
+    n_params = int(llama.llama_model_n_params(model))
+    weights_bytes = int(llama.llama_model_size(model))
+    adds_bos = bool(llama.llama_vocab_get_add_bos(vocab))
+    marks = _marks(llama, vocab)
+    bos = marks.get("bos")
+    eos = marks.get("eos")
+    fim_tokens = {}
+    for role in _FIM:
+        if f"fim_{role}" in marks:
+            fim_tokens[role] = marks[f"fim_{role}"]
     # What may end an answer: control tokens, and the header's marks. (To ask of each token takes as
     # long as loading a small model.)
     end_of_message = c_string(value, model, b"tokenizer.ggml.eom_token_id")
     end_of_turn = int(llama.llama_vocab_eot(vocab))
-    likely = {*words.special, *found.values(), int(end_of_message or -1), end_of_turn}
+    likely = {*words.special, *marks.values(), int(end_of_message or -1), end_of_turn}
+    eog_tokens = tuple(t for t in sorted(likely) if llama.llama_vocab_is_eog(vocab, t))
+    template = llama.llama_model_chat_template(model, None)
+    chat_template = template.decode("utf-8", "replace") if template else None
+    served |= {"fim_tokens": fim_tokens, "control_texts": words.control_texts}
     return ModelInfo(
-        architecture=c_string(value, model, b"general.architecture") or "",
-        description=c_string(value, model, b"general.name") or Path(spec.path).stem,
+        architecture=architecture or "",
+        description=name or Path(spec.path).stem,
         n_vocab=words.n_vocab,
-        n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
-        n_params=int(llama.llama_model_n_params(model)),
-        weights_bytes=int(llama.llama_model_size(model)),
-        eog_tokens=tuple(t for t in sorted(likely) if llama.llama_vocab_is_eog(vocab, t)),
+        n_ctx_train=n_ctx_train,
+        n_params=n_params,
+        weights_bytes=weights_bytes,
+        eog_tokens=eog_tokens,
         bos_token=bos,
         eos_token=eos,
-        adds_bos=bool(llama.llama_vocab_get_add_bos(vocab)),
+        adds_bos=adds_bos,
         bos_text=words.text(bos),
         eos_text=words.text(eos),
-        chat_template=template.decode("utf-8", "replace") if template else None,
+        chat_template=chat_template,
         kv_type_k=spec.kv_type_k,
         kv_type_v=spec.kv_type_v,
         kv_meaning=kv_meaning(),
-        fim_tokens={role: named[f"fim_{role}"] for role in _FIM if f"fim_{role}" in named},
-        control_texts=words.control_texts,
         **served,
     )
+
+
+def _marks(llama: Any, vocab: Any) -> dict[str, int]:
+    """Return the tokens of llama.cpp's names for marks, of those that this vocabulary has."""
+    found = {}
+    for name in ("bos", "eos", *(f"fim_{role}" for role in _FIM)):
+        token = int(getattr(llama, f"llama_vocab_{name}")(vocab))
+        if token >= 0:
+            found[name] = token
+    return found
 
 
 def capabilities(
@@ -176,21 +194,26 @@ def capabilities(
     """What a context's memory can do. `window_rewind`: tokens that sliding windows still have room
     for beside their own (0: there are none); `n_rewind`: snapshots of a recurrent state; `states`:
     they can be had apart."""
-    plain = not window_rewind and not recurrent
-    rewind: Literal["bounded", "none"]
-    if window_rewind or n_rewind:
+    keeps_all = not window_rewind and not recurrent
+    rewind: Literal["any", "bounded", "none"] = "none"
+    if keeps_all:
+        rewind = "any"
+    elif window_rewind or n_rewind:
         rewind = "bounded"
-    else:
-        rewind = "none"
+    drafts = 0
+    draft_kind = ""
     if heads is not None:
-        drafts, draft_kind = (heads.longest, heads.kind)
-    else:
-        drafts, draft_kind = (0, "")
+        drafts = heads.longest
+        draft_kind = heads.kind
+    # Draft heads and rollback read what a step computed before it returns.
+    reads_steps = heads is not None or (recurrent and n_rewind > 0)
+    # Not run on a GPU: there a step's micro-batch is short anyway.
+    sliced_prefill = keeps_all and heads is None and not on_device
     return Capabilities(
-        rewind="any" if plain else rewind,
+        rewind=rewind,
         rewind_tokens=n_rewind if recurrent else window_rewind,
         shares_cells=True,
-        segments=plain or states,
+        segments=keeps_all or states,
         states=states,
         threaded=True,
         interruptible=not recurrent,  # half a step is taken back from attention, never from a state
@@ -198,8 +221,6 @@ def capabilities(
         draft_kind=draft_kind,
         kv_on_device=on_device,
         first_uses=on_device,
-        # Draft heads and rollback read what a step computed before it returns.
-        asynchronous=on_device and not drafts and not (recurrent and n_rewind),
-        # Not run on a GPU: there a step's micro-batch is short anyway.
-        sliced_prefill=plain and not drafts and not on_device,
+        asynchronous=on_device and not reads_steps,
+        sliced_prefill=sliced_prefill,
     )

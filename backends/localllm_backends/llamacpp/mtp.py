@@ -17,7 +17,6 @@ from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.llamacpp.weights import check_file
-from localllm_backends.reasons import first_reason
 
 # Architectures whose heads llama.cpp runs in a context of their own (src/models: DECODER_MTP
 # graphs), and whether it runs several (nextn_layer_offset); with any others it aborts the process.
@@ -35,43 +34,37 @@ _ARCHITECTURES = {
 def check_heads(path: Path) -> None:
     """LoadError, saying why, unless the heads in this GGUF can draft here. Reads headers only."""
     check_file(path)
-    headers = [NativeHeader(p) for p in parts(path)]
-    first = headers[0]
-    architecture = first.text("general.architecture")
-    n_heads = first.number(f"{architecture}.nextn_predict_layers")
-    head = f"blk.{first.number(f'{architecture}.block_count') - n_heads}.nextn.eh_proj.weight"
-    is_v2 = architecture == "deepseek2"
-    reason = first_reason(
-        [
-            (
-                staging_functions() is None,
-                "this build of llama.cpp does not export what drafting with a model's own heads "
-                "needs",
-            ),
-            (not n_heads, "its header names no draft heads (nextn_predict_layers)"),
-            (
-                architecture not in _ARCHITECTURES,
-                f"llama.cpp can't run the draft heads of {architecture!r} models beside the model",
-            ),
-            (
-                n_heads > 1 and not _ARCHITECTURES.get(architecture),
-                f"llama.cpp runs one draft head of {architecture!r} models, and this file has "
-                f"{n_heads}",
-            ),
-            (
-                is_v2 and not first.number("deepseek2.attention.key_length_mla"),
-                "llama.cpp runs the draft head of 'deepseek2' models only with MLA attention",
-            ),
-            (
-                not any(h.has_tensor(head) for h in headers),
-                "its header names draft heads, but their weights are not in it",
-            ),
-        ]
-    )
+    reason = _heads_unfit([NativeHeader(part) for part in parts(path)])
     if reason:
         raise LoadError(
             f"{path.name!r} can't draft for itself: {reason}", "load it with `--draft off`"
         )
+
+
+def _heads_unfit(headers: Sequence[NativeHeader]) -> str:
+    """Return why the heads in a model's files can't draft; "" if they can."""
+    first = headers[0]
+    architecture = first.text("general.architecture")
+    n_heads = first.number(f"{architecture}.nextn_predict_layers")
+    if staging_functions() is None:
+        return (
+            "this build of llama.cpp does not export what drafting with a model's own heads needs"
+        )
+    if not n_heads:
+        return "its header names no draft heads (nextn_predict_layers)"
+    if architecture not in _ARCHITECTURES:
+        return f"llama.cpp can't run the draft heads of {architecture!r} models beside the model"
+    if n_heads > 1 and not _ARCHITECTURES[architecture]:
+        return (
+            f"llama.cpp runs one draft head of {architecture!r} models, and this file has {n_heads}"
+        )
+    if architecture == "deepseek2" and not first.number("deepseek2.attention.key_length_mla"):
+        return "llama.cpp runs the draft head of 'deepseek2' models only with MLA attention"
+    first_head = first.number(f"{architecture}.block_count") - n_heads
+    weight = f"blk.{first_head}.nextn.eh_proj.weight"
+    if not any(header.has_tensor(weight) for header in headers):
+        return "its header names draft heads, but their weights are not in it"
+    return ""
 
 
 class MtpHeads(DraftHeads):
@@ -84,18 +77,15 @@ class MtpHeads(DraftHeads):
         self, llama: Any, target: Any, context: Any, layers: Sequence[int | None] = (None,)
     ) -> None:
         super().__init__(llama, target, context, layers)
-        own = llama.llama_get_model(context)
-        # A drafter's are the layers of one.
+        # A drafter's layers are one head.
+        self._n_heads = 1
         if self._drafter is None:
-            n_layers = int(llama.llama_model_n_layer_nextn(own))
-        else:
-            n_layers = 1
-        self._n_heads = max(1, n_layers)
+            own = llama.llama_get_model(context)
+            self._n_heads = max(1, int(llama.llama_model_n_layer_nextn(own)))
         # Several heads guess one token each, a single one guesses on from its own.
+        self.longest = LONGEST_DRAFT
         if self._n_heads > 1:
             self.longest = self._n_heads
-        else:
-            self.longest = LONGEST_DRAFT
         # Of the heads' own rows only those that are asked for.
         self._functions["set_rows"](context, True, True)
         self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
@@ -130,13 +120,13 @@ class MtpHeads(DraftHeads):
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """All sequences in lockstep."""
+        sequences = [sequence for sequence, _, _ in wanted]
         drafts: list[list[int]] = [[] for _ in wanted]
-        self.catch_up([sequence for sequence, _, _ in wanted])
-        newest = self._inputs([self._lines[sequence].rows[-1] for sequence, _, _ in wanted])
+        self.catch_up(sequences)
+        newest = self._inputs([self._lines[sequence].rows[-1] for sequence in sequences])
         rows: list[list[Rows]] = [[row] for row in newest]
-        active = [i for i, (_, _, most) in enumerate(wanted) if most > 0][
-            : self._n_batch // self._n_heads
-        ]
+        active = [i for i, (_, _, most) in enumerate(wanted) if most > 0]
+        del active[self._n_batch // self._n_heads :]
         step = 0
         while active and step < self.longest:
             self._batch.clear()
@@ -144,21 +134,30 @@ class MtpHeads(DraftHeads):
                 self._add_draft_rows(wanted[i], drafts[i], rows[i], step)
             if not self.decode(step if self._n_heads > 1 else 0):
                 break
-            # All rows are outputs: whether a model's graph gives the hidden rows of all or of
-            # outputs, they are these.
-            n = int(self._batch.native.n_tokens)
-            each = n // len(active)
-            logits = self._decoder.logits(n)
-            hidden = self._hidden(n)
-            for k, i in enumerate(active, start=1):
-                token, probability = best(logits[k * each - 1])
-                if probability >= LEAST_PROBABILITY:
-                    drafts[i].append(token)
-                    rows[i].append(hidden[k * each - 1].copy())
+            self._take_guesses(active, drafts, rows)
             step += 1
             active = [i for i in active if step == len(drafts[i]) < wanted[i][2]]
-        self.forget_drafts([sequence for sequence, _, _ in wanted])
+        self.forget_drafts(sequences)
         return drafts
+
+    def _take_guesses(
+        self, active: list[int], drafts: list[list[int]], rows: list[list[Rows]]
+    ) -> None:
+        """Append what the sweep that is done guesses for each of the `active` drafts, and the row
+        behind it, if the guess is likely."""
+        # All rows are outputs: whether a model's graph gives the hidden rows of all or of outputs,
+        # they are these.
+        n = int(self._batch.native.n_tokens)
+        each = n // len(active)
+        logits = self._decoder.logits(n)
+        hidden = self._hidden(n)
+        last = each - 1
+        for i in active:
+            token, probability = best(logits[last])
+            if probability >= LEAST_PROBABILITY:
+                drafts[i].append(token)
+                rows[i].append(hidden[last].copy())
+            last += each
 
     def _add_draft_rows(
         self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int

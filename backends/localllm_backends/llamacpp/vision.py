@@ -197,7 +197,10 @@ class LlamaCppVisionBackend(LlamaCppBackend):
     ) -> list[list[int] | ImageRun]:
         cut: list[str | ImagePixels] = []
         for part in parts:
-            cut += self.read_anyway.pieces(part) if isinstance(part, LiteralText) else [part]
+            if isinstance(part, str):
+                cut.extend(self.read_anyway.pieces(part))
+            else:
+                cut.append(part)
         return self._projector.tokenize_images(cut, add_bos=add_bos)
 
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:

@@ -4,12 +4,11 @@ template's text."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError
-from localllm_backends.control_text import LiteralText
 from localllm_backends.vocabulary import TokenBytes
 
 # Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives
@@ -120,14 +119,11 @@ class MlxVocabulary(TokenBytes):
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
-        pieces: Sequence[str] = [text]
-        if isinstance(text, LiteralText):
-            pieces = self.read_anyway.pieces(text)
         tokenizer = self._parsing if special else self._literal
         ids = []
         if add_bos and self.adds_bos and self.bos_token is not None:
             ids.append(self.bos_token)
-        for piece in pieces:
+        for piece in self.read_anyway.pieces(text):
             valid = piece.encode("utf-8", "replace").decode()
             ids += tokenizer.encode(valid, add_special_tokens=False).ids
         return ids
