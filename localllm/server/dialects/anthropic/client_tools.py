@@ -7,7 +7,7 @@ package, and for `insert_text` github.com/anthropics/anthropic-sdk-python/issues
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _TEXT = {"type": "string"}
@@ -19,19 +19,23 @@ _RANGE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 def is_client_tool(kind: Any) -> bool:
     """Whether the client runs the tools of that type."""
     name, _, version = str(kind).rpartition("_")
-    return name in _KINDS and version.isdigit()
+    return name in ("bash", "text_editor", "memory", "computer") and version.isdigit()
 
 
 def function_of(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     """`tool` as a function, one of the client's with its documented parameters; None for one that
     only Anthropic's servers run."""
     if tool.get("type") in (None, "custom"):
-        names = ("name", "description", "strict")
-        return {**{name: tool.get(name) for name in names}, "parameters": tool.get("input_schema")}
+        return {
+            "name": tool.get("name"),
+            "description": tool.get("description"),
+            "strict": tool.get("strict"),
+            "parameters": tool.get("input_schema"),
+        }
     if not is_client_tool(tool.get("type")):
         return None
     kind, _, version = str(tool["type"]).rpartition("_")
-    description, parameters = _KINDS[kind](tool, int(version))
+    description, parameters = _described(tool, kind, int(version))
     return {"name": tool.get("name"), "description": description, "parameters": parameters}
 
 
@@ -91,8 +95,7 @@ _MEMORY = _object(
 )
 _POINTER = (
     "key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click",
-    "double_click",
-    "screenshot", "cursor_position",
+    "double_click", "screenshot", "cursor_position",
 )  # fmt: skip
 _SINCE_2025 = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
 _PARAMETERS_SINCE_2025 = {
@@ -106,25 +109,28 @@ _REGION = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
 
 def _text_editor(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
     about = "View, create and edit text files. A folder is viewed as the list of what is in it."
-    undoes = ("undo_edit",) if version <= 20250124 else ()
-    changed = _INSERTED if version >= 20250728 else _INSERTED_AS_NEW
+    commands = list(_EDITS)
+    changes = _INSERTED_AS_NEW
+    if version <= 20250124:
+        commands.append("undo_edit")
+    if version >= 20250728:
+        changes = _INSERTED
+        most = tool.get("max_characters")
+        if isinstance(most, int):
+            about += f" A view shows at most {most} characters."
     path = _of(_TEXT, "The file or folder.")
-    most = tool.get("max_characters")
-    if isinstance(most, int) and version >= 20250728:
-        about += f" A view shows at most {most} characters."
-    return about, _object(
-        ["command", "path"], {"command": _one_of(*_EDITS, *undoes), "path": path, **changed}
-    )
+    properties = {"command": _one_of(*commands), "path": path, **changes}
+    return about, _object(["command", "path"], properties)
 
 
 def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
     width = tool.get("display_width_px")
     height = tool.get("display_height_px")
     actions = [*_POINTER]
-    more = {}
+    more: dict[str, Any] = {}
     if version >= 20250124:
         actions += _SINCE_2025
-        more = dict(_PARAMETERS_SINCE_2025)
+        more |= _PARAMETERS_SINCE_2025
     if version >= 20251124:
         actions.append("zoom")
         more["region"] = _REGION
@@ -134,21 +140,22 @@ def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any
         "text": _of(_TEXT, "type: the text; key, hold_key: the keys."),
         **more,
     }
-    return f"Use the screen ({width} x {height} pixels), mouse and keyboard.", _object(
-        ["action"], properties
-    )
+    about = f"Use the screen ({width} x {height} pixels), mouse and keyboard."
+    return about, _object(["action"], properties)
 
 
-_KINDS: dict[str, Callable[[Mapping[str, Any], int], tuple[str, dict[str, Any]]]] = {
-    "bash": lambda tool, version: (
-        "Run a command in a bash shell that stays open between calls.",
-        _BASH,
-    ),
-    "text_editor": _text_editor,
-    "memory": lambda tool, version: (
-        "Read and write the files below /memories, which stay from one conversation to the next. "
-        "View them before you begin a task.",
-        _MEMORY,
-    ),
-    "computer": _computer,
-}
+def _described(tool: Mapping[str, Any], kind: str, version: int) -> tuple[str, dict[str, Any]]:
+    """The description and the parameters of a tool of that kind."""
+    match kind:
+        case "bash":
+            return "Run a command in a bash shell that stays open between calls.", _BASH
+        case "text_editor":
+            return _text_editor(tool, version)
+        case "memory":
+            about = (
+                "Read and write the files below /memories, which stay from one conversation to the "
+                "next. View them before you begin a task."
+            )
+            return about, _MEMORY
+        case _:
+            return _computer(tool, version)

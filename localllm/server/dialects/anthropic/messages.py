@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -41,12 +41,9 @@ _BLOCK: dict[str, Any] = shape(
     citations=Unused(off=(None, [], {"enabled": False})),
     context=Unused(off=(None, "")),
 )  # fmt: skip
-_BLOCK["source"]["content"] = _BLOCK
-_BLOCK |= {"content": _BLOCK, READS: lambda kind: not _server_side(kind)}
 _TOOL = shape(
     "type", "name", "description", "input_schema", "strict", "cache_control", "display_width_px",
     "display_height_px", "display_number", "max_characters",
-    **{READS: lambda kind: kind in (None, "custom") or is_client_tool(kind)},
 )  # fmt: skip
 _FORM = {**FORM, "type": one_of("json_schema")}
 # Precedes the output of a failed tool: templates have no field for it.
@@ -57,6 +54,20 @@ def _server_side(kind: Any) -> bool:
     """Whether Anthropic's servers ran it in an earlier turn; the answer made of it is in the message
     as well."""
     return kind in ("server_tool_use", "mcp_tool_use") or str(kind).endswith("_tool_result")
+
+
+def _block_is_read(kind: Any) -> bool:
+    return not _server_side(kind)
+
+
+def _tool_is_read(kind: Any) -> bool:
+    return kind in (None, "custom") or is_client_tool(kind)
+
+
+_BLOCK["source"]["content"] = _BLOCK
+_BLOCK["content"] = _BLOCK
+_BLOCK[READS] = _block_is_read
+_TOOL[READS] = _tool_is_read
 
 
 class OutputConfig(BodyPart):
@@ -100,10 +111,9 @@ class MessagesFields(ReasonedFields):
     def effort(self) -> str | None:
         """The same; `output_config` names a level of what is not switched off."""
         found = super().effort()
-        named = self.output_config and self.output_config.effort
-        if found == "none":
-            return found
-        return named or found
+        if found != "none" and self.output_config:
+            return self.output_config.effort or found
+        return found
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """`output_config.format`, or the form in another dialect's words."""
@@ -128,12 +138,12 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
     if not fields.messages:
         raise RequestError("messages is empty: send at least one", param="messages")
     toolbox = _toolbox(fields.tools or [])
-    chosen = fields.tool_choice or {}
+    choice = fields.tool_choice or {}
+    parallel = choice.get("disable_parallel_tool_use") is not True
+    if choice.get("type") == "tool":
+        choice = {**choice, "type": "function"}
     options = fields.response_options(
-        toolbox,
-        {**chosen, "type": "function"} if chosen.get("type") == "tool" else fields.tool_choice,
-        fields.constraint(),
-        parallel=chosen.get("disable_parallel_tool_use") is not True,
+        toolbox, choice or fields.tool_choice, fields.constraint(), parallel=parallel
     )
     generation = fields.generation(
         model.sampling_for(options.effort),
@@ -141,7 +151,8 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
         thinking_tokens=fields.thinking_tokens(),
     )
     stop = stop_texts(fields.stop_sequences) + generation.stop
-    chat = ChatRequest(normalise(messages, omitted), replace(generation, stop=stop), options)
+    generation = replace(generation, stop=stop)
+    chat = ChatRequest(normalise(messages, omitted), generation, options)
     return chat, [*toolbox.skipped, *dict.fromkeys(omitted)]
 
 
@@ -174,7 +185,7 @@ def plain_messages(
     results: list[dict[str, Any]] = []
     for i, block in enumerate(content):
         spot = f"{where}.content[{i}]"
-        kind = block.get("type") if isinstance(block, Mapping) else None
+        kind = _kind(block)
         if kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -193,46 +204,55 @@ def plain_messages(
 
 
 def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    said = block.get("content")
-    if isinstance(said, list):
-        parts = said
-    else:
-        parts = [{"type": "text", "text": flatten(said, where)}]
-    read: list[Any]
-    if block.get("is_error") is True:
-        read = [{"type": "text", "text": FAILED}]
-    else:
-        read = []
+    parts = block.get("content")
+    if not isinstance(parts, list):
+        parts = _text(flatten(parts, where))
+    read = _text(FAILED) if block.get("is_error") is True else []
     for i, part in enumerate(parts):
         read += _readable(part, f"{where}[{i}]")
     texts = [p for p in read if not (isinstance(p, Mapping) and p.get("text") == "")]
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": texts}
 
 
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
 def _readable(block: Any, where: str) -> list[Any]:
-    """The content parts for `block`. Raises UnsupportedError."""
-    kind = block.get("type") if isinstance(block, Mapping) else None
-    read = _READERS.get(str(kind))
-    if read is None:
-        known = ", ".join((*_READERS, "tool_use", "tool_result"))
-        raise UnsupportedError(
-            f"{where}.type {str(kind)[:40]!r} is not supported; known: {known}", param=where
-        )
-    return read(block)
+    """The content parts for `block`; those that `normalise` knows are passed on. Raises
+    UnsupportedError."""
+    kind = _kind(block)
+    match kind:
+        case "text" | "image" | "thinking" | "redacted_thinking":
+            return [block]
+        case "document":
+            return _document(block)
+        case "search_result":
+            return _titled(block, block.get("content"))
+        case "compaction":
+            return _text(block.get("content") or "")
+        case "tool_reference":
+            return _text(f"The tool {block.get('tool_name')} can be called now.")
+    raise UnsupportedError(
+        f"{where}.type {str(kind)[:40]!r} is not supported; known: text, image, thinking, "
+        "redacted_thinking, document, search_result, compaction, tool_reference, tool_use, "
+        "tool_result",
+        param=where,
+    )
 
 
 def _document(block: Mapping[str, Any]) -> list[Any]:
     """The text of a text document; PDFs and URLs are passed on to `normalise`."""
-    sent = block.get("source")
-    source = sent if isinstance(sent, Mapping) else {}
-    kind = source.get("type")
-    if kind not in ("text", "content"):
-        return [block]
-    return _titled(block, source.get("data" if kind == "text" else "content"))
+    match block.get("source"):
+        case {"type": "text", **source}:
+            return _titled(block, source.get("data"))
+        case {"type": "content", **source}:
+            return _titled(block, source.get("content"))
+    return [block]
 
 
 def _titled(block: Mapping[str, Any], content: Any) -> list[Any]:
-    """What is in a block, behind its title."""
+    """The content of a block, preceded by its title."""
     title = block.get("title")
     parts = content if isinstance(content, list) else _text(content)
     if isinstance(title, str) and title:
@@ -242,13 +262,3 @@ def _titled(block: Mapping[str, Any], content: Any) -> list[Any]:
 
 def _text(text: Any) -> list[Any]:
     return [{"type": "text", "text": text}]
-
-
-# What becomes of a block, by its type; those that `normalise` knows are passed on.
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
-    **dict.fromkeys(("text", "image", "thinking", "redacted_thinking"), lambda block: [block]),
-    "document": _document,
-    "search_result": lambda block: _titled(block, block.get("content")),
-    "compaction": lambda block: _text(block.get("content") or ""),
-    "tool_reference": lambda block: _text(f"The tool {block.get('tool_name')} can be called now."),
-}

@@ -12,6 +12,7 @@ from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.job import (
+    GenerationJob,
     Outcome,
     PrefillProgress,
     Reply,
@@ -40,7 +41,8 @@ class MessageEvents(ReplyWriter):
         self._outbox = outbox
         self._model = model
         self._progress = progress
-        self._block, self._kind = -1, ""  # the open one
+        self._block = -1
+        self._kind = ""  # of the open block
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not text:
@@ -164,12 +166,14 @@ _ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping)
 def translate(fields: messages.MessagesFields, model: ServedModel) -> TranslatedRequest:
     """A chat, answered as a message or its events."""
     chat, skipped = messages.chat_request(fields, model)
-    return TranslatedRequest(
-        chat,
-        lambda reply, job: message(reply, model),
-        lambda outbox, job, progress: MessageEvents(outbox, model, progress),
-        tuple(skipped),
-    )
+
+    def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
+        return message(reply, model)
+
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
+        return MessageEvents(outbox, model, progress)
+
+    return TranslatedRequest(chat, body, writer, tuple(skipped))
 
 
 MESSAGES = Route(
@@ -185,12 +189,9 @@ MESSAGES = Route(
 def routes(server: Server) -> Paths:
     paths = Paths("Anthropic")
     mount(paths, server, MESSAGES)
-    mount_prompt(
-        paths,
-        server,
-        "/v1/messages/count_tokens",
-        MESSAGES,
-        COUNT,
-        lambda _, n: {"input_tokens": n},
-    )
+
+    def count(prompt: str, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+    mount_prompt(paths, server, "/v1/messages/count_tokens", MESSAGES, COUNT, count)
     return paths

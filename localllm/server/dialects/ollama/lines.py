@@ -22,14 +22,16 @@ from localllm.server.proxy.upstreams import RemoteModel
 
 def tags(models: ModelRouter) -> dict[str, Any]:
     """/api/tags: our models, and those of upstreams that speak Ollama's API."""
-    remote = [m for m in models.elsewhere() if "ollama" in m.upstream.speaks]
-    return {"models": [*map(tag, models.names()), *map(remote_tag, remote)]}
+    listed = [tag(model) for model in models.names()]
+    for remote in models.elsewhere():
+        if "ollama" in remote.upstream.speaks:
+            listed.append(remote_tag(remote))
+    return {"models": listed}
 
 
 def remote_tag(model: RemoteModel) -> dict[str, Any]:
     """An upstream's model, of which only the name is known, in the form of Ollama's own remote
     models."""
-    details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": ""}
     return {
         "name": model.name,
         "model": model.name,
@@ -37,37 +39,50 @@ def remote_tag(model: RemoteModel) -> dict[str, Any]:
         "remote_host": model.upstream.name,
         "modified_at": "1970-01-01T00:00:00Z",
         "size": 0,
-        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
-        "details": {**details, "quantization_level": ""},
+        "digest": _digest_of(model.name),
+        "details": _details(),
+    }
+
+
+def _details(form: str = "", family: str = "", size: str = "", quant: str = "") -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": form,
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": size,
+        "quantization_level": quant,
     }
 
 
 def model_details(model: ServedModel, header: Mapping[str, Any] = {}) -> dict[str, Any]:
     """What a model is. `header`: what its file says, of one that isn't loaded."""
-    info = model.info
     known = model.facts.details
-    read = header.get("architecture") or str(known.get("architecture", ""))
-    family = info.architecture if info else read
-    n_params = info.n_params if info else header.get("parameter_count")
-    return {
-        "parent_model": "",
-        "format": str(known.get("format", "gguf")),
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": f"{n_params / 1e9:.1f}B" if n_params else "",
-        "quantization_level": str(known.get("quant", "")),
-    }
+    if model.info:
+        family = model.info.architecture
+    else:
+        family = header.get("architecture") or str(known.get("architecture", ""))
+    n_params = _n_params(model, header)
+    size = f"{n_params / 1e9:.1f}B" if n_params else ""
+    return _details(str(known.get("format", "gguf")), family, size, str(known.get("quant", "")))
+
+
+def _n_params(model: ServedModel, header: Mapping[str, Any]) -> int | None:
+    if model.info:
+        return model.info.n_params
+    return header.get("parameter_count")
 
 
 def tag(model: ServedModel) -> dict[str, Any]:
-    info = model.info
+    if model.info:
+        size_bytes = model.info.weights_bytes
+    else:
+        size_bytes = int(model.facts.details.get("bytes", 0))
     return {
         "name": model.name,
         "model": model.name,
-        "modified_at": datetime.fromtimestamp(model.created_s, UTC)
-        .isoformat()
-        .replace("+00:00", "Z"),
-        "size": info.weights_bytes if info else int(model.facts.details.get("bytes", 0)),
+        "modified_at": _timestamp(datetime.fromtimestamp(model.created_s, UTC)),
+        "size": size_bytes,
         "digest": digest(model),
         "details": model_details(model),
     }
@@ -77,58 +92,58 @@ def digest(model: ServedModel) -> str:
     """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs
     twelve digits."""
     known = model.facts.details.get("digest", str)()
-    return str(known or hashlib.sha256(model.name.encode()).hexdigest())
+    return str(known or _digest_of(model.name))
+
+
+def _digest_of(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
     """One entry of /api/ps; `idle_s`: the server's idle time (0: never)."""
-    more = {
+    return {
+        **tag(model),
         "expires_at": _expires_at(model, idle_s),
         "size_vram": 0,
         "context_length": model.served_n_ctx,
     }
-    return {**tag(model), **more}
 
 
 def _expires_at(model: ServedModel, idle_s: float) -> str:
     """When it will be unloaded; the year 1 means never to `ollama ps`."""
-    if model.worker.idle_s is None:
-        own_s = idle_s
-    else:
-        own_s = model.worker.idle_s
-    if not own_s or math.isinf(own_s):
+    if model.worker.idle_s is not None:
+        idle_s = model.worker.idle_s
+    if not idle_s or math.isinf(idle_s):
         return "0001-01-01T00:00:00Z"
-    expires = datetime.now(UTC) + timedelta(seconds=own_s - model.worker.silent_s)
-    return expires.isoformat().replace("+00:00", "Z")
+    return _timestamp(datetime.now(UTC) + timedelta(seconds=idle_s - model.worker.silent_s))
 
 
 def show(model: ServedModel, template: str) -> dict[str, Any]:
     """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks
     for."""
-    info = model.info
     header: dict[str, Any] = model.facts.details.get("header", dict)()
     details = model_details(model, header)
     architecture = details["family"] or "unknown"
+    info = {
+        "general.architecture": architecture,
+        "general.basename": model.name,
+        "general.parameter_count": _n_params(model, header),
+        f"{architecture}.context_length": model.served_n_ctx or header.get("context_length"),
+    }
     if "embedding_length" in header:
-        width = {f"{architecture}.embedding_length": header["embedding_length"]}
-    else:
-        width = {}
-    capabilities = model.capabilities
+        info[f"{architecture}.embedding_length"] = header["embedding_length"]
     parameters = _parameters(model)
+    modelfile = [f"FROM {model.name}\n"]
+    modelfile += (f"PARAMETER {line}\n" for line in parameters)
+    capabilities = model.capabilities
     if "insert" in capabilities:
         template += "{{/* .Suffix */}}"
     return {
-        "modelfile": f"FROM {model.name}\n" + "".join(f"PARAMETER {line}\n" for line in parameters),
+        "modelfile": "".join(modelfile),
         "parameters": "\n".join(parameters),
         "template": template,
         "details": details,
-        "model_info": {
-            "general.architecture": architecture,
-            "general.basename": model.name,
-            "general.parameter_count": info.n_params if info else header.get("parameter_count"),
-            f"{architecture}.context_length": model.served_n_ctx or header.get("context_length"),
-            **width,
-        },
+        "model_info": info,
         "capabilities": capabilities,
         "modified_at": tag(model)["modified_at"],
     }
@@ -136,13 +151,12 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
 
 def _parameters(model: ServedModel) -> list[str]:
     """The sampling defaults, one per line."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-    if model.facts.embeds:
-        lines = []
-    else:
-        lines = [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
+    lines = []
+    if not model.facts.embeds:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty"):
+            lines.append(f"{name:<30} {getattr(model.sampling, name):g}")
     if model.served_n_ctx:
-        return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"]
+        lines.append(f"{'num_ctx':<30} {model.served_n_ctx}")
     return lines
 
 
@@ -164,7 +178,9 @@ def chat_part(
 
 def generated_part(text: str, thinking: str = "", calls: object = None) -> dict[str, Any]:
     """The same of /api/generate, which offers no tools."""
-    return {"response": text, **({"thinking": thinking} if thinking else {})}
+    if thinking:
+        return {"response": text, "thinking": thinking}
+    return {"response": text}
 
 
 class JsonLines(ReplyWriter):
@@ -217,40 +233,40 @@ def loaded(model: str, part: Part, reason: str) -> dict[str, Any]:
 
 def _calls(reply: Reply) -> list[dict[str, Any]]:
     """The tool calls with their arguments as objects."""
-    return [
-        {
-            "id": call.id,
-            "function": {
-                "index": i,
-                "name": call.name,
-                "arguments": arguments_object(call.arguments),
-            },
-        }
-        for i, call in enumerate(reply.choices[0].calls)
-    ]
+    calls = []
+    for i, call in enumerate(reply.choices[0].calls):
+        arguments = arguments_object(call.arguments)
+        function = {"index": i, "name": call.name, "arguments": arguments}
+        calls.append({"id": call.id, "function": function})
+    return calls
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`logprobs`, where they were asked for."""
-    entries = [logprob_entry(t) if t.top else token_logprob(t.text, t.logprob) for t in tokens]
-    if entries:
-        return {"logprobs": entries}
-    return {}
+    """`logprobs`, if there are any."""
+    if not tokens:
+        return {}
+    entries = []
+    for token in tokens:
+        if token.top:
+            entries.append(logprob_entry(token))
+        else:
+            entries.append(token_logprob(token.text, token.logprob))
+    return {"logprobs": entries}
 
 
 def _done(reply: Reply) -> dict[str, Any]:
     """The fields of the last line; durations in nanoseconds."""
-    usage = reply.usage
     timings = reply.timings
-    total = timings.queued_s + timings.prefill_s + timings.decode_s
+    total_s = timings.queued_s + timings.prefill_s + timings.decode_s
+    cut = reply.choices[0].outcome.reason == "length"
     return {
         "done": True,
-        "done_reason": "length" if reply.choices[0].outcome.reason == "length" else "stop",
-        "total_duration": int(total * 1e9),
+        "done_reason": "length" if cut else "stop",
+        "total_duration": int(total_s * 1e9),
         "load_duration": 0,
-        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_count": reply.usage.prompt_tokens,
         "prompt_eval_duration": int(timings.prefill_s * 1e9),
-        "eval_count": usage.completion_tokens,
+        "eval_count": reply.usage.completion_tokens,
         "eval_duration": int(timings.decode_s * 1e9),
     }
 
@@ -260,4 +276,8 @@ def frame_error(error: LocalLLMError) -> bytes:
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return _timestamp(datetime.now(UTC))
+
+
+def _timestamp(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.constraints import Constraint, of_schema
+from localllm.server.dialects.constraints import Constraint, of_object, of_schema
 from localllm.server.dialects.fields import (
     Budget,
     GenerationFields,
@@ -59,11 +59,17 @@ def keep_alive_s(sent: str | float | None) -> float | None:
             raise RequestError(
                 "keep_alive must be seconds or a duration such as 5m", param="keep_alive"
             )
-        length = sum(float(n) * _UNIT_S[unit] for n, unit in _PIECE.findall(sent))
-        sent = -length if sent.startswith("-") else length
+        length_s = sum(_pieces_s(sent))
+        sent = -length_s if sent.startswith("-") else length_s
     if sent < 0 or sent > _FOR_EVER_S:
         return math.inf
     return float(sent)
+
+
+def _pieces_s(duration: str) -> Iterator[float]:
+    """The parts of a duration in seconds: 3600 and 1800 of 1h30m."""
+    for number, unit in _PIECE.findall(duration):
+        yield float(number) * _UNIT_S[unit]
 
 
 class Options(GenerationFields):
@@ -102,18 +108,21 @@ class OllamaBody(ThinkingFields):
 
     def generation(self, default: Sampling) -> Generation:
         options = self.options or Options.model_validate({})
+        alternatives = None
+        if self.logprobs:
+            alternatives = self.top_logprobs or 0
         return options.generation(
             default,
             first_limit(options.num_predict),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs=alternatives,
             thinking_tokens=first_limit(options.thinking_budget, self.thinking_tokens()),
         )
 
     def constraint(self) -> Constraint | None:
         """`format`: "json" or a schema."""
-        if self.format is None or self.format == "":
-            return None
-        return of_schema({"type": "object"} if self.format == "json" else self.format)
+        if self.format == "json":
+            return of_object(True)
+        return of_schema(self.format) if self.format != "" else None
 
     def ignored(self) -> list[str]:
         """Names of what has no effect beside the other fields."""
@@ -159,9 +168,12 @@ class OllamaGenerate(OllamaBody):
             raise UnsupportedError(
                 "images go with a prompt that is templated, not with raw or suffix", param="images"
             )
-        chats = {"truncate": self.truncate, "think": self.effort()}
-        unheard = [name for name, sent in chats.items() if sent and self.untemplated]
-        return super().ignored() + unheard
+        ignored = super().ignored()
+        if self.untemplated and self.truncate:
+            ignored.append("truncate")
+        if self.untemplated and self.effort():
+            ignored.append("think")
+        return ignored
 
 
 class OllamaManaged(RequestBody):

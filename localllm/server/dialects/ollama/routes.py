@@ -6,9 +6,9 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -27,7 +27,7 @@ from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import Route, Unwritten, mount, mount_whole
 from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.job import GenerationJob
+from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply, ReplyWriter
 from localllm.server.generation.prompt import text_job
 from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import answer_headers
@@ -53,12 +53,15 @@ class _DisconnectedError(Exception):
     """The client disconnected."""
 
 
-async def _pull(
-    thread: ThreadPoolExecutor, store: ModelStore, ref: str, report: Callable[[Line], None]
-) -> None:
-    """Download `ref` in `thread`, reporting lines to `report`, at most one for each ten-thousandth of it. If
-    cancelled it stops, and the next call resumes. Raises what the store raises."""
+async def _pull(thread: ThreadPoolExecutor, store: ModelStore, ref: str, outbox: Outbox) -> None:
+    """Download `ref` in `thread`. Progress goes to `outbox`, at most one line for each
+    ten-thousandth of the download. A cancelled download stops, and the next call resumes it. Raises
+    the store's errors."""
     loop = asyncio.get_running_loop()
+
+    def report(line: Line) -> None:
+        outbox.write(json.dumps(line).encode() + b"\n")
+
     left = threading.Event()
     digest = ""
     said = ("", 0)
@@ -70,13 +73,21 @@ async def _pull(
         if len(progress.digest) == _SHA256_DIGITS:
             # Clients show one bar per digest: the first is that of the whole model.
             digest = digest or progress.digest
-        line: Line = {"status": _STATUS.get(progress.state) or f"pulling {digest[:12]}".rstrip()}
-        if digest and progress.state not in _STATUS:
-            counts = {"total": progress.total_bytes, "completed": progress.done_bytes}
-            line |= {"digest": f"sha256:{digest}", **counts}
-        before = said
-        said = line["status"], 10_000 * progress.done_bytes // max(1, progress.total_bytes)
-        if said != before:
+        line: Line
+        if progress.state in _STATUS:
+            line = {"status": _STATUS[progress.state]}
+        elif digest:
+            line = {
+                "status": f"pulling {digest[:12]}",
+                "digest": f"sha256:{digest}",
+                "total": progress.total_bytes,
+                "completed": progress.done_bytes,
+            }
+        else:
+            line = {"status": "pulling"}
+        share = 10_000 * progress.done_bytes // max(1, progress.total_bytes)
+        if said != (line["status"], share):
+            said = line["status"], share
             loop.call_soon_threadsafe(report, line)
 
     try:
@@ -91,16 +102,21 @@ def allowed(store: ModelStore | None) -> ModelStore:
     if store is None:
         raise UnsupportedError(
             "models are not fetched or removed over HTTP here: start the server with --allow-pull "
-            "(or set allow_pull), or "
-            "do it on the command line: `localllm pull`, `localllm models rm`"
+            "(or set allow_pull), or do it on the command line: `localllm pull`, `localllm models rm`"
         )
     return store
 
 
 # The Ollama release whose API this is; VS Code requires at least 0.6.4.
 VERSION = "0.12.11"
-# No keep-alives: clients parse every line, even a blank one.
-_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", streams=True)
+
+
+def _no_keepalive(*_: object) -> bytes:
+    """Clients parse every line, even a blank one."""
+    return b""
+
+
+_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, _no_keepalive, streams=True)
 
 
 def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest | Unwritten:
@@ -131,12 +147,11 @@ def generate(fields: requests.OllamaGenerate, model: ServedModel) -> TranslatedR
 
         task = raw
     else:
-        asked = {"role": "user", "content": fields.prompt, "images": fields.images}
+        messages: list[dict[str, Any]] = []
         if fields.system:
-            system = [{"role": "system", "content": fields.system}]
-        else:
-            system = []
-        task = requests.chat_request(fields, model, normalise([*system, asked]))
+            messages.append({"role": "system", "content": fields.system})
+        messages.append({"role": "user", "content": fields.prompt, "images": fields.images})
+        task = requests.chat_request(fields, model, normalise(messages))
     return _translated(task, model, lines.generated_part, ignored, fields)
 
 
@@ -163,13 +178,14 @@ def _translated(
     ignored: list[str],
     fields: requests.OllamaBody,
 ) -> TranslatedRequest:
-    return TranslatedRequest(
-        task,
-        lambda reply, job: lines.answer(reply, model.name, part),
-        lambda outbox, job, progress: lines.JsonLines(outbox, model.name, part),
-        tuple(ignored),
-        keep_s=requests.keep_alive_s(fields.keep_alive),
-    )
+    def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
+        return lines.answer(reply, model.name, part)
+
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
+        return lines.JsonLines(outbox, model.name, part)
+
+    keep_s = requests.keep_alive_s(fields.keep_alive)
+    return TranslatedRequest(task, body, writer, tuple(ignored), keep_s=keep_s)
 
 
 _ROUTES = (
@@ -203,19 +219,22 @@ def routes(server: Server) -> Paths:
 
 def _embedding(paths: Paths, server: Server) -> None:
     async def embed(fields: requests.OllamaEmbed) -> Any:
-        started = time.monotonic()
+        started_s = time.monotonic()
+        # Without an input there are no vectors, as Ollama answers.
+        inputs = each(fields.input) if fields.input else []
         name, rows, tokens = await vectors.embed(
             server,
             fields.model,
-            # Of nothing there is none, as Ollama answers.
-            each(fields.input) if fields.input else [],
+            inputs,
             truncate=fields.truncate is not False,
             keep_s=requests.keep_alive_s(fields.keep_alive),
         )
+        cut = [vectors.cut(row, fields.dimensions) for row in rows]
+        took_s = time.monotonic() - started_s
         return {
             "model": name,
-            "embeddings": [vectors.numbers(vectors.cut(row, fields.dimensions)) for row in rows],
-            "total_duration": int((time.monotonic() - started) * 1e9),
+            "embeddings": [vectors.numbers(row) for row in cut],
+            "total_duration": int(took_s * 1e9),
             "load_duration": 0,
             "prompt_eval_count": tokens,
         }
@@ -250,19 +269,14 @@ def _managing(paths: Paths, server: Server) -> None:
         name = fields.wanted()
         headers = answer_headers(ignored)
         if fields.stream is False:
-            await unless_gone(request.receive, _pull(thread, store, name, lambda line: None))
+            unread = Outbox()
+            await unless_gone(request.receive, _pull(thread, store, name, unread))
             return JSONResponse({"status": "success"}, headers=headers)  # or nobody reads it
-
-        async def produce(outbox: Outbox) -> None:
-            await _pull(
-                thread, store, name, lambda line: outbox.write(json.dumps(line).encode() + b"\n")
-            )
-
         return StreamResponse(
-            produce,
+            partial(_pull, thread, store, name),
             settings=server.settings,
             media_type=_OLLAMA.media_type,
-            keepalive=lambda: b"",
+            keepalive=_no_keepalive,
             frame_error=lines.frame_error,
             headers=headers,
         )
@@ -314,11 +328,8 @@ def _about_models(paths: Paths, server: Server) -> None:
 
     async def show(fields: requests.OllamaManaged) -> Any:
         model = await server.models.find(fields.wanted())
-        if model.info:
-            template = model.info.chat_template or ""
-        else:
-            template = ""
-        return await asyncio.to_thread(lines.show, model, template)
+        template = model.info.chat_template if model.info else None
+        return await asyncio.to_thread(lines.show, model, template or "")
 
     mount_whole(
         paths,

@@ -23,6 +23,7 @@ from localllm.server.generation.job import (
     CollectedCall,
     CollectedChoice,
     GenerationJob,
+    PrefillProgress,
     Reply,
     ReplyWriter,
 )
@@ -81,26 +82,25 @@ class ChatFields(ReasonedFields):
     def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the answer continues a final assistant message: yes by default. Raises
         RequestError if the client asks for it and there is none."""
-        wanted = self.continue_final_message or self.add_generation_prompt is False
         if self.continue_final_message:
             field = "continue_final_message"
-        else:
+        elif self.add_generation_prompt is False:
             field = "add_generation_prompt"
-        if wanted and self.add_generation_prompt:
+        else:
+            return self.continue_final_message is None and self.add_generation_prompt is None
+        if self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: the answer "
-                "is gone on with or new",
+                "continue_final_message and add_generation_prompt exclude each other: "
+                "the answer is gone on with or new",
                 param=field,
             )
-        if wanted and not unfinished(messages):
+        if not unfinished(messages):
             raise RequestError(
-                f"{field} asks to go on with an answer, but the last message is no text of the "
-                "assistant",
+                f"{field} asks to go on with an answer, "
+                "but the last message is no text of the assistant",
                 param=field,
             )
-        return wanted or (
-            self.continue_final_message is None and self.add_generation_prompt is None
-        )
+        return True
 
     def alternatives(self) -> int | None:
         """Alternatives per token to report; None = no log-probabilities. Raises RequestError."""
@@ -131,14 +131,14 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
         thinking_tokens=fields.thinking_tokens(),
     )
     chat = ChatRequest(messages, generation, options, fields.n or 1, fields.truncation == "auto")
-    return TranslatedRequest(
-        chat,
-        lambda reply, job: chat_completion(reply, model.name, toolbox),
-        lambda outbox, job, progress: Chunks(
-            outbox, model.name, job, toolbox, fields.stream_options
-        ),
-        tuple(ignored),
-    )
+
+    def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
+        return chat_completion(reply, model.name, toolbox)
+
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
+        return Chunks(outbox, model.name, job, toolbox, fields.stream_options)
+
+    return TranslatedRequest(chat, body, writer, tuple(ignored))
 
 
 class Chunks(ReplyWriter):
@@ -166,12 +166,9 @@ class Chunks(ReplyWriter):
         self._include_usage = options is not None and options.include_usage
         self._counts_in_choice = counts_in_choice
         self._inputs: dict[tuple[int, int], CustomInputReader] = {}
-        self._head = (
-            f'data: {{"id":"{new_id(self.ids)}","object":"{self.kind}","created":{int(time.time())},'
-            f'"model":{quote(model)},"system_fingerprint":null'
-        )
-        usage = ',"usage":null' if self._include_usage else ""
-        self._tail = f"}}]{usage}}}\n\n"
+        begun = json.dumps(head(self.ids, self.kind, model), separators=(",", ":"))
+        self._head = f"data: {begun[:-1]}"
+        self._tail = '}],"usage":null}\n\n' if self._include_usage else "}]}\n\n"
 
     def end(self, reply: Reply) -> None:
         for i, choice in enumerate(reply.choices):
@@ -203,20 +200,18 @@ class Chunks(ReplyWriter):
         self._send(choice, f'"delta":{{"reasoning_content":{quote(text)}}}')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        called = self._toolbox.called(name)
-        if called.custom:
-            kind, content = ("custom", INPUT)
-        else:
-            kind, content = ("function", "arguments")
-        if called.custom:
+        if self._toolbox.called(name).custom:
             self._inputs[choice, index] = CustomInputReader()
-        begun = f'"type":"{kind}","{kind}":{{"name":{quote(name)},"{content}":""}}'
+            begun = f'"type":"custom","custom":{{"name":{quote(name)},"{INPUT}":""}}'
+        else:
+            begun = f'"type":"function","function":{{"name":{quote(name)},"arguments":""}}'
         self._call(choice, f'"index":{index},"id":"{new_id("call_")}",{begun}')
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         reader = self._inputs.get((choice, index))
-        more = f'"function":{{"arguments":{quote(text)}}}'
-        if reader is not None:
+        if reader is None:
+            more = f'"function":{{"arguments":{quote(text)}}}'
+        else:
             more = f'"custom":{{"{INPUT}":{quote(reader.feed(text))}}}'
         self._call(choice, f'"index":{index},{more}')
 
@@ -226,21 +221,16 @@ class Chunks(ReplyWriter):
 
 def chat_completion(reply: Reply, model: str, toolbox: Toolbox = NO_TOOLS) -> dict[str, Any]:
     return {
-        "id": new_id("chatcmpl-"),
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": None,
+        **head("chatcmpl-", "chat.completion", model),
         "choices": [_choice(i, c, toolbox) for i, c in enumerate(reply.choices)],
         **counted(reply),
     }
 
 
 def _choice(index: int, choice: CollectedChoice, toolbox: Toolbox) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": choice.text or (None if choice.calls else ""),
-    }
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if choice.calls and not choice.text:
+        message["content"] = None
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.calls:
@@ -248,12 +238,14 @@ def _choice(index: int, choice: CollectedChoice, toolbox: Toolbox) -> dict[str, 
     return {
         "index": index,
         "message": message,
-        "logprobs": _logprobs(choice.logprobs) if choice.logprobs else None,
+        "logprobs": _logprobs(choice.logprobs),
         "finish_reason": choice.outcome.reason,
     }
 
 
-def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    if not tokens:
+        return None
     return {"content": [logprob_entry(p) for p in tokens], "refusal": None}
 
 
@@ -263,6 +255,17 @@ def _call(call: CollectedCall, toolbox: Toolbox) -> dict[str, Any]:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, INPUT: text}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def head(ids: str, kind: str, model: str) -> dict[str, Any]:
+    """The first fields of an answer, and of each event of a stream."""
+    return {
+        "id": new_id(ids),
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": None,
+    }
 
 
 def counted(reply: Reply) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -27,11 +26,11 @@ from localllm.server.dialects.openai.chat import (
     StreamOptions,
     chat_completion,
     counted,
+    head,
 )
 from localllm.server.dialects.wire import quote, token_logprob
-from localllm.server.generation.job import GenerationJob, Reply
+from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply, ReplyWriter
 from localllm.server.generation.prompt import text_job
-from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import JobFactory, TranslatedRequest
@@ -62,26 +61,27 @@ class CompletionFields(SamplingFields):
 
 def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Raw text, answered as text_completion or its chunks."""
-    return TranslatedRequest(
-        _task(fields, model),
-        lambda reply, job: text_completion(reply, job, model.name, echo=bool(fields.echo)),
-        lambda outbox, job, progress: CompletionChunks(
-            outbox,
-            model.name,
-            job,
-            fields.stream_options,
-            echo=bool(fields.echo),
-        ),
-    )
+    echo = bool(fields.echo)
+
+    def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
+        return text_completion(reply, job, model.name, echo=echo)
+
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
+        return CompletionChunks(outbox, model.name, job, fields.stream_options, echo=echo)
+
+    return TranslatedRequest(_task(fields, model), body, writer)
 
 
 def translate_fill_in(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Mistral's fill-in-the-middle: a completion with a suffix, answered like a chat."""
-    return TranslatedRequest(
-        _task(fields, model),
-        lambda reply, job: chat_completion(reply, model.name),
-        lambda outbox, job, progress: Chunks(outbox, model.name, job, counts_in_choice=True),
-    )
+
+    def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
+        return chat_completion(reply, model.name)
+
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
+        return Chunks(outbox, model.name, job, counts_in_choice=True)
+
+    return TranslatedRequest(_task(fields, model), body, writer)
 
 
 def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
@@ -131,43 +131,37 @@ class CompletionChunks(Chunks):
 
     def start(self) -> None:
         if self._echo:
-            prompts = (self._job.prompt, *self._job.also)
             for i in range(self._job.choices):
-                self.text(i, str(prompts[i // self._job.n]), ())
+                self.text(i, _prompt_of(self._job, i), ())
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        data = "null"
         if logprobs:
-            data = json.dumps(logprobs_body(logprobs, self._tokens_end[choice]))
-        else:
-            data = "null"
-        self._tokens_end[choice] = offsets(logprobs, self._tokens_end[choice])[-1]
+            begins = self._tokens_end[choice]
+            data = json.dumps(logprobs_body(logprobs, begins))
+            self._tokens_end[choice] = offsets(logprobs, begins)[-1]
         self._send(choice, f'"text":{quote(text)}', data)
 
 
-def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
+def _prompt_of(job: GenerationJob, choice: int) -> str:
+    """The prompt that a choice continues."""
     prompts = (job.prompt, *job.also)
+    return str(prompts[choice // job.n])
+
+
+def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
     choices = []
     for i, choice in enumerate(reply.choices):
+        text = choice.text
         if echo:
-            text = f"{prompts[i // job.n]}{choice.text}"
-        else:
-            text = choice.text
+            text = _prompt_of(job, i) + text
+        logprobs = None
         if job.generation.logprobs is not None:
             logprobs = logprobs_body(tuple(choice.logprobs))
-        else:
-            logprobs = None
         choices.append(
             {"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
         )
-    return {
-        "id": new_id("cmpl-"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": None,
-        "choices": choices,
-        **counted(reply),
-    }
+    return {**head("cmpl-", "text_completion", model), "choices": choices, **counted(reply)}
 
 
 def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, Any]:
@@ -186,7 +180,8 @@ def offsets(logprobs: Sequence[TokenLogprob], at: int = 0) -> list[int]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found = [at]
     for p in logprobs:
-        found.append(found[-1] + len(decoder.decode(p.text.encode("utf-8", "surrogateescape"))))
+        added = decoder.decode(p.text.encode("utf-8", "surrogateescape"))
+        found.append(found[-1] + len(added))
     return found
 
 
@@ -197,10 +192,10 @@ def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
     named: dict[str, float] = {}
     for text, token, logprob in top:
         data = text.encode("utf-8", "surrogateescape")
-        plain = data.decode("utf-8", "replace")
-        if plain.encode() == data:
-            name = plain
-        else:
+        name = data.decode("utf-8", "replace")
+        if name.encode() != data:
             name = "bytes:" + "".join(f"\\x{b:02x}" for b in data)
-        named[name if name not in named else f"token_id:{token}"] = logprob
+        if name in named:
+            name = f"token_id:{token}"
+        named[name] = logprob
     return named

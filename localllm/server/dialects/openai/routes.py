@@ -27,14 +27,8 @@ from localllm.server.serving import Server
 HERE = "this server"
 # Fields taken over from an upstream's list.
 _LISTED = (
-    "created",
-    "context_length",
-    "max_model_len",
-    "capabilities",
-    "architecture",
-    "status",
-    "meta",
-)
+    "created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta"
+)  # fmt: skip
 # Codex has long instructions for OpenAI's models and none for ours. Short, as a local context is
 # small.
 _INSTRUCTIONS = """\
@@ -58,7 +52,6 @@ def entry(model: ServedModel) -> dict[str, Any]:
     rates), `notice` (how it runs), `sampling` (the defaults), `has_system` (the preset has a system
     prompt)."""
     n_ctx = model.served_n_ctx
-    info = model.info
     body: dict[str, Any] = {
         "id": model.name,
         "object": "model",
@@ -71,35 +64,42 @@ def entry(model: ServedModel) -> dict[str, Any]:
         "capabilities": model.capabilities,
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "status": status(model),
-        "meta": {"n_ctx": n_ctx},
+        "meta": _meta(model),
     }
     if not (model.facts.embeds or model.facts.ranks):
-        drawn = model.sampling
-        body["sampling"] = {
-            name: getattr(drawn, name) for name in ("temperature", "top_p", "top_k", "min_p")
-        }
+        names = ("temperature", "top_p", "top_k", "min_p")
+        body["sampling"] = {name: getattr(model.sampling, name) for name in names}
         body["has_system"] = bool(model.defaults.system)
     if model.facts.physics:
         body["physics"] = dict(model.facts.physics)
     if model.worker.notice:
         body["notice"] = model.worker.notice
-    if info is not None:
-        body["meta"] = {
-            "n_ctx": n_ctx,
-            "n_ctx_train": info.n_ctx_train,
-            "n_vocab": info.n_vocab,
-            "n_params": info.n_params,
-            "size": info.weights_bytes,
-            "architecture": info.architecture,
-        }
     return body
+
+
+def _meta(model: ServedModel) -> dict[str, Any]:
+    """llama.cpp's `meta`: the context alone of a model that is not loaded."""
+    info = model.info
+    if info is None:
+        return {"n_ctx": model.served_n_ctx}
+    return {
+        "n_ctx": model.served_n_ctx,
+        "n_ctx_train": info.n_ctx_train,
+        "n_vocab": info.n_vocab,
+        "n_params": info.n_params,
+        "size": info.weights_bytes,
+        "architecture": info.architecture,
+    }
 
 
 def remote_entry(model: RemoteModel) -> dict[str, Any]:
     """An upstream's model: that server's facts under our name, and the server's name, never its
     address."""
-    listed = {k: model.facts[k] for k in _LISTED if k in model.facts}
+    listed = {name: model.facts[name] for name in _LISTED if name in model.facts}
     context = listed.get("context_length") or listed.get("max_model_len")
+    if context:
+        listed["context_length"] = context
+        listed["max_model_len"] = context
     return {
         "created": 0,
         **listed,
@@ -107,7 +107,6 @@ def remote_entry(model: RemoteModel) -> dict[str, Any]:
         "object": "model",
         "owned_by": model.upstream.name,
         "runs_on": model.upstream.name,
-        **({"context_length": context, "max_model_len": context} if context else {}),
     }
 
 
@@ -117,7 +116,9 @@ def status(model: ServedModel) -> dict[str, Any]:
         return {"value": "loading", "progress": round(model.worker.progress, 3)}
     if model.loaded:
         return {"value": "loaded"}
-    return {"value": "unloaded", **({"failed": True} if model.worker.failure else {})}
+    if model.worker.failure:
+        return {"value": "unloaded", "failed": True}
+    return {"value": "unloaded"}
 
 
 def codex_entry(model: ServedModel) -> dict[str, Any]:
@@ -222,16 +223,15 @@ def routes(server: Server) -> Paths:
     async def list_models(request: Request) -> dict[str, Any]:
         """The models this server offers; in Anthropic's shape to its clients. Codex reads `models`
         beside OpenAI's `data`."""
+        ours = server.models.names()
         if speaks_anthropic(request.scope):
             wanted, _ = read(PageFields, request.query_params)
-            return page([*map(model_entry, server.models.names())], wanted)
-        ours = server.models.names()
-        theirs = server.models.elsewhere()
-        return {
-            "object": "list",
-            "data": [*map(entry, ours), *map(remote_entry, theirs)],
-            "models": [*map(codex_entry, (m for m in server.models.list() if not m.facts.embeds))],
-        }
+            return page([model_entry(model) for model in ours], wanted)
+        entries = [entry(model) for model in ours]
+        entries += (remote_entry(model) for model in server.models.elsewhere())
+        generating = [model for model in server.models.list() if not model.facts.embeds]
+        codex_entries = [codex_entry(model) for model in generating]
+        return {"object": "list", "data": entries, "models": codex_entries}
 
     @paths.answers("GET", "/v1/models/{model_id:path}")
     async def get_model(request: Request) -> dict[str, Any]:
@@ -245,15 +245,13 @@ def routes(server: Server) -> Paths:
         return entry(server.models.listed(model_id))
 
     mount(paths, server, CHAT, COMPLETIONS, FILL_IN)
+
+    def templated(prompt: str, tokens: int) -> dict[str, Any]:
+        return {"prompt": prompt}
+
     # llama.cpp's path; its body is that of a chat.
-    mount_prompt(
-        paths,
-        server,
-        "/apply-template",
-        CHAT,
-        "The prompt that a conversation becomes",
-        lambda text, _: {"prompt": text},
-    )
+    about = "The prompt that a conversation becomes"
+    mount_prompt(paths, server, "/apply-template", CHAT, about, templated)
 
     async def embed(fields: EmbeddingFields) -> Any:
         name, rows, tokens = await vectors.embed(server, fields.model, each(fields.input))
