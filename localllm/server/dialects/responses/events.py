@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.engine.messages import Generation, TokenLogprob
@@ -21,30 +22,57 @@ from localllm.server.generation.job import (
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 
-# By the kind of an item: how its id begins, the field that is written, what the events of that are
-# named after and what the last one says; of one with a part also the part's events and its type;
-# with what it begins.
-_KINDS: Mapping[str, tuple[str, str, str, tuple[str, ...], str, str, Mapping[str, Any]]] = {
-    "message": (
-        "msg_", "content", "response.output_text", ("text", "logprobs"),
-        "response.content_part", "output_text", {"role": "assistant", "content": []},
-    ),
-    "reasoning": (
-        "rs_", "content", "response.reasoning_text", ("text",),
-        "response.content_part", "reasoning_text", {"summary": [], "content": []},
-    ),
-    "summary": (
-        "rs_", "summary", "response.reasoning_summary_text", ("text",),
-        "response.reasoning_summary_part", "summary_text", {"summary": [], "content": []},
-    ),
-    "function_call": (
-        "fc_", "arguments", "response.function_call_arguments", ("arguments", "name"), "", "",
-        {"arguments": ""},
-    ),
-    "custom_tool_call": (
-        "ctc_", "input", "response.custom_tool_call_input", ("input",), "", "", {"input": ""},
-    ),
-}  # fmt: skip
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How items of one kind are written: how an id begins, the `field` that is written, the name of
+    the events about that field, and the fields that its last event has; the fields of an item that
+    begins. Some kinds have a part, with its events and its type."""
+
+    id_head: str
+    field: str
+    event: str
+    done: tuple[str, ...]
+    begun: Mapping[str, Any]
+    part_event: str = ""
+    part_type: str = ""
+
+
+_MESSAGE = _Kind(
+    "msg_",
+    "content",
+    "response.output_text",
+    ("text", "logprobs"),
+    {"role": "assistant", "content": []},
+    "response.content_part",
+    "output_text",
+)
+_REASONING = _Kind(
+    "rs_",
+    "content",
+    "response.reasoning_text",
+    ("text",),
+    {"summary": [], "content": []},
+    "response.content_part",
+    "reasoning_text",
+)
+_SUMMARY = _Kind(
+    "rs_",
+    "summary",
+    "response.reasoning_summary_text",
+    ("text",),
+    {"summary": [], "content": []},
+    "response.reasoning_summary_part",
+    "summary_text",
+)
+_FUNCTION_CALL = _Kind(
+    "fc_",
+    "arguments",
+    "response.function_call_arguments",
+    ("arguments", "name"),
+    {"arguments": ""},
+)
+_CUSTOM_CALL = _Kind("ctc_", "input", "response.custom_tool_call_input", ("input",), {"input": ""})
 # Of OpenAI's response object, where nothing here is said of it.
 _NOTHING = dict.fromkeys(
     (
@@ -54,6 +82,42 @@ _NOTHING = dict.fromkeys(
     )
 )  # fmt: skip
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+# Fields of the request that the response object repeats.
+_ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
+    "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
+)  # fmt: skip
+
+
+def _begun(fields: ResponsesFields, model: str, used: Generation) -> dict[str, Any]:
+    """The response object as it begins."""
+    body: dict[str, Any] = {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "model": model,
+        "output": [],
+        **_NOTHING,
+    }
+    for name in _ECHOED:
+        body[name] = getattr(fields, name, None)
+    body["parallel_tool_calls"] = fields.parallel_tool_calls is not False
+    body["reasoning"] = {"effort": fields.effort(), "summary": fields.summarises()}
+    body["service_tier"] = fields.service_tier
+    if fields.service_tier in (None, "auto"):
+        body["service_tier"] = "default"
+    body["store"] = fields.store is not False
+    body["text"] = {"format": {"type": "text"}, "verbosity": "medium", **(fields.text or {})}
+    body["tool_choice"] = fields.tool_choice or "auto"
+    body["tools"] = fields.tools or []
+    body["top_logprobs"] = used.logprobs or 0
+    for name in _SAMPLED:
+        body[name] = getattr(used.sampling, name)
+    body["truncation"] = fields.truncation or "disabled"
+    body["metadata"] = getattr(fields, "metadata", None) or {}
+    return body
 
 
 class ResponseEvents(ReplyWriter):
@@ -78,38 +142,9 @@ class ResponseEvents(ReplyWriter):
         self._said_s = time.monotonic()
         self._text_of: CustomInputReader | None = None
         self._open: dict[str, Any] | None = None
-        self._kind = ""  # of the open item
-        tier = fields.service_tier
-        if fields.summarises():
-            self._thought = "summary"
-        else:
-            self._thought = "reasoning"
-        echoed = (
-            "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
-            "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
-        )  # fmt: skip
-        self.body: dict[str, Any] = {
-            "id": new_id("resp_"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "background": False,
-            "model": model,
-            "output": [],
-            **_NOTHING,
-            **{name: getattr(fields, name, None) for name in echoed},
-            "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "reasoning": {"effort": fields.effort(), "summary": fields.summarises()},
-            "service_tier": "default" if tier in (None, "auto") else tier,
-            "store": fields.store is not False,
-            "text": {"format": {"type": "text"}, "verbosity": "medium", **(fields.text or {})},
-            "tool_choice": fields.tool_choice or "auto",
-            "tools": fields.tools or [],
-            "top_logprobs": used.logprobs or 0,
-            **{name: getattr(used.sampling, name) for name in _SAMPLED},
-            "truncation": fields.truncation or "disabled",
-            "metadata": getattr(fields, "metadata", None) or {},
-        }
+        self._kind = _MESSAGE  # of the open item
+        self._thought = _SUMMARY if fields.summarises() else _REASONING
+        self.body = _begun(fields, model, used)
 
     def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
         """Write events into `outbox`; returns itself. `compacted`: what compaction left out."""
@@ -126,66 +161,69 @@ class ResponseEvents(ReplyWriter):
     def keepalive(self, progress: PrefillProgress) -> bytes:
         """The progress as a comment, and from time to time an event: Codex gives up on a stream
         without events."""
-        silent = time.monotonic() - self._said_s >= self._silence_s
-        return comment(progress) + (self._in_progress() if silent else b"")
+        if time.monotonic() - self._said_s < self._silence_s:
+            return comment(progress)
+        return comment(progress) + self._in_progress()
 
     def _in_progress(self) -> bytes:
-        kinds = ("response.created", "response.in_progress")
-        wanted = kinds[1:] if self._sequence else kinds
-        return b"".join(self._frame(kind, {"response": self.body}) for kind in wanted)
+        created = b""
+        if not self._sequence:
+            created = self._frame("response.created", {"response": self.body})
+        return created + self._frame("response.in_progress", {"response": self.body})
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not text and not logprobs:
             return
-        self._enter("message")
+        self._enter("message", _MESSAGE)
         entries = [logprob_entry(p) for p in logprobs]
         self._logprobs += entries
-        self._delta(text, f',"logprobs":{json.dumps(entries) if entries else "[]"}')
+        self._delta(text, f',"logprobs":{json.dumps(entries)}')
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._enter(self._thought)
+        self._enter("reasoning", self._thought)
         self._delta(text)
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         self._leave()
         called = self._toolbox.called(name)
-        self._text_of = CustomInputReader() if called.custom else None
-        kind = "custom_tool_call" if called.custom else "function_call"
-        if called.namespace is None:
-            space = {}
+        fields = {"call_id": new_id("call_"), "name": called.name}
+        if called.namespace is not None:
+            fields["namespace"] = called.namespace
+        if called.custom:
+            self._text_of = CustomInputReader()
+            self._enter("custom_tool_call", _CUSTOM_CALL, fields)
         else:
-            space = {"namespace": called.namespace}
-        self._enter(kind, call_id=new_id("call_"), name=called.name, **space)
+            self._text_of = None
+            self._enter("function_call", _FUNCTION_CALL, fields)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        if self._text_of is None:
-            data = text
-        else:
-            data = self._text_of.feed(text)
-        if data:
-            self._delta(data)
+        if self._text_of is not None:
+            text = self._text_of.feed(text)
+        if text:
+            self._delta(text)
 
     def end(self, reply: Reply) -> None:
         outcome = reply.choices[0].outcome
         usage = reply.usage
         cut = outcome.reason in CUT
-        # A call that is whole when the answer is cut has been said to its end.
-        called = self._open is not None and self._kind.endswith("_call")
-        self._leave("incomplete" if outcome.half_call or (cut and not called) else "completed")
-        self.body |= {
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "completed_at": None if cut else int(time.time()),
-            "usage": {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": usage.cached_tokens,
-                    "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
-                },
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        # A call that is complete when the answer is cut has been written to its end.
+        complete_call = self._kind in (_FUNCTION_CALL, _CUSTOM_CALL) and not outcome.half_call
+        self._leave("completed" if complete_call or not cut else "incomplete")
+        if cut:
+            self.body["status"] = "incomplete"
+            self.body["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.body["status"] = "completed"
+            self.body["completed_at"] = int(time.time())
+        self.body["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
             },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         if self.body["store"]:
             self._keep(self.body)
@@ -199,51 +237,58 @@ class ResponseEvents(ReplyWriter):
         self.body["error"] = {"code": error.code, "message": error.message}
         return self._frame("response.failed", {"response": self.body})
 
-    def _enter(self, kind: str, **fields: Any) -> None:
-        """Be in an item of that kind, one of _KINDS, which has these `fields` too."""
-        if self._open is not None and self._kind == kind:
+    def _enter(self, item_type: str, kind: _Kind, fields: Mapping[str, Any] = {}) -> None:
+        """Begin an item of that kind with `fields`, unless the open item is of that kind."""
+        if self._open is not None and self._kind is kind:
             return
         self._leave()
-        prefix, field, event, _, part_event, _, begun = _KINDS[kind]
         self._kind = kind
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        shown = "reasoning" if kind == "summary" else kind
-        item = {"type": shown, "id": new_id(prefix), **begun, **fields}
+        item_id = new_id(kind.id_head)
+        index = len(self.body["output"])
+        item = {"type": item_type, "id": item_id, **kind.begun, **fields}
         self._open = {**item, "status": "in_progress"}
-        at = {"output_index": len(self.body["output"])}
-        self._event("response.output_item.added", {**at, "item": self._open})
-        self._place = {"item_id": item["id"], **at}
-        if part_event:
-            self._place[f"{field}_index"] = 0
-            self._event(f"{part_event}.added", {**self._place, "part": self._part("")})
-        head = json.dumps({"type": f"{event}.delta", **self._place})
-        self._delta_head = f"event: {event}.delta\ndata: {head[:-1]}"
+        self._event("response.output_item.added", {"output_index": index, "item": self._open})
+        self._place = {"item_id": item_id, "output_index": index}
+        if kind.part_event:
+            self._place[f"{kind.field}_index"] = 0
+            self._event(f"{kind.part_event}.added", {**self._place, "part": self._part("")})
+        event = f"{kind.event}.delta"
+        head = json.dumps({"type": event, **self._place})
+        self._delta_head = f"event: {event}\ndata: {head[:-1]}"
 
     def _part(self, text: str) -> dict[str, Any]:
         """The part of the open item, with the log-probabilities there are."""
-        if self._kind == "message":
-            more = {"annotations": [], "logprobs": self._logprobs}
-        else:
-            more = {}
-        return {"type": _KINDS[self._kind][5], "text": text, **more}
+        part: dict[str, Any] = {"type": self._kind.part_type, "text": text}
+        if self._kind is _MESSAGE:
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part
 
     def _leave(self, status: str = "completed") -> None:
         item = self._open
         if item is None:
             return
-        _, field, event, said, part_event, *_ = _KINDS[self._kind]
+        kind = self._kind
         text = "".join(self._pieces)
-        part = self._part(text)
-        item |= {"status": status, field: [part] if part_event else text}
-        whole = part if part_event else item
-        self._event(f"{event}.done", {**self._place, **{name: whole[name] for name in said}})
-        if part_event:
-            self._event(f"{part_event}.done", {**self._place, "part": part})
-        done = {"output_index": len(self.body["output"]), "item": item}
-        self._event("response.output_item.done", done)
+        item["status"] = status
+        if kind.part_event:
+            part = self._part(text)
+            item[kind.field] = [part]
+            self._done(part)
+            self._event(f"{kind.part_event}.done", {**self._place, "part": part})
+        else:
+            item[kind.field] = text
+            self._done(item)
+        ended = {"output_index": len(self.body["output"]), "item": item}
+        self._event("response.output_item.done", ended)
         self.body["output"].append(item)
         self._open = None
+
+    def _done(self, written: Mapping[str, Any]) -> None:
+        """The last event about the written field, with its value from `written`."""
+        values = {name: written[name] for name in self._kind.done}
+        self._event(f"{self._kind.event}.done", {**self._place, **values})
 
     def _delta(self, text: str, more: str = "") -> None:
         self._pieces.append(text)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -33,20 +34,14 @@ from localllm.server.http.recent import RecentlyUsed
 _MAX_ENTRIES = 256
 _MAX_CHARS = 64 * 2**20
 _KEPT = "responses are kept in memory until the server stops; send the whole conversation"
-
-
 # How the ids of items begin, by type.
 _ID_HEADS = {
-    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
-}  # fmt: skip
-
-
-# What a part that a client sends may leave out.
-_PART_DEFAULTS: Mapping[str, Any] = {
-    "output_text": {"annotations": [], "logprobs": []},
-    "input_image": {"detail": "auto"},
 }
 
 
@@ -54,28 +49,31 @@ def typed(item: Mapping[str, Any]) -> dict[str, Any]:
     """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which
     a client may leave out."""
     kind = item.get("type") or "message"
-    more: dict[str, Any]
+    whole: dict[str, Any] = {"id": new_id(_ID_HEADS.get(kind, "item") + "_")}
     if kind == "reasoning":
-        more = {"summary": []}
+        whole["summary"] = []
     else:
-        more = {"status": "completed"}
-    sent = {name: value for name, value in item.items() if value is not None}
-    whole = {"id": new_id(_ID_HEADS.get(kind, "item") + "_"), **more, **sent, "type": kind}
+        whole["status"] = "completed"
+    whole |= {name: value for name, value in item.items() if value is not None}
+    whole["type"] = kind
     if kind == "message":
         content = item.get("content") or ""
         if not isinstance(content, list):
-            if item.get("role") == "assistant":
-                part = "output_text"
-            else:
-                part = "input_text"
-            content = [{"type": part, "text": content}]
-        whole["content"] = [
-            {**_PART_DEFAULTS.get(str(part.get("type")), {}), **part}
-            if isinstance(part, Mapping)
-            else part
-            for part in content
-        ]
+            by_model = item.get("role") == "assistant"
+            content = [{"type": "output_text" if by_model else "input_text", "text": content}]
+        whole["content"] = [_typed_part(part) for part in content]
     return whole
+
+
+def _typed_part(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    match part.get("type"):
+        case "output_text":
+            return {"annotations": [], "logprobs": [], **part}
+        case "input_image":
+            return {"detail": "auto", **part}
+    return part
 
 
 class PreviousResponseError(NotFoundError, code="previous_response_not_found", default_hint=_KEPT):
@@ -97,12 +95,12 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._entries: RecentlyUsed[str, StoredResponse] = RecentlyUsed(
-            _MAX_ENTRIES, _MAX_CHARS, lambda stored: stored.chars
+            _MAX_ENTRIES, _MAX_CHARS, attrgetter("chars")
         )
 
     def put(self, body: dict[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
         """Store a finished response with the items it answers."""
-        given = [*map(typed, items)]
+        given = [typed(item) for item in items]
         chars = len(json.dumps([given, body["output"]]))
         self._entries.put(body["id"], StoredResponse(body, given, chars))
 
@@ -201,15 +199,16 @@ def input_items(fields: ResponsesFields, store: ResponseStore) -> list[Any]:
         )
     if isinstance(fields.input, str):
         return [*before, {"type": "message", "role": "user", "content": fields.input}]
-    own = (_stored(item, f"input[{i}]", store) for i, item in enumerate(fields.input or []))
-    return [*before, *own]
+    items = before
+    for i, item in enumerate(fields.input or []):
+        items.append(_stored(item, f"input[{i}]", store))
+    return items
 
 
 def _stored(item: Any, where: str, store: ResponseStore) -> Any:
     if not isinstance(item, Mapping):
         raise RequestError(f"{where} must be an object", param=where)
-    reference = item.get("type") == "item_reference" or set(item) == {"id"}
-    if reference:
+    if item.get("type") == "item_reference" or set(item) == {"id"}:
         return store.item(str(item.get("id")), where)
     return item
 
@@ -219,27 +218,22 @@ def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]
     messages: list[dict[str, Any]] = []
     reasoning_text = ""
     for item in items:
-        kind = item.get("type", "message" if "role" in item else None)
-        if kind == "reasoning":
-            reasoning_text = _reasoning(item)
-            continue
-        if kind == "message":
-            messages.append({"role": item.get("role"), "content": item.get("content")})
-        elif kind in ("function_call", "custom_tool_call"):
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(_call(item, kind))
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            said = item.get("output")
-            if isinstance(said, str | list) or said is None:
-                content = said
-            else:
-                content = json.dumps(said)
-            answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-            messages.append(answer)
-        else:
-            skipped.append(f"input.{kind}")
-            continue
+        default = "message" if "role" in item else None
+        match item.get("type", default):
+            case "reasoning":
+                reasoning_text = _reasoning(item)
+                continue
+            case "message":
+                messages.append({"role": item.get("role"), "content": item.get("content")})
+            case "function_call" | "custom_tool_call" as kind:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                messages[-1].setdefault("tool_calls", []).append(_call(item, kind))
+            case "function_call_output" | "custom_tool_call_output":
+                messages.append(_output(item))
+            case kind:
+                skipped.append(f"input.{kind}")
+                continue
         if reasoning_text and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning_text
         reasoning_text = ""
@@ -247,12 +241,18 @@ def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]
 
 
 def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    if kind == "function_call":
-        arguments = item.get("arguments")
-    else:
+    arguments = item.get("arguments")
+    if kind == "custom_tool_call":
         arguments = {INPUT: item.get("input")}
     name = flat_name(item.get("name"), item.get("namespace"))
     return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
+
+
+def _output(item: Mapping[str, Any]) -> dict[str, Any]:
+    content = item.get("output")
+    if content is not None and not isinstance(content, str | list):
+        content = json.dumps(content)
+    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:

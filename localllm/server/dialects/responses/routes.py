@@ -19,8 +19,9 @@ from localllm.server.dialects.route import COUNT, Route, event_number, mount, mo
 from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.dialects.wire import EVENTS, PageFields, page
 from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply, ReplyWriter
 from localllm.server.http.accounts import PerCaller
-from localllm.server.http.streaming import StreamGoneError
+from localllm.server.http.streaming import Outbox, StreamGoneError
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server, TranslatedRequest
 
@@ -29,10 +30,14 @@ def routes(server: Server) -> Paths:
     paths = Paths("OpenAI responses")
     stores = PerCaller(items.ResponseStore)
     silence_s = server.settings.keepalive_s / 2
+
+    def translated(fields: items.ResponsesFields, model: ServedModel) -> TranslatedRequest:
+        return translate(fields, model, stores.current(), silence_s)
+
     create = Route(
         "/v1/responses",
         items.ResponsesFields,
-        lambda fields, model: translate(fields, model, stores.current(), silence_s),
+        translated,
         EVENTS,
         "Answer a list of items, whole or as events",
         ("id", "output", "status"),
@@ -83,8 +88,8 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
     @paths.answers("POST", "/v1/responses/compact", about="")
     async def compact(request: Request) -> dict[str, Any]:
         raise UnsupportedError(
-            "responses.compact is not supported: a conversation is shortened by its oldest turns, "
-            "not rewritten",
+            "responses.compact is not supported: "
+            "a conversation is shortened by its oldest turns, not rewritten",
             hint="send the whole input with truncation auto",
         )
 
@@ -127,10 +132,17 @@ def translate(
     chat = ChatRequest(normalise(messages, skipped), generation, options, compaction=shortens)
     keep = partial(store.put, items=given)
     response = ResponseEvents(fields, model.name, toolbox, generation, keep, silence_s)
+
+    def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
+        return replay(reply, response)
+
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
+        return response.into(outbox, job.compacted)
+
     return TranslatedRequest(
         chat,
-        lambda reply, job: replay(reply, response),
-        lambda outbox, job, progress: response.into(outbox, job.compacted),
+        body,
+        writer,
         tuple(dict.fromkeys(skipped)),
         frame_error=response.frame_error,
         keepalive=response.keepalive,
