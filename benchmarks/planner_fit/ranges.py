@@ -4,7 +4,9 @@ Every recent row is predicted three times: by a fit that saw none of its source,
 and its device, none of its source and its family of devices. Each is an error of one stratum
 (localllm/planner/ranges.py), and a stratum is as wide as holds four in five of its own errors
 (conformal prediction by strata: Vovk et al. 2003). A stratum of few rows or of one source hands
-them to the next wider one.
+them to the next wider one. A family or engine is divided by depth only if both sides have enough
+rows and the deeper one is the wider one. If a family's unseen parts have the narrower range, they
+share one width with the seen ones (pooled adjacent violators: Barlow et al. 1972).
 """
 
 from __future__ import annotations
@@ -36,11 +38,17 @@ FIRST_OF_ITS_KIND = {"decode": 0.55, "prefill": 1.36, "batched": 0.75}
 @dataclass(frozen=True)
 class Miss:
     """How far a row that was not seen is off, ln (predicted ÷ measured), and the strata it was
-    predicted in, the narrowest first."""
+    predicted in, the narrowest first. Its range may not be narrower than those of `bounds`."""
 
     error: float
     source: str
     strata: tuple[str, ...]
+    bounds: tuple[tuple[str, ...], ...] = ()
+
+    def is_inside(self, widths: Mapping[str, float]) -> bool:
+        """Whether the range that `widths` state holds the error."""
+        stated = max(ranges.width(widths, names) for names in (self.strata, *self.bounds))
+        return abs(self.error) <= stated
 
 
 HeldWith = Callable[[Row, Row], bool]
@@ -69,8 +77,8 @@ def missed(row: Row, error: float, learnt: Mapping[str, int]) -> Miss:
     learnt."""
     keys = hardware_keys(row)
     kind = "MoE" if row.moe else "dense"
-    names = ranges.strata(ranges.evidence(learnt, keys), keys, kind, row.depth)
-    return Miss(math.log1p(error), row.source, names)
+    bounds = ranges.bounds(ranges.evidence(learnt, keys), keys, kind, row.depth)
+    return Miss(math.log1p(error), row.source, bounds[0], tuple(bounds[1:]))
 
 
 def misses(design: Design) -> list[Miss]:
@@ -103,12 +111,17 @@ def misses(design: Design) -> list[Miss]:
 
 @dataclass(frozen=True)
 class Stratum:
-    """A stratum with a width of its own (ln), and the errors (ln, absolute) it is from."""
+    """Strata with one width (ln), and what was missed in them, by a number of sources."""
 
-    name: str
+    names: tuple[str, ...]
     width: float
-    off: tuple[float, ...]
+    members: tuple[Miss, ...]
     n_sources: int
+
+    @property
+    def off(self) -> tuple[float, ...]:
+        """The absolute errors (ln)."""
+        return tuple(abs(miss.error) for miss in self.members)
 
     @property
     def inside(self) -> float:
@@ -126,53 +139,140 @@ def quantile(off: Sequence[float], share: float) -> float:
     return sorted(off)[math.ceil(share * len(off)) - 1]
 
 
+Groups = dict[str, list[Miss]]
+
+
 def strata(found: Sequence[Miss]) -> list[Stratum]:
-    """A partition of the misses into strata, the widest first: each with a width of its own, held
-    near that of the strata around it as far as it still holds what it should."""
-    depth = max(len(miss.strata) for miss in found)
-    left, kept = list(found), list[tuple[str, list[Miss]]]()
-    for level in range(depth):
-        groups: dict[str, list[Miss]] = defaultdict(list)
+    """A partition of the misses into strata, each with a width of its own, held near that of the
+    next wider one as far as it still holds what it should."""
+    groups = _partition(found)
+    pools = {name: Stratum((name,), *_width(name, of, found)) for name, of in groups.items()}
+    while True:
+        wrong = [
+            (pools[less].width - pools[more].width, less, more)
+            for less, more in _in_order(groups)
+            if pools[less].width > pools[more].width
+        ]
+        if not wrong:
+            break
+        _, less, more = max(wrong)
+        pooled = _pooled(pools[less], pools[more])
+        pools.update(dict.fromkeys(pooled.names, pooled))
+    return [pool for name, pool in sorted(pools.items()) if name == pool.names[0]]
+
+
+def _partition(found: Sequence[Miss]) -> Groups:
+    """The misses by the narrowest of their strata that has enough of them. What is left over is
+    predicted by the widest stratum, whose width is that of everything in it."""
+    left = list(found)
+    kept: Groups = {}
+    for level in range(max(len(miss.strata) for miss in found)):
+        groups: Groups = defaultdict(list)
         for miss in left:
-            groups[miss.strata[min(level, len(miss.strata) - 1)]].append(miss)
-        enough = {
-            name
-            for name, of in groups.items()
-            if len(of) >= FEWEST and len({miss.source for miss in of}) > 1
-        }
-        kept += [(name, of) for name, of in groups.items() if name in enough]
-        left = [m for name, of in groups.items() if name not in enough for m in of]
-    named = {name for name, _ in kept}
-    for state in {miss.strata[-1] for miss in left} - named:
-        kept.append((state, [miss for miss in found if miss.strata[-1] == state]))
-    return [_stratum(name, of, found) for name, of in sorted(kept, key=lambda pair: pair[0])]
+            name = miss.strata[min(level, len(miss.strata) - 1)]
+            groups[_whole(name) if _whole(name) in kept else name].append(miss)
+        left = []
+        for name, of in groups.items():
+            if name in kept:
+                kept[name] += of
+            elif _is_enough(name, groups):
+                kept[name] = of
+            else:
+                left += of
+    for widest in {miss.strata[-1] for miss in left} - set(kept):
+        kept[widest] = [miss for miss in found if miss.strata[-1] == widest]
+    return kept
 
 
-def _stratum(name: str, members: Sequence[Miss], found: Sequence[Miss]) -> Stratum:
-    off = tuple(abs(miss.error) for miss in members)
+def _is_enough(name: str, groups: Groups) -> bool:
+    """Whether a stratum has rows and sources enough for a width of its own. One side of a depth
+    has, if the other does too, and the deeper one is no narrower: for what is known less well of a
+    machine as for the rest."""
+    whole = _whole(name)
+    if whole == name:
+        return _has_enough(groups[name])
+    _, _, shared = whole.rpartition(": ")
+    halves = [half for half in groups if half.rpartition(": ")[2] in _sides(shared)]
+    divided = {_whole(half) for half in halves}
+    return all(_is_divided(groups, one) for one in divided)
+
+
+def _is_divided(groups: Groups, whole: str) -> bool:
+    short, deep = (groups.get(side, []) for side in _sides(whole))
+    if not _has_enough(short) or not _has_enough(deep):
+        return False
+    return _holding(short) <= _holding(deep)
+
+
+def _has_enough(of: Sequence[Miss]) -> bool:
+    return len(of) >= FEWEST and len({miss.source for miss in of}) > 1
+
+
+def _holding(of: Sequence[Miss]) -> float:
+    return quantile([abs(miss.error) for miss in of], SHARE)
+
+
+def _sides(whole: str) -> tuple[str, str]:
+    return f"{whole} short", f"{whole} deep"
+
+
+def _whole(name: str) -> str:
+    """The stratum that a side of a depth belongs to; any other is one itself."""
+    return name.removesuffix(" short").removesuffix(" deep")
+
+
+def _in_order(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of strata of which the second may not be narrower: a family's seen and unseen parts,
+    and the two sides of a depth."""
+    known = set(names)
+    pairs = [_sides(_whole(name)) for name in known]
+    for name in known:
+        state, _, group = name.partition(": ")
+        if state == ranges.SEEN and group:
+            pairs.append((name, f"{ranges.UNSEEN_PART}: {group}"))
+    return sorted({(less, more) for less, more in pairs if less in known and more in known})
+
+
+def _pooled(less: Stratum, more: Stratum) -> Stratum:
+    """Both, as wide as holds four in five of all of them."""
+    members = less.members + more.members
+    names = tuple(sorted(less.names + more.names))
+    return Stratum(names, _holding(members), members, len({miss.source for miss in members}))
+
+
+def _width(
+    name: str, members: Sequence[Miss], found: Sequence[Miss]
+) -> tuple[float, tuple[Miss, ...], int]:
+    """The width of a stratum, what was missed in it, and its number of sources."""
+    off = [abs(miss.error) for miss in members]
     n_sources = len({miss.source for miss in members})
-    around = members[0].strata[members[0].strata.index(name) :][:2][-1]
+    following = members[0].strata[members[0].strata.index(name) :]
+    around = following[1] if len(following) > 1 else name
     wider = [abs(miss.error) for miss in found if around in miss.strata]
-    own, beside = math.log(quantile(off, SHARE)), math.log(quantile(wider, SHARE))
+    own = math.log(quantile(off, SHARE))
+    beside = math.log(quantile(wider, SHARE))
     near = math.exp((n_sources * own + _SOURCES * beside) / (n_sources + _SOURCES))
     least = quantile(off, LEAST)
     most = sorted(off)[math.floor(MOST * len(off)) - 1]
-    width = max(least, min(near, most))
-    return Stratum(name, width, off, n_sources)
+    return max(least, min(near, most)), tuple(members), n_sources
 
 
 def report(law: str, found: Sequence[Miss]) -> tuple[list[str], dict[str, float]]:
     """(The table of a law's strata as Markdown, widths for efficiency.toml)."""
-    kept = [s for s in strata(found) if s.name != ranges.MACHINE_ROOM]
+    kept = [s for s in strata(found) if s.names != (ranges.MACHINE_ROOM,)]
+    widths = {name: math.ceil(1e3 * s.width) / 1e3 for s in kept for name in s.names}
+    widths[ranges.MACHINE_ROOM] = FIRST_OF_ITS_KIND[law]
     lines = [
-        "| stratum | left out | sources | inside % | range × ÷ | what would hold 80 % |",
+        "| stratum | left out | sources | inside % | range × ÷ | holds just 80 % |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {s.name} | {len(s.off)} | {s.n_sources} | {100 * s.inside:.0f} | "
-        f"{math.exp(s.width):.2f} | {math.exp(s.holding):.2f} |"
-        for s in kept
-    ]
-    lines.append("")
-    widths = {s.name: round(s.width, 3) for s in kept}
-    return lines, widths | {ranges.MACHINE_ROOM: FIRST_OF_ITS_KIND[law]}
+    for s in kept:
+        inside = 100 * np.mean([miss.is_inside(widths) for miss in s.members])
+        lines.append(
+            f"| {' and '.join(s.names)} | {len(s.off)} | {s.n_sources} | {inside:.0f} | "
+            f"{math.exp(s.width):.2f} | {math.exp(s.holding):.2f} |"
+        )
+    judged = [miss for miss in found if miss.strata != (ranges.MACHINE_ROOM,)]
+    inside = 100 * np.mean([miss.is_inside(widths) for miss in judged])
+    lines += ["", f"Of all {len(judged)} together {inside:.0f} % are inside.", ""]
+    return lines, widths

@@ -48,9 +48,12 @@ DOUBTS
   a Strix Halo, the chip that counts most of the rows, though of other machines or models. Intel's was
   made on a B580 and a B70.
 - The widths of the priors were chosen by these same errors, so they are slightly optimistic.
-- A stated 80 % range is as wide as held four in five of what was left out in its stratum (`benchmarks/planner_fit/ranges.py`):
-  of a machine that is known by others' rows ("seen"), by none of its own but its family's ("unseen part"), or by other
-  families alone ("unseen kind"). A row stands in the narrowest stratum of 15 rows and two sources that it belongs to.
+- A stated 80 % range is as wide as held four in five of the rows that were left out in its stratum
+  (`benchmarks/planner_fit/ranges.py`): of a machine known by others' rows ("seen"), by rows of its family alone ("unseen part"),
+  or of an engine ("cuda MoE"), for families with few rows and for those that nobody measured. A row counts in the narrowest
+  stratum with 15 rows and two sources.
+- Less evidence and a deeper context never make a range narrower. So an unseen part has at least the range of a seen one of its
+  family, and a deep context at least that of a short one. Strata that were the other way round share one width.
 - What a P100 takes to multiply quantised weights byte by byte is a constant from rows of its own (`kernels.toml`): left out by
   device, it is not quite unseen.
 - The H200's rows are of this project (llama.cpp of llama-cpp-python 0.3.36, November 2026).

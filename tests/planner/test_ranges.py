@@ -1,17 +1,21 @@
-"""Stated certainty: wider where less was measured; attention over a quantised cache as its kernels
-have it."""
+"""Ranges of predicted speeds: less evidence, more cards and a deeper context never make one
+narrower. Attention over a quantised cache takes as long as its kernels need."""
 
 from __future__ import annotations
 
 import csv
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from localllm.device import table
+from localllm.device.described import simulate, together
 from localllm.device.named import resolve
+from localllm.device.table import DeviceRow
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, prefill_cost, ranges, speed
 from localllm.planner.types import USUAL, Range
@@ -35,6 +39,65 @@ def decoded(device: Device, *, depth: int = 0, kv_type: str = "f16") -> Range:
     return speed.decode(
         device, *file_of("llama-3.1-8b-instruct"), USUAL.with_kv_type(kv_type), depth=depth
     )
+
+
+def machine(row: DeviceRow) -> Device:
+    return simulate(row, row.memory_gb[0] if row.memory_gb else 32.0, [])
+
+
+def predicted(device: Device, *, depth: int = 0) -> dict[str, float]:
+    """The widths of the ranges of answers and prompts, of a dense model and a mixture, with every
+    engine of the machine."""
+    found = {}
+    for model_id, quants in (
+        ("llama-3.1-8b-instruct", ("Q4_K_M", "4bit")),
+        ("qwen3-30b-a3b", ("Q4_K_M", "4bit")),
+    ):
+        engines = quants if device.accelerator == "metal" else quants[:1]
+        for quant in engines:
+            file = file_of(model_id, quant)
+            name = f"{model_id} {quant}"
+            found[f"{name} answers"] = spread(speed.decode(device, *file, depth=depth))
+            found[f"{name} prompts"] = spread(speed.prefill(device, *file, depth=depth))
+            several = speed.decode(device, *file, depth=depth, n_sequences=4)
+            found[f"{name} four answers"] = spread(several)
+    return found
+
+
+def narrower(than: dict[str, float], found: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """The predictions of `found` whose range is narrower, with both widths."""
+    return {
+        name: (width, found[name]) for name, width in than.items() if found[name] < width - 1e-9
+    }
+
+
+@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.name)
+def test_a_deeper_context_never_makes_a_range_narrower(row: DeviceRow) -> None:
+    device = machine(row)
+    widths = [predicted(device, depth=depth) for depth in (0, 8_192, 16_384, 100_000)]
+    for shallow, deep in pairwise(widths):
+        assert not narrower(shallow, deep)
+
+
+@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.name)
+def test_less_evidence_never_makes_a_range_narrower(row: DeviceRow) -> None:
+    """A part that nobody measured is known no better than one of its family that somebody did."""
+    device = machine(row)
+    name = f"{device.match or device.name} Nonesuch"
+    unseen = replace(device, match=name, name=name)
+    for depth in (0, 16_384):
+        assert not narrower(predicted(device, depth=depth), predicted(unseen, depth=depth))
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in table.rows() if row.kind == "discrete"], ids=lambda row: row.name
+)
+def test_more_cards_never_make_a_range_narrower(row: DeviceRow) -> None:
+    one = machine(row)
+    for depth in (0, 16_384):
+        alone = predicted(one, depth=depth)
+        for n in (2, 4):
+            assert not narrower(alone, predicted(together([one] * n), depth=depth))
 
 
 def test_a_range_is_that_of_the_narrowest_stratum_that_is_known() -> None:
