@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from itertools import chain
+from collections.abc import Iterator
+from functools import partial
 
 from localllm.device.types import Device
 from localllm.formatting import gb, mb
@@ -23,11 +24,15 @@ from localllm.planner import (
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range, RunSettings, backend_of
 from localllm.planner.why import left_behind
-from localllm_catalog.types import ESTIMATED, Layer
+from localllm_catalog.types import ESTIMATED, Layer, Variant
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs"
 
 
 def _span(value: Range, unit: str) -> str:
@@ -37,96 +42,90 @@ def _span(value: Range, unit: str) -> str:
         digits = 1
     else:
         digits = 2
-    return (
-        f"{value.value:.{digits}f} {unit} ({value.low:.{digits}f} to {value.high:.{digits}f}; "
-        f"{value.basis})"
-    )
+    low = f"{value.low:.{digits}f}"
+    high = f"{value.high:.{digits}f}"
+    return f"{value.value:.{digits}f} {unit} ({low} to {high}; {value.basis})"
 
 
 def _layer_words(layer: Layer, settings: RunSettings) -> str:
-    cells = kv_sizes.kv_cells(layer, settings)
+    if layer.kind == "none":
+        return "no memory"
+    if layer.kind == "recurrent":
+        return (
+            f"recurrent, {layer.state_elements:,} floats of state × "
+            f"{settings.n_sequences} sequences"
+        )
+    cells = f"{kv_sizes.kv_cells(layer, settings):,} cells"
+    if layer.kind == "mla":
+        return f"latent, {layer.mla_rank} + {layer.mla_rope_dim} wide, {cells}"
+    if layer.shares_kv:
+        return "share another layer's KV"
+    heads = f"{layer.n_kv_heads} heads × ({layer.head_dim_k} + {layer.head_dim_v})"
     if layer.kind == "sliding":
-        kind = f"sliding {layer.window:,}"
-    else:
-        kind = "full"
-    states = f"{layer.state_elements:,} floats of state × {settings.n_sequences} sequences"
-    wide = f"{layer.n_kv_heads} heads × ({layer.head_dim_k} + {layer.head_dim_v})"
-    latent = f"{layer.mla_rank} + {layer.mla_rope_dim} wide"
-    words = (
-        (layer.kind == "mla", f"latent, {latent}, {cells:,} cells"),
-        (layer.kind == "recurrent", f"recurrent, {states}"),
-        (layer.kind == "none", "no memory"),
-        (layer.shares_kv, "share another layer's KV"),
-        (True, f"{kind}, {wide}, {cells:,} cells"),
-    )
-    return next(what for is_so, what in words if is_so)
+        return f"sliding {layer.window:,}, {heads}, {cells}"
+    return f"full, {heads}, {cells}"
 
 
-def _memory_lines(plan: Plan, device: Device) -> list[str]:
+def _memory_lines(plan: Plan, device: Device) -> Iterator[str]:
     need = plan.memory
     settings = plan.settings
-    variant = plan.variant
-    if variant.is_estimate:
-        listed = ESTIMATED
-    else:
-        listed = "rounded by their listing"
-    grown = backend_of(variant).buffers == "grown"
-    if grown:
+    yield "memory"
+    yield _part("weights", need.weights_bytes, f"{plan.variant.quant}, {_exactness(plan.variant)}")
+    cells = f"{settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences"
+    yield _part("KV cache", need.kv_bytes, cells)
+    layers = Counter(_layer_words(layer, settings) for layer in plan.model.layers)
+    for words, count in layers.items():
+        yield f"    {count} layers: {words}"
+    if need.recurrent_bytes:
+        yield _part("state", need.recurrent_bytes, "float32, one per sequence")
+    if backend_of(plan.variant).buffers == "grown":
         how = "a step's activations, logits, buffers kept for reuse"
     else:
         how = "flash attention on"
-    if plan.drafting is not None:
-        gain = f", one stream {_span(plan.drafting, '× as fast')}"
-    else:
-        gain = ""
-    companion = settings.drafter.companion
-    if companion is not None:
-        drafter = companion.kind
-    else:
-        drafter = settings.drafter.name
-    rows = (
-        f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
-    )
-    cells = f"{settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences"
-    layers = Counter(_layer_words(layer, settings) for layer in plan.model.layers)
-    # (name, bytes, what they are): of what takes none nothing is said.
-    state = ("state", need.recurrent_bytes, "float32, one per sequence")
-    further = (
-        ("runtime", need.overhead_bytes, f"{device.accelerator} context and prefix cache"),
-        ("draft", need.draft_bytes, f"{drafter}{gain}"),
-        ("projector", need.projector_bytes, "reads images, buffers for a large one included"),
-    )
-    beside = (
-        ("host memory", need.host_bytes, "beside it, in system memory"),
-        ("on the disk", need.disk_bytes, f"tables: {rows}"),
-    )
-    return [
-        "memory",
-        _part(
-            "weights",
-            need.weights_bytes,
-            f"{variant.quant}, {'exact' if variant.exact else listed}",
-        ),
-        _part("KV cache", need.kv_bytes, cells),
-        *(f"    {count} layers: {what}" for what, count in layers.items()),
-        *_parts(state),
-        _part("compute", need.compute_bytes, f"micro-batch {settings.n_batch:,}, {how}"),
-        *_parts(*further),
-        _part("total", need.total_bytes, f"of {gb(need.limit_bytes, 3)} usable: {plan.fits}"),
-        f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}" if plan.fits == "tight" else "",
-        *_parts(*beside),
-        f"  divided      {left_behind(plan)} from system memory"
-        if settings.placement.is_split
-        else "",
-        *_card_lines(plan, device),
-        f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}"
-        if plan.kv_bytes_per_1k
-        else "",
-    ]
+    yield _part("compute", need.compute_bytes, f"micro-batch {settings.n_batch:,}, {how}")
+    yield from _further_parts(plan, device)
+    usable = gb(need.limit_bytes, 3)
+    yield _part("total", need.total_bytes, f"of {usable} usable: {plan.fits}")
+    if plan.fits == "tight":
+        yield f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}"
+    if need.host_bytes:
+        yield _part("host memory", need.host_bytes, "beside it, in system memory")
+    if need.disk_bytes:
+        row = f"{places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
+        rows = f"tables: {plan.model.lookup_rows} rows a token, {row}"
+        yield _part("on the disk", need.disk_bytes, rows)
+    if settings.placement.is_split:
+        yield f"  divided      {left_behind(plan)} from system memory"
+    yield from _card_lines(plan, device)
+    if plan.kv_bytes_per_1k:
+        yield f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}"
 
 
-def _parts(*parts: tuple[str, int, str]) -> list[str]:
-    return [_part(*part) for part in parts if part[1]]
+def _exactness(variant: Variant) -> str:
+    if variant.exact:
+        return "exact"
+    if variant.is_estimate:
+        return ESTIMATED
+    return "rounded by their listing"
+
+
+def _further_parts(plan: Plan, device: Device) -> Iterator[str]:
+    """The runtime, the drafter and the projector, each if it takes memory."""
+    need = plan.memory
+    if need.overhead_bytes:
+        runtime = f"{device.accelerator} context and prefix cache"
+        yield _part("runtime", need.overhead_bytes, runtime)
+    if need.draft_bytes:
+        drafter = plan.settings.drafter
+        name = drafter.name
+        if drafter.companion is not None:
+            name = drafter.companion.kind
+        if plan.drafting is not None:
+            name += f", one stream {_span(plan.drafting, '× as fast')}"
+        yield _part("draft", need.draft_bytes, name)
+    if need.projector_bytes:
+        what = "reads images, buffers for a large one included"
+        yield _part("projector", need.projector_bytes, what)
 
 
 def _part(name: str, n_bytes: int, what: str) -> str:
@@ -137,140 +136,146 @@ def _row(name: str, value: str, what: str = "") -> str:
     return f"  {name:<12} {value:>13}   {what}"
 
 
-def _card_lines(plan: Plan, device: Device) -> list[str]:
-    """What every card holds; nothing where all of it is in one place."""
+def _card_lines(plan: Plan, device: Device) -> Iterator[str]:
+    """The memory that each card holds; nothing if all of it is in one place."""
     placed = plan.settings.placement
     need = plan.memory
-    held = need.cards_bytes or ((need.total_bytes,) if placed.cards else ())
+    held = need.cards_bytes
+    if not held and placed.cards:
+        held = (need.total_bytes,)
     limits = need.cards_limit_bytes or (need.limit_bytes,)
     names = {card.number: card.name for card in device.cards}
-    called = {number: f" of {name}" for number, name in names.items()}
     numbers = placed.cards or range(len(held))
-    shares = [f", {n:g} layers" for n in placed.tensor_split] + [""] * len(held)
-    lines = [
-        f"  GPU {number:<8} {gb(n_bytes, 3):>14}   of {gb(limit, 3)} usable"
-        f"{called.get(number, '')}{share}"
-        for number, n_bytes, limit, share in zip(numbers, held, limits, shares, strict=False)
-    ]
+    for i, (number, n_bytes, limit) in enumerate(zip(numbers, held, limits, strict=False)):
+        line = f"  GPU {number:<8} {gb(n_bytes, 3):>14}   of {gb(limit, 3)} usable"
+        if number in names:
+            line += f" of {names[number]}"
+        if i < len(placed.tensor_split):
+            line += f", {placed.tensor_split[i]:g} layers"
+        yield line
     left = [name for number, name in names.items() if placed.cards and number not in placed.cards]
     if left:
-        lines.append(f"  not used     {', '.join(left)}: with it an answer would come no faster")
-    return lines
+        yield f"  not used     {', '.join(left)}: with it an answer would come no faster"
 
 
 def _split_lines(plan: Plan, device: Device) -> list[str]:
-    """What a token costs of a split plan, memory by memory."""
+    """The cost of a token of a split plan, memory by memory; nothing for a whole one."""
     share = places.shares(plan.model, plan.variant, plan.settings.placement)
     if share.is_whole or device.kind != "discrete":
         return []
-    parts = places.parts(plan.model, plan.variant)
     read = streamed(plan.model, plan.variant)
-    host = device.host_bandwidth_gbps
-    if host:
-        rate = f"{host.value:,.0f} GB/s ({host.basis}: {host.source})"
-    else:
-        rate = "an unknown rate"
-    if host and host.basis != "measured":
-        rate += f", of which {speed.NOMINAL_SHARE:.0%} are counted on"
     left = read.dense_bytes * (1 - share.dense) + read.routed_bytes * (1 - share.experts)
+    experts = places.parts(plan.model, plan.variant).expert_bytes * (1 - share.experts)
+    crossing = f"{speed.CROSSING_S * 1e6:.0f} µs, assumed: a step changes memories"
     return [
-        f"  in system memory {left / 1e9:>6.3f} GB of what a token reads; it delivers {rate}",
-        f"  {parts.expert_bytes * (1 - share.experts) / 1e9:.1f} GB of experts lie there; on the "
-        f"GPU {share.layers:.0%} of the layers",
-        f"  crossings    {share.crossings:>13}   × {speed.CROSSING_S * 1e6:.0f} µs, assumed: a "
-        "step changes memories",
+        f"  in system memory {left / 1e9:>6.3f} GB of what a token reads; "
+        f"it delivers {_host_rate(device)}",
+        f"  {experts / 1e9:.1f} GB of experts lie there; "
+        f"on the GPU {share.layers:.0%} of the layers",
+        f"  crossings    {share.crossings:>13}   × {crossing}",
     ]
+
+
+def _host_rate(device: Device) -> str:
+    host = device.host_bandwidth_gbps
+    if host is None:
+        return "an unknown rate"
+    rate = f"{host.value:,.0f} GB/s ({host.basis}: {host.source})"
+    if host.basis == "measured":
+        return rate
+    return f"{rate}, of which {speed.NOMINAL_SHARE:.0%} are counted on"
 
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
-    bandwidth = device.bandwidth_gbps.value
-    basis = device.bandwidth_gbps.basis
     hardware = speed.hardware(device, plan.variant, plan.settings)
-    terms, full = (
-        decode_cost.decode_terms(
-            plan.model, plan.variant, hardware, depth=depth, kv_type=plan.settings.kv_type
-        )
-        for depth in (0, plan.settings.n_ctx)
+    at_depth = partial(
+        decode_cost.decode_terms,
+        plan.model,
+        plan.variant,
+        hardware,
+        kv_type=plan.settings.kv_type,
     )
+    terms = at_depth(depth=0)
+    lines = _token_lines(plan, device, hardware, terms)
+    empty = plan.decode_tok_s
+    filled = plan.decode_tok_s_full
+    split = _split_lines(plan, device)
+    if split:
+        return [
+            *lines,
+            "decode, divided (the lines above are of a card that held all of it)",
+            *split,
+            _row("empty", _ms(1 / empty.value), _span(empty, "tok/s")),
+            _row("full", _ms(1 / filled.value), _span(filled, "tok/s")),
+        ]
+    full = at_depth(depth=plan.settings.n_ctx)
+    kv_read = f"{full.kv_read_bytes / 1e9:.2f} GB with the context full"
+    if hardware.engine == "cpu" and hardware.n_cpu_cores:
+        kv_read += ", and its arithmetic"
+    return [
+        *lines,
+        _row("empty", _ms(terms.total_s), _span(empty, "tok/s")),
+        _row("KV read", _ms(full.seconds["kv"]), kv_read),
+        _row("full", _ms(full.total_s), _span(filled, "tok/s")),
+    ]
+
+
+def _token_lines(
+    plan: Plan, device: Device, hardware: decode_cost.Hardware, terms: decode_cost.DecodeCost
+) -> list[str]:
+    """The causes of a decode step with an empty context."""
     read = terms.streamed
     c = terms.coefficients
     s = terms.seconds
-    x = plan.model.experts
+    experts = plan.model.experts
     # All that a mixture of experts does takes so much longer, as measured.
-    mixture = c["moe"] if x is not None else 1.0
+    mixture = c["moe"] if experts is not None else 1.0
+    wait_us = 1e6 * c["clock"] ** decode_cost.lag(hardware.clock_ghz) * mixture
+
+    def launches(n: int, coefficient: str) -> str:
+        return f"{n} × {c[coefficient] * wait_us:.0f} µs"
+
+    bandwidth = device.bandwidth_gbps.value
+    memory = f"{bandwidth:,.0f} GB/s ({device.bandwidth_gbps.basis})"
+    bound = bandwidth * 1e9 / read.total_bytes
     eta = decode_cost.weight_share(c, hardware, plan.model, plan.variant) / mixture
-    known = facts(plan.model)
-    lag = decode_cost.lag(hardware.clock_ghz)
-    wait_us = 1e6 * c["clock"] ** lag * mixture
-    unpacked_s = s["unpacked"] + s["routed_unpacked"]
-    recurrent_s = s["recurrent"] + s["state"]
-    n_params = read.dense_params + read.routed_params
-    if hardware.engine == "cpu" and hardware.n_cpu_cores:
-        work = ", and its arithmetic"
-    else:
-        work = ""
-    launches = {
-        name: f"{n} × {c[coefficient] * wait_us:.0f} µs"
-        for name, n, coefficient in (
-            ("layers", known.n_layers, "layer_s"),
-            ("routing", known.n_expert_layers, "expert_layer_s"),
-            ("recurrent", known.n_recurrent_layers, "recurrent_layer_s"),
-        )
-        if n
-    }
-    states = f"{decode_cost.state_traffic_bytes(plan.model) / 1e6:.0f} MB of states"
+    always = f"{read.dense_bytes / 1e9:.3f} GB at {eta:.0%} of the bandwidth"
     lines = [
         "decode, one token",
-        f"  reads        {read.total_bytes / 1e9:>10.3f} GB   weights; memory delivers "
-        f"{bandwidth:,.0f} GB/s ({basis})",
-        f"  bound        {bandwidth * 1e9 / read.total_bytes:>10.1f} tok/s   bandwidth ÷ bytes",
-        _row(
-            "always",
-            _ms(s["weights"]),
-            f"{read.dense_bytes / 1e9:.3f} GB at {eta:.0%} of the bandwidth",
-        ),
-        _row(
-            "experts",
-            _ms(s["routed"]),
-            f"{read.routed_bytes / 1e9:.3f} GB: {x.n_active} of {x.n_experts}",
-        )
-        if read.routed_bytes and x is not None
-        else "",
-        _row(
-            "unpacking",
-            _ms(unpacked_s),
-            f"{n_params / 1e9:.3g} billion weights, to what is multiplied",
-        )
-        if unpacked_s
-        else "",
-        _row("layers", _ms(s["layers"]), f"{launches['layers']} of launches"),
-        _row("routing", _ms(s["experts"]), launches["routing"]) if "routing" in launches else "",
-        _row("recurrent", _ms(recurrent_s), f"{launches['recurrent']}, and {states}")
-        if "recurrent" in launches
-        else "",
+        f"  reads        {read.total_bytes / 1e9:>10.3f} GB   weights; memory delivers {memory}",
+        f"  bound        {bound:>10.1f} tok/s   bandwidth ÷ bytes",
+        _row("always", _ms(s["weights"]), always),
     ]
-    empty = plan.decode_tok_s
-    filled = plan.decode_tok_s_full
-    empty_s = terms.total_s
-    filled_s = full.total_s
-    split = _split_lines(plan, device)
-    if split:
-        lines += ["decode, divided (the lines above are of a card that held all of it)", *split]
-        empty_s = 1 / empty.value
-        filled_s = 1 / filled.value
-    lines.append(_row("empty", _ms(empty_s), _span(empty, "tok/s")))
-    if not split:
-        what = f"{full.kv_read_bytes / 1e9:.2f} GB with the context full{work}"
-        lines.append(_row("KV read", _ms(full.seconds["kv"]), what))
-    return [*lines, _row("full", _ms(filled_s), _span(filled, "tok/s"))]
+    if read.routed_bytes and experts is not None:
+        routed = f"{read.routed_bytes / 1e9:.3f} GB: {experts.n_active} of {experts.n_experts}"
+        lines.append(_row("experts", _ms(s["routed"]), routed))
+    unpacked_s = s["unpacked"] + s["routed_unpacked"]
+    if unpacked_s:
+        billions = (read.dense_params + read.routed_params) / 1e9
+        unpacked = f"{billions:.3g} billion weights, to what is multiplied"
+        lines.append(_row("unpacking", _ms(unpacked_s), unpacked))
+    known = facts(plan.model)
+    layers = f"{launches(known.n_layers, 'layer_s')} of launches"
+    lines.append(_row("layers", _ms(s["layers"]), layers))
+    if known.n_expert_layers:
+        routing = launches(known.n_expert_layers, "expert_layer_s")
+        lines.append(_row("routing", _ms(s["experts"]), routing))
+    if known.n_recurrent_layers:
+        recurrent = launches(known.n_recurrent_layers, "recurrent_layer_s")
+        states = f"{decode_cost.state_traffic_bytes(plan.model) / 1e6:.0f} MB of states"
+        recurrent_s = s["recurrent"] + s["state"]
+        lines.append(_row("recurrent", _ms(recurrent_s), f"{recurrent}, and {states}"))
+    return lines
 
 
 def _layout_line(plan: Plan, device: Device) -> str:
-    stored, usual = (
-        kernels.flops_s(device.matrix_rates, plan.model, plan.variant, stored=s)
-        for s in (True, False)
-    )
-    if plan.settings.placement.layout != "stored" or stored is None or usual is None:
+    """How much faster prompts are read with the weights as stored; "" if they are laid out anew."""
+    if plan.settings.placement.layout != "stored":
+        return ""
+    flops_s = partial(kernels.flops_s, device.matrix_rates, plan.model, plan.variant)
+    stored = flops_s(stored=True)
+    usual = flops_s(stored=False)
+    if stored is None or usual is None:
         return ""
     return _row(
         "as stored",
@@ -279,56 +284,61 @@ def _layout_line(plan: Plan, device: Device) -> str:
     )
 
 
-def _prompt_lines(plan: Plan, device: Device) -> list[str]:
-    tflops, basis = efficiency.nominal_tflops(device, plan.backend)
-    hardware = speed.hardware(device, plan.variant, plan.settings)
+def _prompt_lines(plan: Plan, device: Device) -> Iterator[str]:
     terms = prefill_cost.prefill_terms(
-        plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch
+        plan.model,
+        plan.variant,
+        speed.hardware(device, plan.variant, plan.settings),
+        n_batch=plan.settings.n_batch,
     )
+    s = terms.seconds
     flops = 2 * prefill_cost.matrix_params(plan.model, plan.variant)
     activation_bytes = prefill_cost.activation_bytes(plan.model)
+    yield "prompt, per token of 2,048"
+    yield _row("matrices", _us(s["matmul"]), f"{flops / 1e9:.1f} GFLOP; {_rate(plan, device)}")
+    attention = f"{terms.attention_flops / 1e9:.2f} GFLOP on average"
+    yield _row("attention", _us(s["attention"]), attention)
+    if s["scan"]:
+        yield _row("recurrent", _us(s["scan"]), "states taken forward")
+    activations = f"{activation_bytes / 1e6:.1f} MB between the matrices"
+    yield _row("activations", _us(s["activations"]), activations)
+    weights = f"read once per {min(plan.settings.n_batch, 2048):,} tokens"
+    yield _row("weights", _us(s["weights"]), weights)
+    yield _row("launches", _us(s["layers"])).rstrip()
+    if s["mask"]:
+        yield _row("mask", _us(s["mask"]), "written by the processor")
+    yield _divided_line(plan, device, terms.total_s)
+    yield _layout_line(plan, device)
+    yield f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}"
+    yield f"  first token  {_span(plan.ttft_s, 's')}"
+    if plan.ttft_cached_s is not None:
+        yield f"   with prefix {_span(plan.ttft_cached_s, 's')}"
+    yield f"  loading      {_span(plan.load_s, 's')}"
+
+
+def _rate(plan: Plan, device: Device) -> str:
+    """The rate that prompts are multiplied at: "nominal 165.0 TFLOP/s (published)"."""
+    tflops, basis = efficiency.nominal_tflops(device, plan.backend)
+    hardware = speed.hardware(device, plan.variant, plan.settings)
     measured = hardware.timed_flops_s(plan.model, plan.variant)
-    tflops = tflops if measured is None else measured[0] / 1e12
-    rate = (
-        f"{'' if basis == 'measured' else 'nominal '}{tflops:.{1 if tflops >= 1 else 3}f} "
-        f"TFLOP/s ({basis})"
-    )
-    # (name, cause, what it is): of the last two nothing is said where they take nothing.
-    causes = (
-        ("matrices", "matmul", f"{flops / 1e9:.1f} GFLOP; {rate}"),
-        ("attention", "attention", f"{terms.attention_flops / 1e9:.2f} GFLOP on average"),
-        ("recurrent", "scan", "states taken forward"),
-        ("activations", "activations", f"{activation_bytes / 1e6:.1f} MB between the matrices"),
-        ("weights", "weights", f"read once per {min(plan.settings.n_batch, 2048):,} tokens"),
-        ("launches", "layers", ""),
-        ("mask", "mask", "written by the processor"),
-    )
-    cached = plan.ttft_cached_s
-    return [
-        "prompt, per token of 2,048",
-        *(
-            _row(name, f"{terms.seconds[cause] * 1e6:.1f} µs", what).rstrip()
-            for name, cause, what in causes
-            if terms.seconds[cause] or cause not in ("scan", "mask")
-        ),
-        _beside_line(plan, device, terms.total_s),
-        _layout_line(plan, device),
-        f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
-        f"  first token  {_span(plan.ttft_s, 's')}",
-        f"   with prefix {_span(cached, 's')}" if cached is not None else "",
-        f"  loading      {_span(plan.load_s, 's')}",
-    ]
+    if measured is not None:
+        tflops = measured[0] / 1e12
+    digits = 1 if tflops >= 1 else 3
+    rate = f"{tflops:.{digits}f} TFLOP/s ({basis})"
+    if basis == "measured":
+        return rate
+    return f"nominal {rate}"
 
 
-def _beside_line(plan: Plan, device: Device, on_card_s: float) -> str:
-    """What a token of a prompt takes longer because a part of the plan lies in system memory."""
+def _divided_line(plan: Plan, device: Device, on_card_s: float) -> str:
+    """The time that a part in system memory adds to a token of a prompt; "" if it adds none."""
     share = places.shares(plan.model, plan.variant, plan.settings.placement)
     longer_s = 1 / plan.prefill_tok_s.value - on_card_s
     if share.is_whole or device.kind != "discrete" or longer_s <= 0:
         return ""
     return _row(
         "divided",
-        f"{longer_s * 1e6:.1f} µs",
+        _us(longer_s),
         "more: weights in system memory are copied over the bus, or multiplied there",
     )
 
@@ -336,24 +346,33 @@ def _beside_line(plan: Plan, device: Device, on_card_s: float) -> str:
 def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:
     """Every number of `plan` with how it comes about, as lines of text of at most so many
     `columns`."""
-    format_cost = quality.format_cost(plan.model, plan.variant)
-    kv_cost = quality.kv_cost(plan.settings.kv_type)
-    points = plan.quality + format_cost + kv_cost
-    guessed = "" if plan.is_rated else "no public score: guessed by "
     lines = [
         f"{plan.model.name} {plan.variant.quant} on {device.name}",
         *_memory_lines(plan, device),
         *_decode_lines(plan, device),
         *_prompt_lines(plan, device),
+        *_quality_lines(plan),
+    ]
+    if plan.reasons:
+        lines.append("further")
+        lines += [f"  {reason}" for reason in plan.reasons]
+    return [part for line in lines if line for part in _folded(line, columns)]
+
+
+def _quality_lines(plan: Plan) -> list[str]:
+    format_cost = quality.format_cost(plan.model, plan.variant)
+    kv_cost = quality.kv_cost(plan.settings.kv_type)
+    points = plan.quality + format_cost + kv_cost
+    basis = plan.quality_basis
+    if not plan.is_rated:
+        basis = f"no public score: guessed by {basis}"
+    return [
         "quality",
-        f"  rating       {points:>10.1f} ± {plan.quality_spread:.1f}   {guessed}{plan.quality_basis}",
+        f"  rating       {points:>10.1f} ± {plan.quality_spread:.1f}   {basis}",
         f"  format       {0.0 - format_cost:>10.1f}   {plan.variant.quant}",
         f"  KV type      {0.0 - kv_cost:>10.1f}   {plan.settings.kv_type}: {plan.kv_why}",
         f"  rank score   {plan.score:>10.1f}",
-        "further" if plan.reasons else "",
-        *(f"  {reason}" for reason in plan.reasons),
     ]
-    return list(chain.from_iterable(_folded(line, columns) for line in lines if line))
 
 
 def _folded(line: str, columns: int) -> list[str]:
@@ -361,11 +380,10 @@ def _folded(line: str, columns: int) -> list[str]:
     "tok/s   " …)."""
     if len(line) <= columns:
         return [line]
+    at = 4
     head = re.match(r" *\S.*?\S {3,}(?=\S)(?:.{0,20}?\S {3}(?=\S))?", line)
     if head is not None and head.end() <= columns // 2:
         at = head.end()
-    else:
-        at = 4
     return textwrap.wrap(
         line, columns, subsequent_indent=" " * at, drop_whitespace=True, break_on_hyphens=False
     )

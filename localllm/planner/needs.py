@@ -42,15 +42,19 @@ class Need:
 # waits: where people are seen to give up, an agent's client to time out. Of a conversation the
 # cache holds all but the last question, of a text that is written all but what is behind the cursor:
 # assumed 256 tokens, which are read anew each turn.
+_CHAT = Need(16384, 2048, 1792, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0)
+_CODING = Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0, 131072)
+_AUTOCOMPLETE = Need(8192, 2048, 1792, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0)
+_LONG = Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 1200.0, 800, 30.0)
+_REASONING = Need(32768, 2048, 1792, 10.0, 40.0, 6.0, "reasoning", 120.0, 2000, 60.0)
+_EMBEDDING = Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings", 60.0, 0, 2.0)
 NEEDS: dict[Purpose, Need] = {
-    "chat": Need(16384, 2048, 1792, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0),
-    "coding": Need(
-        65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0, 131072
-    ),
-    "autocomplete": Need(8192, 2048, 1792, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0),
-    "long": Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 1200.0, 800, 30.0),
-    "reasoning": Need(32768, 2048, 1792, 10.0, 40.0, 6.0, "reasoning", 120.0, 2000, 60.0),
-    "embedding": Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings", 60.0, 0, 2.0),
+    "chat": _CHAT,
+    "coding": _CODING,
+    "autocomplete": _AUTOCOMPLETE,
+    "long": _LONG,
+    "reasoning": _REASONING,
+    "embedding": _EMBEDDING,
 }
 
 
@@ -72,29 +76,29 @@ def need_of(workload: Workload) -> Need:
 def unsuited(model: Model, workload: Workload) -> str | None:
     """Why `model` is not made for this purpose, or None."""
     purpose = workload.purpose
-    made_for = model.purposes
-    wanted = min(NEEDS[purpose].prompt_tokens, workload.context or NEEDS[purpose].context)
-    length = f"{model.native_context // 1024}k tokens"
-    reasons = (
-        (
-            purpose == "autocomplete" and not model.fim and purpose not in made_for,
-            "has no fill-in-the-middle training",
-        ),
-        (
-            purpose == "coding" and not model.calls_tools and purpose not in made_for,
-            "is not trained to call tools",
-        ),
-        (
-            purpose == "long" and 0 < model.native_context < wanted,
-            f"its context of {length} is too short for long documents",
-        ),
-        (
-            purpose in ("chat", "reasoning", "long") and "chat" not in made_for,
-            "is not a chat model",
-        ),
-        (purpose == "embedding" and purpose not in made_for, f"is not made for {purpose}"),
-    )
-    return next((why for is_so, why in reasons if is_so), None)
+    if purpose in ("chat", "reasoning"):
+        return None if "chat" in model.purposes else "is not a chat model"
+    if purpose == "long":
+        return _unsuited_for_long(model, workload)
+    if purpose in model.purposes:
+        return None
+    if purpose == "embedding":
+        return "is not made for embedding"
+    if purpose == "autocomplete" and not model.fim:
+        return "has no fill-in-the-middle training"
+    if purpose == "coding" and not model.calls_tools:
+        return "is not trained to call tools"
+    return None
+
+
+def _unsuited_for_long(model: Model, workload: Workload) -> str | None:
+    wanted = min(_LONG.prompt_tokens, workload.context or _LONG.context)
+    if 0 < model.native_context < wanted:
+        length = f"{model.native_context // 1024}k tokens"
+        return f"its context of {length} is too short for long documents"
+    if "chat" not in model.purposes:
+        return "is not a chat model"
+    return None
 
 
 # Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait
@@ -120,14 +124,12 @@ def thinking_tokens(model: Model, need: Need) -> int:
 def answer_s(plan: Plan, need: Need) -> float:
     """Seconds until the answer itself begins: the part of the prompt that is not cached, then the
     thoughts."""
-    wait = (plan.ttft_cached_s or plan.ttft_s).value
-    return wait + thinking_tokens(plan.model, need) / plan.stream_tok_s
+    return plan.later_ttft_s + thinking_tokens(plan.model, need) / plan.stream_tok_s
 
 
 def prompt_lost(plan: Plan, need: Need) -> float:
     """What waiting for the prompt costs on the quality index, against what feels good."""
-    prompt_s = (plan.ttft_cached_s or plan.ttft_s).value
-    return _PROMPT_DOUBLED * math.log2(max(1.0, prompt_s / need.ttft_good_s))
+    return _PROMPT_DOUBLED * math.log2(max(1.0, plan.later_ttft_s / need.ttft_good_s))
 
 
 def points_lost(plan: Plan, need: Need) -> float:
@@ -171,9 +173,14 @@ def score(plan: Plan, need: Need) -> float:
     """
     points = plan.quality
     points -= _DOUBT * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
-    rate = plan.decode_tok_s.value * (plan.drafting.value if plan.drafting is not None else 1.0)
+    rate = plan.decode_tok_s.value
+    if plan.drafting is not None:
+        rate *= plan.drafting.value
     doublings = math.log2(rate / need.good_tok_s)
-    points += _SLOW * doublings if doublings < 0 else min(_MOST_SPARE, _SPARE * doublings)
+    if doublings < 0:
+        points += _SLOW * doublings
+    else:
+        points += min(_MOST_SPARE, _SPARE * doublings)
     points -= points_lost(plan, need)
     if plan.fits == "tight":
         points -= _CARD_COST if plan.settings.placement.cards else _TIGHT_COST

@@ -20,7 +20,7 @@ _SAME_SHARE = 0.02
 _SAME_POINTS = 0.1
 # Models of a family within this of each other in size are versions of one.
 _SAME_SIZE = 1.25
-_MATCHED = "fits, and {} is at least as good, as fast and as small"
+
 _VERSION = re.compile(r"-?\d+(?:\.\d+)*(?=-|$)")
 
 
@@ -32,27 +32,35 @@ def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[tuple[P
     shown: list[Plan] = []
     left: list[tuple[Plan, str]] = []
     for plan in ranked:
-        better = next((p for p in shown if matches(p, plan)), None)
-        version = next((p for p in shown if is_version_of(p.model, plan.model)), None)
-        of_family = sum(line_of(p.model.family) == line_of(plan.model.family) for p in shown)
-        if (
-            better is not None
-            or version is not None
-            or len(shown) == limit
-            or of_family == _PER_FAMILY
-        ):
-            reason = "fits, and ranks below the ones shown"
-            if better is not None:
-                reason = _MATCHED.format(better.model.name)
-            elif version is not None:
-                reason = f"fits; {version.model.name}, of the same family and size, ranks above it"
+        reason = _not_shown(plan, shown, limit)
+        if reason:
             left.append((plan, reason))
             continue
         outdone = [p for p in shown if matches(plan, p, exactly=True)]
-        left += [(p, _MATCHED.format(plan.model.name)) for p in outdone]
+        left += [(p, _matched_by(plan)) for p in outdone]
         place = shown.index(outdone[0]) if outdone else len(shown)
-        shown = [p for p in [*shown[:place], plan, *shown[place:]] if p not in outdone]
+        shown.insert(place, plan)
+        shown = [p for p in shown if p not in outdone]
     return shown, left
+
+
+def _not_shown(plan: Plan, shown: Sequence[Plan], limit: int) -> str:
+    """Why `plan` is not shown together with the better ones; "" if it is."""
+    for other in shown:
+        if matches(other, plan):
+            return _matched_by(other)
+    for other in shown:
+        if is_version_of(other.model, plan.model):
+            return f"fits; {other.model.name}, of the same family and size, ranks above it"
+    line = line_of(plan.model.family)
+    of_family = sum(line_of(p.model.family) == line for p in shown)
+    if len(shown) == limit or of_family == _PER_FAMILY:
+        return "fits, and ranks below the ones shown"
+    return ""
+
+
+def _matched_by(plan: Plan) -> str:
+    return f"fits, and {plan.model.name} is at least as good, as fast and as small"
 
 
 def line_of(family: str) -> str:
@@ -103,24 +111,19 @@ def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
 
     What nobody has rated is no match for what somebody has, what its maker alone has none for what
     others have, a constructed file none for a listed one, and an older model none for the one that
-    replaces it. `exactly`: a difference within what
-    the ranges swallow counts too.
+    replaces it. `exactly`: a difference within what the ranges swallow counts too.
     """
     doubts = zip(_doubts(one), _doubts(other), strict=True)
     if any(mine and not theirs for mine, theirs in doubts) or _replaces(other, one):
         return False
-    if exactly:
-        share, points = (0.0, 0.0)
-    else:
-        share, points = (_SAME_SHARE, _SAME_POINTS)
-    mine = _costs(one)
-    theirs = _costs(other)
-    no_worse = one.quality >= other.quality - points and all(
-        a <= b * (1 + share) for a, b in zip(mine, theirs, strict=True)
-    )
-    return no_worse and (
-        one.quality > other.quality or any(a < b for a, b in zip(mine, theirs, strict=True))
-    )
+    share = 0.0 if exactly else _SAME_SHARE
+    points = 0.0 if exactly else _SAME_POINTS
+    costs = list(zip(_costs(one), _costs(other), strict=True))
+    if one.quality < other.quality - points:
+        return False
+    if any(mine > theirs * (1 + share) for mine, theirs in costs):
+        return False
+    return one.quality > other.quality or any(mine < theirs for mine, theirs in costs)
 
 
 def _doubts(plan: Plan) -> tuple[bool, ...]:
@@ -131,7 +134,7 @@ def _costs(plan: Plan) -> tuple[float, ...]:
     """Everything a table shows of a plan but its quality, as figures of which less is better."""
     return (
         1 / plan.stream_tok_s,
-        (plan.ttft_cached_s or plan.ttft_s).value,
+        plan.later_ttft_s,
         all_memory(plan),
         1 / plan.settings.n_ctx,
     )
@@ -156,24 +159,23 @@ def nearest_of_other(plan: Plan, variants: Sequence[Variant]) -> Variant | None:
 def compare(device: Device, plan: Plan, other: Plan) -> str:
     """One sentence: the other engine's plan beside this one, and what makes the difference (bytes
     read, share of the bandwidth reached, fixed time a token; all three as predicted)."""
-    ratio = other.decode_tok_s.value / plan.decode_tok_s.value
+    here_tok_s = plan.decode_tok_s.value
+    there_tok_s = other.decode_tok_s.value
+    ratio = there_tok_s / here_tok_s
     named = f"{backend_of(other.variant).label} ({other.variant.quant})"
-    ours = (
-        f"{plan.decode_tok_s.value:.3g} tok/s of {backend_of(plan.variant).label} "
-        f"({plan.variant.quant})"
-    )
+    ours = f"{here_tok_s:.3g} tok/s of {backend_of(plan.variant).label} ({plan.variant.quant})"
     if 1 / _WORTH_SAYING < ratio < _WORTH_SAYING:
         head = f"{named} is predicted as fast as the {ours}"
+    elif ratio > 1:
+        head = f"{named} is predicted faster: {there_tok_s:.3g} against the {ours}"
     else:
-        word = "faster" if ratio > 1 else "slower"
-        head = f"{named} is predicted {word}: {other.decode_tok_s.value:.3g} against the {ours}"
-    there = _parts(device, other)
-    here = _parts(device, plan)
+        head = f"{named} is predicted slower: {there_tok_s:.3g} against the {ours}"
+    there_bytes, there_share, there_s = _parts(device, other)
+    here_bytes, here_share, here_s = _parts(device, plan)
     return (
-        f"{head}; a token reads {there[0] / 1e9:.3g} against {here[0] / 1e9:.3g} GB at "
-        f"{there[1]:.0%} against "
-        f"{here[1]:.0%} of the bandwidth, and costs {there[2] * 1e3:.1f} against "
-        f"{here[2] * 1e3:.1f} ms besides"
+        f"{head}; a token reads {there_bytes / 1e9:.3g} against {here_bytes / 1e9:.3g} GB at "
+        f"{there_share:.0%} against {here_share:.0%} of the bandwidth, "
+        f"and costs {there_s * 1e3:.1f} against {here_s * 1e3:.1f} ms besides"
     )
 
 
@@ -183,8 +185,5 @@ def _parts(device: Device, plan: Plan) -> tuple[int, float, float]:
     hardware = decode_cost.hardware_of(device, plan.backend)
     terms = decode_cost.decode_terms(plan.model, plan.variant, hardware)
     read = terms.streamed.total_bytes
-    return (
-        read,
-        read / (hardware.bandwidth_gbps * 1e9 * terms.memory_s),
-        terms.total_s - terms.memory_s,
-    )
+    share = read / (hardware.bandwidth_gbps * 1e9 * terms.memory_s)
+    return read, share, terms.total_s - terms.memory_s

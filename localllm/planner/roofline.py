@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 
 from localllm.device.types import Device
 from localllm.planner import efficiency
@@ -28,9 +29,11 @@ class Roofline:
 
     def at(self, gb_per_token: float, tok_s: float) -> tuple[float, float]:
         """Where that lies: shares of the width from the left, and of the height from the top."""
-        (x0, x1) = self.x_decades
-        (y0, y1) = self.y_decades
-        return (math.log10(gb_per_token) - x0) / (x1 - x0), (y1 - math.log10(tok_s)) / (y1 - y0)
+        x0, x1 = self.x_decades
+        y0, y1 = self.y_decades
+        right = (math.log10(gb_per_token) - x0) / (x1 - x0)
+        down = (y1 - math.log10(tok_s)) / (y1 - y0)
+        return right, down
 
 
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
@@ -38,52 +41,39 @@ def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     bandwidth = device.bandwidth_gbps.value
     basis = device.bandwidth_gbps.basis
     tflops, _ = efficiency.nominal_tflops(device)
-    points = tuple(
-        (
-            streamed(p.model, p.variant).total_bytes / 1e9,
-            p.decode_tok_s.value,
-            f"{p.model.name} {p.variant.quant}",
-        )
-        for p in plans
-    )
+    points = []
+    for plan in plans:
+        gb_per_token = streamed(plan.model, plan.variant).total_bytes / 1e9
+        name = f"{plan.model.name} {plan.variant.quant}"
+        points.append((gb_per_token, plan.decode_tok_s.value, name))
     xs = [x for x, _, _ in points] or [1.0]
     ys = [y for _, y, _ in points] + [bandwidth / x for x in xs]
     return Roofline(
-        f"Decode roofline of {device.name}",
-        f"memory {bandwidth:,.0f} GB/s ({basis}); nominal FP16 {tflops:,.1f} TFLOP/s",
-        bandwidth,
-        (math.floor(math.log10(min(xs) * 0.9)), math.ceil(math.log10(max(xs) * 1.1))),
-        (math.floor(math.log10(max(min(ys), 0.01))), math.ceil(math.log10(max(ys)))),
-        points,
+        title=f"Decode roofline of {device.name}",
+        note=f"memory {bandwidth:,.0f} GB/s ({basis}); nominal FP16 {tflops:,.1f} TFLOP/s",
+        bandwidth_gbps=bandwidth,
+        x_decades=_decades(min(xs) * 0.9, max(xs) * 1.1),
+        y_decades=_decades(max(min(ys), 0.01), max(ys)),
+        points=tuple(points),
     )
+
+
+def _decades(least: float, most: float) -> tuple[int, int]:
+    """The powers of ten around both."""
+    return math.floor(math.log10(least)), math.ceil(math.log10(most))
 
 
 def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
     """The picture in characters: the roof as dots, plans as their numbers, then the legend."""
     columns = width - 8
-    rows = height
-    (x0, x1) = picture.x_decades
-    (y0, y1) = picture.y_decades
-    grid = [[" "] * columns for _ in range(rows)]
-    for column in range(columns):
-        x = 10 ** (x0 + (x1 - x0) * column / (columns - 1))
-        row = round(picture.at(x, picture.bandwidth_gbps / x)[1] * (rows - 1))
-        if 0 <= row < rows:
-            grid[row][column] = "·"
-    for i, (gb_per_token, tok_s, _) in enumerate(picture.points, 1):
-        right, down = picture.at(gb_per_token, tok_s)
-        column = round(right * (columns - 1))
-        row = round(down * (rows - 1))
-        while grid[row][column] not in " ·" and column < columns - 1:
-            column += 1
-        grid[row][column] = str(i % 10)
+    x0, x1 = picture.x_decades
+    y0, y1 = picture.y_decades
     lines = [picture.title, picture.note, "tok/s"]
-    for r, cells in enumerate(grid):
-        value = 10 ** (y1 - (y1 - y0) * r / (rows - 1))
-        if r in (0, rows - 1) or r == rows // 2:
+    for row, cells in enumerate(_grid(picture, columns, height)):
+        mark = " " * 6
+        if row in (0, height // 2, height - 1):
+            value = 10 ** (y1 - (y1 - y0) * row / (height - 1))
             mark = f"{value:6.4g}"
-        else:
-            mark = " " * 6
         lines.append(f"{mark} |{''.join(cells)}".rstrip())
     left = f"{10.0**x0:g}"
     right_end = f"{10.0**x1:g} GB per token"
@@ -97,6 +87,26 @@ def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
         figures = f"{gb_per_token:.2f} GB, {tok_s:.0f} tok/s, {share:.0%} of the roof"
         lines.append(f"{i}  {label[: width - len(figures) - 5]}: {figures}")
     return lines
+
+
+def _grid(picture: Roofline, columns: int, rows: int) -> list[list[str]]:
+    """The roof and the plans' numbers, as characters by row and column."""
+    x0, x1 = picture.x_decades
+    grid = [[" "] * columns for _ in range(rows)]
+    for column in range(columns):
+        x = 10 ** (x0 + (x1 - x0) * column / (columns - 1))
+        _, down = picture.at(x, picture.bandwidth_gbps / x)
+        row = round(down * (rows - 1))
+        if 0 <= row < rows:
+            grid[row][column] = "·"
+    for i, (gb_per_token, tok_s, _) in enumerate(picture.points, 1):
+        right, down = picture.at(gb_per_token, tok_s)
+        column = round(right * (columns - 1))
+        row = round(down * (rows - 1))
+        while grid[row][column] not in " ·" and column < columns - 1:
+            column += 1
+        grid[row][column] = str(i % 10)
+    return grid
 
 
 # Width, height and margins (left, top, right, bottom) of the picture, in pixels.
@@ -119,10 +129,15 @@ def _text(x: float, y: float, content: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(content)}</text>'
 
 
-def _line(start: tuple[float, float], end: tuple[float, float], stroke: str) -> str:
-    (x1, y1) = start
-    (x2, y2) = end
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"/>'
+def _line(
+    start: tuple[float, float], end: tuple[float, float], colour: str, stroke_width: int = 1
+) -> str:
+    x1, y1 = start
+    x2, y2 = end
+    stroke = f'stroke="{colour}"'
+    if stroke_width != 1:
+        stroke += f' stroke-width="{stroke_width}"'
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {stroke}/>'
 
 
 def svg(picture: Roofline) -> str:
@@ -136,8 +151,8 @@ def svg(picture: Roofline) -> str:
         _text(_W / 2, _H - 16, "GB of weights read per token", 'text-anchor="middle"'),
         _text(16, _TOP - 8, "tok/s"),
     ]
-    (x0, x1) = picture.x_decades
-    (y0, y1) = picture.y_decades
+    x0, x1 = picture.x_decades
+    y0, y1 = picture.y_decades
     for decade in range(x0, x1 + 1):
         x, _ = _place(picture, 10.0**decade, 10.0**y0)
         out.append(_line((x, _TOP), (x, _H - _BOTTOM), "#ddd"))
@@ -147,12 +162,15 @@ def svg(picture: Roofline) -> str:
         out.append(_line((_LEFT, y), (_W - _RIGHT, y), "#ddd"))
         out.append(_text(_LEFT - 8, y + 4, f"{10.0**decade:g}", 'text-anchor="end"'))
     bandwidth = picture.bandwidth_gbps
-    roof = (max(10.0**x0, bandwidth / 10.0**y1), min(10.0**x1, bandwidth / 10.0**y0))
-    start, end = (_place(picture, x, bandwidth / x) for x in roof)
-    out.append(_line(start, end, '#c0392b" stroke-width="2'))
+    first = max(10.0**x0, bandwidth / 10.0**y1)
+    last = min(10.0**x1, bandwidth / 10.0**y0)
+    start = _place(picture, first, bandwidth / first)
+    end = _place(picture, last, bandwidth / last)
+    out.append(_line(start, end, "#c0392b", stroke_width=2))
     spots = [(*_place(picture, x, y), label) for x, y, label in picture.points]
+    spots.sort(key=itemgetter(1, 0))
     below = -math.inf
-    for x, y, label in sorted(spots, key=lambda spot: (spot[1], spot[0])):
+    for x, y, label in spots:
         below = max(y, below + _LABEL_GAP)  # no label lies on another
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#2c5f8a"/>')
         out.append(_text(x + 9, below + 4, label))

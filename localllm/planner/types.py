@@ -229,6 +229,11 @@ class Plan:
         return backend_of(self.variant).name
 
     @property
+    def later_ttft_s(self) -> float:
+        """Seconds to the first token of a later turn, most of whose prompt is cached."""
+        return (self.ttft_cached_s or self.ttft_s).value
+
+    @property
     def stream_tok_s(self) -> float:
         """What one stream is answered at: decode, with the drafts of heads or a trained drafter."""
         if self.settings.drafter.reads_along:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from localllm.device.types import Device
 from localllm.formatting import gb, rate, span
@@ -16,47 +17,47 @@ from localllm.planner.types import Plan
 def does_not_fit(plan: Plan, device: Device) -> str:
     """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the
     need)."""
-    needed = all_memory(plan)
-    place = "this GPU" if device.kind == "discrete" else "this machine"
+    context = f"{plan.settings.n_ctx // 1024}k context"
+    needs_memory = f"{plan.variant.quant} needs {gb(all_memory(plan))} at {context}"
     usable = gb(device.room_bytes)
-    at = f"at {plan.settings.n_ctx // 1024}k context"
-    beside = ""
-    if device.kind == "discrete" and device.host is not None:
-        beside = f" and {gb(device.host.limit_bytes)} of system memory"
-    return f"{plan.variant.quant} needs {gb(needed)} {at}; {place} has {usable}{beside} usable"
+    if device.kind != "discrete":
+        return f"{needs_memory}; this machine has {usable} usable"
+    if device.host is None:
+        return f"{needs_memory}; this GPU has {usable} usable"
+    host = gb(device.host.limit_bytes)
+    return f"{needs_memory}; this GPU has {usable} and {host} of system memory usable"
 
 
 def on_disk(plan: Plan, tok_s: float) -> str | None:
     """ "28.8 GB of tables stay on the disk: …, on one that turns about 5.4 tok/s"; None where
     nothing does."""
     left = plan.memory.disk_bytes
-    slow = places.SLOW_ROW_S
     if not left:
         return None
-    turning = 1 / (1 / tok_s + places.token_s(plan.model, plan.variant, plan.settings, row_s=slow))
+    read_s = places.token_s(plan.model, plan.variant, plan.settings, row_s=places.SLOW_ROW_S)
+    turning = 1 / (1 / tok_s + read_s)
     return (
-        f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: that "
-        "wants an SSD, "
-        f"on a disk that turns about {rate(turning)} tok/s"
+        f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: "
+        f"that wants an SSD, on a disk that turns about {rate(turning)} tok/s"
     )
 
 
 def left_behind(plan: Plan) -> str:
-    """What of a split plan lies in system memory: "experts of 24 of 36 layers run"."""
+    """The parts of a split plan that system memory holds: "experts of 24 of 36 layers run"."""
     placed = plan.settings.placement
     n = len(plan.model.layers)
     first = placed.first_gpu_layer(n)
     kept = placed.host_expert_layers(n)
-    parts = (
-        (first > 0, f"{min(first, n)} of {n} layers"),
-        (
-            kept > first and plan.model.experts is not None,
-            f"experts of {kept} of {n} layers" if kept < n else "all experts",
-        ),
-        (placed.kv_on_host and first < n, "the KV cache"),
-    )
-    said = [text for is_left, text in parts if is_left]
-    return (" and ".join(said) or "part of it") + (" run" if said else " runs")
+    parts = []
+    if first > 0:
+        parts.append(f"{min(first, n)} of {n} layers")
+    if kept > first and plan.model.experts is not None:
+        parts.append(f"experts of {kept} of {n} layers" if kept < n else "all experts")
+    if placed.kv_on_host and first < n:
+        parts.append("the KV cache")
+    if not parts:
+        return "part of it runs"
+    return f"{' and '.join(parts)} run"
 
 
 def _beside(plan: Plan) -> str:
@@ -79,8 +80,7 @@ def is_too_slow(plan: Plan, need: Need) -> str:
         )
     return (
         f"{plan.variant.quant} fits, but {rate(plan.stream_tok_s)} tok/s is too slow for "
-        f"{need.what} "
-        f"({need.least_tok_s:g} needed)"
+        f"{need.what} ({need.least_tok_s:g} needed)"
     )
 
 
@@ -90,107 +90,119 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
         return does_not_fit(plan, device)
     if plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need):
         return is_too_slow(plan, need)
-    head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {_beside(plan)}"}[
-        plan.fits
-    ]
-    return f"{head}; {rate(plan.stream_tok_s)} tok/s; up to {plan.max_ctx // 1024}k context"
+    more = f"{rate(plan.stream_tok_s)} tok/s; up to {plan.max_ctx // 1024}k context"
+    if plan.fits == "split":
+        return f"fits split: {_beside(plan)}; {more}"
+    if plan.fits == "tight":
+        return f"fits tightly; {more}"
+    return f"fits; {more}"
 
 
 def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
     """The picks with `why` filled in: each compared with the first and with the one above it."""
-    if not picks:
-        return []
-    fastest = max(picks, key=lambda p: p.stream_tok_s)
-    smallest = min(picks, key=all_memory)
-    # What nobody has rated is the best of nothing.
-    best_quality = max(picks, key=lambda p: (p.is_rated, p.quality))
-    # What is true of every pick is said once, with the first.
-    all_slow = len(picks) > 1 and fastest.stream_tok_s < need.good_tok_s
-    return [
-        replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need, all_slow))
-        for p in picks
-    ]
+    return [replace(plan, why=_sentence(plan, picks, need)) for plan in picks]
 
 
-def _sentence(
-    plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need, all_slow: bool
-) -> str:
-    praise = _praise(plan, first, fastest, smallest, best, need)
+def _sentence(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
+    first = picks[0]
+    parts = []
     if not plan.is_rated:
-        praise = f"no public score, its rank a guess by size and age; {praise}"
+        parts.append("no public score, its rank a guess by size and age")
     elif plan.makers_own:
-        praise = f"rated by its maker alone; {praise}"
-    slower = f"slower than the {need.good_tok_s:g} tok/s that feel good"
-    if all_slow:
-        slower = f"all of these are {slower}" if plan is first else ""
-    elif plan.stream_tok_s >= need.good_tok_s:
-        slower = ""
-    return "; ".join(filter(None, [praise, slower, *_trades(plan, first)]))
+        parts.append("rated by its maker alone")
+    parts.append(_praise(plan, picks, need))
+    is_slow = plan.stream_tok_s < need.good_tok_s
+    good = f"{need.good_tok_s:g} tok/s that feel good"
+    if len(picks) > 1 and all(p.stream_tok_s < need.good_tok_s for p in picks):
+        # A fact about every pick is stated once, with the first.
+        if plan is first:
+            parts.append(f"all of these are slower than the {good}")
+    elif is_slow:
+        parts.append(f"slower than the {good}")
+    return "; ".join([*parts, *_trades(plan, first)])
 
 
-def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need) -> str:
-    sure = plan is best and plan.is_rated
-    saved = gb(all_memory(first) - all_memory(plan))
-    said = (
-        (
-            plan is first and plan.score < 0,
-            f"nothing surer runs here for {need.what}, though its waits cost more points than it "
-            "has",
-        ),
-        (plan is first and sure, f"best quality that is fast enough for {need.what}"),
-        (plan is first, f"best balance of quality and speed for {need.what}"),
-        (sure and first.is_rated, "best quality of these"),
-        (sure, "the best of these that somebody rated"),
-        (
-            plan is fastest,
-            f"fastest of these, {plan.stream_tok_s / first.stream_tok_s:.1f}× the first",
-        ),
-        (plan is smallest, f"smallest of these, {saved} less than the first"),
-    )
-    return next((text for is_so, text in said if is_so), None) or _better_than(first, plan)
+def _rank_of_quality(plan: Plan) -> tuple[bool, float]:
+    """A plan that is not rated ranks below all that are."""
+    return plan.is_rated, plan.quality
+
+
+def _praise(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
+    """The best that can be said of a plan compared with the other picks."""
+    first = picks[0]
+    is_best = plan.is_rated and plan is max(picks, key=_rank_of_quality)
+    if plan is first:
+        if plan.score < 0:
+            return (
+                f"nothing surer runs here for {need.what}, "
+                "though its waits cost more points than it has"
+            )
+        if is_best:
+            return f"best quality that is fast enough for {need.what}"
+        return f"best balance of quality and speed for {need.what}"
+    if is_best:
+        if first.is_rated:
+            return "best quality of these"
+        return "the best of these that somebody rated"
+    if plan is max(picks, key=attrgetter("stream_tok_s")):
+        ratio = plan.stream_tok_s / first.stream_tok_s
+        return f"fastest of these, {ratio:.1f}× the first"
+    if plan is min(picks, key=all_memory):
+        saved = all_memory(first) - all_memory(plan)
+        return f"smallest of these, {gb(saved)} less than the first"
+    return _better_than(first, plan)
 
 
 def _better_than(first: Plan, plan: Plan) -> str:
-    """What `plan` has over the first, the most telling of it; that there is something is why it is
-    among the picks."""
+    """The most telling advantage of `plan` over the first pick."""
     ratio = plan.stream_tok_s / first.stream_tok_s
     better = plan.quality - first.quality
     saved = all_memory(first) - all_memory(plan)
-    sooner = (
-        1 - (plan.ttft_cached_s or plan.ttft_s).value / (first.ttft_cached_s or first.ttft_s).value
-    )
+    if ratio >= 1.25:
+        return f"{ratio:.1f}× as fast as the first"
+    if plan.is_rated and better > 0.5:
+        return f"{better:.1f} points better than the first"
+    if saved > 0.2 * all_memory(first):
+        return f"needs {gb(saved)} less than the first"
+    if ratio >= 1.01:
+        return f"{ratio - 1:.0%} faster than the first"
+    if saved > 0.01 * all_memory(first):
+        return f"needs {gb(saved)} less than the first"
+    return _little_better_than(first, plan)
+
+
+def _little_better_than(first: Plan, plan: Plan) -> str:
+    """An advantage of `plan` in its wait, context or rating."""
+    better = plan.quality - first.quality
+    sooner = 1 - plan.later_ttft_s / first.later_ttft_s
+    if sooner > 0.01:
+        return f"first token {sooner:.0%} sooner than the first"
     longer = plan.settings.n_ctx - first.settings.n_ctx
-    said = (
-        (ratio >= 1.25, f"{ratio:.1f}× as fast as the first"),
-        (plan.is_rated and better > 0.5, f"{better:.1f} points better than the first"),
-        (saved > 0.2 * all_memory(first), f"needs {gb(saved)} less than the first"),
-        (ratio >= 1.01, f"{ratio - 1:.0%} faster than the first"),
-        (saved > 0.01 * all_memory(first), f"needs {gb(saved)} less than the first"),
-        (sooner > 0.01, f"first token {sooner:.0%} sooner than the first"),
-        (longer > 0, f"{longer // 1024}k more context than the first"),
-        (not plan.is_rated and better > 0, f"that would be {better:.1f} points above the first"),
-        (better > 0.05, f"{better:.1f} points better than the first"),
-        (plan.is_rated and not first.is_rated, "rated, which the first is not"),
-        (
-            first.variant.is_estimate and not plan.variant.is_estimate,
-            "its files are listed, the first's constructed",
-        ),
-    )
-    return next(
-        (text for is_so, text in said if is_so), "no better than the first in anything shown"
-    )
+    if longer > 0:
+        return f"{longer // 1024}k more context than the first"
+    if not plan.is_rated and better > 0:
+        return f"that would be {better:.1f} points above the first"
+    if better > 0.05:
+        return f"{better:.1f} points better than the first"
+    if plan.is_rated and not first.is_rated:
+        return "rated, which the first is not"
+    if first.variant.is_estimate and not plan.variant.is_estimate:
+        return "its files are listed, the first's constructed"
+    return "no better than the first in anything shown"
 
 
 def _trades(plan: Plan, first: Plan) -> list[str]:
-    """What `plan` has against it beside its speed. Its KV type stands in the table."""
+    """The disadvantages of `plan` in addition to its speed. The table has its KV type."""
+    trades = []
     drafted = rate(plan.stream_tok_s)
     plain = rate(plan.decode_tok_s.value)
+    if drafted != plain:
+        trades.append(f"{drafted} tok/s with what drafts for it, {plain} without")
+    if plan.fits == "tight":
+        trades.append("leaves little memory for anything else")
+    if plan.fits == "split":
+        trades.append(_beside(plan))
     lost = first.quality - plan.quality
-    points = f"{lost:.0f} point{'' if round(lost) == 1 else 's'}"
-    said = (
-        (drafted != plain, f"{drafted} tok/s with what drafts for it, {plain} without"),
-        (plan.fits == "tight", "leaves little memory for anything else"),
-        (plan.fits == "split", _beside(plan)),
-        (plan.is_rated and first.is_rated and lost >= 1, f"rated {points} lower"),
-    )
-    return [text for is_so, text in said if is_so]
+    if plan.is_rated and first.is_rated and lost >= 1:
+        trades.append(f"rated {lost:.0f} point{'' if round(lost) == 1 else 's'} lower")
+    return trades
