@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from textual.app import SystemCommand
+from textual.app import App, SystemCommand
 from textual.screen import ModalScreen, Screen
+from textual.theme import Theme
 from textual.widgets import Input, TextArea
 
 from localllm import json_store
@@ -61,17 +62,18 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
     def on_mount(self) -> None:
         self.set_keymap(remapped())
         on_signals(self.chat.leave, self._woken)
-        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
+        self.app_resume_signal.subscribe(self, self._redraw_all)
         chosen = json_store.read(self._preferences).get("theme")
-        if chosen in self.available_themes:
-            self.theme = chosen
-        else:
-            self.theme = self._fitting
-        self.theme_changed_signal.subscribe(
-            self, lambda theme: json_store.keep(self._preferences, {"theme": theme.name})
-        )
+        self.theme = chosen if chosen in self.available_themes else self._fitting
+        self.theme_changed_signal.subscribe(self, self._keep_theme)
         # the command starts with gc disabled: what a start allocates stays
         self.page.call_after_refresh(gc.enable)
+
+    def _redraw_all(self, _: App[None]) -> None:
+        self.refresh(layout=True)
+
+    def _keep_theme(self, theme: Theme) -> None:
+        json_store.keep(self._preferences, {"theme": theme.name})
 
     def _woken(self) -> None:
         """After a SIGSTOP, which no program hears of: a shell had the terminal meanwhile. Begin
@@ -85,7 +87,7 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         """Tell somebody who looks at another window, where the terminal says which one is in
         front."""
         if not self.app_focus and self._driver is not None:
-            self._driver.write(notice(text) if not self._told_elsewhere else "\a")
+            self._driver.write("\a" if self._told_elsewhere else notice(text))
             self._told_elsewhere = True
 
     def on_app_focus(self) -> None:
@@ -113,11 +115,14 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         """Quit where nothing is typed; in a text the key removes the next character, as
         everywhere."""
         await self.page.composer.keys_handled()
-        typed_in = self.focused
-        if (isinstance(typed_in, TextArea) and typed_in.text) or (
-            isinstance(typed_in, Input) and typed_in.value
-        ):
-            typed_in.action_delete_right()
+        focused = self.focused
+        typed = ""
+        if isinstance(focused, TextArea):
+            typed = focused.text
+        elif isinstance(focused, Input):
+            typed = focused.value
+        if isinstance(focused, (TextArea, Input)) and typed:
+            focused.action_delete_right()
         else:
             await self.chat.leave()
 

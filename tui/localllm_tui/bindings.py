@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 
 from localllm_tui.control.commands import ALL_KEYS
-from localllm_tui.control.keys import CHAT, COMMAND
+from localllm_tui.control.keys import CHAT, COMMAND, Key
 
 
 def bindings_of(owner: str) -> list[BindingType]:
@@ -15,12 +15,14 @@ def bindings_of(owner: str) -> list[BindingType]:
     hints."""
     owners = (CHAT, COMMAND) if owner == CHAT else (owner,)
     return [
-        Binding(
-            key.keys, key.action, key.help, show=False, priority=key.priority, id=key.id or None
-        )
-        for key in ALL_KEYS
-        if key.owner in owners and key.action and not key.caught
+        _binding(key) for key in ALL_KEYS if key.owner in owners and key.action and not key.caught
     ]
+
+
+def _binding(key: Key) -> Binding:
+    return Binding(
+        key.keys, key.action, key.help, show=False, priority=key.priority, id=key.id or None
+    )
 
 
 class HasKeys:

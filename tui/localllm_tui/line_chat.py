@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -56,7 +57,9 @@ class LineFace(Face):
         columns = _columns(sys.stderr)
         for n, row in enumerate(rows, 1):
             line = f"{n:>3}  {one_line(row)}"
-            self.note(elide(line, columns) if columns else line)
+            if columns:
+                line = elide(line, columns)
+            self.note(line)
         try:
             picked = input("number, or Enter for none: ").strip()
         except EOFError:
@@ -69,8 +72,10 @@ class LineFace(Face):
         self.note(text)
 
     async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
-        hint = f"\nhint: {error.hint}" if error.hint else ""
-        self.note(f"error: {error.message}{hint}{self.after_error}")
+        text = f"error: {error.message}"
+        if error.hint:
+            text += f"\nhint: {error.hint}"
+        self.note(text + self.after_error)
         if next_steps and isinstance(error, ContextLengthError) and not self.chat.compacts:
             self.note("/compact leaves out the oldest messages and asks again")
 
@@ -84,11 +89,13 @@ class LineFace(Face):
             await self.redraw()
 
     async def redraw(self) -> None:
-        if self.chat.session.turns:
-            turn = self.chat.session.turns[-1]
-            self.show(
-                printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}")
-            )
+        if not self.chat.session.turns:
+            return
+        turn = self.chat.session.turns[-1]
+        if turn.role == "assistant":
+            self.show(printable(turn.content))
+        else:
+            self.show(printable(f"> {typed_in(turn)}"))
 
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
         return _Page(sys.stdout, sys.stderr)
@@ -98,8 +105,10 @@ class LineFace(Face):
     ) -> None:
         if stream.turn is not None:
             shown.end(note_under(stream.turn))
+        elif error is not None:
+            shown.end("")
         else:
-            shown.end("" if error is not None else "no answer: /retry asks again")
+            shown.end("no answer: /retry asks again")
 
     async def _list(self, words: str) -> None:
         """List conversations; a number on the next line opens one."""
@@ -115,17 +124,17 @@ class LineFace(Face):
     async def _find(self, words: str) -> None:
         """List the turns that have these words, and show one whole by its number; then the list
         again, until none is asked for."""
+        if not words:
+            self.note("/find WORDS")
+            return
         history = self.chat.history
         own = self.chat.session.id or ""
-        if words:
-            hits = [hit for hit in history.search(words) if hit.conversation_id == own]
-        else:
-            hits = []
-        self.note(how_many(len(hits), "turn") if words else "/find WORDS")
-        rows = [
-            f"{'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}"
-            for hit in hits[:FOUND_SHOWN]
-        ]
+        hits = [hit for hit in history.search(words) if hit.conversation_id == own]
+        self.note(how_many(len(hits), "turn"))
+        rows = []
+        for hit in hits[:FOUND_SHOWN]:
+            who = "you" if hit.role == "user" else "answer"
+            rows.append(f"{who}: {printable(hit.snippet)}")
         while rows:
             picked = await self.pick(rows)
             if picked is None:
@@ -141,18 +150,18 @@ class LineFace(Face):
         self.note(f"was: {printable(typed_in(turn))}\ntype it anew:")
 
     def copy(self, text: str, what: str) -> None:
-        done = self._copy(text)
-        self.note(
-            f"copied {what}"
-            if done
-            else "this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)"
-        )
+        if self._copy(text):
+            self.note(f"copied {what}")
+        else:
+            self.note("this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)")
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
         command = commands.known(name)
-        own = {"list": self._list, "find": self._find}
-        if name in own:
-            await own[name](argument)
+        if name == "list":
+            await self._list(argument)
+            return True
+        if name == "find":
+            await self._find(argument)
             return True
         if command is None or command.plain:
             return False
@@ -219,12 +228,16 @@ def _reader() -> Callable[[], str]:
     """Reads a line, or all the lines that were pasted at once, up to the Enter after them; raises
     EOFError."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
-        return lambda: input("> ")
+        return partial(input, "> ")
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # not every terminal answers
     from prompt_toolkit import PromptSession
 
     session: PromptSession[str] = PromptSession("> ", enable_suspend=True)
-    return lambda: str(session.prompt())
+
+    def read() -> str:
+        return str(session.prompt())
+
+    return read
 
 
 def _columns(out: TextIO) -> int:
@@ -268,11 +281,10 @@ class WrappedLines:
         elif self._at and self._at + cells > self._columns:
             self._at = cells % self._columns
             piece = "\n" + piece
+        elif cells > self._columns:
+            self._at = (self._at + cells) % self._columns
         else:
-            if cells > self._columns:
-                self._at = (self._at + cells) % self._columns
-            else:
-                self._at = self._at + cells
+            self._at += cells
         return piece
 
 

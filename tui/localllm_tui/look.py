@@ -44,18 +44,14 @@ class LookApp(App[T]):
         return self.theme_variables
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        filters = [*super().get_line_filters(), NoControls()]
+        filters: list[LineFilter] = [*super().get_line_filters(), NoControls()]
         if self.no_color:
-            return [*filters, NoColors()]
+            filters.append(NoColors())
         return filters
 
     def fitting_theme(self, *, light: bool) -> str:
         """The theme for a terminal of which nothing but its background is known: its own colours
         where it has 16."""
         if self.console.color_system in ("standard", "windows"):
-            if light:
-                return "ansi-light"
-            return "ansi-dark"
-        if light:
-            return "textual-light"
-        return "textual-dark"
+            return "ansi-light" if light else "ansi-dark"
+        return "textual-light" if light else "textual-dark"

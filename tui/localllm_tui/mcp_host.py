@@ -38,16 +38,13 @@ class McpHost:
             return await asyncio.wait_for(asyncio.shield(ready), _START_S)
         except Exception as e:
             await self.close()
+            hint = f"try it by hand: {' '.join([self.command, *self.args])}"
+            if isinstance(e, ImportError):
+                hint = "tools need an extra: pip install 'localllm[tools]'"
+            why = _reason(e)
             if isinstance(e, TimeoutError):
                 why = f"it said nothing for {_START_S:.0f} s"
-            else:
-                why = _reason(e)
-            raise LocalLLMError(
-                f"{self.name} does not start: {why}",
-                hint="tools need an extra: pip install 'localllm[tools]'"
-                if isinstance(e, ImportError)
-                else f"try it by hand: {' '.join([self.command, *self.args])}",
-            ) from e
+            raise LocalLLMError(f"{self.name} does not start: {why}", hint=hint) from e
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if self._session is None:

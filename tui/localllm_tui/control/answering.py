@@ -95,37 +95,33 @@ class AnswerStream:
 
     def _take(self, event: StreamEvent, shown: AnswerDisplay) -> None:
         first = self.meter.tokens == 0
-        match event:
-            case TextDelta(text, reasoning):
-                if first:
-                    shown.progress("")
-                self.meter.delta()
-                shown.feed(text, reasoning)
-                self.add(text, reasoning)
-            case PromptProgress(done, total):
-                said = self.meter.reading(done, total)
-                if first:
-                    shown.progress(said)
-            case WaitNote(note):
-                if first or self._tools:
-                    shown.progress(printable(note) + "…")
-            case MessagesLeftOut(messages):
-                self.meter.left_out = messages
-            case ToolResult(call, result, allowed):
-                ran = {
-                    "name": call.name,
-                    "arguments": call.arguments,
-                    "result": result,
-                    "allowed": allowed,
-                }
-                self._tools.append(ran)
+        if isinstance(event, TextDelta):
+            if first:
                 shown.progress("")
-                shown.tool(ran)
-            case AnswerDone():
-                self.meter.usage = event.usage
-                self.reason = event.reason
-                self._cache_miss = event.cache_miss
-                self.timings = event.timings
+            self.meter.delta()
+            shown.feed(event.text, event.reasoning)
+            self.add(event.text, event.reasoning)
+        elif isinstance(event, PromptProgress):
+            said = self.meter.reading(event.done, event.total)
+            if first:
+                shown.progress(said)
+        elif isinstance(event, WaitNote):
+            if first or self._tools:
+                shown.progress(printable(event.note) + "…")
+        elif isinstance(event, MessagesLeftOut):
+            self.meter.left_out = event.messages
+        elif isinstance(event, ToolResult):
+            ran: dict[str, Any] = {"name": event.call.name, "arguments": event.call.arguments}
+            ran["result"] = event.result
+            ran["allowed"] = event.allowed
+            self._tools.append(ran)
+            shown.progress("")
+            shown.tool(ran)
+        elif isinstance(event, AnswerDone):
+            self.meter.usage = event.usage
+            self.reason = event.reason
+            self._cache_miss = event.cache_miss
+            self.timings = event.timings
 
 
 class PendingAnswer(AnswerStream):
@@ -152,11 +148,9 @@ class PendingAnswer(AnswerStream):
         """
         super().__init__()
         begun = _to_go_on_with(session, to) if continues else None
-        at = begun or to or session.last_question
-        if at.role == "assistant":
-            question = session.all_turns.get(at.parent_id, begun)
-        else:
-            question = at
+        question: StoredMessage | None = begun or to or session.last_question
+        if question is not None and question.role == "assistant":
+            question = session.all_turns.get(question.parent_id, begun)
         if question is None:
             raise UsageError(
                 "there is no question before this answer", hint="ask one, and it is answered"
@@ -210,17 +204,15 @@ class PendingAnswer(AnswerStream):
         super().close()
         meta = self.meter.meta()
         if self.meter.usage is None:  # stopped before the server counted: what the screen showed
-            used = self.meter.prompt_tokens or self.session.used_tokens
-            meta |= {
-                "prompt_tokens": used,
-                "completion_tokens": self.meter.tokens,
-                "estimated": True,
-            }
+            meta["prompt_tokens"] = self.meter.prompt_tokens or self.session.used_tokens
+            meta["completion_tokens"] = self.meter.tokens
+            meta["estimated"] = True
         meta |= self._reread()
         if self._tools:
             meta["tools"] = self._tools
+        meta["finish_reason"] = self.reason
         with suppress(LocalLLMError):
-            self.finish({**meta, "finish_reason": self.reason})
+            self.finish(meta)
 
     def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
         """Write the last of it with `meta`. None when nothing came."""
@@ -247,18 +239,14 @@ class PendingAnswer(AnswerStream):
         return self._stored
 
     def _write(self, meta: dict[str, Any]) -> StoredMessage:
-        more: dict[str, Any] = {
-            "reasoning": self.reasoning,
-            "meta": meta,
-            "complete": self._meta is not None,
-        }
+        more: dict[str, Any] = {"reasoning": self.reasoning, "meta": meta}
+        more["complete"] = self._meta is not None
         if self._stored is not None:
             with suppress(NotFoundError):  # another window removed it: it becomes a new turn
                 return self.session.rewrite(replace(self._stored, content=self.text, **more))
+        parent = self.question.id
         if self._begun is not None:
             parent = self._begun.parent_id
-        else:
-            parent = self.question.id
         return self.session.append("assistant", self.text, parent=parent, **more)
 
     def _reread(self) -> dict[str, Any]:

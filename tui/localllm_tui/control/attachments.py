@@ -112,9 +112,8 @@ def _text_of_pdf(name: str, data: bytes) -> str:
         raise UsageError(
             f"{name} has no text: its pages are pictures", hint="attach pictures of its pages"
         )
-    return "\n\n".join(
-        page.text or f"[page {n} is a picture]" for n, page in enumerate(found.pages, 1)
-    )
+    pages = [page.text or f"[page {n} is a picture]" for n, page in enumerate(found.pages, 1)]
+    return "\n\n".join(pages)
 
 
 def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
@@ -122,13 +121,14 @@ def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
     ContextLengthError."""
     # What an image comes to depends on the model: the server counts it.
     size = sum(len(text.encode()) for _, text in attached if not is_image(text))
-    if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
-        raise ContextLengthError(
-            f"{', '.join(name for name, _ in attached)}: {size:,} bytes can't fit in a context of "
-            f"{n_ctx:,} tokens "
-            f"(at most {n_ctx * MAX_BYTES_PER_TOKEN:,} bytes could)",
-            hint="attach a part, or start the chat with a larger --context",
-        )
+    if n_ctx is None or size <= n_ctx * MAX_BYTES_PER_TOKEN:
+        return
+    names = ", ".join(name for name, _ in attached)
+    raise ContextLengthError(
+        f"{names}: {size:,} bytes can't fit in a context of {n_ctx:,} tokens "
+        f"(at most {n_ctx * MAX_BYTES_PER_TOKEN:,} bytes could)",
+        hint="attach a part, or start the chat with a larger --context",
+    )
 
 
 _IMAGE = re.compile(
@@ -167,11 +167,15 @@ def _in_parts(message: Mapping[str, Any], *, items: bool) -> Mapping[str, Any]:
     parts: list[dict[str, Any]] = []
     kind = "input_text" if items else "text"
     for text, url in zip(marked[::3], marked[2::3], strict=True):
-        parts.append({"type": kind, "text": text.strip("\n")})
-        image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
-        parts.append({"type": "input_image", "image_url": url} if items else image)
-    parts.append({"type": kind, "text": rest})
-    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+        if text.strip("\n"):
+            parts.append({"type": kind, "text": text.strip("\n")})
+        if items:
+            parts.append({"type": "input_image", "image_url": url})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+    if rest:
+        parts.append({"type": kind, "text": rest})
+    return {**message, "content": parts}
 
 
 def typed_in(question: StoredMessage) -> str:
@@ -195,13 +199,11 @@ def code_block(markdown: str, number: int | None, whose: str) -> tuple[str, str]
     """The code block of this number (None: the last), and what it is in words. Raises UsageError
     where `whose` has no such block."""
     blocks = code_blocks(markdown)
+    if not blocks:
+        raise UsageError(f"{whose} has 0 code blocks")
     at = len(blocks) if number is None else number
     if not 1 <= at <= len(blocks):
-        if blocks and number is not None:
-            not_that = f", not {at}"
-        else:
-            not_that = ""
-        raise UsageError(f"{whose} has {len(blocks)} code blocks{not_that}")
+        raise UsageError(f"{whose} has {len(blocks)} code blocks, not {at}")
     return blocks[at - 1], f"code block {at} of {len(blocks)}"
 
 
@@ -218,17 +220,18 @@ def fenced(name: str, body: str) -> str:
 
 def with_files(text: str, attached: Sequence[tuple[str, str]], files: str = "") -> str:
     """A question as sent: `files` (already fenced) and the `attached` ones come before the text."""
-    return "\n\n".join(
-        [*([files] if files else []), *(fenced(name, body) for name, body in attached), text]
-    )
+    parts = [files] if files else []
+    parts += [fenced(name, body) for name, body in attached]
+    return "\n\n".join([*parts, text])
 
 
 def files_of(turn: StoredMessage) -> tuple[str, list[str]]:
     """The files that went with a question: fenced as they were sent, and their names."""
     names = [str(name) for name in turn.meta.get("attached", ())]
-    if names:
-        return (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names)
-    return ("", [])
+    if not names:
+        return "", []
+    typed = str(turn.meta.get("typed", ""))
+    return turn.content.removesuffix(typed).rstrip(), names
 
 
 # More names than this are not read.
@@ -265,8 +268,14 @@ def names_like(typed: str, names: list[str]) -> list[str]:
     the shorter before the longer."""
     if not typed:
         return names
-    found = [name for name in names if _has_letters(name.lower(), typed.lower())]
-    return sorted(found, key=lambda name: (typed.lower() not in name.lower(), len(name)))
+    whole = []
+    scattered = []
+    for name in names:
+        if typed.lower() in name.lower():
+            whole.append(name)
+        elif _has_letters(name.lower(), typed.lower()):
+            scattered.append(name)
+    return sorted(whole, key=len) + sorted(scattered, key=len)
 
 
 def _has_letters(name: str, typed: str) -> bool:
@@ -276,13 +285,15 @@ def _has_letters(name: str, typed: str) -> bool:
 
 def _walk(folder: Path) -> Iterator[str]:
     for where, folders, files in os.walk(folder):
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".") and name not in ("node_modules", "__pycache__")
-        ]
-        shown = (name for name in files if not name.startswith("."))
-        yield from (os.path.relpath(os.path.join(where, name), folder) for name in shown)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in ("node_modules", "__pycache__")]
+        for name in files:
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(where, name), folder)
+
+
+# Paths of dropped files have fewer characters than this.
+_LONGEST_DROP = 100_000
 
 
 def dropped_files(pasted: str) -> list[Path]:
@@ -292,12 +303,9 @@ def dropped_files(pasted: str) -> list[Path]:
     Terminals quote them, put a backslash before spaces, or give file:// addresses.
     """
     text = pasted.strip()
-    if (
-        not text
-        or "\0" in text
-        or len(text) > 100_000
-        or not text.startswith(("/", "~", "'", '"', "file://"))
-    ):
+    if len(text) > _LONGEST_DROP or "\0" in text:
+        return []
+    if not text.startswith(("/", "~", "'", '"', "file://")):
         return []
     whole = _path(text)
     if whole is not None:
@@ -306,10 +314,13 @@ def dropped_files(pasted: str) -> list[Path]:
         parts = shlex.split(text)
     except ValueError:
         return []
-    paths = [_path(part) for part in parts]
-    if paths and None not in paths:
-        return [path for path in paths if path is not None]
-    return []
+    paths = []
+    for part in parts:
+        path = _path(part)
+        if path is None:
+            return []
+        paths.append(path)
+    return paths
 
 
 def _path(text: str) -> Path | None:

@@ -55,6 +55,11 @@ class Command:
     def usage(self) -> str:
         return f"/{self.name} {self.argument}".rstrip()
 
+    @property
+    def needs_argument(self) -> bool:
+        """Whether the command does nothing without its argument."""
+        return bool(self.argument) and not self.argument.startswith("[")
+
 
 async def _help(chat: ChatController, _: str) -> None:
     await chat.face.show_note(section_text(command_section(plain=True)))

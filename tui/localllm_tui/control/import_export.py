@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,30 @@ FORMAT_VERSION = 1
 
 def to_json(session: Session) -> str:
     """All branches, as `store` takes them back."""
-    turns = sorted([*session.all_turns.values(), *session.systems], key=lambda t: t.id)
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "title": session.title,
-            "model": session.model,
-            "head": session.head,
-            "messages": [_message(t) for t in turns],
-        },
-        ensure_ascii=False,
-        indent=1,
-    )
+    turns = sorted([*session.all_turns.values(), *session.systems], key=attrgetter("id"))
+    conversation = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "title": session.title,
+        "model": session.model,
+        "head": session.head,
+        "messages": [_message(t) for t in turns],
+    }
+    return json.dumps(conversation, ensure_ascii=False, indent=1)
 
 
 def _message(turn: StoredMessage) -> dict[str, Any]:
-    return {
-        "id": turn.id,
-        "parent": turn.parent_id,
-        "role": turn.role,
-        "content": turn.content,
-        **({"reasoning": turn.reasoning} if turn.reasoning else {}),
-        **({"meta": turn.meta} if turn.meta else {}),
-        **({} if turn.complete else {"complete": False}),
-        "created_s": turn.created_s,
-    }
+    message: dict[str, Any] = {"id": turn.id, "parent": turn.parent_id}
+    message["role"] = turn.role
+    message["content"] = turn.content
+    if turn.reasoning:
+        message["reasoning"] = turn.reasoning
+    if turn.meta:
+        message["meta"] = turn.meta
+    if not turn.complete:
+        message["complete"] = False
+    message["created_s"] = turn.created_s
+    return message
 
 
 def to_markdown(session: Session) -> str:
@@ -53,10 +52,9 @@ def to_markdown(session: Session) -> str:
     parts += _systems_after(session, 0)
     for turn in session.turns:
         if turn.role == "user":
-            who = "You"
+            parts.append("## You")
         else:
-            who = turn.meta.get("model") or session.model
-        parts.append(f"## {who}")
+            parts.append(f"## {turn.meta.get('model') or session.model}")
         parts += _body(turn)
         versions = session.versions(turn)
         for n, other in enumerate(versions, 1):
@@ -70,9 +68,10 @@ def _systems_after(session: Session, turn_id: int) -> Iterable[str]:
     """The system prompts that were set after a turn; those set on a branch that is not shown stand
     at the beginning."""
     shown = {t.id for t in session.turns}
-    for s in session.systems:
-        if (s.parent_id if s.parent_id in shown else 0) == turn_id:
-            yield _system(s.content)
+    for prompt in session.systems:
+        after = prompt.parent_id if prompt.parent_id in shown else 0
+        if after == turn_id:
+            yield _system(prompt.content)
 
 
 def _system(text: str) -> str:
@@ -83,8 +82,9 @@ def _system(text: str) -> str:
 
 def _body(turn: StoredMessage) -> list[str]:
     reasoning = (turn.reasoning or "").strip()
-    thought = [_folded("thinking", [reasoning])] if reasoning else []
-    return [*thought, turn.content.strip()]
+    if reasoning:
+        return [_folded("thinking", [reasoning]), turn.content.strip()]
+    return [turn.content.strip()]
 
 
 def _folded(title: str, parts: list[str]) -> str:

@@ -144,7 +144,9 @@ class EngineProgress:
         """In a few words; "" where there is nothing to wait for."""
         if self.state != "loading":
             return ""
-        return f"loading {model}" + (f" {self.share:.0%}" if self.share > 0 else "")
+        if self.share > 0:
+            return f"loading {model} {self.share:.0%}"
+        return f"loading {model}"
 
 
 class ChatEngine(Protocol):

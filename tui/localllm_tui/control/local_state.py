@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -29,12 +29,18 @@ class Drafts:
         self.folder = folder
         self._writer = ThreadPoolExecutor(1, "drafts")
         self._writes: dict[Path, Future[None]] = {}
-        places = ((place, self._take(place)) for place in range(1, _WINDOWS + 1))
-        self._place, self._held = next((one for one in places if one[1] is not None), (1, None))
+        self._place = 1
+        self._held: sqlite3.Connection | None = None
+        for place in range(1, _WINDOWS + 1):
+            held = self._take(place)
+            if held is not None:
+                self._place = place
+                self._held = held
+                break
 
     def load(self, conv_id: str | None) -> str:
         file = self._file(conv_id, self._place)
-        self._writer.submit(lambda: None).result()  # all that was saved before is written
+        wait(self._writes.values())
         try:
             if not file.exists():
                 self._inherit(conv_id, file)
@@ -66,18 +72,18 @@ class Drafts:
             self._held = None
 
     def _file(self, conv_id: str | None, place: int) -> Path:
-        return self.folder / (
-            f"{conv_id or 'new'}.txt" if place == 1 else f"{conv_id or 'new'}.{place}.txt"
-        )
+        name = conv_id or "new"
+        if place == 1:
+            return self.folder / f"{name}.txt"
+        return self.folder / f"{name}.{place}.txt"
 
     def _inherit(self, conv_id: str | None, file: Path) -> None:
         """Take over a draft of this conversation from a window that is closed."""
         for place in range(1, _WINDOWS + 1):
             left = self._file(conv_id, place)
-            if place != self._place and left.exists():
-                held = self._take(place)
-            else:
-                held = None
+            if place == self._place or not left.exists():
+                continue
+            held = self._take(place)
             if held is not None:
                 with suppress(OSError):
                     os.replace(left, file)

@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.conversation.history import History, HistoryError, StoredMessage, TurnGoneError
 from localllm.errors import NotFoundError, UsageError
-from localllm_tui.control.attachments import files_of, with_files
+from localllm_tui.control.attachments import files_of, typed_in, with_files
 from localllm_tui.control.formatting import title_of
 
 
@@ -71,8 +71,11 @@ class Session:
                 self.all_turns[m.id] = m
                 self._after.setdefault(m.parent_id, []).append(m.id)
         for versions in self._after.values():
-            versions.sort(key=lambda n: (self.all_turns[n].created_s, n))
+            versions.sort(key=self._age)
         self._show_branch(stored_head if head is None else head)
+
+    def _age(self, turn_id: int) -> tuple[float, int]:
+        return self.all_turns[turn_id].created_s, turn_id
 
     def _show_branch(self, head: int) -> None:
         path: dict[int, StoredMessage] = {}
@@ -103,23 +106,25 @@ class Session:
     def used_tokens(self) -> int:
         """Context in use after the last answer whose tokens the server counted (0 when there is
         none)."""
-        answers = (turn.meta for turn in reversed(self.turns) if turn.role == "assistant")
-        counted = next((meta for meta in answers if "prompt_tokens" in meta), {})
-        return sum(int(counted.get(f"{part}_tokens") or 0) for part in ("prompt", "completion"))
+        for turn in reversed(self.turns):
+            if turn.role == "assistant" and "prompt_tokens" in turn.meta:
+                prompt = int(turn.meta["prompt_tokens"] or 0)
+                return prompt + int(turn.meta.get("completion_tokens") or 0)
+        return 0
 
     @property
     def counted(self) -> bool:
         """Whether `used_tokens` is what the server counted for all that would be sent now."""
         turns = self.sent_turns
-        return not turns or (
-            turns[-1].role == "assistant"
-            and "prompt_tokens" in turns[-1].meta
-            and not turns[-1].meta.get("estimated")
-        )
+        if not turns:
+            return True
+        last = turns[-1]
+        counted = "prompt_tokens" in last.meta and not last.meta.get("estimated")
+        return last.role == "assistant" and counted
 
     @property
     def unanswered(self) -> bool:
-        return any(turn.role == "user" for turn in self.turns[-1:])
+        return bool(self.turns) and self.turns[-1].role == "user"
 
     @property
     def compacts(self) -> bool:
@@ -156,12 +161,14 @@ class Session:
         `instead`: as another version of this question, with its files; the old one is removed where
         nothing followed it.
         """
+        files = ""
+        names: list[str] = []
         if instead is not None:
             files, names = files_of(instead)
-        else:
-            files, names = ("", [])
         names += [name for name, _ in attached]
-        meta = {"typed": text, "attached": names} if names else {}
+        meta: dict[str, Any] = {}
+        if names:
+            meta = {"typed": text, "attached": names}
         content = with_files(text, attached, files)
         if self.id is None:
             self.title = title_of(text or ", ".join(names))
@@ -173,19 +180,14 @@ class Session:
         turn = self.append("user", content, meta=meta, parent=instead.parent_id)
         if instead.id in self.all_turns and not self.has_followers(instead):
             self.remove(instead)
-            if not self.titled and self.title == title_of(
-                instead.meta.get("typed", instead.content)
-            ):
+            if not self.titled and self.title == title_of(typed_in(instead)):
                 self.rename(title_of(text), titled=0)
         return turn
 
     def change_answer(self, answer: StoredMessage, text: str) -> StoredMessage:
         """Store `text` as another version of `answer`, as if the model had said it."""
-        meta = {
-            "model": answer.meta.get("model", self.model),
-            "finish_reason": "stop",
-            "edited": True,
-        }
+        model = answer.meta.get("model", self.model)
+        meta = {"model": model, "finish_reason": "stop", "edited": True}
         return self.append("assistant", text, meta=meta, parent=answer.parent_id)
 
     def drop_question(self) -> None:
@@ -202,13 +204,13 @@ class Session:
         assert self.id is not None
         versions = self.versions(turn)
         at = versions.index(turn)
-        others = [v.id for v in (versions[at + 1 :] + versions[:at][::-1])]
+        others = versions[at + 1 :] + versions[:at][::-1]
         shown = turn in self.turns
-        with_it = self.head if not shown else None
+        head = None if shown else self.head
         self.history.remove(turn.id)
-        self._read(self.id, head=with_it)
+        self._read(self.id, head=head)
         if shown and others:
-            self.show(others[0])
+            self.show(others[0].id)
         if not self.turns:
             self._system = self.system
             self.history.delete(self.id)
@@ -252,7 +254,9 @@ class Session:
 
     def _before(self, turn: StoredMessage) -> set[int]:
         ids = [t.id for t in self.turns]
-        return set(ids[: ids.index(turn.id)] if turn.id in ids else ids)
+        if turn.id in ids:
+            del ids[ids.index(turn.id) :]
+        return set(ids)
 
     def would_send(
         self,
@@ -264,9 +268,13 @@ class Session:
     ) -> list[dict[str, str]]:
         """The messages if this were asked now; `instead`: as a version of this question; `alone`:
         without the earlier turns."""
-        files = files_of(instead)[0] if instead is not None else ""
+        files = ""
+        if instead is not None:
+            files, _ = files_of(instead)
         asked = StoredMessage(0, "user", with_files(text, attached, files))
-        return self.context(asked, self.turns[0] if alone and self.turns else instead)
+        if alone and self.turns:
+            return self.context(asked, self.turns[0])
+        return self.context(asked, instead)
 
     @property
     def sent_turns(self) -> list[StoredMessage]:
@@ -283,23 +291,18 @@ class Session:
     def unfinished(turn: StoredMessage) -> bool:
         """Whether a turn is an answer that did not come to its end by itself, or was changed
         since."""
-        ended = (
-            turn.complete
-            and turn.meta.get("finish_reason") == "stop"
-            and not turn.meta.get("edited")
-        )
-        return turn.role == "assistant" and bool(turn.content.strip()) and not ended
+        if turn.role != "assistant" or not turn.content.strip():
+            return False
+        stopped_itself = turn.complete and turn.meta.get("finish_reason") == "stop"
+        return not stopped_itself or bool(turn.meta.get("edited"))
 
     def other_version(self, turn: StoredMessage, step: int) -> StoredMessage:
         """Show the version `step` places after `turn`, cyclically, and what followed it. Raises
         UsageError where there is no other."""
         versions = self.versions(turn)
         if len(versions) == 1:
-            if turn.role == "assistant":
-                how = "/retry makes one"
-            else:
-                how = "/edit makes one"
-            raise UsageError("this turn has no other version", hint=how)
+            hint = "/retry makes one" if turn.role == "assistant" else "/edit makes one"
+            raise UsageError("this turn has no other version", hint=hint)
         other = versions[(self.place(turn)[0] - 1 + step) % len(versions)]
         self.show(other.id)
         return other
@@ -312,14 +315,22 @@ class Session:
     def branch_off(self, turn: StoredMessage) -> Session:
         """A new conversation with all turns up to `turn`; this one stays as it is."""
         upto = self._before(turn) | {turn.id}
-        taken = {c.title for c in self.history.list(self.title, limit=1000)}
-        names = (f"{self.title} (branch{f' {n}' if n > 1 else ''})" for n in range(1, 1002))
-        conv_id = self.history.create(next(name for name in names if name not in taken), self.model)
+        conv_id = self.history.create(self._branch_title(), self.model)
         self.history.add(conv_id, [*self.systems[-1:], *(t for t in self.turns if t.id in upto)])
         copy = Session(self.history, self.model, conv_id=conv_id, now=self.now)
         if self.compacts:
             copy.set_compacts(True)
         return copy
+
+    def _branch_title(self) -> str:
+        """A title for a branch that no other conversation has."""
+        taken = {c.title for c in self.history.list(self.title, limit=1000)}
+        title = f"{self.title} (branch)"
+        n = 1
+        while title in taken:
+            n += 1
+            title = f"{self.title} (branch {n})"
+        return title
 
     def rename(self, title: str, *, titled: int = 2) -> None:
         """Change the title; `titled`: by a model (1) or the user (2). Raises NotFoundError where it

@@ -61,12 +61,11 @@ async def output_of(command: str, within_s: float = WITHIN_S) -> str:
         _end(process)
         with suppress(TimeoutError):  # one that left the group may hold the pipe
             await asyncio.wait_for(process.communicate(), _ENDS_WITHIN_S)
-    text = printable(
-        _CODES.sub("", said[:MOST_BYTES].decode("utf-8", "replace").replace("\r\n", "\n"))
-    ).rstrip()
-    return "\n".join(part for part in (text, note and f"[{note}]") if part) or (
-        "[it printed nothing]"
-    )
+    text = said[:MOST_BYTES].decode("utf-8", "replace").replace("\r\n", "\n")
+    text = printable(_CODES.sub("", text)).rstrip()
+    if note:
+        return f"{text}\n[{note}]" if text else f"[{note}]"
+    return text or "[it printed nothing]"
 
 
 def _end(process: asyncio.subprocess.Process) -> None:

@@ -124,10 +124,8 @@ class TerminalQuestion:
 
             fd = sys.__stdin__.fileno()  # type: ignore[union-attr]
             if os.isatty(fd) and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-                self._before, self._end_s = (
-                    termios.tcgetattr(fd),
-                    time.monotonic() + _ANSWERS_WITHIN_S,
-                )
+                self._before = termios.tcgetattr(fd)
+                self._end_s = time.monotonic() + _ANSWERS_WITHIN_S
                 tty.setcbreak(fd, termios.TCSANOW)
                 self._fd = fd
                 raw_write(sys.stdout)(f"{question}\x1b[c")
@@ -143,9 +141,9 @@ class TerminalQuestion:
 
             try:
                 while not _ATTRIBUTES.search(self._text):
-                    if not select.select(
-                        [self._fd], [], [], max(0.0, self._end_s - time.monotonic())
-                    )[0]:
+                    left_s = max(0.0, self._end_s - time.monotonic())
+                    ready, _, _ = select.select([self._fd], [], [], left_s)
+                    if not ready:
                         break
                     self._said += os.read(self._fd, 4096)
             finally:
@@ -154,7 +152,8 @@ class TerminalQuestion:
         typed = _SEQUENCE.sub("", self._text)
         before = ""
         while typed != before:
-            typed, before = _ERASED.sub("", typed), typed
+            before = typed
+            typed = _ERASED.sub("", typed)
         return self._text, printable(typed).replace("\n", "")
 
     @property
@@ -183,14 +182,16 @@ def is_light(said: str) -> bool:
     found = _BACKGROUND.search(said)
     if found is None:
         return False
-    red, green, blue = (int(part, 16) / float(16 ** len(part) - 1) for part in found.groups())
+    red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
     return bool(0.299 * red + 0.587 * green + 0.114 * blue > 0.5)
 
 
 _AWAKE_AFTER_S = 0.1
 
 
-def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object]) -> None:
+def on_signals(
+    leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object] | None = None
+) -> None:
     """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is for a SIGCONT after
     a SIGSTOP."""
     loop = asyncio.get_running_loop()
@@ -205,8 +206,11 @@ def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[]
         leaving = loop.create_task(leave())
 
     def again() -> None:
-        if not gone:
+        if not gone and wake is not None:
             wake()
+
+    def awake() -> None:
+        loop.call_soon_threadsafe(loop.call_later, _AWAKE_AFTER_S, again)
 
     for name in ("SIGHUP", "SIGTERM"):
         with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
@@ -214,9 +218,7 @@ def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[]
     with suppress(AttributeError, ValueError):
         # Not in the handler: the main thread may hold a lock of the screen's. Later: a closed
         # window's SIGHUP comes with a SIGCONT.
-        _wake_only_from_sleep(
-            lambda: loop.call_soon_threadsafe(loop.call_later, _AWAKE_AFTER_S, again)
-        )
+        _wake_only_from_sleep(awake)
 
 
 def _write_nowhere() -> None:

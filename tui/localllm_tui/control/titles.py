@@ -15,8 +15,8 @@ from localllm_tui.control.stream_events import (
 from localllm_tui.control.terminal import printable
 
 _ASK = (
-    "Give this conversation a title of two to six words. Answer with the title alone, without "
-    "quotes."
+    "Give this conversation a title of two to six words. "
+    "Answer with the title alone, without quotes."
 )
 _MOST_TOKENS = 24
 _MOST_WORDS = 6
@@ -46,9 +46,8 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
     try:
         # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels
         # it.
-        async for event in client.stream(
-            model, messages, sampling={"max_tokens": _MOST_TOKENS, "temperature": 0}
-        ):
+        sampling = {"max_tokens": _MOST_TOKENS, "temperature": 0}
+        async for event in client.stream(model, messages, sampling=sampling):
             if isinstance(event, TextDelta):
                 text += event.text
         if session.id == conv_id and not session.titled:
@@ -67,12 +66,11 @@ def clean(text: str, turns: list[StoredMessage]) -> str | None:
     words = line.split()
     if not words or len(line) > TITLE_CHARS or len(words) > _MOST_WORDS or line.endswith("?"):
         return None
-    said = [" ".join(t.content.split()).lower() for t in turns if t.role == "assistant"]
-    if any(s.startswith(line.lower()) for s in said):
-        return None
-    if _was_said(line, turns):
-        return line
-    return None
+    for turn in turns:
+        said = " ".join(turn.content.split()).lower()
+        if turn.role == "assistant" and said.startswith(line.lower()):
+            return None
+    return line if _was_said(line, turns) else None
 
 
 def _was_said(title: str, turns: list[StoredMessage]) -> bool:

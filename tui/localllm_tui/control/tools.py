@@ -54,8 +54,8 @@ class ToolBox:
             raise UsageError(
                 f"config.toml has no [mcp.{name}]", hint=f"it has {', '.join(self.hosts)}"
             )
-        for host in [self.hosts[name]] if name else [*self.hosts.values()]:
-            if host.name not in self._open:
+        for host in self.hosts.values():
+            if host.name not in self._open and name in ("", host.name):
                 self._open[host.name] = await host.open()
 
     async def switch_off(self) -> None:
@@ -69,34 +69,35 @@ class ToolBox:
         found: dict[str, ToolSpec] = {}
         for host, specs in self._open.items():
             for spec in specs:
-                found[f"{host}_{spec.name}" if spec.name in found else spec.name] = spec
+                name = spec.name
+                if name in found:
+                    name = f"{host}_{name}"
+                found[name] = spec
         return found
 
     def overview(self) -> str:
         lines = []
         for name in self.hosts:
             tools = self._open.get(name)
-            if tools:
-                what = ", ".join(spec.name for spec in tools)
-            elif tools is None:
-                what = "off"
+            if tools is None:
+                lines.append(f"{name}: off")
+            elif tools:
+                lines.append(f"{name}: {', '.join(spec.name for spec in tools)}")
             else:
-                what = "on, without tools"
-            lines.append(f"{name}: {what}")
+                lines.append(f"{name}: on, without tools")
         return "\n".join(lines) or "no programs that offer tools are named in config.toml"
 
     def offered(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": spec.description,
-                    "parameters": dict(spec.schema),
-                },
+        """The tools as a request names them."""
+        tools: list[dict[str, Any]] = []
+        for name, spec in self.specs().items():
+            function = {
+                "name": name,
+                "description": spec.description,
+                "parameters": dict(spec.schema),
             }
-            for name, spec in self.specs().items()
-        ]
+            tools.append({"type": "function", "function": function})
+        return tools
 
     async def run(self, call: ToolCall, approves: ToolApprover) -> ToolResult:
         """Run a call, once it is approved; a failure becomes the result's text."""
@@ -126,7 +127,9 @@ def approval_texts(call: ToolCall, spec: ToolSpec) -> tuple[str, str, str]:
     line."""
     about = " ".join(spec.description.split())
     arguments = json.dumps(json.loads(call.arguments or "{}"), indent=2, ensure_ascii=False)
-    named = f"{spec.host}: {spec.name}" + (f" – {about}" if about else "")
+    named = f"{spec.host}: {spec.name}"
+    if about:
+        named = f"{spec.host}: {spec.name} – {about}"
     return "the model asks for a tool", named, arguments
 
 
@@ -149,19 +152,18 @@ async def stream_with_tools(
             async for event in events:
                 if isinstance(event, ToolCall):
                     calls.append(event)
-                elif not (calls and isinstance(event, AnswerDone)):
-                    text += event.text if isinstance(event, TextDelta) else ""
-                    yield event
+                    continue
+                if calls and isinstance(event, AnswerDone):
+                    continue  # the answer goes on with the results
+                if isinstance(event, TextDelta):
+                    text += event.text
+                yield event
         if not calls:
             return
-        asked = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
+        asked = []
+        for call in calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            asked.append({"id": call.id, "type": "function", "function": function})
         said.append({"role": "assistant", "content": text, "tool_calls": asked})
         for call in calls:
             yield WaitNote(f"{call.name} waits for your yes")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 from rich.text import Text
 
@@ -65,14 +65,15 @@ class InlineAnswer(AnswerDisplay):
     def feed(self, text: str = "", reasoning: str = "") -> None:
         if reasoning and not self._rows.source:
             self.progress("thinking…")
-        if text:
-            self._rows.add(printable(text))
-            rows = self._rows.at(self._width)
-            if self._rows.finished > self._written:
-                self._page.write(self._drawn(self._written, self._rows.finished))
-                self._written = self._rows.finished
-            self._page.tail = self._drawn(self._written, len(rows))
-            self._page.changed()
+        if not text:
+            return
+        self._rows.add(printable(text))
+        rows = self._rows.at(self._width)
+        if self._rows.finished > self._written:
+            self._page.write(self._drawn(self._written, self._rows.finished))
+            self._written = self._rows.finished
+        self._page.tail = self._drawn(self._written, len(rows))
+        self._page.changed()
 
     def progress(self, what: str) -> None:
         if not self._rows.source:
@@ -83,7 +84,11 @@ class InlineAnswer(AnswerDisplay):
         """Write what is left of it, and a line about how it ended."""
         self._page.tail = ""
         rest = self._drawn(self._written, len(self._rows.at(self._width)))
-        self._page.write("\n".join(part for part in (rest, note and f"({note})") if part) + "\n\n")
+        if note and rest:
+            rest += f"\n({note})"
+        elif note:
+            rest = f"({note})"
+        self._page.write(f"{rest}\n\n")
 
     def _drawn(self, first: int, last: int) -> str:
         with self._look.capture() as said:
@@ -126,11 +131,8 @@ class InlineFace(LineFace):
     async def run(self) -> None:
         """Until the user leaves, or the terminal goes."""
         async with self.chat.client:
-            self.note(
-                f"{one_line(self.chat.model)}: Enter sends, / offers commands, @ files, "
-                "Ctrl+D "
-                "leaves"
-            )
+            model = one_line(self.chat.model)
+            self.note(f"{model}: Enter sends, / offers commands, @ files, Ctrl+D leaves")
             await self.show_session(0, None)
             with suppress(EOFError):
                 await self.page.app.run_async(pre_run=self._on_signals)
@@ -187,14 +189,14 @@ class InlineFace(LineFace):
             answer = InlineAnswer(self.page, self._look)
             answer.feed(turn.content)
             answer.end(note_under(turn))
-        else:
-            names = ", ".join(str(name) for name in turn.meta.get("attached", ()))
-            with self._look.capture() as said:
-                shown = printable(typed_in(turn)).replace("\n", "\n  ") + (
-                    f"  [{one_line(names)}]" if names else ""
-                )
-                self._look.print(Text(f"> {shown}", "bold"), soft_wrap=True, highlight=False)
-            self.page.write(said.get() + "\n")
+            return
+        shown = printable(typed_in(turn)).replace("\n", "\n  ")
+        names = ", ".join(str(name) for name in turn.meta.get("attached", ()))
+        if names:
+            shown += f"  [{one_line(names)}]"
+        with self._look.capture() as said:
+            self._look.print(Text(f"> {shown}", "bold"), soft_wrap=True, highlight=False)
+        self.page.write(said.get() + "\n")
 
     def _submit(self, text: str) -> None:
         text = text.strip()
@@ -212,50 +214,54 @@ class InlineFace(LineFace):
 
     def _status(self) -> str:
         chat = self.chat
+        parts = [one_line(chat.model)]
         used = chat.session.used_tokens
-        speed = chat.stream.meter.tok_s if chat.stream is not None else None
-        parts = [
-            one_line(chat.model),
-            f"{used:,} tokens" if used else "",
-            f"{speed:.1f} tok/s" if speed else "",
-            "+ " + ", ".join(one_line(name) for name, _ in chat.attached) if chat.attached else "",
-            "Esc stops" if chat.answering else "",
-            "sent when this answer ends" if chat.answering and chat.queued else "",
-            "Enter asks again, the old version is kept" if chat.editing is not None else "",
-        ]
-        return " " + " · ".join(part for part in parts if part)[: max(10, self.page.columns - 2)]
+        if used:
+            parts.append(f"{used:,} tokens")
+        if chat.stream is not None and chat.stream.meter.tok_s:
+            parts.append(f"{chat.stream.meter.tok_s:.1f} tok/s")
+        if chat.attached:
+            parts.append("+ " + ", ".join(one_line(name) for name, _ in chat.attached))
+        if chat.answering:
+            parts.append("Esc stops")
+        if chat.answering and chat.queued:
+            parts.append("sent when this answer ends")
+        if chat.editing is not None:
+            parts.append("Enter asks again, the old version is kept")
+        return " " + " · ".join(parts)[: max(10, self.page.columns - 2)]
 
     def _offers(self, page: InlinePage) -> Sequence[Offer]:
         if self._picking is not None:
-            rows = self._picking[0]
-            words = page.buffer.text.lower()
-            return [
-                Offer(one_line(row), "", partial(self._picked, n), partial(self._picked, n))
-                for n, row in enumerate(rows)
-                if words in row.lower()
-            ]
+            return self._rows_to_pick(self._picking[0], page.buffer.text.lower())
         at = _AT.search(page.buffer.document.text_before_cursor)
         if at is not None:
             return self._files_like(at.group(1))
         return [self._of_command(command) for command in commands.offered(page.buffer.text)]
 
     def _of_command(self, command: commands.Command) -> Offer:
-        wants = bool(command.argument) and not command.argument.startswith("[")
-        fill = partial(self.page.replace, f"/{command.name}" + (" " if command.argument else ""))
-        if wants:
-            run = fill
-        else:
-            run = partial(self._submit, f"/{command.name}")
-        return Offer(command.usage, command.help, fill, run)
+        typed = f"/{command.name} " if command.argument else f"/{command.name}"
+        fill = partial(self.page.replace, typed)
+        if command.needs_argument:
+            return Offer(command.usage, command.help, fill, fill)
+        return Offer(command.usage, command.help, fill, partial(self._submit, f"/{command.name}"))
+
+    def _rows_to_pick(self, rows: Sequence[str], words: str) -> Sequence[Offer]:
+        offers = []
+        for n, row in enumerate(rows):
+            if words in row.lower():
+                pick = partial(self._picked, n)
+                offers.append(Offer(one_line(row), "", pick, pick))
+        return offers
 
     def _picked(self, n: int | None) -> None:
-        if self._picking is not None:
-            done = self._picking[1]
-            self._picking = None
-            self.page.replace("")
-            self.page.offer()
-            if not done.done():
-                done.set_result(n)
+        if self._picking is None:
+            return
+        _, picked = self._picking
+        self._picking = None
+        self.page.replace("")
+        self.page.offer()
+        if not picked.done():
+            picked.set_result(n)
 
     def _files_like(self, letters: str) -> Sequence[Offer]:
         if self._files is None:
@@ -265,15 +271,11 @@ class InlineFace(LineFace):
         if found and found[0] not in self._costs:
             self._costs[found[0]] = ""
             self._start(self._count(found[0]))
-        return [
-            Offer(
-                one_line(name),
-                self._costs.get(name, ""),
-                partial(self._take, name),
-                partial(self._take, name),
-            )
-            for name in found
-        ]
+        offers = []
+        for name in found:
+            take = partial(self._take, name)
+            offers.append(Offer(one_line(name), self._costs.get(name, ""), take, take))
+        return offers
 
     async def _read_files(self) -> None:
         self._files = await asyncio.to_thread(files_and_folders, Path.cwd())
@@ -297,19 +299,22 @@ class InlineFace(LineFace):
 
     def _keys(self) -> KeyBindings:
         keys = KeyBindings()
-        keys.add("c-c")(lambda _: self._interrupt())
-        keys.add("escape")(lambda _: self._escape())
-        keys.add("c-d")(
-            lambda _: (
-                self.page.buffer.delete()
-                if self.page.buffer.text
-                else self._start(self.chat.leave())
-            )
-        )
-        keys.add("c-q")(lambda _: self._start(self.chat.leave()))
+        keys.add("c-c")(self._interrupt)
+        keys.add("escape")(self._escape)
+        keys.add("c-d")(self._delete_or_leave)
+        keys.add("c-q")(self._leave)
         return keys
 
-    def _escape(self) -> None:
+    def _leave(self, _: KeyPressEvent) -> None:
+        self._start(self.chat.leave())
+
+    def _delete_or_leave(self, event: KeyPressEvent) -> None:
+        if self.page.buffer.text:
+            self.page.buffer.delete()
+        else:
+            self._leave(event)
+
+    def _escape(self, _: KeyPressEvent) -> None:
         self.chat.queued = ""
         self.chat.editing = None
         if self._picking is not None:
@@ -317,7 +322,7 @@ class InlineFace(LineFace):
         elif self.chat.answering:
             self._start(self.chat.stop_answer())
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, event: KeyPressEvent) -> None:
         now = asyncio.get_running_loop().time()
         self.chat.queued = ""
         if self._picking is not None:
@@ -327,7 +332,7 @@ class InlineFace(LineFace):
         elif self.chat.answering:
             self._start(self.chat.stop_answer())
         elif now - self._interrupted_s < QUIT_WITHIN_S:
-            self._start(self.chat.leave())
+            self._leave(event)
         else:
             self._interrupted_s = now
             self.page.hint("Ctrl+C again quits")
@@ -335,7 +340,7 @@ class InlineFace(LineFace):
     def _on_signals(self) -> None:
         """SIGHUP and SIGTERM leave; a sleep (SIGTSTP, SIGSTOP) gives the terminal back and takes it
         again."""
-        on_signals(self.chat.leave, lambda: None)
+        on_signals(self.chat.leave)
         # once the terminal is as it is kept
         asyncio.get_running_loop().call_soon(self.page.keep_terminal_over_sleep)
 

@@ -4,20 +4,26 @@ is written once."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from prompt_toolkit.application import Application
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.filters import Condition
-from prompt_toolkit.formatted_text import ANSI, StyleAndTextTuples
+from prompt_toolkit.formatted_text import ANSI, AnyFormattedText, StyleAndTextTuples
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.layout import ConditionalContainer, Dimension, HSplit, Layout, Window
+from prompt_toolkit.layout import (
+    AnyContainer,
+    ConditionalContainer,
+    Dimension,
+    HSplit,
+    Layout,
+    Window,
+)
 from prompt_toolkit.layout.controls import BufferControl, FormattedTextControl
 from prompt_toolkit.layout.screen import Screen
 from prompt_toolkit.widgets import SearchToolbar
@@ -70,7 +76,7 @@ class InlinePage:
         self.menu: Sequence[Offer] = ()
         self.chosen = 0
         self.buffer = Buffer(
-            history=InMemoryHistory(asked), multiline=True, on_text_changed=lambda _: self.offer()
+            history=InMemoryHistory(asked), multiline=True, on_text_changed=self._text_changed
         )
         self._searching = SearchToolbar(ignore_case=True)
         self._input = Window(
@@ -80,17 +86,16 @@ class InlinePage:
             height=Dimension(min=1, max=INPUT_ROWS),
             wrap_lines=True,
             dont_extend_height=True,
-            get_line_prefix=lambda line, wrapped: "> " if line == wrapped == 0 else "  ",
+            get_line_prefix=_line_prefix,
         )
+        status_line = Window(FormattedTextControl(self._status_text), height=1)
         layout = HSplit(
             [
-                self._when(
-                    lambda: self.tail, lambda: ANSI("\n".join(self.tail.split("\n")[-TAIL_ROWS:]))
-                ),
+                _shown_if(self._has_tail, self._tail_text),
                 self._input,
                 self._searching,
-                self._when(lambda: self.menu, self._menu_text),
-                Window(FormattedTextControl(lambda: self._hint or status()), height=1),
+                _shown_if(self._has_menu, self._menu_text),
+                status_line,
             ]
         )
         self.app: Application[None] = Application(
@@ -98,7 +103,7 @@ class InlinePage:
             key_bindings=self._with_own(keys),
             erase_when_done=True,
             min_redraw_interval=_FRAME_S,
-            before_render=lambda app: app.output.write_raw(_TOGETHER),
+            before_render=_begin_frame,
             after_render=self._shown,
         )
         self.buffer.insert_text(typed)
@@ -176,72 +181,75 @@ class InlinePage:
 
     # -- drawing -----------------------------------------------------------------------------------
 
-    def _when(self, shown: Callable[[], object], text: Callable[[], Any]) -> ConditionalContainer:
-        window = Window(FormattedTextControl(text), dont_extend_height=True, wrap_lines=False)
-        return ConditionalContainer(window, Condition(lambda: bool(shown())))
+    def _text_changed(self, _: Buffer) -> None:
+        self.offer()
+
+    def _status_text(self) -> str:
+        return self._hint or self._status()
+
+    def _has_tail(self) -> bool:
+        return bool(self.tail)
+
+    def _tail_text(self) -> ANSI:
+        return ANSI("\n".join(self.tail.split("\n")[-TAIL_ROWS:]))
+
+    def _has_menu(self) -> bool:
+        return bool(self.menu)
 
     def _menu_text(self) -> StyleAndTextTuples:
         first = max(0, min(self.chosen - MENU_ROWS // 2, len(self.menu) - MENU_ROWS))
         rows: StyleAndTextTuples = []
         for n, offer in enumerate(self.menu[first : first + MENU_ROWS], first):
-            mark = "reverse" if n == self.chosen else ""
-            rows.append((mark, ("\n" if rows else "") + f"  {offer.label:<24} {offer.about} "))
+            if rows:
+                rows.append(("", "\n"))
+            style = "reverse" if n == self.chosen else ""
+            rows.append((style, f"  {offer.label:<24} {offer.about} "))
         return rows
 
     def _shown(self, app: Application[None]) -> None:
         app.output.write_raw(_SHOWN)
         app.output.flush()
         screen = app.renderer.last_rendered_screen
-        if screen is not None:
-            self._drawn = (screen, self.columns)
-        else:
-            self._drawn = None
+        self._drawn = (screen, self.columns) if screen is not None else None
 
     def _erase_all(self, leave_alternate_screen: bool = True) -> None:
         """As the renderer does, and the rows that a terminal made more of as it became narrower."""
         if self._drawn is not None and self._reflows:
-            (screen, drawn_at) = self._drawn
-            columns = self.columns
-            if columns < drawn_at:
-                at = screen.get_cursor_position(self._input)
-                rows = (
-                    sum(-(-_cells(screen, y) // columns) or 1 for y in range(at.y))
-                    + at.x // columns
-                )
-                self.app.output.cursor_up(rows - at.y)
+            screen, drawn_at = self._drawn
+            if self.columns < drawn_at:
+                self._move_up_to_first_row(screen, self.columns)
         self._drawn = None
         self._erase(leave_alternate_screen)
+
+    def _move_up_to_first_row(self, screen: Screen, columns: int) -> None:
+        at = screen.get_cursor_position(self._input)
+        rows = at.x // columns
+        for y in range(at.y):
+            rows += max(1, math.ceil(_cells(screen, y) / columns))
+        self.app.output.cursor_up(rows - at.y)
 
     # -- keys --------------------------------------------------------------------------------------
 
     def _with_own(self, keys: KeyBindings) -> KeyBindings:
-        offered = Condition(lambda: bool(self.menu))
-        typing = Condition(lambda: self.app.layout.current_control is self._input.content)
-        buffer = self.buffer
-
-        def length(to: Callable[[str, int], int]) -> int:
-            """How many code points the character before or after the cursor has."""
-            at = int(buffer.cursor_position)
-            return abs(to(buffer.text, at) - at)
-
-        own: list[tuple[tuple[str, ...], Callable[[KeyPressEvent], object]]] = [
-            (("enter",), self._enter),
-            (("c-j",), lambda _: buffer.insert_text("\n")),
-            (("escape", "enter"), lambda _: buffer.insert_text("\n")),
-            (("backspace",), lambda _: buffer.delete_before_cursor(length(before))),
-            (("delete",), lambda _: buffer.delete(length(after))),
-            (("left",), partial(self._go, before)),
-            (("right",), partial(self._go, after)),
-            (("c-z",), lambda _: buffer.undo()),
-            (("c-y",), lambda _: buffer.redo()),
-            (("c-g",), lambda _: buffer.open_in_editor() and None),
-        ]
-        for names, act in own:
-            keys.add(*names, filter=typing)(act)
-        keys.add("tab", filter=typing & offered)(lambda _: self.menu[self.chosen].fill())
-        for key, step in (("up", -1), ("down", 1)):
-            keys.add(key, filter=typing & offered)(partial(self._move, step))
+        typing = Condition(self._is_typing)
+        choosing = typing & Condition(self._has_menu)
+        keys.add("enter", filter=typing)(self._enter)
+        keys.add("c-j", filter=typing)(self._newline)
+        keys.add("escape", "enter", filter=typing)(self._newline)
+        keys.add("backspace", filter=typing)(self._delete_before)
+        keys.add("delete", filter=typing)(self._delete_after)
+        keys.add("left", filter=typing)(self._left)
+        keys.add("right", filter=typing)(self._right)
+        keys.add("c-z", filter=typing)(self._undo)
+        keys.add("c-y", filter=typing)(self._redo)
+        keys.add("c-g", filter=typing)(self._open_editor)
+        keys.add("tab", filter=choosing)(self._fill)
+        keys.add("up", filter=choosing)(self._choose_previous)
+        keys.add("down", filter=choosing)(self._choose_next)
         return keys
+
+    def _is_typing(self) -> bool:
+        return self.app.layout.current_control is self._input.content
 
     def _enter(self, _: KeyPressEvent) -> None:
         if self.menu:
@@ -249,17 +257,66 @@ class InlinePage:
         else:
             self._submit(self.buffer.text)
 
-    def _move(self, step: int, _: KeyPressEvent) -> None:
-        self.chosen = (self.chosen + step) % len(self.menu)
+    def _newline(self, _: KeyPressEvent) -> None:
+        self.buffer.insert_text("\n")
+
+    def _delete_before(self, _: KeyPressEvent) -> None:
+        at = self.buffer.cursor_position
+        self.buffer.delete_before_cursor(at - before(self.buffer.text, at))
+
+    def _delete_after(self, _: KeyPressEvent) -> None:
+        at = self.buffer.cursor_position
+        self.buffer.delete(after(self.buffer.text, at) - at)
+
+    def _left(self, _: KeyPressEvent) -> None:
+        self.buffer.cursor_position = before(self.buffer.text, self.buffer.cursor_position)
+
+    def _right(self, _: KeyPressEvent) -> None:
+        self.buffer.cursor_position = after(self.buffer.text, self.buffer.cursor_position)
+
+    def _undo(self, _: KeyPressEvent) -> None:
+        self.buffer.undo()
+
+    def _redo(self, _: KeyPressEvent) -> None:
+        self.buffer.redo()
+
+    def _open_editor(self, _: KeyPressEvent) -> None:
+        self.buffer.open_in_editor()
+
+    def _fill(self, _: KeyPressEvent) -> None:
+        self.menu[self.chosen].fill()
+
+    def _choose_previous(self, _: KeyPressEvent) -> None:
+        self._choose((self.chosen - 1) % len(self.menu))
+
+    def _choose_next(self, _: KeyPressEvent) -> None:
+        self._choose((self.chosen + 1) % len(self.menu))
+
+    def _choose(self, n: int) -> None:
+        self.chosen = n
         self.changed()
 
-    def _go(self, to: Callable[[str, int], int], _: KeyPressEvent) -> None:
-        self.buffer.cursor_position = to(self.buffer.text, self.buffer.cursor_position)
+
+def _line_prefix(line: int, wrapped: int) -> str:
+    if line == wrapped == 0:
+        return "> "
+    return "  "
+
+
+def _begin_frame(app: Application[None]) -> None:
+    app.output.write_raw(_TOGETHER)
+
+
+def _shown_if(shown: Callable[[], bool], text: Callable[[], AnyFormattedText]) -> AnyContainer:
+    """A window with this text, there only if it is to be `shown`."""
+    window = Window(FormattedTextControl(text), dont_extend_height=True, wrap_lines=False)
+    return ConditionalContainer(window, Condition(shown))
 
 
 def _cells(screen: Screen, y: int) -> int:
-    """How far the row was written."""
-    return max(
-        (x + max(1, char.width) for x, char in screen.data_buffer[y].items() if char.char.strip()),
-        default=0,
-    )
+    """Returns the number of cells of a row up to its last character."""
+    cells = 0
+    for x, char in screen.data_buffer[y].items():
+        if char.char.strip():
+            cells = max(cells, x + max(1, char.width))
+    return cells

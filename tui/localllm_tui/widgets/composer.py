@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.text import Text
 from textual import events
@@ -86,19 +86,26 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
         self._shown_earlier = 0
 
     async def _on_key(self, event: events.Key) -> None:
-        acts: dict[str, Callable[[], bool]] = {
-            "send": self._send,
-            "complete": self._complete,
-            "earlier": lambda: self._browse(-1),
-            "later": lambda: self._browse(1),
-            "files": self._at,
-        }
-        act = acts.get(_CAUGHT.get(event.key, ""))
-        if act is not None and act():  # False leaves the key to TextArea
+        if self._handle(_CAUGHT.get(event.key, "")):
             event.stop()
             event.prevent_default()
         elif not await done_at_once(self, event):
             await super()._on_key(event)
+
+    def _handle(self, action: str) -> bool:
+        """Do the action of a key; False leaves the key to TextArea."""
+        match action:
+            case "send":
+                return self._send()
+            case "complete":
+                return self._complete()
+            case "earlier":
+                return self._browse(-1)
+            case "later":
+                return self._browse(1)
+            case "files":
+                return self._at()
+        return False
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > MUCH_CHARS or dropped_files(event.text):
@@ -160,28 +167,27 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
 
     def _send(self) -> bool:
         chosen = self._chosen
-        if (
-            chosen is not None
-            and self.text != f"/{chosen.name}"
-            and parse(self.text) != (chosen.name, "")
-        ):
-            needs_more = bool(chosen.argument) and not chosen.argument.startswith("[")
-            self.replace_text(f"/{chosen.name}" + (" " if needs_more else ""))
-            if needs_more:
+        if chosen is not None and parse(self.text) != (chosen.name, ""):
+            if chosen.needs_argument:
+                self.replace_text(f"/{chosen.name} ")
                 return True
+            self.replace_text(f"/{chosen.name}")
         self.post_message(QuestionSubmitted(self.text))
         return True
 
     def _complete(self) -> bool:
         chosen = self._chosen
         if chosen is not None:
-            self.replace_text(f"/{chosen.name}" + (" " if chosen.argument else ""))
+            self.replace_text(f"/{chosen.name} " if chosen.argument else f"/{chosen.name}")
         return True  # else Tab would move the focus
 
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""
         if self._chosen is not None:
-            (self.menu.action_cursor_up if step < 0 else self.menu.action_cursor_down)()
+            if step < 0:
+                self.menu.action_cursor_up()
+            else:
+                self.menu.action_cursor_down()
             return True
         if self._shown_earlier and self.text != self.earlier_questions[-self._shown_earlier]:
             self._shown_earlier = 0
