@@ -71,12 +71,12 @@ def scores_bytes(model: Model, context: float) -> float:
     """Bytes that a prompt token's attention over `context` moves without flash attention: every
     head's scores in float32, written by the first product, read and written by the softmax and read
     by the second."""
-    seen = (
-        (n * (layer.n_heads or model.n_heads), min(context, layer.window or context))
-        for layer, n in facts(model).groups
-        if layer.kind in ("full", "sliding", "mla")
-    )
-    return sum(4.0 * _PASSES_OVER_SCORES * heads * tokens for heads, tokens in seen)
+    total = 0.0
+    for layer, count in facts(model).groups:
+        if layer.mixer.attends:
+            heads = count * layer.mixer.heads(model.n_heads)
+            total += 4.0 * _PASSES_OVER_SCORES * heads * layer.mixer.seen(context)
+    return total
 
 
 def decode(

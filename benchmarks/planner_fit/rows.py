@@ -16,6 +16,7 @@ from localllm.device import table
 from localllm.planner import decode_cost, efficiency, kernels, prefill_cost
 from localllm.planner.streams import facts, streamed
 from localllm_catalog import catalog, shapes
+from localllm_catalog.layers.full import Full
 from localllm_catalog.types import Layer, Model, Variant
 
 DATA = Path(__file__).parent.parent / "data" / "speeds.csv"
@@ -155,7 +156,7 @@ def _dense(
 ) -> Model:
     """A plain GQA model that is measured often and not in the catalog."""
     dim = hidden // heads if name != "mistral-nemo-12b" else 128
-    layer = Layer("full", n_kv_heads=kv_heads, head_dim_k=dim, head_dim_v=dim)
+    layer = Layer(Full(n_kv_heads=kv_heads, head_dim_k=dim, head_dim_v=dim))
     return Model(
         id=name, name=name, family=name, params_total=0, params_active=0, layers=(layer,) * layers,
         hidden_size=hidden,
@@ -267,7 +268,8 @@ def _hardware(record: dict[str, str]) -> decode_cost.Hardware:
 def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
     quant = efficiency.quant_class(variant)
     keys = efficiency.hardware_keys(record["device"], record["engine"])
-    kv_heads = next((layer.n_kv_heads for layer in model.layers if layer.n_kv_heads), model.n_heads)
+    attention = (layer.mixer for layer in model.layers if layer.mixer.attends)
+    kv_heads = next((mixer.head_counts[-1] for mixer in attention), model.n_heads)
     return ages.Age(
         keys, quant, model.experts is not None, model.n_heads / kv_heads, _era(record, model),
         int(record["build"] or 0),

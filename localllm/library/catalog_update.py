@@ -11,7 +11,7 @@ import datetime
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from localllm.library.hub import HubUnreachableError, Listing
 from localllm_catalog.names import Format
 
 if TYPE_CHECKING:
-    from localllm_catalog.types import Layer, Model, Variant
+    from localllm_catalog.types import Model, Variant
 
 # A file further from what its format and the model's shapes say is something else: a draft head, a
 # part, another model.
@@ -250,6 +250,8 @@ _HEADER_NAMES = {
 def table_of(model: Model, repo: str) -> dict[str, Any]:
     """What the header says of `model`, in the words of a catalog file; what it does not say is left
     out."""
+    from localllm_catalog.build import row_of
+
     experts = asdict(model.experts) if model.experts is not None else {}
     said: dict[str, Any] = {
         "name": model.name,
@@ -268,7 +270,9 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "vocab": model.vocab_size,
         "context": model.native_context,
         "tied": model.tied_embeddings,
-        "layer_list": [_layer(layer, len(list(same))) for layer, same in groupby(model.layers)],
+        "layer_list": [
+            {"times": len(list(same))} | row_of(layer) for layer, same in groupby(model.layers)
+        ],
         "attention_gate": model.attention_gate,
         "ffn_matrices": model.ffn_matrices,
         "residual_streams": model.residual_streams if model.residual_streams > 1 else 0,
@@ -291,12 +295,6 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
             "bits": round(bits, 2),
         }
     return {key: value for key, value in said.items() if value not in ("", 0, False, {}, [])}
-
-
-def _layer(layer: Layer, times: int) -> dict[str, Any]:
-    return {"times": times} | {
-        f.name: getattr(layer, f.name) for f in fields(layer) if getattr(layer, f.name) != f.default
-    }
 
 
 def _sampling(model: Model) -> dict[str, Any]:

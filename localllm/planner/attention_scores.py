@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from localllm.planner.streams import facts
 from localllm.planner.types import RunSettings
-from localllm_catalog.types import Layer, Model
+from localllm_catalog.types import Model
 
 _BYTES = 2
 # The fewest tokens it computes at once (localllm_backends/mlx/stepping.py).
@@ -26,11 +26,9 @@ def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ..
     attention hands the scores of its rotated part over as a mask."""
     most = 0
     for layer, _ in facts(model).groups:
-        if not _holds_scores(layer, fused_heads):
+        if layer.mixer.is_fused(fused_heads):
             continue
-        seen = settings.n_ctx
-        if layer.kind == "sliding" and layer.window:
-            seen = min(seen, layer.window + settings.n_batch)
+        seen = int(layer.mixer.seen(settings.n_ctx, settings.n_batch))
         pairs = min(settings.n_batch, seen) * seen
         if settings.scores_at_once:
             pairs = min(pairs, max(settings.scores_at_once, _MLX_PIECE * seen))
@@ -43,19 +41,7 @@ def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> f
     in all layers."""
     moved = 0.0
     for layer, count in facts(model).groups:
-        if _holds_scores(layer, fused_heads):
-            if layer.kind == "sliding":
-                seen = min(context, layer.window or context)
-            else:
-                seen = context
-            moved += count * (layer.n_heads or model.n_heads) * seen
+        mixer = layer.mixer
+        if not mixer.is_fused(fused_heads):
+            moved += count * mixer.heads(model.n_heads) * mixer.seen(context)
     return _PASSES * _BYTES * moved
-
-
-def _holds_scores(layer: Layer, fused_heads: tuple[int, ...]) -> bool:
-    fused = (
-        layer.kind != "mla"
-        and layer.head_dim_k == layer.head_dim_v
-        and layer.head_dim_k in fused_heads
-    )
-    return layer.kind not in ("recurrent", "none") and not fused

@@ -282,11 +282,9 @@ def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     n = len(devices)
     backend = backend_of(variant)
     runs = backend.tensor_parallel and all(backend.runs_on(d.accelerator) for d in devices)
-    heads = {
-        model.n_heads,
-        *(x.n_heads for x in model.layers),
-        *(x.n_kv_heads for x in model.layers),
-    } - {0}
+    heads = {model.n_heads}
+    for layer in model.layers:
+        heads.update(layer.mixer.head_counts)
     odd = min((h for h in heads if h % n), default=0)
     reasons = (
         (not runs, "MLX shares its own models, among Macs"),

@@ -32,7 +32,7 @@ from localllm.planner import efficiency, kernels
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
-from localllm_catalog.types import Layer, Model, Variant
+from localllm_catalog.types import Model, Variant
 
 # Of system memory beside a card, of which nothing is said.
 ASSUMED_BANDWIDTH_GBPS = 20.0
@@ -240,7 +240,8 @@ def decode_parts(
     else:
         n_routed = 0.0
     kv = CostTerm(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
-    if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
+    # If every head reads the same row, arithmetic takes the time, not reading.
+    if known.heads_share_row:
         kv = CostTerm(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
     elif unpacks_kv(hardware, kv_type):
         lanes = hardware.lane_tflops * 1e12
@@ -293,7 +294,7 @@ def decode_terms(
     s = {name: part.seconds(limited) for name, part in parts.items()}
     kv = kv_read_bytes(model, depth, kv_type) * n_sequences
     # nobody has measured it to be faster than f16 there
-    if unpacks_kv(hardware, kv_type) and not facts(model).has_mla:
+    if unpacks_kv(hardware, kv_type) and not facts(model).heads_share_row:
         kv16 = kv_read_bytes(model, depth, "f16") * n_sequences
         s["kv"] = max(s["kv"], kv16 / (hardware.bandwidth_gbps * 1e9 * min(PEAK_SHARE, c["kv"])))
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
@@ -374,25 +375,10 @@ def state_traffic_bytes(model: Model) -> int:
     return 2 * facts(model).recurrent_state_bytes
 
 
-def attention_flops(layer: Layer, n_heads: int, depth: float, *, beside: float = 0.0) -> float:
-    """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per
-    multiply-add).
-    `beside`: tokens outside a sliding layer's window that are computed all the same."""
-    if layer.kind == "mla":
-        return 2 * n_heads * (2 * layer.mla_rank + layer.mla_rope_dim) * depth
-    if layer.kind not in ("full", "sliding"):
-        return 0.0
-    if layer.kind == "sliding" and layer.window:
-        seen = min(depth, layer.window + beside)
-    else:
-        seen = depth
-    return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
-
-
 def all_attention_flops(model: Model, depth: float, *, beside: float = 0.0) -> float:
-    """FLOPs one token's attention over `depth` tokens costs in all layers (`beside`: see
-    `attention_flops`)."""
+    """FLOPs of one token's attention over `depth` earlier tokens, in all layers. `beside`: tokens
+    outside a window that are computed all the same."""
     return sum(
-        count * attention_flops(layer, model.n_heads, depth, beside=beside)
+        count * layer.mixer.flops(model.n_heads, depth, beside)
         for layer, count in facts(model).groups
     )

@@ -48,22 +48,8 @@ def _span(value: Range, unit: str) -> str:
 
 
 def _layer_words(layer: Layer, settings: RunSettings) -> str:
-    if layer.kind == "none":
-        return "no memory"
-    if layer.kind == "recurrent":
-        return (
-            f"recurrent, {layer.state_elements:,} floats of state × "
-            f"{settings.n_sequences} sequences"
-        )
-    cells = f"{kv_sizes.kv_cells(layer, settings):,} cells"
-    if layer.kind == "mla":
-        return f"latent, {layer.mla_rank} + {layer.mla_rope_dim} wide, {cells}"
-    if layer.shares_kv:
-        return "share another layer's KV"
-    heads = f"{layer.n_kv_heads} heads × ({layer.head_dim_k} + {layer.head_dim_v})"
-    if layer.kind == "sliding":
-        return f"sliding {layer.window:,}, {heads}, {cells}"
-    return f"full, {heads}, {cells}"
+    cells = layer.mixer.cells(kv_sizes.layout(settings))
+    return layer.mixer.describe(cells, settings.n_sequences)
 
 
 def _memory_lines(plan: Plan, device: Device) -> Iterator[str]:

@@ -10,7 +10,6 @@ mlx_lm/models/cache.py).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
 
@@ -18,8 +17,9 @@ from localllm.planner.streams import facts
 from localllm.planner.types import RunSettings
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration
-from localllm_catalog import quants, shapes
-from localllm_catalog.types import Layer, Model
+from localllm_catalog import quants
+from localllm_catalog.layers.mixer import CacheLayout
+from localllm_catalog.types import Model
 
 # llama.cpp pads every context to this many cells; mlx-lm grows its cache by as many tokens
 CONTEXT_STEP = 256
@@ -30,6 +30,8 @@ F16 = 2
 _MLX_KV_BITS = {"q8_0": 8, "q4_0": 4}
 _MLX_GROUPS = (64, 32)
 _MLX_GROUP_EXTRA_BYTES = 4
+# Elements that llama.cpp quantises together.
+_QUANT_BLOCK = 32
 
 
 def pad(n: int, step: int = CONTEXT_STEP) -> int:
@@ -37,32 +39,14 @@ def pad(n: int, step: int = CONTEXT_STEP) -> int:
     return -(-n // step) * step
 
 
-def kv_cells(layer: Layer, settings: RunSettings) -> int:
-    """KV cells of one layer: the padded context, or for a sliding layer its window × sequences +
-    one micro-batch.
-
-    llama.cpp: PAD(min(n_ctx, n_swa × n_seq_max + n_ubatch), 256) with a unified cache and
-    `swa_full` off.
-    """
-    if layer.kind in ("recurrent", "none") or layer.shares_kv:
-        return 0
-    if layer.per_sequence:
-        alone = replace(settings, slots=1, spare=0)
-        return settings.n_sequences * kv_cells(replace(layer, per_sequence=False), alone)
-    context = pad(settings.n_ctx)
-    if layer.kind == "sliding" and layer.window:
-        return min(
-            context, pad(min(context, layer.window * settings.n_sequences + settings.n_batch))
-        )
-    return context
-
-
-def kv_widths(layer: Layer) -> tuple[int, int]:
-    if layer.kind == "mla":
-        return layer.mla_rank + layer.mla_rope_dim + layer.index_dim, 0
-    return (
-        layer.n_kv_heads * layer.head_dim_k + layer.index_dim,
-        layer.n_kv_heads * layer.head_dim_v,
+def layout(settings: RunSettings) -> CacheLayout:
+    """How llama.cpp lays out the caches of a run."""
+    return CacheLayout(
+        n_ctx=pad(settings.n_ctx),
+        n_sequences=settings.n_sequences,
+        n_batch=settings.n_batch,
+        step=CONTEXT_STEP,
+        one_each=True,
     )
 
 
@@ -70,39 +54,38 @@ def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
     """Bytes of each layer's KV, in the order of the layers."""
     # by identity: equal layers of a model are mostly one object, and hashing takes longer
     unlike = {id(layer): layer for layer in model.layers}
-    n_bytes = {key: _kv_bytes_of(layer, settings) for key, layer in unlike.items()}
+    size = (layout(settings), *_element_bytes(settings))
+    n_bytes = {key: layer.mixer.n_bytes(*size) for key, layer in unlike.items()}
     return [n_bytes[id(layer)] for layer in model.layers]
 
 
 def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:
     """Bytes of each layer's recurrent state, of all sequences together."""
     copies = F32 * settings.n_sequences * (1 + settings.n_rewind)
-    return [layer.state_elements * copies for layer in model.layers]
+    return [layer.mixer.state_floats * copies for layer in model.layers]
 
 
 def kv_bytes(model: Model, settings: RunSettings) -> int:
     """Bytes of llama.cpp's KV cache, exactly: Σ layers cells × (width_k × bytes_k + width_v ×
     bytes_v)."""
-    return sum(count * _kv_bytes_of(layer, settings) for layer, count in facts(model).groups)
+    size = (layout(settings), *_element_bytes(settings))
+    return sum(count * layer.mixer.n_bytes(*size) for layer, count in facts(model).groups)
 
 
-def _kv_bytes_of(layer: Layer, settings: RunSettings) -> int:
-    """Bytes of one layer's KV, in whole numbers: fractions cost ten times as long. (Cells come in
-    whole blocks of every type.)"""
-    cells = kv_cells(layer, settings)
-    (width_k, width_v) = kv_widths(layer)
+def _element_bytes(settings: RunSettings) -> tuple[Fraction, Fraction]:
+    """Bytes of one element of K and of V."""
     k = quants.kv_element_bytes(settings.kv_type_k)
     v = quants.kv_element_bytes(settings.kv_type_v)
-    both = width_k * k.numerator * v.denominator + width_v * v.numerator * k.denominator
-    return cells * both // (k.denominator * v.denominator)
+    return k, v
 
 
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
     """What 1,024 more tokens of context cost once every window is full: the slope of the memory
     line, in bytes."""
-    growing = sum(
-        n * shapes.layer_kv_elements(x) for x, n in facts(model).groups if x.kind != "sliding"
-    )
+    growing = 0
+    for layer, count in facts(model).groups:
+        if not layer.mixer.is_bounded:
+            growing += count * layer.mixer.elements
     return math.ceil(1024 * growing * quants.kv_element_bytes(kv_type))
 
 
@@ -120,21 +103,17 @@ def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.
         return True
     if "/" in kv_type:
         return all(kv_type_allowed(model, part, backend) for part in kv_type.split("/"))
-    widths = chain.from_iterable(kv_widths(layer) for layer, _ in facts(model).groups)
-    return all(width % 32 == 0 for width in widths)
+    rows = chain.from_iterable(layer.mixer.row for layer, _ in facts(model).groups)
+    return all(width % _QUANT_BLOCK == 0 for width in rows)
 
 
 def _mlx_group(model: Model) -> int:
     """The quantisation group that divides every head of a cache MLX can quantise; 0 where it
     can't."""
-    if any(layer.kind == "sliding" for layer, _ in facts(model).groups):
+    mixers = [layer.mixer for layer, _ in facts(model).groups]
+    if any(mixer.is_bounded for mixer in mixers):
         return 0
-    widths: set[int] = set()
-    for layer, _ in facts(model).groups:
-        if layer.kind == "mla":
-            widths |= {layer.mla_rank, layer.mla_rope_dim}
-        elif layer.kind == "full" and not layer.shares_kv:
-            widths |= {layer.head_dim_k, layer.head_dim_v}
+    widths = chain.from_iterable(mixer.quantised_apart for mixer in mixers)
     common = math.gcd(*widths)
     return next((group for group in _MLX_GROUPS if common and common % group == 0), 0)
 
@@ -152,15 +131,8 @@ def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
 def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
     """mlx-lm's caches when the sequences share `n_ctx` tokens: grown by 256, sliding layers rotate
     within their window."""
+    rotating = CacheLayout(n_ctx=pad(settings.n_ctx), n_sequences=settings.slots)
     elements = 0
-    context = pad(settings.n_ctx)
     for layer, count in facts(model).groups:
-        if layer.kind in ("recurrent", "none") or layer.shares_kv:
-            continue
-        bounded = layer.kind == "sliding" and layer.window
-        if bounded:
-            cells = min(context, layer.window * settings.slots)
-        else:
-            cells = context
-        elements += count * cells * sum(kv_widths(layer))
+        elements += count * layer.mixer.cells(rotating) * sum(layer.mixer.row)
     return int(elements * mlx_element_bytes(model, settings.kv_type))

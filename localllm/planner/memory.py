@@ -13,19 +13,16 @@ from dataclasses import replace
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
-from localllm.planner import places
+from localllm.planner import kv_sizes, places
 from localllm.planner.attention_scores import scores_bytes
 from localllm.planner.kv_sizes import (
     CONTEXT_STEP,
     F16,
     F32,
     kv_bytes,
-    kv_cells,
-    kv_widths,
     layer_kv_bytes,
     layer_state_bytes,
     mlx_kv_bytes,
-    pad,
     recurrent_bytes,
 )
 from localllm.planner.streams import facts
@@ -45,11 +42,14 @@ _MLX_REUSE_BYTES = 512 * MIB
 
 
 def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
-    layers = [layer for layer, _ in facts(model).groups]
-    kinds = {layer.kind for layer in layers}
-    cells = pad(settings.n_ctx) if kinds & {"full", "mla"} else 0
-    sliding = next((layer for layer in layers if layer.kind == "sliding"), None)
-    return cells + (kv_cells(sliding, settings) if sliding else 0)
+    """Cells under the masks of a step: one mask for the layers that see everything, and one for
+    those with a window."""
+    layout = kv_sizes.layout(settings)
+    masks: dict[bool, int] = {}
+    for layer, _ in facts(model).groups:
+        if layer.mixer.attends:
+            masks.setdefault(layer.mixer.is_bounded, layer.mixer.mask_cells(layout))
+    return sum(masks.values())
 
 
 def compute_bytes(model: Model, settings: RunSettings) -> int:
@@ -158,12 +158,16 @@ def dequantised_bytes(model: Model, settings: RunSettings) -> int:
     """What CUDA and ROCm hold in a step's buffers for one layer's whole KV at 16 bits, of types
     that are not f16: flash attention over a prompt reads no other (ggml-cuda/fattn.cu,
     `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048)."""
+    layout = kv_sizes.layout(settings)
     most = 0
     for layer, _ in facts(model).groups:
-        kinds = zip(kv_widths(layer), (settings.kv_type_k, settings.kv_type_v), strict=True)
-        most = max(
-            most, kv_cells(layer, settings) * sum(width for width, kind in kinds if kind != "f16")
-        )
+        k_width, v_width = layer.mixer.row
+        widened = 0
+        if settings.kv_type_k != "f16":
+            widened += k_width
+        if settings.kv_type_v != "f16":
+            widened += v_width
+        most = max(most, layer.mixer.cells(layout) * widened)
     return F16 * most
 
 
@@ -364,16 +368,10 @@ def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
     """Sequences that our llama.cpp backend keeps for itself (localllm_backends/llamacpp/load.py),
     counted where each has a window or state of its own: one, except for models that are nothing but
     state, and where the model's own `heads` draft."""
-    kinds = {layer.kind for layer, _ in facts(model).groups}
-    plain = not kinds & {"sliding", "recurrent"}
-    if (
-        plain
-        or heads
-        or not backend_of(variant).spare_sequence
-        or not kinds & {"sliding", "full", "mla"}
-    ):
+    known = facts(model)
+    if heads or not known.is_stateful or not backend_of(variant).spare_sequence:
         return 0
-    return 1
+    return int(any(layer.mixer.attends for layer, _ in known.groups))
 
 
 def rewind_for(model: Model, drafter: DraftChoice) -> int:
@@ -381,13 +379,10 @@ def rewind_for(model: Model, drafter: DraftChoice) -> int:
     whose own heads or trained drafter draft, or where lookups were asked for by name. Each is a
     copy of the whole state, and few drafts get further (llama.cpp's own default is 3); streams then
     step one after another, so nobody gets them unasked."""
-    recurrent = any(layer.kind == "recurrent" for layer, _ in facts(model).groups)
-    drafts = (
-        (drafter.is_mtp and model.mtp_layers > 0)
-        or drafter.companion is not None
-        or drafter.name == "ngram"
-    )
-    if recurrent and drafts:
+    if not facts(model).n_recurrent_layers:
+        return 0
+    own_heads = drafter.is_mtp and model.mtp_layers > 0
+    if own_heads or drafter.companion is not None or drafter.name == "ngram":
         return _REWIND_TOKENS
     return 0
 
@@ -396,8 +391,8 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     """What drafting with the model's own heads takes, as llama.cpp has it: their weights, a context
     of their layers alone, and the model's hidden rows. A head's layer is taken to be like the
     model's last layer of unbounded attention."""
-    attention = [layer for layer in model.layers if layer.kind not in ("recurrent", "none")]
-    unbounded = [layer for layer in attention if layer.kind != "sliding"] or attention
+    attention = [layer for layer in model.layers if layer.mixer.attends]
+    unbounded = [layer for layer in attention if not layer.mixer.is_bounded] or attention
     heads = replace(model, layers=tuple(unbounded[-1:]) * model.mtp_layers)
     outputs = settings.slots * model.mtp_layers
     own = replace(

@@ -58,13 +58,12 @@ def activation_bytes(model: Model) -> float:
 def _layer_elements(model: Model, layer: Layer) -> int:
     x = model.experts
     width = 0
-    if layer.ffn in ("dense", "both"):
+    if layer.has_dense:
         width += layer.intermediate or model.intermediate_size
-    if x is not None and layer.ffn in ("experts", "both"):
-        width += x.n_active * x.intermediate + x.n_shared * (
-            x.shared_intermediate or x.intermediate
-        )
-    heads = (layer.n_heads or model.n_heads) * layer.head_dim_v
+    if x is not None and layer.has_experts:
+        width += x.n_active * x.intermediate
+        width += x.n_shared * (x.shared_intermediate or x.intermediate)
+    heads = layer.mixer.output_width(model.n_heads)
     return _HIDDEN_PASSES * model.hidden_size + _HEAD_PASSES * heads + _FFN_PASSES * width
 
 

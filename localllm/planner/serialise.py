@@ -130,12 +130,9 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
         plan.model, plan.variant
     )
     tflops = tflops if measured is None else measured[0] / 1e12
-    windows = {
-        layer.window
-        for layer, _ in facts(plan.model).groups
-        if layer.kind == "sliding" and layer.window
-    }
-    depths = sorted({0, *(w for w in windows if w < plan.settings.n_ctx), plan.settings.n_ctx})
+    n_ctx = plan.settings.n_ctx
+    windows = {layer.mixer.reach for layer, _ in facts(plan.model).groups}
+    depths = sorted({0, n_ctx, *(window for window in windows if window < n_ctx)})
     return {
         "device": device.name,
         "bandwidth_gbps": round(device.bandwidth_gbps.value, 1),

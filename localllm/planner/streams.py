@@ -156,46 +156,39 @@ class ModelCounts:
     pool_params: int
     embedding_params: int
     recurrent_state_bytes: int
-    has_mla: bool
+    heads_share_row: bool
     is_stateful: bool
 
     def kv_elements(self, depth: int) -> int:
         """KV elements one sequence of `depth` tokens holds: each sliding layer at most its
         window."""
-        return sum(
-            count
-            * shapes.layer_kv_elements(layer)
-            * (min(depth, layer.window) if layer.kind == "sliding" and layer.window else depth)
-            for layer, count in self.groups
-        )
+        return sum(count * layer.mixer.elements_read(depth) for layer, count in self.groups)
 
 
 @lru_cache(4096)
 def facts(model: Model) -> ModelCounts:
     """The facts of `model`, counted on the first call."""
-    if model.experts:
-        n_experts = sum(layer.ffn in ("experts", "both") for layer in model.layers)
-    else:
-        n_experts = 0
-    chosen = pool = 0
+    n_experts = chosen = pool = 0
     if model.experts is not None:
         x = model.experts
-        one = n_experts * model.ffn_matrices * (x.latent_size or model.hidden_size) * x.intermediate
+        n_experts = sum(layer.has_experts for layer in model.layers)
+        matrices = n_experts * model.ffn_matrices
+        one = matrices * (x.latent_size or model.hidden_size) * x.intermediate
         chosen = one * x.n_active
         pool = one * x.n_experts
     _, active = shapes.count_params(model)
-    kinds = {layer.kind for layer in model.layers}
+    mixers = [layer.mixer for layer in model.layers]
     return ModelCounts(
         groups=tuple(Counter(model.layers).items()),
         n_layers=len(model.layers),
         n_expert_layers=n_experts,
-        n_recurrent_layers=sum(layer.kind == "recurrent" for layer in model.layers),
-        n_index_layers=sum(layer.index_dim > 0 for layer in model.layers),
+        n_recurrent_layers=sum(mixer.is_recurrent for mixer in mixers),
+        n_index_layers=sum(mixer.index_width > 0 for mixer in mixers),
         dense_params=active - chosen,
         chosen_params=chosen,
         pool_params=pool,
         embedding_params=0 if model.tied_embeddings else model.vocab_size * model.hidden_size,
         recurrent_state_bytes=shapes.recurrent_state_bytes(model),
-        has_mla="mla" in kinds,
-        is_stateful=bool(kinds & {"sliding", "recurrent"}),
+        heads_share_row=any(mixer.heads_share_row for mixer in mixers),
+        is_stateful=any(mixer.is_bounded or mixer.is_recurrent for mixer in mixers),
     )

@@ -8,16 +8,17 @@ and so bounded.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 from pathlib import PurePosixPath
 
-from localllm_catalog import architectures, stated
+from localllm_catalog import architectures, gguf_blocks, stated
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo
+from localllm_catalog.gguf_blocks import BLOCK_TENSOR, BlockTensors, GgufLayer
 from localllm_catalog.gguf_facts import MAX_TOKENS, Facts
+from localllm_catalog.layers import mixer
 from localllm_catalog.names import Format, quant_of, shown
-from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
+from localllm_catalog.types import Experts, FfnKind, Layer, Model, Purpose, Variant
 
 
 def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None = None) -> Model:
@@ -30,8 +31,8 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
     contradicts itself or is not of a language model.
     """
     facts = Facts(header)
-    blocks = _blocks(header, facts.n_layers)
-    layers = tuple(_layer(facts, blocks, index) for index in range(facts.n_layers))
+    blocks = gguf_blocks.blocks(header, facts.n_layers)
+    layers = tuple(_layer(GgufLayer(facts, block, index)) for index, block in enumerate(blocks))
     variant = _variant(header, facts, blocks, repo)
     model = _model(header, facts, layers, variant, blocks)
     if known is None:
@@ -50,7 +51,6 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
 
 # --- tensors --------------------------------------------------------------------------------------
 
-_BLOCK = re.compile(r"blk\.([0-9]{1,6})\.(.+)")
 # What llama.cpp keeps in system memory whatever else is offloaded (src/llama-arch.cpp:
 # LLM_TENSOR_LAYER_INPUT).
 _INPUT_TENSORS = frozenset(
@@ -59,148 +59,11 @@ _INPUT_TENSORS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The tensors of one block by their short name ("attn_q.weight")."""
-
-    tensors: Mapping[str, TensorInfo]
-
-    def has(self, name: str) -> bool:
-        return f"{name}.weight" in self.tensors
-
-    def has_experts(self) -> bool:
-        return any(tensor.is_expert for tensor in self.tensors.values())
-
-    def n_bytes(self) -> tuple[int, int]:
-        """(bytes that every token reads, bytes of routed experts)."""
-        experts = sum(tensor.n_bytes for tensor in self.tensors.values() if tensor.is_expert)
-        return sum(tensor.n_bytes for tensor in self.tensors.values()) - experts, experts
-
-    def mixer_elements(self) -> int:
-        """Weights of whatever mixes tokens here: all but the feed-forward."""
-        return sum(
-            tensor.n_elements
-            for name, tensor in self.tensors.items()
-            if not name.startswith("ffn_")
-        )
+def _layer(layer: GgufLayer) -> Layer:
+    return Layer(mixer.from_gguf(layer), _ffn_kind(layer.block), layer.facts.ffn[layer.index])
 
 
-def _blocks(header: GgufHeader, n_layers: int) -> list[_Block]:
-    grouped: defaultdict[int, dict[str, TensorInfo]] = defaultdict(dict)
-    for tensor in header.tensors:
-        match = _BLOCK.fullmatch(tensor.name)
-        if match is not None:
-            grouped[int(match[1])][match[2]] = tensor
-    return [_Block(grouped.get(index, {})) for index in range(n_layers)]
-
-
-def _layer(facts: Facts, blocks: list[_Block], index: int) -> Layer:
-    block = blocks[index]
-    ffn = _ffn_kind(block)
-    kind = _kind(facts, index)
-    if kind == "none":
-        return Layer("none", ffn=ffn, intermediate=facts.ffn[index])
-    if kind == "recurrent":
-        return Layer(
-            "recurrent",
-            state_elements=facts.state_elements() + facts.table_state_elements(index),
-            mixer_params=block.mixer_elements(),
-            ffn=ffn,
-            intermediate=facts.ffn[index],
-        )
-    if kind == "mla":
-        rank = facts.number("attention.kv_lora_rank")
-        return Layer(
-            "mla",
-            n_kv_heads=1,
-            head_dim_k=facts.number("attention.key_length_mla"),
-            head_dim_v=facts.number("attention.value_length_mla"),
-            mla_rank=rank,
-            mla_rope_dim=facts.number("rope.dimension_count", max(0, facts.head_dim_k - rank)),
-            ffn=ffn,
-            intermediate=facts.ffn[index],
-            n_heads=facts.heads[index],
-            index_dim=facts.index_elements(index),
-        )
-    if facts.arch == "deepseek4":
-        return _compressed_layer(facts, block, index)
-    sliding = kind == "sliding"
-    shared_from = facts.n_layers - facts.number(
-        "attention.shared_kv_layers", 0, maximum=facts.n_layers
-    )
-    if facts.arch == "gemma3n":
-        shared_from = min(facts.n_layers, 20)
-    return Layer(
-        kind,
-        n_kv_heads=facts.kv_heads[index],
-        head_dim_k=facts.number("attention.key_length_swa", facts.head_dim_k)
-        if sliding
-        else facts.head_dim_k,
-        head_dim_v=facts.number("attention.value_length_swa", facts.head_dim_v)
-        if sliding
-        else facts.head_dim_v,
-        window=facts.window if sliding else 0,
-        shares_kv=index >= shared_from,
-        state_elements=facts.state_elements() if facts.arch == "falcon-h1" else 0,
-        v_is_k=bool(block.tensors) and not (block.has("attn_v") or block.has("attn_qkv")),
-        ffn=ffn,
-        intermediate=facts.ffn[index],
-        n_heads=facts.heads[index],
-        index_dim=facts.index_elements(index),
-    )
-
-
-def _compressed_layer(facts: Facts, block: _Block, index: int) -> Layer:
-    """DeepSeek V4: one latent row, key and value at once, of every 4th or 128th token, or of the
-    last ones only.
-
-    The last 128 tokens, which the others keep too, and what they are compressed from are left out:
-    43 layers' come to 33 MiB a sequence (src/llama-kv-cache-dsv4.cpp).
-    """
-    ratio = facts.per_layer("attention.compress_ratios", 0)[index]
-    row = facts.head_dim_k // max(1, ratio)
-    return Layer(
-        "full" if ratio else "sliding",
-        n_kv_heads=1,
-        head_dim_k=row,
-        window=0
-        if ratio
-        else facts.number(
-            "attention.sliding_window", architectures.COMPRESSED_WINDOW, maximum=MAX_TOKENS
-        ),
-        ffn=_ffn_kind(block),
-        intermediate=facts.ffn[index],
-        n_heads=facts.heads[index],
-        # What counting q, k and o by the row's share would miss.
-        mixer_params=max(0, block.mixer_elements() - facts.hidden * row * (facts.heads[index] + 1)),
-        v_is_k=True,
-        per_sequence=True,
-        index_dim=facts.number("attention.indexer.key_length", 0) // ratio
-        if ratio == architectures.INDEXED_RATIO
-        else 0,
-    )
-
-
-def _kind(facts: Facts, index: int) -> LayerKind:
-    if facts.arch in architectures.NO_CACHE:
-        return "none"
-    if facts.is_recurrent(index):
-        return "recurrent"
-    if not facts.kv_heads[index]:
-        return "none"
-    # Files from before the *_mla keys hold the expanded keys and values, and llama.cpp caches them
-    # in full.
-    if (
-        facts.value("attention.kv_lora_rank") is not None
-        and facts.value("attention.key_length_mla") is not None
-    ):
-        return "mla"
-    if facts.is_sliding(index):
-        return "sliding"
-    return "full"
-
-
-def _ffn_kind(block: _Block) -> FfnKind:
+def _ffn_kind(block: BlockTensors) -> FfnKind:
     dense = block.has("ffn_up") or block.has("ffn_gate")
     if block.has_experts():
         if dense:
@@ -214,7 +77,7 @@ def _ffn_kind(block: _Block) -> FfnKind:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def _experts(facts: Facts, blocks: list[_Block]) -> Experts | None:
+def _experts(facts: Facts, blocks: list[BlockTensors]) -> Experts | None:
     count = facts.number("expert_count", 0)
     if not count:
         return None
@@ -233,7 +96,7 @@ def _experts(facts: Facts, blocks: list[_Block]) -> Experts | None:
 def _place(name: str, n_layers: int) -> str:
     """Where a tensor's weights count: in a "layer", in "mtp" blocks behind the layers, as an
     "input" table, or for the "output"."""
-    match = _BLOCK.fullmatch(name)
+    match = BLOCK_TENSOR.fullmatch(name)
     if match is not None:
         if int(match[1]) < n_layers:
             return "layer"
@@ -254,7 +117,7 @@ def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
     ]
 
 
-def _variant(header: GgufHeader, facts: Facts, blocks: list[_Block], repo: str) -> Variant:
+def _variant(header: GgufHeader, facts: Facts, blocks: list[BlockTensors], repo: str) -> Variant:
     count = facts.number("expert_count", 0)
     used = facts.per_layer("expert_used_count", 0)
     if count:
@@ -316,7 +179,7 @@ def _model(
     facts: Facts,
     layers: tuple[Layer, ...],
     variant: Variant,
-    blocks: list[_Block],
+    blocks: list[BlockTensors],
 ) -> Model:
     name = shown(
         header.text("general.name")
@@ -382,7 +245,7 @@ def _model(
         and query.shape[1] == 2 * plain_width,
         q_rank=facts.number("attention.q_lora_rank", 0),
         shape_warning=""
-        if facts.arch in architectures.KNOWN
+        if mixer.knows(facts.arch)
         else f"the architecture {facts.arch!r} is not known here: it is planned as attention on "
         "every layer, "
         "and its KV may be more or less",
@@ -392,8 +255,12 @@ def _model(
 def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:
     """The catalog's word for an architecture: dense, moe, hybrid, hybrid-moe, with -mla or -swa
     where it applies."""
-    kinds = {layer.kind for layer in layers}
-    base = "moe" if experts is not None else "dense"
-    if "recurrent" in kinds:
-        base = "hybrid-moe" if experts is not None else "hybrid"
-    return base + ("-mla" if "mla" in kinds else "") + ("-swa" if "sliding" in kinds else "")
+    mixers = [layer.mixer for layer in layers]
+    word = "dense" if experts is None else "moe"
+    if any(one.is_recurrent for one in mixers):
+        word = "hybrid" if experts is None else "hybrid-moe"
+    if any(one.heads_share_row for one in mixers):
+        word += "-mla"
+    if any(one.is_bounded for one in mixers):
+        word += "-swa"
+    return word

@@ -6,7 +6,7 @@ What is no language model, or is laid out as Ollama alone does, is refused here.
 
 from __future__ import annotations
 
-from localllm_catalog import architectures, kinds
+from localllm_catalog import kinds
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, Value
 
@@ -115,104 +115,6 @@ class Facts:
                 return default
             return [default] * self.n_blocks
         return [self.number(name)] * self.n_blocks
-
-    def is_sliding(self, index: int) -> bool:
-        """Whether llama.cpp gives this layer the windowed cache."""
-        if not self.window:
-            return False
-        pattern = self.value("attention.sliding_window_pattern")
-        if isinstance(pattern, tuple):
-            return index < len(pattern) and bool(pattern[index])
-        if self.arch not in architectures.SLIDING:
-            return False
-        period, first_is_full, _ = architectures.SLIDING[self.arch]
-        if self.arch == "exaone4" and self.n_layers != 64:
-            return False
-        period = self.number("attention.sliding_window_pattern", period, maximum=MAX_LAYERS)
-        if not period:
-            return True
-        if first_is_full:
-            return index % period != 0
-        return index % period < period - 1
-
-    @property
-    def window(self) -> int:
-        """Tokens a sliding layer sees; 0 where this architecture has none."""
-        stated = isinstance(self.value("attention.sliding_window_pattern"), tuple)
-        if self.arch not in architectures.SLIDING and not (
-            stated or self.arch in architectures.SLIDING_STATED
-        ):
-            return 0
-        window = self.number(
-            "attention.sliding_window",
-            architectures.SLIDING.get(self.arch, (0, False, 0))[2],
-            maximum=MAX_TOKENS,
-        )
-        if self.arch == "llama4" and window:
-            return 8192
-        return window
-
-    def is_recurrent(self, index: int) -> bool:
-        """Whether this layer keeps a fixed state instead of (Falcon-H1: beside) a growing cache."""
-        stated = self.value("attention.recurrent_layers")
-        if isinstance(stated, tuple):
-            return index < len(stated) and bool(stated[index])
-        if self.arch in architectures.ALL_RECURRENT:
-            return True
-        if self.arch in architectures.FULL_EVERY:
-            every = self.number(
-                "full_attention_interval", architectures.FULL_EVERY[self.arch], minimum=1
-            )
-            return (index + 1) % every != 0
-        if self.arch in architectures.SPLIT_BLOCKS:
-            return self.kv_heads[index] == 0 and self.ffn[index] == 0
-        return self.arch in architectures.ZERO_HEADS_RECUR and self.kv_heads[index] == 0
-
-    def state_elements(self) -> int:
-        """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r +
-        n_embd_s)."""
-        heads = max(self.heads, default=0)
-        wkv = self.number("wkv.head_size", 0)
-        cached = self.number("shortconv.l_cache", 0)
-        if wkv:
-            return self.hidden * (self.number("token_shift_count", 2) + wkv)
-        if cached:
-            return self.hidden * (cached - 1)
-        conv = self.number("ssm.conv_kernel", 0)
-        kda = self.number("kda.head_dim", 0)
-        if kda:
-            return 3 * ((conv or 4) - 1) * heads * kda + kda * kda * heads
-        if self.arch == "minimax-01":
-            return self.head_dim_k * self.head_dim_k * heads
-        inner = self.number("ssm.inner_size", 0)
-        state = self.number("ssm.state_size", 0)
-        groups = self.number("ssm.group_count", 0)
-        return max(0, conv - 1) * (inner + 2 * groups * state) + state * inner
-
-    def table_state_elements(self, index: int) -> int:
-        """Elements a layer holds more that reads n-gram tables: the history of its dilated
-        convolution (qwen4exp)."""
-        layers = self.value("ple.layers")
-        if not isinstance(layers, tuple) or index not in layers:
-            return 0
-        rows = max(0, self.number("ple.conv_kernel", 0) - 1) * self.number("ple.ngram_size", 0)
-        return rows * self.hidden * self.number("hyper_connection.count", 1)
-
-    def index_elements(self, index: int) -> int:
-        """Elements per token that a sparse attention's indexer keeps on this layer: its key, and
-        what keys are pooled into. (llama.cpp's llama-memory-hybrid-idx.cpp: key, gate and pooled
-        key side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
-        """
-        own = self.value("attention.indexer.types")
-        if self.arch in architectures.NO_INDEX_WHERE_DENSE:
-            dense = self.number("leading_dense_block_count", 0)
-        else:
-            dense = 0
-        if index < dense or (isinstance(own, tuple) and not any(own[index : index + 1])):
-            return 0
-        return architectures.INDEX_ROWS.get(self.arch, 0) * self.number(
-            "attention.indexer.key_length", 0
-        )
 
     def lookup_rows(self) -> int:
         """Rows of the looked-up tables a token reads: one, or one of every hashed head."""

@@ -14,19 +14,8 @@ from fractions import Fraction
 from functools import lru_cache
 
 from localllm_catalog import quants
+from localllm_catalog.layers.mixer import Widths
 from localllm_catalog.types import Experts, Layer, Model
-
-
-def layer_kv_elements(layer: Layer) -> int:
-    """Elements one token adds to this layer's cache (0 where it keeps none, or reads another
-    layer's)."""
-    if layer.shares_kv:
-        return 0
-    if layer.kind in ("full", "sliding"):
-        return layer.n_kv_heads * (layer.head_dim_k + layer.head_dim_v) + layer.index_dim
-    if layer.kind == "mla":
-        return layer.mla_rank + layer.mla_rope_dim + layer.index_dim
-    return 0
 
 
 def kv_bytes_per_token(model: Model, kv_type: str = "f16") -> int:
@@ -36,46 +25,17 @@ def kv_bytes_per_token(model: Model, kv_type: str = "f16") -> int:
     Recurrent state never grows and is not in here. Raises CatalogError for an unknown `kv_type`.
     """
     return math.ceil(
-        quants.kv_element_bytes(kv_type) * sum(layer_kv_elements(layer) for layer in model.layers)
+        quants.kv_element_bytes(kv_type) * sum(layer.mixer.elements for layer in model.layers)
     )
 
 
 def recurrent_state_bytes(model: Model) -> int:
     """Fixed bytes one sequence's recurrent layers hold, at any length and KV type (float32 in
     llama.cpp)."""
-    return 4 * sum(layer.state_elements for layer in model.layers)
+    return 4 * sum(layer.mixer.state_floats for layer in model.layers)
 
 
 # --- parameters -----------------------------------------------------------------------------------
-
-
-def _mixer_params(model: Model, layer: Layer) -> int:
-    hidden = model.hidden_size
-    heads = layer.n_heads or model.n_heads
-    if layer.kind == "none":
-        return 0
-    if layer.kind == "recurrent":
-        return layer.mixer_params + hidden
-    if layer.kind == "mla":
-        nope = layer.head_dim_k - layer.mla_rope_dim
-        width = heads * layer.head_dim_k
-        if model.q_rank:
-            query = hidden * model.q_rank + model.q_rank * width
-        else:
-            query = hidden * width
-        latent = hidden * (layer.mla_rank + layer.mla_rope_dim)
-        expand = layer.mla_rank * heads * (nope + layer.head_dim_v)
-        return query + latent + expand + heads * layer.head_dim_v * hidden + hidden
-    query = hidden * heads * layer.head_dim_k * (2 if model.attention_gate else 1)
-    if layer.shares_kv:
-        keys = 0
-    else:
-        keys = hidden * layer.n_kv_heads * layer.head_dim_k
-    if layer.shares_kv or layer.v_is_k:
-        values = 0
-    else:
-        values = hidden * layer.n_kv_heads * layer.head_dim_v
-    return query + keys + values + heads * layer.head_dim_v * hidden + layer.mixer_params + hidden
 
 
 def _expert_params(model: Model, experts: Experts, n_routed: int) -> int:
@@ -97,11 +57,11 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
     if layer.ffn == "none":
         return 0, 0
     total = active = hidden
-    if layer.ffn in ("dense", "both"):
+    if layer.has_dense:
         dense = model.ffn_matrices * hidden * (layer.intermediate or model.intermediate_size)
-        total = total + dense
-        active = active + dense
-    if layer.ffn in ("experts", "both") and model.experts is not None:
+        total += dense
+        active += dense
+    if layer.has_experts and model.experts is not None:
         total += _expert_params(model, model.experts, model.experts.n_experts)
         active += _expert_params(model, model.experts, model.experts.n_active)
     return total, active
@@ -111,14 +71,15 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
 def trunk_params(model: Model) -> tuple[int, int]:
     """(all, run per token) weights of the language trunk, embeddings apart, counted from the
     shapes."""
+    widths = Widths(model.hidden_size, model.n_heads, model.q_rank, model.attention_gate)
     total = active = model.hidden_size
     # by identity: the catalog builds a pattern's layers once
     layers = {id(layer): layer for layer in model.layers}
     for key, count in Counter(map(id, model.layers)).items():
-        mixer = _mixer_params(model, layers[key])
+        mixer = layers[key].mixer.n_params(widths)
         ffn_total, ffn_active = _ffn_params(model, layers[key])
-        total = total + count * (mixer + ffn_total)
-        active = active + count * (mixer + ffn_active)
+        total += count * (mixer + ffn_total)
+        active += count * (mixer + ffn_active)
     return total, active
 
 
@@ -220,7 +181,7 @@ def estimate_mlx_bytes(model: Model, quant: str) -> int:
     routed = 0
     if model.experts is not None:
         per_layer = _expert_params(model, model.experts, model.experts.n_experts)
-        routed = per_layer * sum(layer.ffn in ("experts", "both") for layer in model.layers)
+        routed = per_layer * sum(layer.has_experts for layer in model.layers)
     # (what makers keep tables of many rows in is no less than the listed files')
     tables = model.lookup_params * max(0.0, model.lookup_bits - float(bits))
     stored = (total - routed) * bits + routed * expert_bits

@@ -5,51 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from localllm_catalog.layers.mixer import Mixer
 from localllm_catalog.names import FOLDER_FORMATS, Format
 
-LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 FfnKind = Literal["dense", "experts", "both", "none"]
 Purpose = Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer remembers per sequence.
+    """One layer: its token mixer, with the memory that the mixer keeps, and its feed-forward.
 
-    full / sliding: n_kv_heads × (head_dim_k + head_dim_v) elements per token (sliding: of the last
-    `window` tokens).
-    mla: one latent row of `mla_rank + mla_rope_dim` (and `index_dim`) elements per token and no V.
-    recurrent: `state_elements` float32 per sequence, independent of length (Falcon-H1 has such a
-    state beside full).
-    none: no token mixer at all (Nemotron-H has layers that are only a feed-forward).
-    `index_dim`: elements that a sparse attention's indexer keeps beside, per token. Layers that
-    keep one row for several tokens (DeepSeek V4) are `full` ones with that row's share of a token.
-    `per_sequence`: llama.cpp gives every sequence a cache of its own, as long as the whole context.
-    `shares_kv`: reads another layer's KV and stores none of its own.
-
-    What the layer weighs, for counting parameters: `n_heads` query heads (0 = the Model's), `ffn`
-    which feed-forward it has, `intermediate` its dense width (0 = the Model's), `mixer_params` the
-    weights of a recurrent mixer (on attention layers: those besides q, k, v and o), `v_is_k` values
-    reuse the key projection (the cache still holds both). On an mla layer head_dim_k and head_dim_v
-    are the expanded widths of one head, which the cache never holds.
+    `ffn`: which feed-forward it has.
+    `intermediate`: the width of its dense feed-forward (0 = the Model's).
     """
 
-    kind: LayerKind
-    n_kv_heads: int = 0
-    head_dim_k: int = 0
-    head_dim_v: int = 0
-    window: int = 0
-    mla_rank: int = 0
-    mla_rope_dim: int = 0
-    state_elements: int = 0
-    shares_kv: bool = False
-    n_heads: int = 0
+    mixer: Mixer
     ffn: FfnKind = "dense"
     intermediate: int = 0
-    mixer_params: int = 0
-    v_is_k: bool = False
-    index_dim: int = 0
-    per_sequence: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of its mixer, as in family files."""
+        return self.mixer.name
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its feed-forward has routed experts."""
+        return self.ffn in ("experts", "both")
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether its feed-forward is dense, or has a dense one as well."""
+        return self.ffn in ("dense", "both")
 
 
 @dataclass(frozen=True, slots=True)

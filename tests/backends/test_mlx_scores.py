@@ -55,7 +55,7 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     model = next(m for m in catalog.load().models if m.id == "gemma-3-270m-it")
     full = next(layer for layer in model.layers if layer.kind == "full")
     model = dataclasses.replace(model, layers=(full,) * LAYERS, n_heads=HEADS)
-    assert full.head_dim_k == full.head_dim_v == WIDTH
+    assert full.mixer.quantised_apart == (WIDTH, WIDTH)
     depths = [1024, 4096]
     shallow, deep = (scores_bytes(model, RunSettings(n, n_batch=step), ()) for n in depths)
     # While caches grow, one and the same step holds each layer's old keys and values beside the new

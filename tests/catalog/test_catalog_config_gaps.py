@@ -133,7 +133,7 @@ def test_a_model_without_attention_keeps_a_state_and_no_cache(kind: str) -> None
     config, state = RECURRENT[kind]
     model = model_from_config({"model_type": kind, **config}, FILES)
     assert {layer.kind for layer in model.layers} == {"recurrent"}
-    assert {layer.state_elements for layer in model.layers} == {state}
+    assert {layer.mixer.state_floats for layer in model.layers} == {state}
     assert shapes.kv_bytes_per_token(model) == 0
     assert model.shape_warning == ""
     assert 0.08e9 < model.params_total < 8e9
@@ -145,7 +145,7 @@ def test_gemma_4s_single_layers_say_what_they_keep() -> None:
                             "hidden_size": 2304, "vocab_size": 262144, "head_dim": 256}  # fmt: skip
     own = {"head_dim": 512, "num_key_value_heads": 2}
     plain = model_from_config({"model_type": "gemma4", "text_config": text}, FILES)
-    assert [layer.head_dim_k for layer in plain.layers] == ([256] * 5 + [512]) * 2
+    assert [layer.mixer.row[0] for layer in plain.layers] == ([4 * 256] * 5 + [4 * 512]) * 2
     for said in (
         {"5": own, "11": own},
         {5: own, 11: own},
@@ -155,8 +155,11 @@ def test_gemma_4s_single_layers_say_what_they_keep() -> None:
         model = model_from_config(
             {"model_type": "gemma4", "text_config": {**text, "per_layer_config": said}}, FILES
         )
-        kept = [(layer.n_kv_heads, layer.head_dim_k) for layer in model.layers]
-        assert kept == ([(4, 256)] * 5 + [(2, 512)]) * 2
+        kept = [layer.mixer for layer in model.layers]
+        assert [mixer.row for mixer in kept] == (
+            [(4 * 256, 4 * 256)] * 5 + [(2 * 512, 2 * 512)]
+        ) * 2
+        assert [mixer.head_counts[-1] for mixer in kept] == ([4] * 5 + [2]) * 2
     one = model_from_config(
         {"model_type": "gemma4", "text_config": {**text, "per_layer_config": {"11": own}}}, FILES
     )

@@ -132,11 +132,7 @@ def test_a_config_gives_the_shapes_the_catalog_has(model_id: str) -> None:
     model = model_from_config(CONFIGS[model_id], FILES)
     assert [layer.kind for layer in model.layers] == [layer.kind for layer in curated.layers]
     kept = [
-        [
-            (shapes.layer_kv_elements(layer), layer.window if layer.kind == "sliding" else 0)
-            for layer in m.layers
-        ]
-        for m in (model, curated)
+        [(layer.mixer.elements, layer.mixer.reach) for layer in m.layers] for m in (model, curated)
     ]
     assert kept[0] == kept[1]
     assert shapes.recurrent_state_bytes(model) == shapes.recurrent_state_bytes(curated)

@@ -59,7 +59,7 @@ def test_the_real_starter_model_is_read_exactly(smollm2: Path) -> None:
     assert shapes.count_params(model) == (134_515_008, 134_515_008)
     curated = catalog.load().get("smollm2-135m-instruct")
     assert curated is not None
-    assert model.layers[0].head_dim_k == 64
+    assert model.layers[0].mixer.row == (3 * 64, 3 * 64)
     assert shapes.kv_bytes_per_token(model) == shapes.kv_bytes_per_token(curated) == 23_040
     assert (model.vocab_size, model.native_context) == (curated.vocab_size, curated.native_context)
     assert model.tokenizer_family == curated.tokenizer_family
@@ -167,7 +167,7 @@ def test_an_indexer_keeps_its_key_on_the_layers_that_have_one(
     )
     facts = basic(arch, 3, **{"attention.indexer.key_length": 32, **lora, **more})
     model = model_from_gguf(gguf.read(write_gguf(facts, [])))
-    assert [layer.index_dim for layer in model.layers] == expected
+    assert [layer.mixer.index_width for layer in model.layers] == expected
     assert not model.shape_warning
 
 
@@ -195,8 +195,8 @@ def test_sliding_layers_have_their_own_head_size_and_late_layers_share(write_ggu
            "attention.shared_kv_layers": 1},
     )  # fmt: skip
     layers = model_from_gguf(gguf.read(write_gguf(facts, []))).layers
-    assert [shapes.layer_kv_elements(layer) for layer in layers] == [4 * 512, 4 * 512, 1024, 0]
-    assert [layer.window for layer in layers] == [512, 512, 0, 512]
+    assert [layer.mixer.elements for layer in layers] == [4 * 512, 4 * 512, 1024, 0]
+    assert [layer.mixer.reach for layer in layers] == [512, 512, 0, 512]
 
 
 def test_active_bytes_count_experts_by_use_and_leave_lookups_and_mtp_out(write_gguf: Write) -> None:

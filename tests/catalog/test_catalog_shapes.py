@@ -9,6 +9,8 @@ import pytest
 
 from localllm_catalog import catalog, quants, shapes
 from localllm_catalog.errors import CatalogError
+from localllm_catalog.layers.latent import Latent
+from localllm_catalog.layers.shared import Shared
 from localllm_catalog.types import Layer, Model
 
 MIB = 1 << 20
@@ -40,9 +42,7 @@ def test_kv_bytes_per_token_at_f16(model_id: str, expected: int) -> None:
 
 
 def test_a_deepseek_v3_shaped_mla_model_caches_one_latent_row_per_layer() -> None:
-    layer = Layer(
-        "mla", n_kv_heads=1, head_dim_k=192, head_dim_v=128, mla_rank=512, mla_rope_dim=64
-    )
+    layer = Layer(Latent(mla_rank=512, mla_rope_dim=64, head_dim_k=192, head_dim_v=128))
     assert shapes.kv_bytes_per_token(shaped(*[layer] * 61)) == 70_272
 
 
@@ -56,7 +56,7 @@ def test_a_hybrids_fixed_state_is_apart_from_its_growing_cache() -> None:
 
 def test_layers_that_share_kv_add_none() -> None:
     model = known("gemma-4-e2b-it")
-    assert sum(layer.shares_kv for layer in model.layers) == 20
+    assert sum(isinstance(layer.mixer, Shared) for layer in model.layers) == 20
     assert shapes.kv_bytes_per_token(model) == 6_144 + 12_288
 
 

@@ -18,7 +18,8 @@ from localllm.planner.types import DraftChoice, Plan, Recommendation, RunSetting
 from localllm_backends import registry
 from localllm_backends.contract import KvType
 from localllm_catalog import catalog
-from localllm_catalog.types import Purpose
+from localllm_catalog.layers.full import Full
+from localllm_catalog.types import Layer, Model, Purpose
 
 CATALOG = catalog.load()
 PURPOSES: tuple[Purpose, ...] = ("chat", "long")
@@ -78,15 +79,16 @@ def test_mlx_kv_elements(model_id: str, kv_type: str, bytes_per_element: Fractio
     )
 
 
+def with_heads_of(model: Model, width: int) -> Model:
+    layer = Layer(Full(n_kv_heads=8, head_dim_k=width, head_dim_v=width))
+    return replace(model, layers=(layer,) * len(model.layers))
+
+
 def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
     model = CATALOG.by_id["qwen3-8b"]
-    narrow = replace(
-        model, layers=tuple(replace(x, head_dim_k=96, head_dim_v=96) for x in model.layers)
-    )
+    narrow = with_heads_of(model, 96)
     assert kv_sizes.mlx_element_bytes(narrow, "q8_0") == Fraction(36, 32)
-    odd = replace(
-        model, layers=tuple(replace(x, head_dim_k=80, head_dim_v=80) for x in model.layers)
-    )
+    odd = with_heads_of(model, 80)
     assert not kv_sizes.kv_type_allowed(odd, "q8_0", registry.declared("mlx"))
 
 

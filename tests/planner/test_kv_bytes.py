@@ -13,6 +13,13 @@ from localllm.planner import kv_sizes
 from localllm.planner.decode_cost import kv_read_bytes
 from localllm.planner.types import RunSettings
 from localllm_catalog import catalog, quants, shapes
+from localllm_catalog.layers.feed_forward import FeedForward
+from localllm_catalog.layers.full import Full
+from localllm_catalog.layers.indexed import Indexed
+from localllm_catalog.layers.latent import Latent
+from localllm_catalog.layers.recurrent import Recurrent
+from localllm_catalog.layers.shared import Shared
+from localllm_catalog.layers.sliding import Sliding
 from localllm_catalog.types import Layer, Model
 
 MIB = 1 << 20
@@ -57,9 +64,7 @@ def test_kv_bytes_are_those_llama_cpp_allocates(
 
 
 def test_deepseek_v2_lite_as_measured() -> None:
-    layer = Layer(
-        "mla", n_kv_heads=1, head_dim_k=192, head_dim_v=128, mla_rank=512, mla_rope_dim=64
-    )
+    layer = Layer(Latent(mla_rank=512, mla_rope_dim=64, head_dim_k=192, head_dim_v=128))
     lite = shaped(*[layer] * 27)
     assert kv_sizes.kv_bytes(lite, RunSettings(4096)) / MIB == 121.5
     assert kv_sizes.kv_bytes(lite, RunSettings(32_768)) / MIB == 972
@@ -87,28 +92,31 @@ def test_a_token_reads_no_more_than_the_window_of_a_sliding_layer(
     assert kv_read_bytes(model, 131_072) == at_131072
 
 
-kinds = st.sampled_from(["full", "sliding", "mla", "recurrent", "none"])
-
-
-@st.composite
-def layers(draw: st.DrawFn) -> Layer:
-    kind = draw(kinds)
-    width = st.integers(1, 16).map(lambda n: 32 * n)
-    return Layer(
-        kind,
-        n_kv_heads=draw(st.integers(1, 16)),
-        head_dim_k=draw(width),
-        head_dim_v=draw(width),
-        window=draw(st.integers(1, 5000)) if kind == "sliding" else 0,
-        mla_rank=draw(width),
-        mla_rope_dim=64,
-        state_elements=draw(st.integers(0, 1 << 20)) if kind == "recurrent" else 0,
-        shares_kv=draw(st.booleans()),
-    )
+widths = st.integers(1, 16).map(lambda n: 32 * n)
+heads = st.integers(1, 16)
+attention = st.one_of(
+    st.builds(Full, n_kv_heads=heads, head_dim_k=widths, head_dim_v=widths),
+    st.builds(
+        Sliding,
+        n_kv_heads=heads,
+        head_dim_k=widths,
+        head_dim_v=widths,
+        window=st.integers(1, 5000),
+    ),
+    st.builds(Latent, mla_rank=widths, mla_rope_dim=st.just(64)),
+)
+mixers = st.one_of(
+    attention,
+    st.builds(Shared, attention),
+    st.builds(Indexed, attention, index_dim=widths),
+    st.builds(Recurrent, state_elements=st.integers(0, 1 << 20)),
+    st.just(FeedForward()),
+)
+layers = st.builds(Layer, mixers)
 
 
 @given(
-    st.lists(layers(), min_size=1, max_size=12),
+    st.lists(layers, min_size=1, max_size=12),
     st.integers(1, 1000),
     st.sampled_from(sorted(quants.KV_TYPES)),
 )
@@ -125,6 +133,6 @@ def test_kv_grows_with_the_context_and_never_faster_than_its_slope(
     # What is not a whole byte is rounded on both sides.
     assert floor - 1 <= further - here <= slope * kv_sizes.CONTEXT_STEP + 1
     assert here <= slope * n_ctx
-    windows = [layer.window for layer in stack if layer.kind == "sliding"]
+    windows = [layer.mixer.reach for layer in stack if layer.mixer.is_bounded]
     if n_ctx <= min(windows, default=n_ctx):
         assert here == pytest.approx(slope * n_ctx, abs=n_ctx)

@@ -68,7 +68,8 @@ def check(model: Model, s: ProbeSettings, planned: Planned) -> None:
     need = predicted(model, s)
     # Weights and cell counts are exact; the log rounds each cache to a hundredth of a MiB.
     assert need.weights_bytes == planned.weights_bytes
-    cells = {kv_sizes.kv_cells(layer, run_settings(s)) for layer in model.layers} - {0}
+    layout = kv_sizes.layout(run_settings(s))
+    cells = {layer.mixer.cells(layout) for layer in model.layers} - {0}
     assert cells == {c for c, _ in planned.kv_cells}, s
     assert abs(need.kv_bytes - planned.kv_bytes) <= _LOG_ROUNDING * len(planned.kv_cells), s
     assert abs(need.recurrent_bytes - planned.recurrent_bytes) <= _LOG_ROUNDING, s

@@ -11,7 +11,8 @@ from localllm.device.named import resolve
 from localllm.planner import decode_cost, efficiency, kernels, prefill_cost
 from localllm.planner.prefill_cost import PrefillTerms
 from localllm_catalog import catalog
-from localllm_catalog.types import Layer, Model, Variant
+from localllm_catalog.layers.sliding import Sliding
+from localllm_catalog.types import Model, Variant
 
 MODELS = catalog.load().by_id
 SPARK = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
@@ -113,7 +114,7 @@ def test_m1_and_m2_emulate_what_mlx_computes_in() -> None:
 def test_a_window_costs_what_is_computed_beside_it() -> None:
     """A sliding layer's attention: its window, and of the micro-batch what the kernel does not
     skip."""
-    layer = Layer("sliding", n_kv_heads=8, head_dim_k=64, head_dim_v=64, window=128)
-    alone, beside = (decode_cost.attention_flops(layer, 64, 4096, beside=b) for b in (0, 1024))
+    mixer = Sliding(n_kv_heads=8, head_dim_k=64, head_dim_v=64, window=128)
+    alone, beside = (mixer.flops(64, 4096, b) for b in (0, 1024))
     assert beside == alone * (128 + 1024) / 128
-    assert decode_cost.attention_flops(layer, 64, 100, beside=1024) == alone * 100 / 128
+    assert mixer.flops(64, 100, 1024) == alone * 100 / 128

@@ -20,7 +20,8 @@ from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, prefill_cost, ranges, speed
 from localllm.planner.types import USUAL, Range
 from localllm_catalog import catalog
-from localllm_catalog.types import Model, Variant
+from localllm_catalog.layers.full import Full
+from localllm_catalog.types import Layer, Model, Variant
 
 CATALOG = catalog.load()
 ROWS = Path(__file__).parents[2] / "benchmarks" / "data" / "speeds.csv"
@@ -164,12 +165,8 @@ def test_prompts_under_mlx_pay_for_scores_that_no_kernel_keeps() -> None:
     """The same model with heads of 256, which MLX has no fused kernel for, takes longer at depth
     than with heads of 128."""
     model, variant = file_of("qwen3-8b", "4bit")
-    wide = replace(
-        model,
-        layers=tuple(
-            replace(layer, head_dim_k=256, head_dim_v=256, n_heads=16) for layer in model.layers
-        ),
-    )
+    heads = Layer(Full(n_kv_heads=8, head_dim_k=256, head_dim_v=256, n_heads=16))
+    wide = replace(model, layers=(heads,) * len(model.layers))
     machine = decode_cost.hardware_of(resolve("M5 Max 128GB"), "mlx")
     terms = [prefill_cost.prefill_terms(m, variant, machine, depth=100_000) for m in (model, wide)]
     assert terms[1].attention_flops == pytest.approx(terms[0].attention_flops)

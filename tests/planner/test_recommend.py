@@ -29,6 +29,7 @@ from localllm.planner.speed import Measured
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog import catalog
+from localllm_catalog.layers.with_state import WithState
 from planner import golden
 
 MODELS = catalog.load().models
@@ -179,7 +180,9 @@ def test_a_state_beside_full_attention_is_counted_too() -> None:
     """Falcon-H1's layers have both: attention over everything, and a recurrent state per
     sequence."""
     plain = BY_ID["qwen3-8b"]
-    both = replace(plain, layers=tuple(replace(x, state_elements=1000) for x in plain.layers))
+    both = replace(
+        plain, layers=tuple(replace(x, mixer=WithState(x.mixer, 1000)) for x in plain.layers)
+    )
     settings = RunSettings(4096, slots=3)
     with_state, without = (memory.need(m, plain.variants[0], settings) for m in (both, plain))
     assert with_state.recurrent_bytes == 4 * 1000 * len(plain.layers) * 3

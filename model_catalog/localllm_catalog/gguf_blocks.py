@@ -1,0 +1,70 @@
+"""The layers of a GGUF file: the tensors of each, with the header's numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from localllm_catalog.gguf import GgufHeader, TensorInfo
+from localllm_catalog.gguf_facts import Facts
+
+BLOCK_TENSOR = re.compile(r"blk\.([0-9]{1,6})\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensors:
+    """The tensors of one block by their short name ("attn_q.weight")."""
+
+    tensors: Mapping[str, TensorInfo]
+
+    def has(self, name: str) -> bool:
+        """Whether the block has weights of this name."""
+        return f"{name}.weight" in self.tensors
+
+    def has_experts(self) -> bool:
+        """Whether the block has routed experts."""
+        return any(tensor.is_expert for tensor in self.tensors.values())
+
+    def n_bytes(self) -> tuple[int, int]:
+        """(bytes that every token reads, bytes of routed experts)."""
+        experts = sum(tensor.n_bytes for tensor in self.tensors.values() if tensor.is_expert)
+        return sum(tensor.n_bytes for tensor in self.tensors.values()) - experts, experts
+
+    def mixer_elements(self) -> int:
+        """Weights of the token mixer: all but the feed-forward's."""
+        return sum(
+            tensor.n_elements
+            for name, tensor in self.tensors.items()
+            if not name.startswith("ffn_")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GgufLayer:
+    """One layer: the header's numbers, the layer's tensors, and its place in the model."""
+
+    facts: Facts
+    block: BlockTensors
+    index: int
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+        return self.facts.heads[self.index]
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Heads whose keys and values are cached; 0 if the layer has no attention."""
+        return self.facts.kv_heads[self.index]
+
+
+def blocks(header: GgufHeader, n_layers: int) -> list[BlockTensors]:
+    """The blocks of the first `n_layers` layers; an empty one if the file has no tensors of it."""
+    grouped: defaultdict[int, dict[str, TensorInfo]] = defaultdict(dict)
+    for tensor in header.tensors:
+        match = BLOCK_TENSOR.fullmatch(tensor.name)
+        if match is not None:
+            grouped[int(match[1])][match[2]] = tensor
+    return [BlockTensors(grouped.get(index, {})) for index in range(n_layers)]

@@ -1,0 +1,35 @@
+"""Layers without a token mixer: only a feed-forward (Nemotron-H), or an encoder's layer, which
+keeps nothing of earlier tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from localllm_catalog.architectures import NO_CACHE
+from localllm_catalog.gguf_blocks import GgufLayer
+from localllm_catalog.layers.mixer import Mixer, TableLayer, register
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class FeedForward(Mixer):
+    """Remembers nothing."""
+
+    word: ClassVar[str] = "none"
+    precedence: ClassVar[int] = 60
+    config_words: ClassVar[Collection[str]] = ("moe", "mlp", "-", "E")
+    architectures: ClassVar[Collection[str]] = NO_CACHE
+
+    @classmethod
+    def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
+        if layer.facts.arch in NO_CACHE or not layer.n_kv_heads:
+            return cls()
+        return None
+
+    @classmethod
+    def from_table(cls, layer: TableLayer) -> Mixer | None:
+        if layer.word != cls.word:
+            return None
+        return cls()

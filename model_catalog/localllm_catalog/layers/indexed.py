@@ -1,0 +1,87 @@
+"""Sparse attention: an indexer's keys lie next to the KV, and choose the tokens that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from localllm_catalog.gguf_blocks import GgufLayer
+from localllm_catalog.layers import mixer
+from localllm_catalog.layers.mixer import Mixer, TableLayer, Wrapper, register
+
+# Rows as wide as an indexer's key that it keeps for each token (on the layers that
+# `attention.indexer.types` gives one). From https://github.com/ggml-org/llama.cpp
+# src/models/*.cpp (load_arch_hparams), read at b11434.
+_ROWS = {
+    "qwen4exp": 1,
+    "glm5-next": 3,
+    "deepseek32": 1,
+    "glm-dsa": 1,
+    "hy_v4": 1,
+    "minimax-m3": 1,
+}
+# Leading dense layers have an indexer too, except here.
+_NOT_ON_DENSE = frozenset({"minimax-m3"})
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Indexed(Wrapper):
+    """Attention as in `of`; each token keeps `index_dim` elements more, with the keys."""
+
+    index_dim: int = 0
+
+    key: ClassVar[str] = "index_dim"
+    precedence: ClassVar[int] = 80
+    architectures: ClassVar[Collection[str]] = tuple(_ROWS)
+
+    @property
+    def row(self) -> tuple[int, int]:
+        keys, values = self.of.row
+        return keys + self.index_dim, values
+
+    @property
+    def index_width(self) -> int:
+        return self.index_dim
+
+    @property
+    def value(self) -> int:
+        return self.index_dim
+
+    @classmethod
+    def wrapping(cls, of: Mixer, value: Any) -> Mixer:
+        return cls(of, int(value))
+
+    @classmethod
+    def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
+        width = _index_elements(layer)
+        if not width:
+            return None
+        of = mixer.from_gguf(layer, cls)
+        if of.attends:
+            return cls(of, width)
+        return of
+
+    @classmethod
+    def from_table(cls, layer: TableLayer) -> Mixer | None:
+        width = int(layer.own.get("index_dim", 0))
+        if not width:
+            return None
+        return cls(mixer.from_table(layer, cls), width)
+
+
+def _index_elements(layer: GgufLayer) -> int:
+    """Elements for each token that a sparse attention's indexer keeps on this layer: its key, and
+    what keys are pooled into. (llama.cpp's llama-memory-hybrid-idx.cpp: key, gate and pooled key
+    side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
+    """
+    facts = layer.facts
+    if facts.arch not in _ROWS:
+        return 0
+    if facts.arch in _NOT_ON_DENSE and layer.index < facts.number("leading_dense_block_count", 0):
+        return 0
+    own = facts.value("attention.indexer.types")
+    if isinstance(own, tuple) and not any(own[layer.index : layer.index + 1]):
+        return 0
+    return _ROWS[facts.arch] * facts.number("attention.indexer.key_length", 0)

@@ -1,0 +1,446 @@
+"""The token mixer of a layer (attention or a recurrence), and the register of their kinds.
+
+Each kind is a frozen class that defines its cells, its bytes, the cells that a token reads, its
+weights, and how it is read. Whoever plans calls these methods and never asks for a kind's name.
+vLLM's KVCacheSpec classes are the model (https://github.com/vllm-project/vllm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import Any, ClassVar, Self, TypeVar
+
+from localllm_catalog.errors import BadCatalogError, BadHeaderError
+from localllm_catalog.gguf_blocks import GgufLayer
+from localllm_catalog.hf_config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How an engine lays its caches out.
+
+    `n_ctx`: cells shared by all sequences, in whole steps.
+    `n_batch`: tokens of a step, for which a window needs cells too.
+    `step`: a cache has a multiple of this many cells.
+    `one_each`: a sequence may have a whole cache of its own (`per_sequence`).
+    """
+
+    n_ctx: int
+    n_sequences: int = 1
+    n_batch: int = 0
+    step: int = 1
+    one_each: bool = False
+
+    def padded(self, n_cells: int) -> int:
+        """`n_cells` in whole steps."""
+        return -(-n_cells // self.step) * self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """The widths of a model that a mixer's weights depend on.
+
+    `q_rank`: the rank of latent attention's queries (0 = no rank).
+    `is_gated`: queries come with a gate of their size.
+    """
+
+    hidden: int
+    n_heads: int
+    q_rank: int = 0
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TableLayer:
+    """One layer of a family file: the model's table, the pattern's word for the layer, and whether
+    it is one of the last layers, which share their KV."""
+
+    table: Mapping[str, Any]
+    word: str
+    shares_kv: bool = False
+
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """The sizes that the table gives for layers of this word."""
+        own: Mapping[str, Any] = self.table.get(self.word, {})
+        return own
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """One kind of layer without its feed-forward. The methods here are those of a mixer that
+    remembers nothing.
+
+    `word`: the kind's name in family files.
+    `precedence`: kinds are asked in descending order whether a layer is theirs, so the general ones
+    have the low numbers.
+    `config_words`: the names of such layers in the layer lists of config.json files.
+    `architectures`: those of GGUF files that this kind knows how to read.
+    """
+
+    word: ClassVar[str] = ""
+    precedence: ClassVar[int] = 0
+    config_words: ClassVar[Collection[str]] = ()
+    architectures: ClassVar[Collection[str]] = ()
+
+    # --- what it is ---
+
+    @property
+    def name(self) -> str:
+        """The kind's name, as in family files."""
+        return self.word
+
+    @property
+    def attends(self) -> bool:
+        """True if it is attention over earlier tokens."""
+        return False
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if it forgets the tokens before a window."""
+        return False
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if it is a recurrence."""
+        return False
+
+    @property
+    def heads_share_row(self) -> bool:
+        """True if all heads read the same row, so that reading it is not what takes time."""
+        return False
+
+    @property
+    def reach(self) -> int:
+        """Earlier tokens that it sees at most; 0 = all of them."""
+        return 0
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """Numbers of heads that it states, for queries and for the cache."""
+        return ()
+
+    # --- memory ---
+
+    def cells(self, layout: CacheLayout) -> int:
+        """Cells of its KV cache, of all sequences together."""
+        return 0
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """Elements of one cell: (in the K cache, in the V cache)."""
+        return 0, 0
+
+    @property
+    def elements(self) -> int:
+        """Elements that one token adds to the cache while no window is full."""
+        return sum(self.row)
+
+    @property
+    def quantised_apart(self) -> tuple[int, ...]:
+        """Widths that MLX quantises one by one (one head's keys and values, for example)."""
+        return ()
+
+    @property
+    def state_floats(self) -> int:
+        """float32 numbers of recurrent state for each sequence, at any length."""
+        return 0
+
+    @property
+    def index_width(self) -> int:
+        """Elements that a sparse attention's indexer adds for each token, within `row`."""
+        return 0
+
+    def n_bytes(self, layout: CacheLayout, k_bytes: Fraction, v_bytes: Fraction) -> int:
+        """Bytes of its KV cache with this many bytes for an element of K and of V.
+
+        Computed in whole numbers, because fractions take ten times as long. (Cells come in whole
+        blocks of every type.)"""
+        k_width, v_width = self.row
+        k_part = k_width * k_bytes.numerator * v_bytes.denominator
+        v_part = v_width * v_bytes.numerator * k_bytes.denominator
+        return self.cells(layout) * (k_part + v_part) // (k_bytes.denominator * v_bytes.denominator)
+
+    def mask_cells(self, layout: CacheLayout) -> int:
+        """Cells that its attention mask covers."""
+        if not self.attends:
+            return 0
+        if self.is_bounded:
+            return self.cells(layout)
+        return layout.n_ctx
+
+    # --- reading and arithmetic ---
+
+    def seen(self, depth: float, beside: float = 0.0) -> float:
+        """Tokens that attention over `depth` earlier tokens computes, with `beside` tokens outside
+        a window that are computed all the same."""
+        return depth
+
+    def elements_read(self, depth: int) -> int:
+        """Cached elements that one token reads after `depth` tokens."""
+        return self.elements * int(self.seen(depth))
+
+    def heads(self, n_heads: int) -> int:
+        """Query heads, in a model that has `n_heads` unless a layer states its own."""
+        return n_heads
+
+    def flops(self, n_heads: int, depth: float, beside: float = 0.0) -> float:
+        """FLOPs of one token's attention over `depth` earlier tokens (QK and PV, 2 for each
+        multiply-add)."""
+        return 0.0
+
+    def output_width(self, n_heads: int) -> int:
+        """Elements that attention writes for one token."""
+        return 0
+
+    def is_fused(self, head_widths: Collection[int]) -> bool:
+        """Whether kernels for heads of these widths compute its attention without holding the
+        scores."""
+        return not self.attends
+
+    # --- weights ---
+
+    def n_params(self, widths: Widths) -> int:
+        """Weights of the mixer with its norm."""
+        return 0
+
+    def kv_params(self, widths: Widths) -> int:
+        """Weights of the key and value projections, which a layer that shares KV does not have."""
+        return 0
+
+    # --- words ---
+
+    def describe(self, cells: int, n_sequences: int) -> str:
+        """What it remembers in this many cells, in words."""
+        return "no memory"
+
+    # --- readers ---
+
+    @classmethod
+    def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
+        """The mixer of this layer of a GGUF file; None if it is of another kind."""
+        return None
+
+    @classmethod
+    def from_table(cls, layer: TableLayer) -> Mixer | None:
+        """The mixer of this layer of a family file; None if it is of another kind."""
+        return None
+
+    @classmethod
+    def read_config(cls, words: list[str], config: Config, table: dict[str, Any]) -> list[str]:
+        """Adds the sizes of this kind that `config` states to `table`, a family file's table of the
+        model. Returns `words`, the kinds of its layers, with those changed that are of this kind
+        after all."""
+        return words
+
+    def overridden(self, config: Config) -> Mixer:
+        """This mixer with the sizes that a config states for one layer."""
+        return self
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Mixer | None:
+        """The mixer of a row of `layer_list`; None if it is of another kind."""
+        if row["kind"] != cls.word:
+            return None
+        return cls(**{key: value for key, value in row.items() if key != "kind"})
+
+    def to_row(self) -> dict[str, Any]:
+        """The row of `layer_list` that `from_row` reads; defaults are left out."""
+        stated = {f.name: getattr(self, f.name) for f in fields(self)}
+        usual = {f.name: f.default for f in fields(self)}
+        changed = {key: value for key, value in stated.items() if value != usual[key]}
+        return {"kind": self.word, **changed}
+
+
+# --- the register ---------------------------------------------------------------------------------
+
+KINDS: list[type[Mixer]] = []
+_Kind = TypeVar("_Kind", bound=type[Mixer])
+
+
+def register(kind: _Kind) -> _Kind:
+    """Adds a kind to those that the readers ask; used as a decorator."""
+    KINDS.append(kind)
+    KINDS.sort(key=_precedence, reverse=True)
+    return kind
+
+
+def _precedence(kind: type[Mixer]) -> int:
+    return kind.precedence
+
+
+def _asked(after: type[Mixer] | None) -> Iterator[type[Mixer]]:
+    """The kinds in the order in which they are asked; those after `after` only."""
+    start = 0 if after is None else KINDS.index(after) + 1
+    yield from KINDS[start:]
+
+
+def words() -> list[str]:
+    """The words for kinds of layers in family files."""
+    return [kind.word for kind in reversed(KINDS) if kind.word]
+
+
+def config_words() -> dict[str, str]:
+    """The family files' word for each name that config.json files give a layer."""
+    found: dict[str, str] = {}
+    for kind in KINDS:
+        found |= dict.fromkeys(kind.config_words, kind.word)
+    return found
+
+
+def knows(architecture: str) -> bool:
+    """Whether some kind knows how to read GGUF files of this architecture."""
+    return any(architecture in kind.architectures for kind in KINDS)
+
+
+def from_gguf(layer: GgufLayer, after: type[Mixer] | None = None) -> Mixer:
+    """The mixer of a GGUF file's layer, by the first kind (`after` that one) that takes it."""
+    for kind in _asked(after):
+        found = kind.from_gguf(layer)
+        if found is not None:
+            return found
+    raise BadHeaderError(f"layer {layer.index} is of no known kind", "a newer localllm may know it")
+
+
+def from_table(layer: TableLayer, after: type[Mixer] | None = None) -> Mixer:
+    """The mixer of a family file's layer, by the first kind (`after` that one) that takes it."""
+    for kind in _asked(after):
+        found = kind.from_table(layer)
+        if found is not None:
+            return found
+    raise BadCatalogError(f"{layer.word!r} is not a kind of layer", _known())
+
+
+def from_row(row: Mapping[str, Any], after: type[Mixer] | None = None) -> Mixer:
+    """The mixer of a `layer_list` row, by the first kind (`after` that one) that takes it."""
+    for kind in _asked(after):
+        found = kind.from_row(row)
+        if found is not None:
+            return found
+    raise BadCatalogError(f"{row['kind']!r} is not a kind of layer", _known())
+
+
+def read_config(listed: list[str], config: Config, table: dict[str, Any]) -> list[str]:
+    """Adds to `table` what each kind finds in `config`, the general kinds first. Returns the words
+    for the layers: `listed`, as the kinds changed them."""
+    for kind in reversed(KINDS):
+        listed = kind.read_config(listed, config, table)
+    return listed
+
+
+def _known() -> str:
+    return f"known: {', '.join(words())}"
+
+
+# --- mixers around another ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper(Mixer):
+    """A mixer that changes the memory of another one. `key`: the key of a `layer_list` row that
+    says so."""
+
+    of: Mixer
+
+    key: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    @property
+    def attends(self) -> bool:
+        return self.of.attends
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.of.is_bounded
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.of.is_recurrent
+
+    @property
+    def heads_share_row(self) -> bool:
+        return self.of.heads_share_row
+
+    @property
+    def reach(self) -> int:
+        return self.of.reach
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        return self.of.head_counts
+
+    def cells(self, layout: CacheLayout) -> int:
+        return self.of.cells(layout)
+
+    @property
+    def row(self) -> tuple[int, int]:
+        return self.of.row
+
+    @property
+    def quantised_apart(self) -> tuple[int, ...]:
+        return self.of.quantised_apart
+
+    @property
+    def state_floats(self) -> int:
+        return self.of.state_floats
+
+    @property
+    def index_width(self) -> int:
+        return self.of.index_width
+
+    def seen(self, depth: float, beside: float = 0.0) -> float:
+        return self.of.seen(depth, beside)
+
+    def heads(self, n_heads: int) -> int:
+        return self.of.heads(n_heads)
+
+    def flops(self, n_heads: int, depth: float, beside: float = 0.0) -> float:
+        return self.of.flops(n_heads, depth, beside)
+
+    def output_width(self, n_heads: int) -> int:
+        return self.of.output_width(n_heads)
+
+    def is_fused(self, head_widths: Collection[int]) -> bool:
+        return self.of.is_fused(head_widths)
+
+    def n_params(self, widths: Widths) -> int:
+        return self.of.n_params(widths)
+
+    def kv_params(self, widths: Widths) -> int:
+        return self.of.kv_params(widths)
+
+    def describe(self, cells: int, n_sequences: int) -> str:
+        return self.of.describe(cells, n_sequences)
+
+    def overridden(self, config: Config) -> Mixer:
+        return self.around(self.of.overridden(config))
+
+    def around(self, of: Mixer) -> Self:
+        """This wrapper around another mixer."""
+        return replace(self, of=of)
+
+    @property
+    def value(self) -> Any:
+        """The value of `key` in a row."""
+        return True
+
+    @classmethod
+    def wrapping(cls, of: Mixer, value: Any) -> Mixer:
+        """The wrapper of a row that has this value at `key`."""
+        return cls(of)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Mixer | None:
+        value = row.get(cls.key)
+        if not value:
+            return None
+        rest = {key: one for key, one in row.items() if key != cls.key}
+        return cls.wrapping(from_row(rest, cls), value)
+
+    def to_row(self) -> dict[str, Any]:
+        return {**self.of.to_row(), self.key: self.value}

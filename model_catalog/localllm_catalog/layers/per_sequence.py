@@ -1,0 +1,64 @@
+"""Layers of which llama.cpp gives every sequence a cache of its own, as long as the whole context
+(DeepSeek V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from localllm_catalog.gguf_blocks import GgufLayer
+from localllm_catalog.gguf_facts import MAX_TOKENS
+from localllm_catalog.layers.full import Full
+from localllm_catalog.layers.indexed import Indexed
+from localllm_catalog.layers.mixer import CacheLayout, Mixer, Wrapper, register
+from localllm_catalog.layers.sliding import Sliding
+
+# Layers that keep every 4th token's row choose among the rows by an index.
+_INDEXED_RATIO = 4
+_WINDOW = 128
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class PerSequence(Wrapper):
+    """A mixer as `of`, with a cache of its own for each sequence."""
+
+    key: ClassVar[str] = "per_sequence"
+    precedence: ClassVar[int] = 40
+    architectures: ClassVar[Collection[str]] = ("deepseek4",)
+
+    def cells(self, layout: CacheLayout) -> int:
+        if not layout.one_each:
+            return self.of.cells(layout)
+        return layout.n_sequences * self.of.cells(replace(layout, n_sequences=1))
+
+    @classmethod
+    def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
+        """DeepSeek V4: one latent row, key and value at once, of every 4th or 128th token, or of
+        the last tokens only. A layer that keeps one row for several tokens has that row's share of
+        a token.
+
+        The last 128 tokens, which the others keep too, and the rows that are to be compressed are
+        left out: those of 43 layers come to 33 MiB a sequence (src/llama-kv-cache-dsv4.cpp).
+        """
+        facts = layer.facts
+        if facts.arch not in cls.architectures:
+            return None
+        ratio = facts.per_layer("attention.compress_ratios", 0)[layer.index]
+        row = facts.head_dim_k // max(1, ratio)
+        # Weights that counting q, k and o by the row's share leaves out.
+        counted = facts.hidden * row * (layer.n_heads + 1)
+        kept = {
+            "n_kv_heads": 1,
+            "head_dim_k": row,
+            "n_heads": layer.n_heads,
+            "mixer_params": max(0, layer.block.mixer_elements() - counted),
+        }
+        if ratio == _INDEXED_RATIO:
+            width = facts.number("attention.indexer.key_length", 0)
+            return Indexed(cls(Full(**kept, v_is_k=True)), width // ratio)
+        if ratio:
+            return cls(Full(**kept, v_is_k=True))
+        window = facts.number("attention.sliding_window", _WINDOW, maximum=MAX_TOKENS)
+        return cls(Sliding(**kept, v_is_k=True, window=window))
