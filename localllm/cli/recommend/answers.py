@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from localllm.cli import engine_builds
@@ -63,15 +64,15 @@ class PlanQuery:
         overrides = self.overrides
         if overrides.sees:
             model = next(iter(candidates.image_readers([model])), model)
-        plans = candidates.of_quant(
-            planner.variants_of(machine, model, workload, overrides=overrides), quant
-        )
+        variants = planner.variants_of(machine, model, workload, overrides=overrides)
+        plans = candidates.of_quant(variants, quant)
         if not plans:
             raise ModelNotFoundError(
                 f"{model.name} has no files that this machine's engines can read",
                 hint="see `localllm models info`",
             )
-        best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
+        fitting = [p for p in plans if p.fits != "no"]
+        best = max(fitting, key=attrgetter("score"), default=None)
         if best is not None:
             rough = best
             best = planner.detailed_plan(machine, rough, self.catalog.models, workload, overrides)
@@ -96,12 +97,10 @@ class PlanQuery:
         answers = [self._recommended(d, o) for d, o in zip(machines, known, strict=True)]
 
         def elsewhere(number: int, model: Model) -> Plan | None:
-            plans = planner.recommend(
+            answer = planner.recommend(
                 machines[number], [model], self.workload, overrides=known[number]
-            ).plans
-            if plans:
-                return plans[0]
-            return None
+            )
+            return next(iter(answer.plans), None)
 
         shown = machines_view.comparison(machines, answers, elsewhere, as_json=self.as_json)
         page.out(shown)
@@ -142,9 +141,8 @@ def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_j
     """Print the machines of the table that run one model, in the quant asked for, at a speed."""
     model, quant = asked
     if quant:
-        model = replace(
-            model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant))
-        )
+        variants = tuple(v for v in model.variants if same_quant(quant, v.quant))
+        model = replace(model, variants=variants)
     # Both engines: the question is about machines one does not have, not about this installation.
     reach = planner.reaching(named.everything(), model, workload, tok_s, overrides=Overrides())
     page.out(machines_view.reach(model, tok_s, reach, as_json=as_json))

@@ -50,30 +50,49 @@ def answer(
     model, quant = describe(reference, load_catalog())
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
     way = cluster.LINKS[link]
-    variants = [v for v in model.variants if not quant or v.quant.lower() == quant.lower()]
-    plans = [
-        (v.quant, cluster.plan(model, v, settings, boxes, way)) for v in variants if not v.is_folder
-    ]
-    shareable = [v for v in variants if not cluster.why_not(model, v, boxes)]
-    shared = [
-        (v.quant, cluster.tensor_parallel_plan(model, v, settings, boxes, way)) for v in shareable
-    ]
+    layers: list[tuple[str, ClusterPlan | None]] = []
+    shared: list[tuple[str, SharedPlan | None]] = []
+    for variant in model.variants:
+        if quant and variant.quant.lower() != quant.lower():
+            continue
+        if not variant.is_folder:
+            plan = cluster.plan(model, variant, settings, boxes, way)
+            layers.append((variant.quant, plan))
+        if not cluster.why_not(model, variant, boxes):
+            part = cluster.tensor_parallel_plan(model, variant, settings, boxes, way)
+            shared.append((variant.quant, part))
     if as_json:
-        both = [_json(quant, "layers", p) for quant, p in plans]
-        return [json.dumps([*both, *(_json(q, "shared", p) for q, p in shared)], indent=2)]
-    lines = [f"{model.id} over {' + '.join(b.name for b in boxes)}, {way.name}"]
-    for name, found in plans:
-        none = [f"{name:8} does not fit on all of them together"]
-        lines += none if found is None else _lines(name, found)
-    if shared:
-        lines.append(
-            f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, "
-            "`serve "
-            "--with`):"
-        )
-    for name, part in shared:
-        lines += _shared_lines(name, part) if part is not None else [f"{name:8} does not fit so"]
-    return [*lines, *_basis(plans), *_basis(shared)]
+        plans = [_json(name, "layers", plan) for name, plan in layers]
+        plans += [_json(name, "shared", part) for name, part in shared]
+        return [json.dumps(plans, indent=2)]
+    title = f"{model.id} over {' + '.join(box.name for box in boxes)}, {way.name}"
+    lines = [title, *_of_layers(layers), *_of_shares(shared, len(boxes))]
+    return [*lines, *_basis(layers), *_basis(shared)]
+
+
+def _of_layers(plans: list[tuple[str, ClusterPlan | None]]) -> list[str]:
+    """Lines on whole layers of each variant on each machine."""
+    lines = []
+    for quant, plan in plans:
+        if plan is None:
+            lines.append(f"{quant:8} does not fit on all of them together")
+        else:
+            lines += _lines(quant, plan)
+    return lines
+
+
+def _of_shares(plans: list[tuple[str, SharedPlan | None]], n_machines: int) -> list[str]:
+    """Lines on a share of every layer on each machine."""
+    if not plans:
+        return []
+    part = _PARTS.get(n_machines, f"{n_machines}th")
+    lines = [f"a {part} of every layer on each (MLX, `serve --with`):"]
+    for quant, plan in plans:
+        if plan is None:
+            lines.append(f"{quant:8} does not fit so")
+        else:
+            lines.append(_shared_line(quant, plan))
+    return lines
 
 
 def _basis(plans: Sequence[tuple[str, ClusterPlan | SharedPlan | None]]) -> list[str]:
@@ -104,33 +123,33 @@ def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[
 
 
 def _lines(quant: str, plan: ClusterPlan) -> list[str]:
-    parts = ", ".join(
+    shares = [
         f"{s.n_layers} layers {s.needs_bytes / 1e9:.0f} of {s.limit_bytes / 1e9:.0f} GB"
         for s in plan.shares
-    )
+    ]
+    shortest_s, longest_s = plan.transfer_s
+    wait = f"{shortest_s * 1e3:.2f}-{longest_s * 1e3:.2f} ms"
+    carried = f"{plan.transfer_bytes / 1e3:.1f} kB"
     decode = plan.decode_tok_s
-    prefill = plan.prefill_tok_s
-    wait = plan.transfer_s
+    speed = f"{decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f})"
     return [
-        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}), prompt "
-        f"{prefill.low:.0f}-"
-        f"{prefill.high:.0f} tok/s; {parts}",
-        f"{'':8} a token carries {plan.transfer_bytes / 1e3:.1f} kB between them, "
-        f"{wait[0] * 1e3:.2f}-{wait[1] * 1e3:.2f} ms, "
+        f"{quant:8} decode {speed}, prompt {_prefill(plan)}; {', '.join(shares)}",
+        f"{'':8} a token carries {carried} between them, {wait}, "
         f"and RPC takes about {plan.rpc_s * 1e3:.1f} ms",
         f"{'':8} {plan.advice}",
     ]
 
 
-def _shared_lines(quant: str, plan: SharedPlan) -> list[str]:
+def _shared_line(quant: str, plan: SharedPlan) -> str:
     decode = plan.decode_tok_s
-    prefill = plan.prefill_tok_s
-    return [
-        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}; one "
-        f"alone {plan.alone_tok_s:.1f}), prompt "
-        f"{prefill.low:.0f}-{prefill.high:.0f} tok/s; {plan.needs_bytes / 1e9:.0f} of "
-        f"{plan.limit_bytes / 1e9:.0f} GB on each"
-    ]
+    range_of_it = f"{decode.low:.1f}-{decode.high:.1f}"
+    speed = f"{decode.value:.1f} tok/s ({range_of_it}; one alone {plan.alone_tok_s:.1f})"
+    memory = f"{plan.needs_bytes / 1e9:.0f} of {plan.limit_bytes / 1e9:.0f} GB on each"
+    return f"{quant:8} decode {speed}, prompt {_prefill(plan)}; {memory}"
+
+
+def _prefill(plan: ClusterPlan | SharedPlan) -> str:
+    return f"{plan.prefill_tok_s.low:.0f}-{plan.prefill_tok_s.high:.0f} tok/s"
 
 
 def _json(quant: str, split: str, plan: ClusterPlan | SharedPlan | None) -> dict[str, Any]:
@@ -161,20 +180,21 @@ def _shared_json(plan: SharedPlan) -> dict[str, Any]:
 
 
 def _layers_json(plan: ClusterPlan) -> dict[str, Any]:
+    shares = [
+        {
+            "device": share.device.name,
+            "layers": share.n_layers,
+            "needs_bytes": share.needs_bytes,
+            "limit_bytes": share.limit_bytes,
+        }
+        for share in plan.shares
+    ]
     return {
-        "shares": [
-            {
-                "device": s.device.name,
-                "layers": s.n_layers,
-                "needs_bytes": s.needs_bytes,
-                "limit_bytes": s.limit_bytes,
-            }
-            for s in plan.shares
-        ],
+        "shares": shares,
         "link": asdict(plan.link),
         "transfer_bytes": plan.transfer_bytes,
         "transfer_s": plan.transfer_s,
         "rpc_s": plan.rpc_s,
-        "alone": plan.alone.name if plan.alone is not None else None,
+        "alone": None if plan.alone is None else plan.alone.name,
         "advice": plan.advice,
     }

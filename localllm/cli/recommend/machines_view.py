@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from localllm.cli.recommend.page import clip, speed, width, wrapped
+from localllm.cli.recommend.page import clip, paragraph, speed, width
 from localllm.cli.recommend.view import NOTHING, heading, marked, numbered_rows
 from localllm.device.types import Device, device_to_json
 from localllm.formatting import gb, rate
@@ -30,23 +30,22 @@ def comparison(
     """Machines side by side: each one's best plans, and what is picked on any of them on all of
     them. `elsewhere`: the plan of a model on the machine of that number, where it is not among its
     picks."""
+    each = list(zip(devices, answers, strict=True))
     if as_json:
-        both = [
-            recommendation_to_json(a, device_to_json(d))
-            for d, a in zip(devices, answers, strict=True)
-        ]
-        return [ascii_json({"machines": both})]
+        found = [recommendation_to_json(answer, device_to_json(device)) for device, answer in each]
+        return [ascii_json({"machines": found})]
     lines: list[str] = []
-    for device, answer in zip(devices, answers, strict=True):
+    for device, answer in each:
         head, rows = numbered_rows(answer.plans[:_COMPARED], NOTHING)
         lines += [*heading(device, "Best"), head, *rows, ""]
     rows_of = _rates_on_all(answers, elsewhere)
     if not rows_of:
         return lines
     names = " / ".join(d.name for d in devices)
-    lines += wrapped(f"tok/s of each on all, in the best format there: {names}", further="  ")
+    lines += paragraph(f"tok/s of each on all, in the best format there: {names}")
     for name, row in rows_of.items():
-        lines.append(f"  {clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row))
+        cells = "  ".join(f"{cell:>6}" for cell in row)
+        lines.append(f"  {clip(name, 30):30} {cells}")
     if any("–" in row for row in rows_of.values()):
         lines.append("  –: too large for it, or too slow for the purpose")
     return lines
@@ -87,30 +86,34 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
             for d, p in found.found
         ]
         return [ascii_json({"model": model.id, "at_tok_s": tok_s, "machines": machines})]
-    lines = wrapped(
-        f"{model.name} at {rate(tok_s)} tok/s or more, each part in its smallest memory size",
-        further="  ",
+    lines = paragraph(
+        f"{model.name} at {rate(tok_s)} tok/s or more, each part in its smallest memory size"
     )
-    if not found.found:
-        lines.append("  no machine of the table reaches that")
+    if found.found:
+        lines += _reach_rows(found)
     else:
-        name = min(max(len(d.name) for d, _ in found.found), width() - 42)
-        lines.append(f"  {'machine':{name}} {'GB/s':>6} {'quant':12} {'memory':>9} {'tok/s':>9}")
-        for device, plan in found.found[:_REACH_SHOWN]:
-            lines.append(
-                "  "
-                f"{clip(device.name, name):{name}} {device.bandwidth_gbps.value:>6,.0f} {clip(marked(plan, NOTHING), 12):12} "
-                f"{gb(plan.memory.total_bytes):>9} {speed(plan.decode_tok_s):>9}"
-            )
-        if len(found.found) > _REACH_SHOWN:
-            lines.append(
-                f"  … and {len(found.found) - _REACH_SHOWN} with faster memory (--json lists all)"
-            )
+        lines.append("  no machine of the table reaches that")
     if found.nearest is not None:
         device, plan = found.nearest
-        text = (
+        lines += paragraph(
             f"the fastest that holds it and does not: {device.name}, "
-            f"{plan.decode_tok_s.value:.2f} tok/s"
+            f"{plan.decode_tok_s.value:.2f} tok/s ({plan.variant.quant})"
         )
-        lines += wrapped(f"{text} ({plan.variant.quant})", further="  ")
+    return lines
+
+
+def _reach_rows(found: Reach) -> list[str]:
+    columns = min(max(len(device.name) for device, _ in found.found), width() - 42)
+    lines = [f"  {'machine':{columns}} {'GB/s':>6} {'quant':12} {'memory':>9} {'tok/s':>9}"]
+    for device, plan in found.found[:_REACH_SHOWN]:
+        name = clip(device.name, columns)
+        quant = clip(marked(plan, NOTHING), 12)
+        memory = gb(plan.memory.total_bytes)
+        lines.append(
+            f"  {name:{columns}} {device.bandwidth_gbps.value:>6,.0f} {quant:12} "
+            f"{memory:>9} {speed(plan.decode_tok_s):>9}"
+        )
+    n_more = len(found.found) - _REACH_SHOWN
+    if n_more > 0:
+        lines.append(f"  … and {n_more} with faster memory (--json lists all)")
     return lines

@@ -34,10 +34,17 @@ def wrapped(text: str, first: str = "", further: str = "") -> list[str]:
     )
 
 
+def paragraph(text: str) -> list[str]:
+    """`text` wrapped, with all lines but the first indented."""
+    return wrapped(text, further="  ")
+
+
 def bar(share: float, width: int = BAR) -> str:
     """A bar of `width` characters filled to `share` (clamped to 0..1; any use at all shows one
     block)."""
-    filled = min(width, max(1 if share > 0 else 0, round(share * width)))
+    filled = round(max(0.0, min(1.0, share)) * width)
+    if filled == 0 and share > 0:
+        filled = 1
     return "█" * filled + "░" * (width - filled)
 
 
