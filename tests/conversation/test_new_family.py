@@ -20,7 +20,7 @@ from localllm.conversation.tools.base import (
     ToolFormat,
     Triggers,
 )
-from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
+from localllm.conversation.tools.call_grammars import NAME, TagGrammar, tagged_calls
 from localllm.conversation.tools.constraints import answer_or_call, triggers_of
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.tag_reader import typed
@@ -41,9 +41,7 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """One call."""
-    tags = TagGrammar(
-        head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end"
-    )
+    tags = TagGrammar(head=f"{NAME}\n", before=f"{NAME} = ", after="\n", end="%end")
     return {"%call ": GrammarTrigger("", tagged_calls(tools, tags))}
 
 

@@ -25,9 +25,11 @@ def discover() -> tuple[ToolFormat, ...]:
         importlib.import_module(f"{notations.__name__}.{m.name}")
         for m in pkgutil.iter_modules(notations.__path__)
     ]
-    return tuple(
-        sorted((f for m in modules for f in m.FORMATS), key=lambda f: (f.ambiguity, f.name))
-    )
+    return tuple(sorted((f for m in modules for f in m.FORMATS), key=_test_order))
+
+
+def _test_order(style: ToolFormat) -> tuple[int, str]:
+    return style.ambiguity, style.name
 
 
 FORMATS = discover()

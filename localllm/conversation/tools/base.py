@@ -93,4 +93,6 @@ def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(function, Mapping):
         return "", {}
     schema = tool.get("call_schema", function.get("parameters"))
-    return str(function.get("name", "")), schema if isinstance(schema, Mapping) else {}
+    if not isinstance(schema, Mapping):
+        schema = {}
+    return str(function.get("name", "")), schema

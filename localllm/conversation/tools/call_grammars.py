@@ -7,7 +7,7 @@ with any parameters in the same notation; the others are held to theirs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,10 +24,13 @@ from localllm.conversation.tools.lark import (
 from localllm.conversation.tools.schemas import kind_of, names_all, options_of, parameters
 from localllm.conversation.tools.values import SpelledValues, Spelling
 
-# Where any name, or any number, stands in a text.
-_HERE = "\0"
+# Places in the texts of a TagGrammar: a function's or a parameter's name, any number, and the JSON
+# type of a value.
+NAME = "\0"
 ANY_NUMBER = "\1"
-_ANY = {_HERE: r"/[^<>\"\s]+/", ANY_NUMBER: "/[0-9]{1,3}/"}
+KIND = "\2"
+# The Lark of a place that is left open.
+_ANY = {NAME: r"/[^<>\"\s]+/", ANY_NUMBER: "/[0-9]{1,3}/"}
 # What a schema that says nothing may turn out to be.
 _KINDS = ("string", "number", "boolean", "null", "object", "array")
 
@@ -37,49 +40,70 @@ _ValueOf: TypeAlias = Callable[[Any, Mapping[str, Any]], str]
 
 @dataclass(frozen=True, slots=True)
 class TagGrammar:
-    """How a notation writes a call with tagged parameters: `head` for a function's name, `before`
-    for a parameter's key and the JSON type of its value, `after` a value and `end`.
+    """How a notation writes a call with tagged parameters: the `head` of a function (with its NAME),
+    the text `before` a parameter's value (with its NAME, and the value's KIND if the notation has
+    it), the text `after` a value and the `end` of the call.
+    `kind_text` returns how the notation writes a JSON type.
     `text` is the Lark of any text and what follows it, where that is not all up to `after`.
     `spelling`: of what is no text; without one it is JSON, of whose values `json` makes the Lark.
     `loose`: newlines may be left out or doubled.
     `tokens`: everything between < and > is a control token."""
 
-    head: Callable[[str], str]
-    before: Callable[[str, str], str]
+    head: str
+    before: str
     after: str
     end: str
+    kind_text: Callable[[str], str] = str
     text: str = ""
     spelling: Spelling | None = None
     json: _ValueOf = any_value
     loose: bool = False
     tokens: bool = False
 
+    def opening(self, name: str) -> str:
+        """The text that opens a call of this function."""
+        return self.head.replace(NAME, name)
+
+    def before_value(self, name: str, kind: str) -> str:
+        """The text before a value of this JSON type of this parameter."""
+        return self.before.replace(KIND, self.kind_text(kind)).replace(NAME, name)
+
     def lark(self, said: str) -> str:
         """The Lark of `said`, with any name where it leaves one open."""
-        parts = re.split(f"([{_HERE}{ANY_NUMBER}])", said)
+        parts = re.split(f"([{NAME}{ANY_NUMBER}])", said)
         return " ".join(_ANY.get(part) or self._fixed(part) for part in parts)
 
     def _fixed(self, said: str) -> str:
         if self.tokens:
             return spelled(said) or '""'
-        if self.loose and said != "\n":
-            return r" /\n{0,2}/ ".join(text(part) for part in said.split("\n") if part) + (
-                r" /\n{0,2}/" if said.endswith("\n") else ""
-            )
-        if self.loose:
+        if not self.loose:
+            return text(said)
+        if said == "\n":
             return r"/\n{0,2}/"
-        return text(said)
+        lines = r" /\n{0,2}/ ".join(text(part) for part in said.split("\n") if part)
+        if said.endswith("\n"):
+            lines += r" /\n{0,2}/"
+        return lines
+
+    def _closing(self) -> tuple[str, str]:
+        """The closing tag of a value, and the text behind it that may be left out or doubled."""
+        if not self.loose:
+            return self.after, ""
+        tag = self.after.rstrip("\n")
+        return tag, self.after[len(tag) :]
 
     def held(self, described: Mapping[str, Any]) -> str | None:
         """A text that is held to its pattern, up to the end of its closing tag: its end is where
         both match."""
-        pattern = None if self.text else whole_pattern(described)
+        if self.text:
+            return None
+        pattern = whole_pattern(described)
         if pattern is None:
             return None
         if self.tokens:
             return f"/{pattern}/ {spelled(self.after)}"
-        closing = self.after.rstrip("\n") if self.loose else self.after
-        return f"/{pattern}{slashed(re.escape(closing))}/ {self._fixed(self.after[len(closing) :])}"
+        tag, behind = self._closing()
+        return f"/{pattern}{slashed(re.escape(tag))}/ {self._fixed(behind)}"
 
     def free(self) -> str:
         """The rules of any text up to the end of its closing tag."""
@@ -87,26 +111,23 @@ class TagGrammar:
             return f"free: {self.text}"
         if self.tokens:
             return f"free: /(?s:.*)/ {spelled(self.after)}"
-        closing = self.after.rstrip("\n") if self.loose else self.after
-        return (
-            "free: until "
-            f"{self._fixed(self.after[len(closing) :])}\nuntil[suffix={text(closing)}]: "
-            "/(?s:.*)/"
-        )
+        tag, behind = self._closing()
+        return f"free: until {self._fixed(behind)}\nuntil[suffix={text(tag)}]: /(?s:.*)/"
 
 
 def tagged_calls(
     tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False, closing: str = ""
 ) -> Grammar:
     """A call, or several behind one another (`repeat`), and `closing`."""
+    value = tags.json
+    more: Sequence[str] = ()
     if tags.spelling is not None:
         spelled_values = SpelledValues(tags.spelling)
-    else:
-        spelled_values = None
-    value = tags.json if spelled_values is None else spelled_values.of
+        value = spelled_values.of
+        more = spelled_values.rules
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
-        parts = [tags.lark(tags.head(name))]
+        parts = [tags.lark(tags.opening(name))]
         if names_all(schema):
             named: list[tuple[str, bool]] = []
             for p, (key, described, wanted) in enumerate(parameters(schema)):
@@ -115,12 +136,16 @@ def tagged_calls(
             parts.append(in_any_order(f"f{f}", named, rules))
         else:
             parts.append(f"f{f}_any*")
-            rules.append(f"f{f}_any: {_parameter(tags, value, _HERE, None, schema)}")
-        rules.append(f"f{f}: {' '.join(parts)}{' ' + tags.lark(tags.end) if tags.end else ''}")
-    calls = f"({any_of(tools)}){'+' if repeat else ''}"
-    more = spelled_values.rules if spelled_values is not None else ()
-    whole = [calls] + [tags.lark(closing)] * bool(closing)
-    return "lark", "\n".join([f"start: {' '.join(whole)}", *rules, *more, tags.free()]) + "\n"
+            rules.append(f"f{f}_any: {_parameter(tags, value, NAME, None, schema)}")
+        if tags.end:
+            parts.append(tags.lark(tags.end))
+        rules.append(f"f{f}: {' '.join(parts)}")
+    start = f"start: ({any_of(tools)})"
+    if repeat:
+        start += "+"
+    if closing:
+        start += f" {tags.lark(closing)}"
+    return "lark", "\n".join([start, *rules, *more, tags.free()]) + "\n"
 
 
 def _parameter(
@@ -130,24 +155,27 @@ def _parameter(
     before them."""
     ways: dict[str, list[str]] = {}
     options = options_of(described, root)
-    for option in [{"type": kind} for kind in _KINDS] if options is None else options:
+    if options is None:
+        options = [{"type": kind} for kind in _KINDS]
+    for option in options:
         if "const" in option:
             kind = kind_of(option["const"])
         else:
             kind = str(option["type"])
-        way = ways.setdefault(tags.before(key, kind), [])
+        way = ways.setdefault(tags.before_value(key, kind), [])
         if kind != "string":
             way.append(f"{value(option, root)} {tags.lark(tags.after)}")
         elif "const" in option:
             way.append(f"{text(option['const'])} {tags.lark(tags.after)}")
         else:
             way.append(tags.held(option) or "free")
-    # Any text is also what would be a number.
-    return " | ".join(
-        f"{tags.lark(before)} "
-        f"{'free' if 'free' in way else '(' + ' | '.join(dict.fromkeys(way)) + ')'}"
-        for before, way in ways.items()
-    )
+    alternatives = []
+    for before, way in ways.items():
+        values = f"({' | '.join(dict.fromkeys(way))})"
+        if "free" in way:  # any text is also what would be a number
+            values = "free"
+        alternatives.append(f"{tags.lark(before)} {values}")
+    return " | ".join(alternatives)
 
 
 def listed_calls(
@@ -185,6 +213,5 @@ def listed_calls(
             rules.append(f"f{f}_any: {parameter(None, values.anything())}")
             body = f"(f{f}_any ({text(spelling.comma)} f{f}_any)*)?"
         rules.append(f"f{f}: {head(name)} {body} {end}")
-    return "lark", "\n".join(
-        [f"start: {start}", f"call: {any_of(tools)}", *rules, *values.rules]
-    ) + "\n"
+    first = [f"start: {start}", f"call: {any_of(tools)}"]
+    return "lark", "\n".join([*first, *rules, *values.rules]) + "\n"

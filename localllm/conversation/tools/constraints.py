@@ -52,14 +52,17 @@ def answer_or_call(
         return None
     choices = "answer | call_"
     answer = json_value(json.loads(schema))
-    framed = style.framed or (lambda choices, answer: f"start: {choices}\nanswer: {answer}\n")
-    return framed(choices, answer) + call
+    if style.framed is not None:
+        return style.framed(choices, answer) + call
+    return f"start: {choices}\nanswer: {answer}\n{call}"
 
 
 def framed_answer(style: ToolFormat, schema: str) -> str | None:
     """A Lark grammar of an answer that matches the JSON schema `schema`; None where the bare schema
     says it all."""
-    return style.framed and style.framed("answer", json_value(json.loads(schema)))
+    if style.framed is None:
+        return None
+    return style.framed("answer", json_value(json.loads(schema)))
 
 
 def _marked_call(
@@ -76,20 +79,23 @@ def _marked_call(
         return None
     if style.named_tokens:
         head = f"{spelled(opening)} {spelled(trigger.lead)}"
+    elif marker_id is not None:
+        head = f"<[{marker_id}]> {_text_or_nothing(trigger.lead)}"
     else:
-        if marker_id is not None:
-            marker = f"<[{marker_id}]>"
-        else:
-            marker = text(opening)
-        head = f"{marker} {text(trigger.lead) if trigger.lead else ''}"
+        head = f"{text(opening)} {_text_or_nothing(trigger.lead)}"
     kind, source = trigger.grammar
+    body = "body"
+    rules = source.replace("start:", "body:", 1)
     if kind == "json_schema":
-        body, rules = (json_value(json.loads(source)), "")
-    else:
-        body, rules = ("body", source.replace("start:", "body:", 1))
+        body = json_value(json.loads(source))
+        rules = ""
     # A closing marker may be a control token, which text can't spell: the reader does without it at
     # the reply's end.
     return f"call_: {head} {body}\n{rules}"
+
+
+def _text_or_nothing(said: str) -> str:
+    return text(said) if said else ""
 
 
 def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, Grammar]:

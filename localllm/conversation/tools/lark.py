@@ -66,9 +66,12 @@ def whole_pattern(described: Mapping[str, Any]) -> str | None:
 
 def slashed(expression: str) -> str:
     """`expression` as it stands between a Lark expression's slashes."""
-    return (
-        _SLASH.sub(lambda m: m[1] or r"\/", expression).replace("\\\n", r"\n").replace("\n", r"\n")
-    )
+    escaped = _SLASH.sub(_with_escaped_slash, expression)
+    return escaped.replace("\\\n", r"\n").replace("\n", r"\n")
+
+
+def _with_escaped_slash(found: re.Match[str]) -> str:
+    return found[1] or r"\/"
 
 
 def any_of(tools: NamedSchemas) -> str:
@@ -90,21 +93,28 @@ def in_any_order(
         return ""
     if len(named) > _MOST_FREE:
         free = [name for name, wanted in named if not wanted]
+        late = ""
         if len(free) > 1:
             late = f"({comma} ({' | '.join(free)})){{0,{len(free)}}}"
-        else:
-            late = ""
         return in_order(prefix, named, rules, comma, late)
     whole = 2 ** len(named) - 1
     for left in range(1, whole + 1):
         ways = []
-        for i, (name, _) in enumerate(named):
-            if left >> i & 1:
-                rest = left & ~(1 << i)
-                lead = comma if left < whole else ""
-                ways.append(f"{lead} {name} {f'{prefix}_l{rest}' if rest else ''}")
-        may_end = not any(wanted and left >> i & 1 for i, (_, wanted) in enumerate(named))
-        rules.append(f"{prefix}_l{left}: {' | '.join(ways)}{' | ' if may_end else ''}")
+        may_end = True
+        lead = comma if left < whole else ""
+        for i, (name, wanted) in enumerate(named):
+            if not left >> i & 1:
+                continue
+            others = left & ~(1 << i)
+            way = f"{lead} {name} "
+            if others:
+                way += f"{prefix}_l{others}"
+            ways.append(way)
+            if wanted:
+                may_end = False
+        if may_end:
+            ways.append("")
+        rules.append(f"{prefix}_l{left}: {' | '.join(ways)}")
     return f"{prefix}_l{whole}"
 
 
@@ -117,15 +127,15 @@ def in_order(
 ) -> str:
     """As `in_any_order`, but in the order given, and `late` behind the last of them."""
     if not comma:
-        return " ".join([*(name + ("" if wanted else "?") for name, wanted in named), late])
+        return " ".join([*(name if wanted else f"{name}?" for name, wanted in named), late])
     # Whether one stands before it decides about a parameter's comma.
     for i, (name, wanted) in enumerate(named):
-        rules += [
-            f"{prefix}_first{i}: {name} {prefix}_more{i + 1}"
-            + ("" if wanted else f" | {prefix}_first{i + 1}"),
-            f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}"
-            + ("" if wanted else f" | {prefix}_more{i + 1}"),
-        ]
+        first = f"{prefix}_first{i}: {name} {prefix}_more{i + 1}"
+        more = f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}"
+        if not wanted:
+            first += f" | {prefix}_first{i + 1}"
+            more += f" | {prefix}_more{i + 1}"
+        rules += [first, more]
     end = len(named)
     rules += [f'{prefix}_first{end}: ""', f"{prefix}_more{end}: {late or text('')}"]
     return f"{prefix}_first0"

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from localllm import json_store
 from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta
-from localllm.conversation.tools.base import Reader
+from localllm.conversation.tools.base import Reader, Tool
 
 Call: TypeAlias = tuple[str, str]
 """A function's name and its arguments as JSON text."""
@@ -82,10 +82,8 @@ class JsonReader(CallReader):
         self._end = end
         self._names = names
         self._alone = alone
-        if is_part:
-            self._opening, self._held = ("", opening)
-        else:
-            self._opening, self._held = (opening, "")
+        self._opening = "" if is_part else opening
+        self._held = opening if is_part else ""
         self._scan: JsonEnd | None = None
 
     def feed(self, text: str) -> list[Delta]:
@@ -94,7 +92,9 @@ class JsonReader(CallReader):
         while self.rest is None:
             if self._scan is not None:
                 at = self._scan.feed(self._held)
-                piece = self._held[:at] if at >= 0 else self._held
+                piece = self._held
+                if at >= 0:
+                    piece = self._held[:at]
                 self._held = self._held[len(piece) :]
                 if piece:
                     out.append(CallArguments(self._next - 1, piece))
@@ -113,14 +113,15 @@ class JsonReader(CallReader):
                 else:
                     quoted = said
                 name = str(quoted or said.strip('"'))
-                if self._names is not None and name not in self._names:
+                if not self._is_known(name):
                     out.append(Content(self._opening + self._held))
                     self.rest = ""
                     self._held = ""
                     break
                 out.append(CallStart(self._next, name))
                 self._next += 1
-                self._scan, self._held = JsonEnd(), self._held[match.end() :]
+                self._scan = JsonEnd()
+                self._held = self._held[match.end() :]
                 continue
             block, end, behind = self._held.partition(self._end)
             if not end:
@@ -143,13 +144,14 @@ class JsonReader(CallReader):
         if self._next > self._first:
             return  # what follows the last call's arguments is its punctuation
         calls = json_calls(block)
-        if calls is None or (
-            self._names is not None and any(n not in self._names for n, _ in calls)
-        ):
+        if calls is None or not all(self._is_known(name) for name, _ in calls):
             out.append(Content(self._opening + block + end))
             return
         out += whole_calls(self._next, calls)
         self._next += len(calls)
+
+    def _is_known(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
 
 def whole_calls(first: int, calls: list[Call]) -> list[Delta]:
@@ -163,7 +165,20 @@ def whole_calls(first: int, calls: list[Call]) -> list[Delta]:
 def json_block(end: str = "\0", head: re.Pattern[str] = JSON_HEAD) -> Reader:
     """Reads calls whose arguments are a JSON object behind `head`, in a block up to `end`; a block
     that nothing closes lasts to the end of the reply."""
-    return lambda first, marker, tools: JsonReader(first, marker, head, end)
+
+    def reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+        return JsonReader(first, marker, head, end)
+
+    return reader
+
+
+def read_block(end: str, parse: Callable[[str], list[Call] | None]) -> Reader:
+    """Reads calls in a block up to `end`, whichever tools were offered."""
+
+    def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        return BlockReader(first, marker, end, parse)
+
+    return reader
 
 
 class BlockReader(CallReader):
@@ -217,7 +232,9 @@ class BlockReader(CallReader):
                 return [Content(self._held)]
             return []
         at = self._held.find(self._end)
-        out = self._read(at if at >= 0 else len(self._held))
+        if at < 0:
+            at = len(self._held)
+        out = self._read(at)
         self.rest = self._held.removeprefix(self._tail)
         return out
 
@@ -247,12 +264,14 @@ def json_calls(block: str) -> list[Call] | None:
     """Calls in complete JSON: an object or an array of them, under any of the key names models
     use."""
     value = json_store.parsed(block)
+    if not isinstance(value, list):
+        value = [value]
     found: list[Call] = []
-    for item in value if isinstance(value, list) else [value]:
+    for item in value:
         if not isinstance(item, dict):
             return None
-        inner = item.get("function")
-        item = inner if isinstance(inner, dict) else item
+        if isinstance(item.get("function"), dict):
+            item = item["function"]
         name = item.get("name")
         arguments: Any = next(
             (item[k] for k in ("arguments", "parameters", "args") if k in item), {}

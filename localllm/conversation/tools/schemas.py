@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas, Tool, parameters_of
@@ -32,12 +31,11 @@ _MOST_REFERENCES = 8
 def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """Name and schema of every parameter, and whether it must be there."""
     properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return []
     required = schema.get("required")
     wanted = set(required) if isinstance(required, list) else set()
-    return [
-        (k, v, k in wanted)
-        for k, v in (properties.items() if isinstance(properties, Mapping) else ())
-    ]
+    return [(name, described, name in wanted) for name, described in properties.items()]
 
 
 def names_all(schema: Mapping[str, Any]) -> bool:
@@ -62,13 +60,18 @@ def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | Non
             return described
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
-        described = root
-        for part in reference[2:].split("/"):
-            if isinstance(described, Mapping):
-                described = described.get(part.replace("~1", "/").replace("~0", "~"))
-            else:
-                described = None
+        described = _pointed_to(reference[2:], root)
     return None
+
+
+def _pointed_to(pointer: str, root: Mapping[str, Any]) -> Any:
+    """The part of `root` that a JSON pointer leads to (RFC 6901); None if there is none."""
+    found: Any = root
+    for part in pointer.split("/"):
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(part.replace("~1", "/").replace("~0", "~"))
+    return found
 
 
 def options_of(
@@ -80,30 +83,38 @@ def options_of(
     if described is None or depth > _MOST_REFERENCES:
         return None
     if "const" in described:
-        constants = [described["const"]]
-    else:
-        constants = described.get("enum")
+        return [{"const": described["const"]}]
+    constants = described.get("enum")
     if isinstance(constants, list) and constants:
         return [{"const": value} for value in constants]
     either = described.get("anyOf") or described.get("oneOf")
     if isinstance(either, list) and either:
-        found = [options_of(alternative, root, depth + 1) for alternative in either]
-        if None in found:
-            return None
-        return [*chain.from_iterable(filter(None, found))]
+        return _options_of_any(either, root, depth + 1)
     kinds = _stated_kinds(described)
     if kinds:
         return [{**described, "type": kind} for kind in kinds]
     return None
 
 
+def _options_of_any(
+    alternatives: list[Any], root: Mapping[str, Any], depth: int
+) -> list[Mapping[str, Any]] | None:
+    found: list[Mapping[str, Any]] = []
+    for alternative in alternatives:
+        options = options_of(alternative, root, depth)
+        if options is None:
+            return None
+        found += options
+    return found
+
+
 def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
     """The types that a schema names, or implies by a word that speaks of one alone; none where it
     says nothing."""
     kind = described.get("type")
-    if isinstance(kind, str | list):
-        if isinstance(kind, str):
-            return [kind]
+    if isinstance(kind, str):
+        return [kind]
+    if isinstance(kind, list):
         return kind
     implied = {"properties": "object", "items": "array"}
     return [kind for word, kind in implied.items() if word in described][:1]
@@ -129,7 +140,11 @@ def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
 
 def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Grammar:
     """A JSON array of calls. `more`: what may stand behind the arguments."""
-    return array_of(tools, lambda name, schema: call_object(name, "arguments", schema, more))
+
+    def call(name: str, schema: Any) -> dict[str, Any]:
+        return call_object(name, "arguments", schema, more)
+
+    return array_of(tools, call)
 
 
 def array_of(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]) -> Grammar:
@@ -141,7 +156,11 @@ def array_of(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]) ->
 
 def any_call(tools: NamedSchemas, key: str) -> dict[str, Any]:
     """The JSON schema of a call of one of `tools`, with the arguments under `key`."""
-    return any_of_tools(tools, lambda name, schema: call_object(name, key, schema))
+
+    def call(name: str, schema: Any) -> dict[str, Any]:
+        return call_object(name, key, schema)
+
+    return any_of_tools(tools, call)
 
 
 def call_object(
@@ -192,9 +211,11 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
                 hint="leave strict out: the rest of the schema is held then",
                 param="tools",
             )
-        unsupported += [
-            f"tools.{name}.{'parameters' if word == 'schema' else word}" for word in words
-        ]
-        held = {**(held if isinstance(held, dict) else {}), "type": "object"}
+        for word in words:
+            named = "parameters" if word == "schema" else word
+            unsupported.append(f"tools.{name}.{named}")
+        if not isinstance(held, dict):
+            held = {}
+        held = {**held, "type": "object"}
         kept.append({"type": "function", "function": {**tool["function"], "parameters": held}})
     return kept, tuple(unsupported)

@@ -66,14 +66,14 @@ def tagged_format(
     def end_of(marker: str) -> str:
         return closing or marker.replace("<", "</")
 
+    def ends_in_a_value(block: str) -> bool:
+        return is_open(block, patterns)
+
     def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return BlockReader(
-            first,
-            marker,
-            end_of(marker),
-            lambda block: typed_calls(block, tools, patterns),
-            is_open=lambda block: is_open(block, patterns),
-        )
+        def parse(block: str) -> list[Call] | None:
+            return typed_calls(block, tools, patterns)
+
+        return BlockReader(first, marker, end_of(marker), parse, is_open=ends_in_a_value)
 
     def triggers(template: str, tools: NamedSchemas) -> Triggers:
         if not one_block:
@@ -103,24 +103,23 @@ def _arguments(
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for opening, said in pairs:
-        if tags.quoted is not None:
-            quoted = tags.quoted.match(said)
-        else:
-            quoted = None
-        if quoted is not None:
-            values[opening[1]] = quoted[1]
-        elif tags.is_json is not None:
-            if tags.is_json(opening):
-                values[opening[1]] = json.loads(said)
-            else:
-                values[opening[1]] = said
-        else:  # wrapped by a template's own newlines, if by any
-            if tags.wrapped and said[:1] == "\n":
-                own = said[1:].removesuffix("\n")
-            else:
-                own = said
-            values[opening[1]] = typed(own, opening[1], function, tools)
+        values[opening[1]] = _argument(opening, said, function, tools, tags)
     return values
+
+
+def _argument(
+    opening: re.Match[str], said: str, function: str, tools: Sequence[Tool], tags: TagPatterns
+) -> Any:
+    """The value of one parameter, whose text is `said`."""
+    if tags.quoted is not None:
+        quoted = tags.quoted.match(said)
+        if quoted is not None:
+            return quoted[1]
+    if tags.is_json is not None:
+        return json.loads(said) if tags.is_json(opening) else said
+    if tags.wrapped and said[:1] == "\n":  # by the template's own newlines
+        said = said[1:].removesuffix("\n")
+    return typed(said, opening[1], function, tools)
 
 
 def is_open(block: str, tags: TagPatterns) -> bool:
@@ -168,18 +167,17 @@ def _end_of_value(
     the tag itself: it ends where a parameter, the function's end or nothing stands behind it. One
     that is not closed ends where another parameter of `names` begins, at a line's start."""
     first = block.find(tags.parameter_end, at)
-    within = tags.parameter.finditer(block, at, first if first >= 0 else len(block))
-    begun = (m.start() for m in within if m[1] in names and re.match(r"\s*\n", m[0]))
-    forgotten = next(begun, None)
-    if forgotten is not None:
-        return forgotten, forgotten
+    if first < 0:
+        first = len(block)
+    for parameter in tags.parameter.finditer(block, at, first):
+        if parameter[1] in names and re.match(r"\s*\n", parameter[0]):
+            return parameter.start(), parameter.start()
     for closing in re.compile(re.escape(tags.parameter_end)).finditer(block, at):
         if _tag_follows(block, closing.end(), tags, strict):
             return closing.span()
+    last = len(block)
     if tags.function_end:
         last = block.rfind(tags.function_end, at)
-    else:
-        last = len(block)
     if strict or last < 0:
         raise _OpenError
     return last, last
@@ -209,8 +207,10 @@ def as_kind(value: str, kinds: set[str]) -> Any:
         read = json.loads(value)
     except (ValueError, RecursionError):
         return _in_python(value, kinds)
-    wanted = kinds | ({"integer"} if "number" in kinds else set())
-    if "string" in kinds and kind_of(read) not in wanted:
+    kind = kind_of(read)
+    if kind == "integer" and "number" in kinds:
+        return read
+    if "string" in kinds and kind not in kinds:
         return value
     return read
 

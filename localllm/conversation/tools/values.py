@@ -27,8 +27,10 @@ def json_or_python(described: Any, root: Mapping[str, Any]) -> str:
     for option in options_of(described, root) or ({},):
         if "const" in option and isinstance(option["const"], bool | None):
             words.append(option["const"])
-        elif option.get("type") in ("boolean", "null"):
-            words += [True, False] if option["type"] == "boolean" else [None]
+        elif option.get("type") == "boolean":
+            words += [True, False]
+        elif option.get("type") == "null":
+            words.append(None)
         else:
             return any_value(described, root)
     return f"({' | '.join(map(_in_python, words))})"
@@ -73,10 +75,9 @@ class SpelledValues:
 
     def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """The Lark of a value; `root` is where references point to."""
-        if depth < _MOST_NESTED:
-            options = options_of(described, root)
-        else:
-            options = None
+        if depth >= _MOST_NESTED:
+            return self.anything()
+        options = options_of(described, root)
         if options is None:
             return self.anything()
         ways = dict.fromkeys(self._one(o, root, depth) for o in options)
@@ -131,8 +132,7 @@ class SpelledValues:
             return self.spelling.this_text(value)
         if value is None or isinstance(value, bool):
             return self.spelling.truth(value)
-        is_number = isinstance(value, int | float)
-        if is_number:
+        if isinstance(value, int | float):
             return f"{text(json.dumps(value))} {self.spelling.closed}"
         return self.anything()
 
@@ -153,23 +153,28 @@ class SpelledValues:
 
     def _array(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
         low = option.get("minItems", 0)
+        if type(low) is not int or low < 0:
+            low = 0
         high = option.get("maxItems")
-        low = low if type(low) is int and low >= 0 else 0
-        if type(high) is not int or high < max(1, low):
-            high = None
+        most = ""
+        if type(high) is int and high >= max(1, low):
+            most = str(high - 1)
         item = self._rule(self.spelling.item(self.of(option.get("items"), root, depth + 1)))
-        most = "" if high is None else high - 1
-        more = f"({text(self.spelling.comma)} {item}){{{max(0, low - 1)},{most}}}"
-        return self._between(
-            self.spelling.brackets, f"{item} {more}" if low else f"({item} {more})?"
-        )
+        items = f"{item} ({text(self.spelling.comma)} {item}){{{max(0, low - 1)},{most}}}"
+        if not low:
+            items = f"({items})?"
+        return self._between(self.spelling.brackets, items)
 
     def ordered(self, members: Sequence[tuple[str, Any, bool]]) -> Sequence[tuple[str, Any, bool]]:
         """An object's members in the order that they are written in."""
         sorts = self.spelling.sorts
         if sorts is None:
             return members
-        return sorted(members, key=lambda m: sorts(m[0]))
+
+        def place(member: tuple[str, Any, bool]) -> str:
+            return sorts(member[0])
+
+        return sorted(members, key=place)
 
     def member(self, key: str, value: str) -> str:
         return self.spelling.member(key, value, self._rule)
@@ -180,15 +185,21 @@ class SpelledValues:
         named = [(f"{name}_p{i}", wanted) for i, (_, _, wanted) in enumerate(members)]
         self.rules += [f"{name}_p{i}: {member}" for i, (_, member, _) in enumerate(members)]
         comma = text(self.spelling.comma) if self.spelling.comma else ""
-        order = in_any_order if self.spelling.any_order else in_order
-        return order(name, named, self.rules, comma)
+        if self.spelling.any_order:
+            return in_any_order(name, named, self.rules, comma)
+        return in_order(name, named, self.rules, comma)
 
     def _rule(self, lark: str) -> str:
         """The name of a rule of this Lark, which may begin with the rule's attributes."""
         name = self._named.get(lark)
-        if name is None:
-            name = self._named[lark] = f"v_r{len(self._named)}"
-            self.rules.append(f"{name}{lark if lark.startswith('[') else f': {lark}'}")
+        if name is not None:
+            return name
+        name = f"v_r{len(self._named)}"
+        self._named[lark] = name
+        if lark.startswith("["):
+            self.rules.append(f"{name}{lark}")
+        else:
+            self.rules.append(f"{name}: {lark}")
         return name
 
     def _listed(self, lark: str) -> str:
@@ -207,12 +218,21 @@ def python_values(bare: str = r"'([^'\\\n]|\\(?s:.))*'", *, any_order: bool = Fa
     def this_text(said: str) -> str:
         return f"({text(json.dumps(said, ensure_ascii=False))} | {text(repr(said))})"
 
+    def member(key: str, value: str, _: object) -> str:
+        return f'{this_text(key)} ": " {value}'
+
+    def any_member(value: str) -> str:
+        return f'{any_text} ": " {value}'
+
+    def truth(value: bool | None) -> str:
+        return f"({_in_python(value)})"
+
     return Spelling(
         any_text=any_text,
         this_text=this_text,
-        member=lambda key, value, _: f'{this_text(key)} ": " {value}',
-        any_member=lambda value: f'{any_text} ": " {value}',
-        truth=lambda value: f"({_in_python(value)})",
+        member=member,
+        any_member=any_member,
+        truth=truth,
         comma=", ",
         any_order=any_order,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from localllm import json_store
-from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
-from localllm.conversation.tools.readers import BlockReader, Call, as_json
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
+from localllm.conversation.tools.readers import Call, as_json, read_block
 from localllm.conversation.tools.schemas import array_of
 
 _OPEN = "<|tools_prefix|>"
@@ -15,8 +15,10 @@ _CLOSE = "<|tools_suffix|>"
 
 def _parse(block: str) -> list[Call] | None:
     items = json_store.parsed(block)
+    if not isinstance(items, list):
+        items = [items]
     calls: list[Call] = []
-    for item in items if isinstance(items, list) else [items]:
+    for item in items:
         if not isinstance(item, dict) or not all(isinstance(a, dict) for a in item.values()):
             return None
         calls += [(name, as_json(arguments)) for name, arguments in item.items()]
@@ -32,15 +34,17 @@ def _call(name: str, schema: Any) -> dict[str, Any]:
     }
 
 
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    return {_OPEN: GrammarTrigger("", array_of(tools, _call), _CLOSE)}
+
+
 FORMATS = (
     ToolFormat(
         name="apertus",
         signs=(_OPEN,),
         markers=(_OPEN,),
         control=True,
-        reader=lambda first, marker, tools: BlockReader(first, marker, _CLOSE, _parse),
-        triggers=lambda template, tools: {
-            _OPEN: GrammarTrigger("", array_of(tools, _call), _CLOSE)
-        },
+        reader=read_block(_CLOSE, _parse),
+        triggers=_triggers,
     ),
 )

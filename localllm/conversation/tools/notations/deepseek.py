@@ -6,7 +6,7 @@ import json
 import re
 
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
-from localllm.conversation.tools.call_grammars import TagGrammar
+from localllm.conversation.tools.call_grammars import KIND, NAME, TagGrammar
 from localllm.conversation.tools.lark import json_calls, spelled, text
 from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.tag_reader import TagPatterns, tagged_format
@@ -20,16 +20,49 @@ _CALL = "<｜tool▁call▁begin｜>"
 _END = "<｜tool▁call▁end｜>"
 
 
+def _before_fenced_json(name: str) -> str:
+    return text(f"{name}\n```json\n")
+
+
+def _before_json(name: str) -> str:
+    return spelled(f"{name}<｜tool▁sep｜>")
+
+
+def _is_json(parameter: re.Match[str]) -> bool:
+    return parameter[2] == "false"
+
+
+def _is_string(kind: str) -> str:
+    return json.dumps(kind == "string")
+
+
+_DSML_PATTERNS = TagPatterns(
+    re.compile(r'\s*<｜DSML｜invoke name="([^"]+)">'),
+    "</｜DSML｜invoke>",
+    re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'),
+    "</｜DSML｜parameter>",
+    is_json=_is_json,
+)
+_DSML_GRAMMAR = TagGrammar(
+    head=f'<｜DSML｜invoke name="{NAME}">\n',
+    before=f'<｜DSML｜parameter name="{NAME}" string="{KIND}">',
+    after="</｜DSML｜parameter>\n",
+    end="</｜DSML｜invoke>\n",
+    kind_text=_is_string,
+    loose=True,  # V4 writes an empty line where there is no parameter
+)
+
+
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """The section opens the first call, its own token every other one."""
     if "```json" in template:  # V3 and R1
         lead = "function<｜tool▁sep｜>"
         end = f"\n```{_END}"
-        lark = json_calls(tools, lambda name: text(f"{name}\n```json\n"))
+        lark = json_calls(tools, _before_fenced_json)
     else:
         lead = ""
         end = _END
-        lark = json_calls(tools, lambda name: spelled(f"{name}<｜tool▁sep｜>"))
+        lark = json_calls(tools, _before_json)
     return {
         _SECTION: GrammarTrigger(_CALL + lead, lark, end, again=True),
         _CALL: GrammarTrigger(lead, lark, end, again=True),
@@ -57,21 +90,7 @@ FORMATS = (
         calls_in_reasoning=True,
         lead="\n",
         one_block=True,
-        patterns=TagPatterns(
-            re.compile(r'\s*<｜DSML｜invoke name="([^"]+)">'),
-            "</｜DSML｜invoke>",
-            re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'),
-            "</｜DSML｜parameter>",
-            is_json=lambda opening: opening[2] == "false",
-        ),
-        grammar=TagGrammar(
-            head=lambda name: f'<｜DSML｜invoke name="{name}">\n',
-            before=lambda key, kind: (
-                f'<｜DSML｜parameter name="{key}" string="{json.dumps(kind == "string")}">'
-            ),
-            after="</｜DSML｜parameter>\n",
-            end="</｜DSML｜invoke>\n",
-            loose=True,  # V4 writes an empty line where there is no parameter
-        ),
+        patterns=_DSML_PATTERNS,
+        grammar=_DSML_GRAMMAR,
     ),
 )

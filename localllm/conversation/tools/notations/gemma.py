@@ -19,7 +19,7 @@ from localllm.conversation.tools.base import (
 from localllm.conversation.tools.call_grammars import listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.literals import LiteralReader
-from localllm.conversation.tools.readers import BlockReader, Call, as_json
+from localllm.conversation.tools.readers import Call, as_json, read_block
 from localllm.conversation.tools.values import Spelling
 
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
@@ -76,23 +76,36 @@ def _spelling(quote: str) -> Spelling:
     names = _NAME.pattern
 
     def this_text(said: str) -> str:
-        return f"{quote} {text(said) if said else ''} {quote}"
+        inside = text(said) if said else ""
+        return f"{quote} {inside} {quote}"
 
     def member(key: str, value: str, _: object) -> str:
-        bare = _NAME.fullmatch(key)
-        if bare:
+        if _NAME.fullmatch(key):
             return f"{text(f'{key}:')} {value}"
         return f'{this_text(key)} ":" {value}'
+
+    def any_member(value: str) -> str:
+        return f'(/{names}/ | {any_text}) ":" {value}'
 
     return Spelling(
         any_text=any_text,
         this_text=this_text,
         member=member,
-        any_member=lambda value: f'(/{names}/ | {any_text}) ":" {value}',
-        # As JSON; the templates write Python's None.
-        truth=lambda value: '("null" | "None")' if value is None else text(json.dumps(value)),
+        any_member=any_member,
+        truth=_truth,
         sorts=str.lower,  # Jinja's dictsort passes over case
     )
+
+
+def _truth(value: bool | None) -> str:
+    """As JSON; the templates write Python's None."""
+    if value is None:
+        return '("null" | "None")'
+    return text(json.dumps(value))
+
+
+def _head(name: str) -> str:
+    return text(f"call:{name}{{")
 
 
 def _format(opening: str, closing: str, quote: str, **facts: Any) -> ToolFormat:
@@ -101,18 +114,15 @@ def _format(opening: str, closing: str, quote: str, **facts: Any) -> ToolFormat:
     def triggers(template: str, tools: NamedSchemas) -> Triggers:
         if not all(_NAME.fullmatch(name) for name, _ in tools):
             raise NotConstrainableError("this notation has no way to write some name")
-        grammar = listed_calls(
-            tools, _spelling(quote), lambda name: text(f"call:{name}{{"), text("}")
-        )
+        grammar = listed_calls(tools, _spelling(quote), _head, text("}"))
         return {opening: GrammarTrigger("", grammar, closing, again=True)}
 
-    parse = _GemmaReader(quote).calls
     return ToolFormat(
         signs=(opening,),
         markers=(opening,),
         control=True,
         named_tokens=True,
-        reader=lambda first, marker, tools: BlockReader(first, marker, closing, parse),
+        reader=read_block(closing, _GemmaReader(quote).calls),
         triggers=triggers,
         **facts,
     )

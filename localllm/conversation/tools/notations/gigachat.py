@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import one_call
 
 # 3.1 has a token for what 3.0 has a role for.
 _TOKEN = "<|function_call|>"
 _ROLE = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+
+
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    opening = _TOKEN if _TOKEN in template else _ROLE
+    return {opening: GrammarTrigger("", one_call(tools))}
 
 
 FORMATS = (
@@ -18,8 +23,6 @@ FORMATS = (
         markers=(_TOKEN, _ROLE),
         control=True,
         reader=json_block(),
-        triggers=lambda template, tools: {
-            (_TOKEN if _TOKEN in template else _ROLE): GrammarTrigger("", one_call(tools))
-        },
+        triggers=_triggers,
     ),
 )

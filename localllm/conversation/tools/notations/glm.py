@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from localllm.conversation.tools.call_grammars import TagGrammar
+from localllm.conversation.tools.call_grammars import NAME, TagGrammar
 from localllm.conversation.tools.tag_reader import TagPatterns, tagged_format
 
 FORMATS = (
@@ -22,8 +22,8 @@ FORMATS = (
         ),
         # The newlines of GLM 4.5 and 4.6 are gone since 4.7, and half of them at Ling.
         grammar=TagGrammar(
-            head=lambda name: f"{name}\n",
-            before=lambda key, kind: f"<arg_key>{key}</arg_key>\n<arg_value>",
+            head=f"{NAME}\n",
+            before=f"<arg_key>{NAME}</arg_key>\n<arg_value>",
             after="</arg_value>\n",
             end="</tool_call>",
             loose=True,

@@ -9,9 +9,16 @@ not even of one that was cut off.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
+from localllm.conversation.tools.base import (
+    GrammarTrigger,
+    NamedSchemas,
+    Tool,
+    ToolFormat,
+    Triggers,
+)
 from localllm.conversation.tools.lark import json_calls, spelled, text
 from localllm.conversation.tools.readers import JsonReader
 
@@ -68,6 +75,10 @@ def _framed(choices: str, answer: str) -> str:
     return f"start: thought? ({choices})\nthought: {thought}\nanswer: {final} {answer}\n"
 
 
+def _reader(first: int, marker: str, tools: Sequence[Tool]) -> _Reader:
+    return _Reader(first, marker, _HEAD, "\0", alone=True)
+
+
 FORMATS = (
     # Everything a reply says stands in a channel.
     ToolFormat(
@@ -97,7 +108,7 @@ FORMATS = (
         ),
         think=("<|channel|>analysis<|message|>", "<|end|>"),
         header="<|start|>assistant",
-        reader=lambda first, marker, tools: _Reader(first, marker, _HEAD, "\0", alone=True),
+        reader=_reader,
         triggers=_triggers,
         framed=_framed,
     ),

@@ -3,9 +3,15 @@ for models whose template knows no tools (see `prompt.py`)."""
 
 from __future__ import annotations
 
-from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import one_call
+
+
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    trigger = GrammarTrigger("\n", one_call(tools), "\n</tool_call>", again=True)
+    return {"<tool_call>": trigger}
+
 
 FORMATS = (
     ToolFormat(
@@ -16,8 +22,6 @@ FORMATS = (
         calls_in_reasoning=True,
         opening="<tool_call>\n",
         reader=json_block("</tool_call>"),
-        triggers=lambda template, tools: {
-            "<tool_call>": GrammarTrigger("\n", one_call(tools), "\n</tool_call>", again=True)
-        },
+        triggers=_triggers,
     ),
 )

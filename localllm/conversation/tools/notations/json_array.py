@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import call_list
 
 
 def _array(marker: str, closing: str, **facts: Any) -> ToolFormat:
+    def triggers(template: str, tools: NamedSchemas) -> Triggers:
+        return {marker: GrammarTrigger("", call_list(tools))}
+
     return ToolFormat(
         markers=(marker,),
         reader=json_block(closing),
-        triggers=lambda template, tools: {marker: GrammarTrigger("", call_list(tools))},
+        triggers=triggers,
         **facts,
     )
 

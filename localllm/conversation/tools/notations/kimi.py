@@ -13,7 +13,7 @@ from localllm.conversation.tools.base import (
     ToolFormat,
     Triggers,
 )
-from localllm.conversation.tools.call_grammars import ANY_NUMBER, TagGrammar
+from localllm.conversation.tools.call_grammars import ANY_NUMBER, KIND, NAME, TagGrammar
 from localllm.conversation.tools.lark import json_calls, text
 from localllm.conversation.tools.readers import JsonReader
 from localllm.conversation.tools.tag_reader import TagPatterns, tagged_format
@@ -31,21 +31,42 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
     return JsonReader(first, marker, _HEAD, end, is_part=marker == _CALL)
 
 
+def _before_arguments(name: str) -> str:
+    return f"{text(f'functions.{name}:')} /[0-9]{{1,3}}/ <|tool_call_argument_begin|>"
+
+
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """The section opens the first call, its own token every other one."""
-    lark = json_calls(
-        tools,
-        lambda name: f"{text(f'functions.{name}:')} /[0-9]{{1,3}}/ <|tool_call_argument_begin|>",
-    )
+    lark = json_calls(tools, _before_arguments)
     return {
         _SECTION: GrammarTrigger(_CALL, lark, "<|tool_call_end|>", again=True),
         _CALL: GrammarTrigger("", lark, "<|tool_call_end|>", again=True),
     }
 
 
-def _before(key: str, kind: str) -> str:
-    shown = "number" if kind == "integer" else kind
-    return f'<|open|>argument key="{key}" type="{shown}"<|sep|>'
+def _kind(kind: str) -> str:
+    return "number" if kind == "integer" else kind
+
+
+def _is_json(argument: re.Match[str]) -> bool:
+    return argument[2] not in (None, "string")
+
+
+_K3_PATTERNS = TagPatterns(
+    re.compile(r'\s*<\|open\|>call tool="([^"]+)"[^<]*<\|sep\|>'),
+    "<|close|>call<|sep|>",
+    re.compile(r'\s*<\|open\|>argument key="([^"]+)"(?: type="(\w+)")?[^<]*<\|sep\|>'),
+    "<|close|>argument<|sep|>",
+    is_json=_is_json,
+)
+_K3_GRAMMAR = TagGrammar(
+    head=f'<|open|>call tool="{NAME}" index="{ANY_NUMBER}"<|sep|>',
+    before=f'<|open|>argument key="{NAME}" type="{KIND}"<|sep|>',
+    after="<|close|>argument<|sep|>",
+    end="<|close|>call<|sep|>",
+    kind_text=_kind,
+    tokens=True,
+)
 
 
 FORMATS = (
@@ -79,19 +100,7 @@ FORMATS = (
         think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         closing="<|close|>tools<|sep|>",
         one_block=True,
-        patterns=TagPatterns(
-            re.compile(r'\s*<\|open\|>call tool="([^"]+)"[^<]*<\|sep\|>'),
-            "<|close|>call<|sep|>",
-            re.compile(r'\s*<\|open\|>argument key="([^"]+)"(?: type="(\w+)")?[^<]*<\|sep\|>'),
-            "<|close|>argument<|sep|>",
-            is_json=lambda opening: opening[2] not in (None, "string"),
-        ),
-        grammar=TagGrammar(
-            head=lambda name: f'<|open|>call tool="{name}" index="{ANY_NUMBER}"<|sep|>',
-            before=_before,
-            after="<|close|>argument<|sep|>",
-            end="<|close|>call<|sep|>",
-            tokens=True,
-        ),
+        patterns=_K3_PATTERNS,
+        grammar=_K3_GRAMMAR,
     ),
 )

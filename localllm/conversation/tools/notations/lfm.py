@@ -14,7 +14,7 @@ from localllm.conversation.tools.base import (
 from localllm.conversation.tools.call_grammars import listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.literals import LiteralReader
-from localllm.conversation.tools.readers import BlockReader, Call, as_json, json_calls
+from localllm.conversation.tools.readers import Call, as_json, json_calls, read_block
 from localllm.conversation.tools.schemas import parameters
 from localllm.conversation.tools.values import python_values
 
@@ -63,6 +63,10 @@ def _listed(block: str) -> list[Call] | None:
     return None
 
 
+def _head(name: str) -> str:
+    return text(f"{name}(")
+
+
 def _before(key: str | None) -> str:
     if key is None:
         return f'/{_WORD}/ "="'
@@ -70,17 +74,16 @@ def _before(key: str | None) -> str:
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    words = [
-        word
-        for name, schema in tools
-        for word in (name, *(key for key, _, _ in parameters(schema)))
-    ]
-    if not all(map(_NAME.fullmatch, words)):
+    words: list[str] = []
+    for name, schema in tools:
+        words.append(name)
+        words += [key for key, _, _ in parameters(schema)]
+    if not all(_NAME.fullmatch(word) for word in words):
         raise NotConstrainableError("this notation has no way to write some name")
     lark = listed_calls(
         tools,
         _VALUES,
-        lambda name: text(f"{name}("),
+        _head,
         text(")"),
         before=_before,
         start='"[" call (", " call)* "]"',
@@ -98,7 +101,7 @@ FORMATS = (
         calls_in_reasoning=True,
         control=True,
         named_tokens=True,
-        reader=lambda first, marker, tools: BlockReader(first, marker, _CLOSE, _parse),
+        reader=read_block(_CLOSE, _parse),
         triggers=_triggers,
     ),
 )

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from localllm.conversation.tools.base import (
     GrammarTrigger,
+    NamedSchemas,
     Tool,
     ToolFormat,
+    Triggers,
     parameters_of,
 )
 from localllm.conversation.tools.lark import json_value
@@ -29,6 +31,19 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
     return JsonReader(first, marker, JSON_HEAD, "\0", names=names, is_part=marker != _TAG)
 
 
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    """An answer in JSON may begin like a call: only a known name with its parameters is one."""
+    triggers: Triggers = {}
+    for name, schema in tools:
+        opening = f'{{"name": {json.dumps(name)}, "{_KEY}": '
+        triggers[opening] = GrammarTrigger("", arguments(schema), "}")
+    return triggers
+
+
+def _unmarked_call(tools: NamedSchemas) -> str:
+    return json_value(any_call(tools, _KEY))
+
+
 FORMATS = (
     # Calls that may begin without any marker.
     ToolFormat(
@@ -40,11 +55,7 @@ FORMATS = (
         opening="",
         arguments_key=_KEY,
         reader=_reader,
-        # An answer in JSON may begin like a call: only a known name with its parameters is one.
-        triggers=lambda template, tools: {
-            f'{{"name": {json.dumps(n)}, "{_KEY}": ': GrammarTrigger("", arguments(s), "}")
-            for n, s in tools
-        },
-        unmarked_call=lambda tools: json_value(any_call(tools, _KEY)),
+        triggers=_triggers,
+        unmarked_call=_unmarked_call,
     ),
 )

@@ -5,31 +5,32 @@ from __future__ import annotations
 
 import re
 
-from localllm.conversation.tools.call_grammars import TagGrammar
+from localllm.conversation.tools.call_grammars import NAME, TagGrammar
 from localllm.conversation.tools.tag_reader import TagPatterns, tagged_format
 from localllm.conversation.tools.values import PYTHON
 
+_PATTERNS = TagPatterns(
+    re.compile(r'([^">]+)"\s*>'),
+    "",
+    re.compile(r'\s*<param name="([^">]+)">'),
+    "</param>",
+    quoted=re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL),
+)
+_GRAMMAR = TagGrammar(
+    head=f'{NAME}">',
+    before=f'<param name="{NAME}">',
+    after="</param>",
+    end="</function>",
+    text='"<![CDATA[" cdata "</param>" | /[^<&\\n]*/ "</param>"\ncdata[suffix="]]>"]: /(?s:.*)/',
+    spelling=PYTHON,
+)
 FORMATS = (
     tagged_format(
         name="minicpm",
         signs=("<param name=",),
         markers=('<function name="',),
         closing="</function>",
-        patterns=TagPatterns(
-            re.compile(r'([^">]+)"\s*>'),
-            "",
-            re.compile(r'\s*<param name="([^">]+)">'),
-            "</param>",
-            quoted=re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL),
-        ),
-        grammar=TagGrammar(
-            head=lambda name: f'{name}">',
-            before=lambda key, kind: f'<param name="{key}">',
-            after="</param>",
-            end="</function>",
-            text='"<![CDATA[" cdata "</param>" | /[^<&\\n]*/ "</param>"\n'
-            'cdata[suffix="]]>"]: /(?s:.*)/',
-            spelling=PYTHON,
-        ),
+        patterns=_PATTERNS,
+        grammar=_GRAMMAR,
     ),
 )

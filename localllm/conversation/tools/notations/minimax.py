@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
-from localllm.conversation.tools.call_grammars import TagGrammar
+from localllm.conversation.tools.call_grammars import NAME, TagGrammar
 from localllm.conversation.tools.lark import json_value
 from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import any_call
@@ -18,6 +18,18 @@ def _triggers_m1(template: str, tools: NamedSchemas) -> Triggers:
     return {"<tool_calls>": GrammarTrigger("\n", ("lark", lark))}
 
 
+_M2_PATTERNS = TagPatterns(
+    re.compile(r'\s*<invoke name="?([^">]+)"?>'),
+    "</invoke>",
+    re.compile(r'\s*<parameter name="?([^">]+)"?>'),
+    "</parameter>",
+)
+_M2_GRAMMAR = TagGrammar(
+    head=f'<invoke name="{NAME}">\n',
+    before=f'<parameter name="{NAME}">',
+    after="</parameter>\n",
+    end="</invoke>\n",
+)
 FORMATS = (
     # M2: `<minimax:tool_call><invoke name="f"><parameter
     # name="k">v</parameter></invoke></minimax:tool_call>`.
@@ -28,18 +40,8 @@ FORMATS = (
         calls_in_reasoning=True,
         lead="\n",
         one_block=True,
-        patterns=TagPatterns(
-            re.compile(r'\s*<invoke name="?([^">]+)"?>'),
-            "</invoke>",
-            re.compile(r'\s*<parameter name="?([^">]+)"?>'),
-            "</parameter>",
-        ),
-        grammar=TagGrammar(
-            head=lambda name: f'<invoke name="{name}">\n',
-            before=lambda key, kind: f'<parameter name="{key}">',
-            after="</parameter>\n",
-            end="</invoke>\n",
-        ),
+        patterns=_M2_PATTERNS,
+        grammar=_M2_GRAMMAR,
     ),
     # `<tool_calls>`, one call as JSON on each line, `</tool_calls>`.
     ToolFormat(

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from localllm.conversation.tools.base import (
     GrammarTrigger,
+    NamedSchemas,
     Tool,
     ToolFormat,
+    Triggers,
     parameters_of,
 )
 from localllm.conversation.tools.call_grammars import listed_calls
@@ -45,18 +46,35 @@ def _member(key: str, value: str, rule: Callable[[str], str]) -> str:
     return f"{_lark(f'{_MARK}<{key}>')} {rule(f'[suffix={end}]: /(?s:.*)/')}"
 
 
+def _this_text(said: str) -> str:
+    return text(said + _MARK)
+
+
+def _any_member(value: str) -> str:
+    name = r"/[^<>\/\s]+/"
+    return f'{_lark(_MARK + "<")} {name} ">" {_or_text(value)} "</" {name} ">"'
+
+
+def _item(value: str) -> str:
+    return f"{_lark(f'{_MARK}<item>')} {_or_text(value)} {text('</item>')}"
+
+
+def _truth(value: bool | None) -> str:
+    """As JSON; the template writes null as nothing."""
+    if value is None:
+        return f"{text('null')}? {text(_MARK)}"
+    return f"{text(json.dumps(value))} {text(_MARK)}"
+
+
 # Every value up to the separator in front of its closing tag.
 _SPELLING = Spelling(
     any_text="v_text",
     rules=(f"v_text[suffix={text(_MARK)}]: /(?s:.*)/",),
-    this_text=lambda said: text(said + _MARK),
+    this_text=_this_text,
     member=_member,
-    any_member=lambda value: (
-        rf'{_lark(_MARK + "<")} /[^<>\/\s]+/ ">" {_or_text(value)} "</" /[^<>\/\s]+/ ">"'
-    ),
-    item=lambda value: f"{_lark(f'{_MARK}<item>')} {_or_text(value)} {text('</item>')}",
-    # As JSON; the template writes null as nothing.
-    truth=lambda value: f"{text(json.dumps(value))}{'?' if value is None else ''} {text(_MARK)}",
+    any_member=_any_member,
+    item=_item,
+    truth=_truth,
     closed=text(_MARK),
     comma="",
     brackets=("", _MARK),
@@ -77,11 +95,10 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     at = 0
     while (head := _INVOKE.match(block, at)) is not None:
         end = block.find(_INVOKE_END, head.end())
+        if end < 0:
+            return None
         schema = next((s for n, s in map(parameters_of, tools) if n == head[1]), {})
-        if end >= 0:
-            values = _members(block[head.end() : end], schema, schema, 0)
-        else:
-            values = None
+        values = _members(block[head.end() : end], schema, schema, 0)
         if values is None:
             return None
         calls.append((head[1], as_json(dict(values))))
@@ -99,20 +116,15 @@ def _members(
     at = 0
     while at < len(body) and not body[at:].isspace():
         head = _TAG.match(body, at)
-        closing = f"{_MARK}</{head[1]}>" if head is not None else ""
-        if head is not None:
-            end = _closing(body, head.end(), head[1])
-        else:
-            end = -1
-        if head is None or end < 0 or depth > _MOST_NESTED:
+        if head is None or depth > _MOST_NESTED:
             return None
-        found.append(
-            (
-                head[1],
-                _value(body[head.end() : end], _described(schema, head[1], root), root, depth + 1),
-            )
-        )
-        at = end + len(closing)
+        name = head[1]
+        end = _closing(body, head.end(), name)
+        if end < 0:
+            return None
+        described = _described(schema, name, root)
+        found.append((name, _value(body[head.end() : end], described, root, depth + 1)))
+        at = end + len(f"{_MARK}</{name}>")
     return found
 
 
@@ -129,14 +141,13 @@ def _closing(body: str, at: int, name: str) -> int:
 def _value(text: str, schema: Any, root: Mapping[str, Any], depth: int) -> Any:
     """A value as its schema wants it: where text will do, tags inside are text."""
     kinds = kinds_of(schema, root)
+    if not text.strip():
+        return _empty(text, kinds)
+    members = None
     if _TAG.match(text) and "string" not in kinds:
         members = _members(text, schema, root, depth)
-    else:
-        members = None
     if not members:
-        if text.strip():
-            return as_kind(text, kinds)
-        return _empty(text, kinds)
+        return as_kind(text, kinds)
     if all(name == "item" for name, _ in members) and kinds != {"object"}:
         return [value for _, value in members]
     return dict(members)
@@ -155,13 +166,33 @@ def _empty(text: str, kinds: set[str]) -> Any:
 
 def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
     """The schema of a member `name`, or of an array's item, in whichever alternative has it."""
-    for option in options_of(schema, root) or ([schema] if isinstance(schema, Mapping) else ()):
+    options = options_of(schema, root)
+    if not options:
+        options = [schema] if isinstance(schema, Mapping) else []
+    for option in options:
         properties = option.get("properties")
         if isinstance(properties, Mapping) and name in properties:
             return properties[name]
         if name == "item" and "items" in option:
             return option["items"]
     return None
+
+
+def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+    def parse(block: str) -> list[Call] | None:
+        return _parse(tools, block)
+
+    return BlockReader(first, marker, _CLOSE, parse)
+
+
+def _head(name: str) -> str:
+    return _lark(f'{_MARK}<invoke name="{name}">')
+
+
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    end = _lark(f"{_INVOKE_END}\n")
+    calls = listed_calls(tools, _SPELLING, _head, end, start=f"call+ {_lark(_CLOSE)}")
+    return {_OPEN: GrammarTrigger("\n", calls)}
 
 
 FORMATS = (
@@ -173,20 +204,7 @@ FORMATS = (
         # A reply without a thought begins with the end of one.
         drops=("</mm:think>",),
         think=("<mm:think>", "</mm:think>"),
-        reader=lambda first, marker, tools: BlockReader(
-            first, marker, _CLOSE, partial(_parse, tools)
-        ),
-        triggers=lambda template, tools: {
-            _OPEN: GrammarTrigger(
-                "\n",
-                listed_calls(
-                    tools,
-                    _SPELLING,
-                    lambda name: _lark(f'{_MARK}<invoke name="{name}">'),
-                    _lark(f"{_INVOKE_END}\n"),
-                    start=f"call+ {_lark(_CLOSE)}",
-                ),
-            )
-        },
+        reader=_reader,
+        triggers=_triggers,
     ),
 )

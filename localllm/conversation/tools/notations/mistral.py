@@ -23,10 +23,9 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """One array of calls; in the newer spelling an opening for each function."""
     if "[ARGS]" not in template:
         # Where the template writes ids, one of nine letters may stand behind the arguments.
+        more = {}
         if '"id"' in template:
             more = {"id": {"type": "string", "pattern": "^[A-Za-z0-9]{9}$"}}
-        else:
-            more = {}
         return {"[TOOL_CALLS]": GrammarTrigger("", call_list(tools, more))}
     triggers: Triggers = {}
     for name, schema in tools:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 from localllm.conversation.reply import TurnEnd
 from localllm.conversation.tools.base import (
@@ -18,9 +17,9 @@ from localllm.conversation.tools.base import (
     Tool,
     ToolFormat,
 )
-from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
+from localllm.conversation.tools.call_grammars import NAME, TagGrammar, tagged_calls
 from localllm.conversation.tools.lark import spelled, text
-from localllm.conversation.tools.readers import BlockReader
+from localllm.conversation.tools.readers import BlockReader, Call
 from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_calls
 
 _HEADER = "<|start|>assistant"
@@ -34,16 +33,22 @@ _PATTERNS = TagPatterns(
     "</atem:parameter>",
 )
 _GRAMMAR = TagGrammar(
-    head=lambda name: f'<atem:invoke name="{name}">\n',
-    before=lambda key, kind: f'<atem:parameter name="{key}">',
+    head=f'<atem:invoke name="{NAME}">\n',
+    before=f'<atem:parameter name="{NAME}">',
     after="</atem:parameter>\n",
     end="</atem:invoke>\n",
 )
 
 
 def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-    parse = partial(typed_calls, tools=tools, tags=_PATTERNS)
-    return BlockReader(first, marker, _CLOSE, parse, is_open=partial(is_open, tags=_PATTERNS))
+    def parse(block: str) -> list[Call] | None:
+        return typed_calls(block, tools, _PATTERNS)
+
+    return BlockReader(first, marker, _CLOSE, parse, is_open=_ends_in_a_value)
+
+
+def _ends_in_a_value(block: str) -> bool:
+    return is_open(block, _PATTERNS)
 
 
 def _calls(tools: NamedSchemas) -> Grammar:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from localllm import json_store
@@ -17,7 +16,7 @@ from localllm.conversation.tools.base import (
     ToolFormat,
     Triggers,
 )
-from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
+from localllm.conversation.tools.call_grammars import NAME, TagGrammar, tagged_calls
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_calls
 from localllm.conversation.tools.values import PYTHON, json_or_python
@@ -46,27 +45,33 @@ def _format(outer: str, patterns: TagPatterns, grammar: TagGrammar, **facts: Any
     closing = outer.replace("<", "</")
 
     def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        # Without the outer tag, the marker and the end are the function's own tags.
+        begin = ""
+        end = ""
+        if marker != outer:
+            begin = marker
+            end = _END
+
+        def parse(block: str) -> list[Call] | None:
+            return _parse(tools, patterns, begin + block + end)
+
+        def ends_in_a_value(block: str) -> bool:
+            return is_open(begin + block + end, patterns)
+
         if marker == outer:
-            parse = partial(_parse, tools, patterns)
-            within = partial(is_open, tags=patterns)
-            return BlockReader(first, marker, closing, parse, is_open=within)
-        return BlockReader(
-            first,
-            marker,
-            _END,
-            lambda block: _parse(tools, patterns, marker + block + _END),
-            tail=closing,
-            is_open=lambda block: is_open(marker + block + _END, patterns),
-        )
+            return BlockReader(first, marker, closing, parse, is_open=ends_in_a_value)
+        return BlockReader(first, marker, _END, parse, tail=closing, is_open=ends_in_a_value)
 
     def triggers(template: str, tools: NamedSchemas) -> Triggers:
         """Any number of calls, one behind the other, with or without their outer tag: an offered
         name tells of it."""
-        inner = replace(grammar, head=lambda name: "")
-        calls = {grammar.head(tool[0])[:-1]: tagged_calls([tool], inner) for tool in tools}
+        calls = {outer: tagged_calls(tools, grammar)}
+        inner = replace(grammar, head="")
+        for tool in tools:
+            calls[grammar.opening(tool[0])[:-1]] = tagged_calls([tool], inner)
         return {
             opening: GrammarTrigger("\n", call, f"\n{closing}", again=True)
-            for opening, call in {outer: tagged_calls(tools, grammar), **calls}.items()
+            for opening, call in calls.items()
         }
 
     return ToolFormat(
@@ -80,8 +85,8 @@ def _format(outer: str, patterns: TagPatterns, grammar: TagGrammar, **facts: Any
 
 _PATTERNS = TagPatterns(_FUNCTION, _END, _PARAMETER, "</parameter>", wrapped=True)
 _GRAMMAR = TagGrammar(
-    head=lambda name: f"<function={name}>\n",
-    before=lambda key, kind: f"<parameter={key}>\n",
+    head=f"<function={NAME}>\n",
+    before=f"<parameter={NAME}>\n",
     after="\n</parameter>\n",
     end=_END,
     json=json_or_python,
@@ -96,7 +101,7 @@ FORMATS = (
         replace(_PATTERNS, wrapped=False),
         replace(
             _GRAMMAR,
-            before=lambda key, kind: f"<parameter={key}>",
+            before=f"<parameter={NAME}>",
             after="</parameter>\n",
             spelling=PYTHON,
         ),
