@@ -43,20 +43,16 @@ class _Override(ctypes.Structure):
 def experts_pattern(n_layers: int) -> str:
     """The pattern of the routed experts of the first `n_layers` layers; of all for -1."""
     if n_layers < 0:
-        layers = r"\d+"
-    else:
-        layers = "(" + "|".join(str(i) for i in range(n_layers)) + ")"
-    return rf"blk\.{layers}{_EXPERTS}"
+        return rf"blk\.\d+{_EXPERTS}"
+    numbers = "|".join(str(i) for i in range(n_layers))
+    return rf"blk\.({numbers}){_EXPERTS}"
 
 
 def model_params(llama: Any, spec: LoadSpec) -> Any:
     """llama_model_params that place the weights as `spec` says."""
     placed = spec.placement
     params = llama.llama_model_default_params()
-    if spec.n_gpu_layers >= 0:
-        params.n_gpu_layers = spec.n_gpu_layers
-    else:
-        params.n_gpu_layers = 999
+    params.n_gpu_layers = spec.n_gpu_layers if spec.n_gpu_layers >= 0 else 999
     if not spec.n_gpu_layers:
         # Given a device it would hold memory there, and large products of the CPU's layers would be
         # sent to it.
@@ -123,7 +119,8 @@ _DRAFT_CELLS = 48
 def outputs_reserved(spec: LoadSpec, n_batch: int) -> int:
     """Rows of logits a step may ask for. llama.cpp aborts the process beyond what was reserved, and
     every row costs n_vocab × 4 bytes, so the number is set once here and held by `step`."""
-    return min(n_batch, spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE))
+    usual = min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
+    return min(n_batch, spec.n_outputs or usual)
 
 
 def served_context(model: Any, spec: LoadSpec) -> int:
@@ -132,19 +129,16 @@ def served_context(model: Any, spec: LoadSpec) -> int:
 
 
 def _steps_are_divisible(model: Any, spec: LoadSpec) -> bool:
-    """True on a GPU where what several micro-batches left can be taken back: no window or state was
-    written over by the second, and no heads or images want a step to be one."""
+    """Return whether a step on a GPU may be several micro-batches that can all be taken back: the
+    second writes over no window and no state, and no heads or images need a step to be one."""
+    if spec.n_gpu_layers == 0 or not has_gpu():
+        return False
+    if spec.mtp or spec.drafter or spec.projector:
+        return False
     llama = start_native()
-    kept = (
-        llama.llama_model_n_swa(model)
-        or llama.llama_model_is_recurrent(model)
-        or llama.llama_model_is_hybrid(model)
-    )
-    return (
-        has_gpu()
-        and spec.n_gpu_layers != 0
-        and not (kept or spec.mtp or spec.drafter or spec.projector)
-    )
+    if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+        return False
+    return not llama.llama_model_n_swa(model)
 
 
 def new_context(
@@ -166,39 +160,49 @@ def new_context(
     llama = start_native()
     drafts = mtp or beside is not None
     n_batch = n_batch or spec.n_batch or _MICRO_BATCH
+    n_ctx = served_context(model, spec)
+    if drafts:
+        # With the model's tokens, those that are being drafted, and those that a fork has to read
+        # for itself.
+        n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
+    n_step = n_batch
+    if at_node is None and beside is None and _steps_are_divisible(model, spec):
+        n_step = max(n_batch, _GPU_STEP)
     # llama.cpp aborts the process where there is less than one row for each sequence.
     n_outputs = max(outputs_reserved(spec, n_batch), n_seq_max)
+    kind = llama.LLAMA_CONTEXT_TYPE_DEFAULT
     if mtp:
-        n_outputs = min(n_batch, n_seq_max * max(1, int(llama.llama_model_n_layer_nextn(model))))
+        n_heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
+        n_outputs = min(n_batch, n_seq_max * n_heads)
+        kind = llama.LLAMA_CONTEXT_TYPE_MTP
     if beside is not None:
         n_outputs = n_batch
-    divisible = not at_node and not beside and _steps_are_divisible(model, spec)
-    # Beside what the model holds, room for what is being drafted, and for what a fork has to read
-    # for itself.
-    drafted = (_DRAFT_CELLS + draft_cells) * n_seq_max if drafts else 0
     n_threads = spec.n_threads or usable_cores()
+    # Flash attention is left at AUTO: where a device lacks the kernel, ON would silently compute
+    # attention on the CPU.
+    kv_cache = {
+        "type_k": GGML_TYPES[spec.kv_type_k],
+        "type_v": GGML_TYPES[spec.kv_type_v],
+        "kv_unified": True,
+        "swa_full": False,
+        "offload_kqv": not spec.placement.kv_on_host,
+    }
     context = made_context(
         model,
-        ctx_type=llama.LLAMA_CONTEXT_TYPE_MTP if mtp else llama.LLAMA_CONTEXT_TYPE_DEFAULT,
+        ctx_type=kind,
         ctx_other=beside,
-        n_ctx=served_context(model, spec) + drafted,
+        n_ctx=n_ctx,
         n_ubatch=n_batch,
-        n_batch=max(n_batch, _GPU_STEP) if divisible else n_batch,
+        n_batch=n_step,
         n_seq_max=n_seq_max,
         n_outputs_max=n_outputs,
         n_rs_seq=0 if drafts else spec.n_rewind,
         n_threads=n_threads,
         n_threads_batch=n_threads,
-        # Flash attention is left at AUTO: where a device lacks the kernel, ON would silently
-        # compute attention on the CPU.
-        type_k=GGML_TYPES[spec.kv_type_k],
-        type_v=GGML_TYPES[spec.kv_type_v],
-        kv_unified=True,
-        swa_full=False,
-        offload_kqv=not spec.placement.kv_on_host,
         # May devices compute what lies in system memory?
         op_offload=spec.n_gpu_layers != 0,
         cb_eval=at_node or llama.ggml_backend_sched_eval_callback(),
+        **kv_cache,
     )
     _lay_over(context, spec)
     return context

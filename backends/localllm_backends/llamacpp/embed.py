@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,9 @@ class LlamaCppEmbedder:
         self._batch = Batch(llama, self._n_batch)
         self.pooling = _POOLINGS[int(llama.llama_pooling_type(context))]
         if self.pooling == "rank":
-            width = llama.llama_model_n_cls_out
+            self.n_embd = int(llama.llama_model_n_cls_out(model))
         else:
-            width = llama.llama_model_n_embd_out
-        self.n_embd = int(width(model))
+            self.n_embd = int(llama.llama_model_n_embd_out(model))
         self.info = model_info(
             self._words,
             llama,
@@ -66,8 +64,10 @@ class LlamaCppEmbedder:
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text`, with CLS, SEP or EOS as the model wants them. Marks inside the text
         are text."""
-        # texts alone
-        return self._words.tokenize(LiteralText("" + text), special=False, add_bos=True)
+        return self._tokens_of_text(text, add_bos=True)
+
+    def _tokens_of_text(self, text: str, *, add_bos: bool = False) -> list[int]:
+        return self._words.tokenize(LiteralText(text), special=False, add_bos=add_bos)
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         """What a reranker reads: its own template, where it has one (Qwen3-Reranker), else CLS, the
@@ -75,49 +75,43 @@ class LlamaCppEmbedder:
         llama.cpp's server makes."""
         template = self._llama.llama_model_chat_template(self._model, b"rerank")
         if template:
-            text = template.decode("utf-8", "replace")
-            # The template's own marks are tokens, those in a query or a document are text.
-            controls = control_texts(self._words.control_texts)
-            query = controls.marked(query)
-            document = controls.marked(document)
-            # In one pass: what a query says of {document} is the query's text.
-            filled = query.join(
-                part.replace("{document}", document) for part in text.split("{query}")
-            )
-            runs = controls.runs(filled)
-            read = [
-                self._words.tokenize(run, special=not isinstance(run, LiteralText)) for run in runs
-            ]
-            return list(chain.from_iterable(read))
+            return self._by_template(template.decode("utf-8", "replace"), query, document)
         llama = self._llama
         vocab = self._vocab
         sep = int(llama.llama_vocab_sep(vocab))
-        eos = int(llama.llama_vocab_eos(vocab))
+        end: list[int] = []
         if llama.llama_vocab_get_add_eos(vocab):
-            end = [sep if eos == _NO_TOKEN else eos]
-        else:
-            end = []
+            eos = int(llama.llama_vocab_eos(vocab))
+            end.append(sep if eos == _NO_TOKEN else eos)
+        tokens: list[int] = []
         if llama.llama_vocab_get_add_bos(vocab):
-            begin = [int(llama.llama_vocab_bos(vocab))]
-        else:
-            begin = []
-        between = [sep] if llama.llama_vocab_get_add_sep(vocab) else []
-        asked, said = (
-            self._words.tokenize(LiteralText(t), special=False) for t in (query, document)
-        )
-        return [*begin, *asked, *end, *between, *said, *end]
+            tokens.append(int(llama.llama_vocab_bos(vocab)))
+        tokens += [*self._tokens_of_text(query), *end]
+        if llama.llama_vocab_get_add_sep(vocab):
+            tokens.append(sep)
+        return [*tokens, *self._tokens_of_text(document), *end]
+
+    def _by_template(self, template: str, query: str, document: str) -> list[int]:
+        """The template's own marks are tokens, those in a query or a document are text."""
+        controls = control_texts(self._words.control_texts)
+        query = controls.marked(query)
+        document = controls.marked(document)
+        # In one pass: what a query says of {document} is the query's text.
+        parts = [part.replace("{document}", document) for part in template.split("{query}")]
+        tokens: list[int] = []
+        for run in controls.runs(query.join(parts)):
+            tokens += self._words.tokenize(run, special=not isinstance(run, LiteralText))
+        return tokens
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         ids = (self._llama.llama_token * len(tokens))(*tokens)
-        return (
-            c_string(
-                lambda buffer, size: self._llama.llama_detokenize(
-                    self._vocab, ids, len(tokens), buffer, size, False, True
-                ),
-                size=16 * len(tokens) + 64,
+
+        def fill(buffer: Any, size: int) -> Any:
+            return self._llama.llama_detokenize(
+                self._vocab, ids, len(tokens), buffer, size, False, True
             )
-            or ""
-        )
+
+        return c_string(fill, size=16 * len(tokens) + 64) or ""
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> Rows:
         """One row of `n_embd` numbers per input, of length 1, or a reranker's scores as they are;
@@ -127,12 +121,14 @@ class LlamaCppEmbedder:
             return np.zeros((0, self.n_embd), dtype=np.float32)
         rows: list[Rows] = []
         group: list[Sequence[int]] = []
+        n_tokens = 0
         for tokens in inputs:
-            n_tokens = len(tokens) + sum(map(len, group))
-            if n_tokens > self._n_batch or len(group) == self._n_seq_max:
+            if n_tokens + len(tokens) > self._n_batch or len(group) == self._n_seq_max:
                 rows += self._run(group)
                 group = []
+                n_tokens = 0
             group.append(tokens)
+            n_tokens += len(tokens)
         return np.stack(rows + self._run(group))
 
     def _run(self, group: Sequence[Sequence[int]]) -> list[Rows]:
@@ -143,17 +139,17 @@ class LlamaCppEmbedder:
         log.mark()
         code = self._llama.llama_decode(self._context, self._batch.native)
         if code != 0:
-            n = sum(map(len, group))
+            n = sum(len(tokens) for tokens in group)
             raise StepError(f"llama.cpp could not embed {n} tokens ({code}): {log.reason()}")
         rows = []
         for sequence in range(len(group)):
             found = self._llama.llama_get_embeddings_seq(self._context, sequence)
             row = np.ctypeslib.as_array(found, shape=(self.n_embd,)).astype(np.float32)
             if self.pooling != "rank":
-                length = float(np.linalg.norm(row))
-            else:
-                length = 0.0
-            rows.append(row / np.float32(length) if length > 0 else row)
+                length = np.linalg.norm(row)
+                if length > 0:
+                    row = row / np.float32(length)
+            rows.append(row)
         return rows
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -65,11 +64,11 @@ class DraftHeads(FollowingHeads[Rows]):
         self._memory = SequenceMemory(llama, context)
         model = llama.llama_get_model(target)
         own = llama.llama_get_model(context)
-        # The model that they are, where they are no part of another.
-        self._drafter = None if own == model else own
-        if own == model:
-            self.weights_bytes = 0
-        else:
+        # The model that they are, if they are no part of another.
+        self._drafter: Any = None
+        self.weights_bytes = 0
+        if own != model:
+            self._drafter = own
             self.weights_bytes = int(llama.llama_model_size(own))
         self._n_hidden = int(llama.llama_model_n_embd_out(own))
         self._decoder = Decoder(llama, context)
@@ -94,13 +93,16 @@ class DraftHeads(FollowingHeads[Rows]):
 
     def stepped(self, chunks: Sequence[Chunk]) -> None:
         """The model has read `chunks` in one llama_decode."""
-        ends = list(accumulate(len(c.tokens) for c in chunks))
-        given = [floats(address(), ends[-1], width) for address, width in self._given]
+        n_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        given = [floats(address(), n_tokens, width) for address, width in self._given]
         rows = np.concatenate(given, axis=1)
-        self.follow(
-            chunks,
-            [list(rows[e - len(c.tokens) : e].copy()) for c, e in zip(chunks, ends, strict=True)],
-        )
+        rows_of_chunks = []
+        begin = 0
+        for chunk in chunks:
+            end = begin + len(chunk.tokens)
+            rows_of_chunks.append(list(rows[begin:end].copy()))
+            begin = end
+        self.follow(chunks, rows_of_chunks)
 
     def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
         self._memory.cut(sequence, n_tokens)
@@ -145,4 +147,5 @@ def best(logits: Rows) -> tuple[int, float]:
     top = np.argpartition(logits, -n)[-n:]
     values = logits[top].astype(np.float64)
     at = int(values.argmax())
-    return int(top[at]), float(1.0 / np.exp(values - values[at]).sum())
+    probability = 1.0 / np.exp(values - values[at]).sum()
+    return int(top[at]), float(probability)

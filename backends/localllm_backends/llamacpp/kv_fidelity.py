@@ -35,8 +35,8 @@ def compared(
     sizes = {"n_ctx": len(tokens), "n_batch": PIECE_TOKENS, "n_outputs": PIECE_TOKENS}
     batch = Batch(llama, PIECE_TOKENS)
     with ExitStack() as opened:
-        plain = opened.enter_context(trial_context(model, spec, ("f16", "f16"), **sizes))
-        exact = Decoder(llama, plain)
+        f16 = opened.enter_context(trial_context(model, spec, ("f16", "f16"), **sizes))
+        exact = Decoder(llama, f16)
         decoders: dict[tuple[str, str], Decoder] = {}
         for pair in pairs:
             with suppress(LoadError):  # no rows of whole blocks, or no kernel
@@ -52,11 +52,11 @@ def compared(
                 divergence = (np.exp(right) * (right - near)).sum(axis=1)
                 flips = right.argmax(axis=1) != near.argmax(axis=1)
                 found[pair].append(np.stack([divergence, flips]))
-    means = {pair: np.concatenate(rows, axis=1).mean(axis=1) for pair, rows in found.items()}
-    return tuple(
-        KvFidelity(*pair, max(0.0, float(divergence)), float(flips))
-        for pair, (divergence, flips) in means.items()
-    )
+    compared_pairs = []
+    for pair, rows in found.items():
+        mean_kl, flips = np.concatenate(rows, axis=1).mean(axis=1)
+        compared_pairs.append(KvFidelity(*pair, max(0.0, float(mean_kl)), float(flips)))
+    return tuple(compared_pairs)
 
 
 def _log_probabilities(decoder: Decoder, batch: Batch, at: int, piece: Sequence[int]) -> Rows:
@@ -68,5 +68,6 @@ def _log_probabilities(decoder: Decoder, batch: Batch, at: int, piece: Sequence[
         raise BackendFailure(f"llama_decode failed with code {code} while KV types were compared")
     values = np.maximum(decoder.logits(len(piece)).astype(np.float64), _LEAST)
     values -= values.max(axis=1, keepdims=True)
-    normal: Rows = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+    sums = np.exp(values).sum(axis=1, keepdims=True)
+    normal: Rows = values - np.log(sums)
     return normal

@@ -71,11 +71,11 @@ class Timing:
         """What a token costs at `depth`, by the line through `near` and this: attention reads every
         token of context."""
         further = (depth - self.depth) / (self.depth - near.depth)
-        return Timing(
-            self.wanted_s + further * max(0.0, self.wanted_s - near.wanted_s),
-            self.f16_s + further * max(0.0, self.f16_s - near.f16_s),
-            depth,
-        )
+        wanted_grew = max(0.0, self.wanted_s - near.wanted_s)
+        f16_grew = max(0.0, self.f16_s - near.f16_s)
+        wanted_s = self.wanted_s + further * wanted_grew
+        f16_s = self.f16_s + further * f16_grew
+        return Timing(wanted_s, f16_s, depth)
 
 
 Measure = Callable[[Any, LoadSpec, Pair], Timing]
@@ -96,21 +96,20 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
         try:
             timing = confirmed(measure or measure_pair, model, spec, pair)
         except BackendFailure as e:
-            why = why or str(e)
-            continue
-        if not timing.slow:
-            return _chosen(spec, wanted, pair, why)
-        why = why or (
-            f"with {timing.depth:,} tokens of context it decodes at {1 / timing.wanted_s:.0f} "
-            "tok/s here, "
-            f"f16 at {1 / timing.f16_s:.0f}: this device has no fast kernel for it"
-        )
+            reason = str(e)
+        else:
+            if not timing.slow:
+                return _chosen(spec, wanted, pair, why)
+            reason = (
+                f"with {timing.depth:,} tokens of context it decodes at "
+                f"{1 / timing.wanted_s:.0f} tok/s here, f16 at {1 / timing.f16_s:.0f}: "
+                "this device has no fast kernel for it"
+            )
+        why = why or reason
     if not room_for_f16(model, spec):
         return spec, (
-            f"KV type {_name(wanted)} is slow here ({why}), and is kept: an f16 cache "
-            "does "
-            "not "
-            "fit in memory"
+            f"KV type {_name(wanted)} is slow here ({why}), and is kept: "
+            "an f16 cache does not fit in memory"
         )
     return _chosen(spec, wanted, _F16, why)
 
@@ -142,36 +141,37 @@ def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
     an accelerator, deeper; raises what making the wanted one raises. (The processor has all
     kernels, and other work on it is louder than depth.)"""
     served = served_context(model, spec)
-    offloaded = spec.n_gpu_layers != 0 and bool(accelerators(spec.placement.cards))
-    if offloaded:
+    most = _PROMPT_TOKENS
+    if spec.n_gpu_layers != 0 and accelerators(spec.placement.cards):
         most = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4))
-    else:
-        most = _PROMPT_TOKENS
-    with _small(model, spec, pair, most) as wanted, _small(model, spec, _F16, most) as plain:
-        slowest_s = max(wanted.read(_PROMPT_TOKENS), plain.read(_PROMPT_TOKENS))
-        near, _ = _alternating(wanted, plain)
-        more = min(most, int(_PROMPT_TOKENS * _PREFILL_S / slowest_s)) - wanted.depth
+    with _small(model, spec, pair, most) as wanted, _small(model, spec, _F16, most) as f16:
+        slowest_s = max(wanted.read(_PROMPT_TOKENS), f16.read(_PROMPT_TOKENS))
+        near, _ = _alternating(wanted, f16)
+        affordable = int(_PROMPT_TOKENS * _PREFILL_S / slowest_s)
+        more = min(most, affordable) - wanted.depth
         if near.slow or more < _PROMPT_TOKENS:
             return near
         wanted.read(more)
-        plain.read(more)
-        deep, usual_f16_s = _alternating(wanted, plain)
+        f16.read(more)
+        deep, usual_f16_s = _alternating(wanted, f16)
     # Within what f16 itself takes from token to token there is no difference to carry on.
     if deep.wanted_s <= usual_f16_s:
         return deep
-    return deep.extrapolated(near, max(deep.depth, min(served // 2, _LEVER * deep.depth)))
+    depth = min(served // 2, _LEVER * deep.depth)
+    return deep.extrapolated(near, max(deep.depth, depth))
 
 
-def _alternating(wanted: _Timed, plain: _Timed) -> tuple[Timing, float]:
+def _alternating(wanted: _Timed, f16: _Timed) -> tuple[Timing, float]:
     """The fastest token of each, and the median one of f16, in seconds."""
-    times: tuple[list[float], list[float]] = ([], [])
+    wanted_s: list[float] = []
+    f16_s: list[float] = []
     started = time.perf_counter()
     for _ in range(_DECODE_TOKENS // _ROUND_TOKENS):
-        for timed, seconds in zip((wanted, plain), times, strict=True):
-            seconds.extend(timed.step(1) for _ in range(_ROUND_TOKENS))
+        wanted_s += [wanted.step(1) for _ in range(_ROUND_TOKENS)]
+        f16_s += [f16.step(1) for _ in range(_ROUND_TOKENS)]
         if time.perf_counter() - started > _BUDGET_S:
             break
-    return Timing(min(times[0]), min(times[1]), wanted.depth), median(times[1])
+    return Timing(min(wanted_s), min(f16_s), wanted.depth), median(f16_s)
 
 
 @contextmanager
@@ -201,9 +201,8 @@ class _Timed:
 
     def step(self, n: int) -> float:
         """Seconds of a step of `n` tokens."""
-        tokens = (self._llama.llama_token * n)(
-            *((7 * (self.depth + i)) % self._n_vocab for i in range(n))
-        )
+        numbers = [7 * (self.depth + i) % self._n_vocab for i in range(n)]
+        tokens = (self._llama.llama_token * n)(*numbers)
         self.depth += n
         started = time.perf_counter()
         code = self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(tokens, n))
@@ -224,8 +223,8 @@ def room_for_f16(model: Any, spec: LoadSpec) -> bool:
     with _small(model, spec, _F16, _PROMPT_TOKENS):
         small = log.buffers()
     scale = served_context(model, spec) / (_PROMPT_TOKENS + 2 * _DECODE_TOKENS)
-    return all(
-        scale * n_bytes <= _MEMORY_SHARE * free.get(place, psutil.virtual_memory().available)
-        for (place, purpose), n_bytes in small.items()
-        if purpose == "KV"
-    )
+    for (place, purpose), n_bytes in small.items():
+        free_bytes = free.get(place, psutil.virtual_memory().available)
+        if purpose == "KV" and scale * n_bytes > _MEMORY_SHARE * free_bytes:
+            return False
+    return True

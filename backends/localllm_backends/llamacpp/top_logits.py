@@ -11,7 +11,7 @@ anew, a few milliseconds: so a sequence whose rows were wanted whole lately is l
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,43 +43,47 @@ class _Chain:
         self._shares: int | None = None
         self.native = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
         # As long as llama.cpp may call them.
-        self._interfaces = [
-            self._interface(self._keep_row),
-            self._interface(self._weigh_candidates),
-        ]
-        before, behind = (llama.llama_sampler_init(ctypes.byref(i), None) for i in self._interfaces)
-        for sampler in (
-            before,
-            llama.llama_sampler_init_top_k(KEPT),
-            *([behind] if weighs else ()),
-        ):
-            llama.llama_sampler_chain_add(self.native, sampler)
+        self._interfaces: list[Any] = []
+        self._add(self._custom(self._keep_row))
+        self._add(llama.llama_sampler_init_top_k(KEPT))
+        if weighs:
+            self._add(self._custom(self._weigh_candidates))
 
-    def _interface(self, applied: Any) -> Any:
-        """A llama_sampler_i that adds to a graph, of operations that every device has."""
+    def _add(self, sampler: Any) -> None:
+        self._llama.llama_sampler_chain_add(self.native, sampler)
+
+    def _custom(self, add_to_graph: Callable[[int, Any], None]) -> Any:
+        """Return a sampler that adds operations to a graph, of those that every device has."""
         llama = self._llama
-        return llama.llama_sampler_i(
-            apply=llama.llama_sampler_i_apply(lambda _sampler, _tokens: None),
-            backend_init=llama.llama_sampler_i_backend_init(
-                lambda _sampler, _buffer_type, _outputs: True
-            ),
-            backend_apply=llama.llama_sampler_i_backend_apply(
-                lambda _sampler, context, _graph, data: applied(context, data.contents)
-            ),
+
+        def apply(_sampler: Any, _tokens: Any) -> None:
+            """On the host there is nothing to do."""
+
+        def backend_init(_sampler: Any, _buffer_type: Any, _outputs: Any) -> bool:
+            return True
+
+        def backend_apply(_sampler: Any, context: int, _graph: Any, data: Any) -> None:
+            add_to_graph(context, data.contents)
+
+        interface = llama.llama_sampler_i(
+            apply=llama.llama_sampler_i_apply(apply),
+            backend_init=llama.llama_sampler_i_backend_init(backend_init),
+            backend_apply=llama.llama_sampler_i_backend_apply(backend_apply),
         )
+        self._interfaces.append(interface)
+        return llama.llama_sampler_init(ctypes.byref(interface), None)
 
     def _keep_row(self, context: int, data: Any) -> None:
         n = ggml_function("ggml_nelements")(data.logits)
         reshaped = ggml_function("ggml_reshape_2d")
-        self._row = data.logits = ggml_function("ggml_cont")(
-            context, reshaped(context, data.logits, n, 1)
-        )
+        column = reshaped(context, data.logits, n, 1)
+        self._row = ggml_function("ggml_cont")(context, column)
+        data.logits = self._row
         # Nothing else is written where it lies.
         ggml_function("ggml_set_output")(self._row)
         if self.weighs:
-            self._shares = reshaped(
-                context, ggml_function("ggml_soft_max")(context, self._row), 1, n
-            )
+            shares = ggml_function("ggml_soft_max")(context, self._row)
+            self._shares = reshaped(context, shares, 1, n)
 
     def _weigh_candidates(self, context: int, data: Any) -> None:
         data.probs = ggml_function("ggml_get_rows")(context, self._shares, data.candidates)
@@ -109,21 +113,25 @@ class TopLogits:
             return []
         self._steps += 1
         outputs = [c for c in chunks if c.outputs]
-        # Of which sequences rows may be sorted out, and does what they draw hang on the weight of
-        # all tokens?
-        weighs: dict[SequenceId, bool] = {}
-        for chunk in outputs:
-            if not (chunk.few and may_decide(chunk.sample, KEPT)):
-                self._whole_at[chunk.sequence] = self._steps
-            if self._steps - self._whole_at.get(chunk.sequence, -_PATIENCE) >= _PATIENCE:
-                weighs[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
+        weighs = self._sortable(outputs)
         fewest = _FEWEST_ON if self._chains else _FEWEST
         if not self.able or not (any(weighs.values()) or len(weighs) >= fewest):
             weighs = {}
         self._rebind(weighs, {c.sequence for c in outputs})
-        return [
-            i for i, c in enumerate(chunks) if c.sequence in weighs and c.sequence in self._chains
-        ]
+        bound = weighs.keys() & self._chains.keys()
+        return [i for i, chunk in enumerate(chunks) if chunk.sequence in bound]
+
+    def _sortable(self, outputs: Sequence[Chunk]) -> dict[SequenceId, bool]:
+        """Return the sequences whose rows may be sorted out, and for each whether its draw needs
+        the weight of all tokens."""
+        weighs: dict[SequenceId, bool] = {}
+        for chunk in outputs:
+            if not (chunk.few and may_decide(chunk.sample, KEPT)):
+                self._whole_at[chunk.sequence] = self._steps
+            whole_at = self._whole_at.get(chunk.sequence, -_PATIENCE)
+            if self._steps - whole_at >= _PATIENCE:
+                weighs[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
+        return weighs
 
     def _rebind(self, weighs: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:
         """Give the sequences in `weighs` their chains. Of others those may keep them that are not
@@ -158,12 +166,9 @@ class TopLogits:
         # All that needs no row, while the device computes.
         chooser = FewChooser(chunks, numbers)
         weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
-        ends, rows = (
-            np.cumsum([[len(c.tokens), min(c.outputs, len(c.tokens))] for c in chunks], axis=0)[
-                numbers
-            ].T
-            - 1
-        )
+        counts = [(len(c.tokens), min(c.outputs, len(c.tokens))) for c in chunks]
+        last = np.cumsum(counts, axis=0)[numbers] - 1
+        ends, rows = last.T
         llama.llama_synchronize(context)
         if llama.llama_get_sampled_candidates_count_ith(context, int(ends[0])) != KEPT:
             # This device leaves it to the host, and so do we from here on.
@@ -172,17 +177,15 @@ class TopLogits:
 
         def read(function: Any, kind: Any, which: NDArray[np.bool_]) -> Any:
             at = rows[which]
-            mine = ends[which]
-            return self._rows(function(context, int(mine[0])), kind, int(at[0]), int(at[-1]) + 1)[
-                at - at[0], :KEPT
-            ]
+            first = function(context, int(ends[which][0]))
+            read_rows = self._rows(first, kind, int(at[0]), int(at[-1]) + 1)
+            return read_rows[at - at[0], :KEPT]
 
         every = np.ones(len(numbers), dtype=np.bool_)
         totals = np.zeros(len(numbers))
         if weighed.any():
-            totals[weighed] = 1.0 / read(
-                llama.llama_get_sampled_probs_ith, ctypes.c_float, weighed
-            ).max(axis=1)
+            shares = read(llama.llama_get_sampled_probs_ith, ctypes.c_float, weighed)
+            totals[weighed] = 1.0 / shares.max(axis=1)
         ids = read(llama.llama_get_sampled_candidates_ith, ctypes.c_int32, every)
         logits = read(llama.llama_get_sampled_logits_ith, ctypes.c_float, every)
         return chooser.of(TopRows(ids, logits, totals))
@@ -192,8 +195,9 @@ class TopLogits:
         the first."""
         address = ctypes.cast(first, ctypes.c_void_p).value
         assert address is not None
-        buffer = (kind * ((stop - start) * self._n_vocab)).from_address(address)
-        return np.frombuffer(buffer, dtype=np.dtype(kind)).reshape(stop - start, self._n_vocab)
+        n_rows = stop - start
+        buffer = (kind * (n_rows * self._n_vocab)).from_address(address)
+        return np.frombuffer(buffer, dtype=np.dtype(kind)).reshape(n_rows, self._n_vocab)
 
     def row(self, sequence: SequenceId) -> Rows:
         """The whole row [1, n_vocab] of the last step, which the few did not do for."""

@@ -58,7 +58,8 @@ class Projector:
         except (ImportError, RuntimeError, AttributeError, OSError) as e:
             raise LoadError(f"{path.name!r} can't be loaded: {WITHOUT}") from e
         check_file(path)
-        self._mtmd, self._lock = mtmd, threading.Lock()
+        self._mtmd = mtmd
+        self._lock = threading.Lock()
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(0))
         params = mtmd.mtmd_context_params_default()
         params.use_gpu = spec.n_gpu_layers != 0
@@ -74,8 +75,10 @@ class Projector:
         self._context = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
         if not self._context:
             why = log.reason()
-            kind = OutOfMemoryError if "alloc" in why else LoadError
-            raise kind(f"the image projector {path.name!r} can't be loaded: {why}")
+            text = f"the image projector {path.name!r} can't be loaded: {why}"
+            if "alloc" in why:
+                raise OutOfMemoryError(text)
+            raise LoadError(text)
         if not mtmd.mtmd_support_vision(self._context):
             mtmd.mtmd_free(self._context)
             raise LoadError(f"the projector {path.name!r} does not read images")
@@ -122,9 +125,8 @@ class Projector:
             if code:
                 raise BackendFailure(f"the image could not be encoded: {log.reason()}")
             found = mtmd.mtmd_get_output_embd(self._context)
-            values = np.ctypeslib.as_array(
-                ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (run.n_tokens, self.width)
-            )
+            address = ctypes.cast(found, ctypes.POINTER(ctypes.c_float))
+            values = np.ctypeslib.as_array(address, (run.n_tokens, self.width))
             return values.astype(np.float32, copy=True)
 
     def _run(self, chunk: Any, picture: ImagePixels, part: int) -> ImageRun:
@@ -138,9 +140,8 @@ class Projector:
         key = hashlib.blake2b(
             picture.key, digest_size=16, salt=part.to_bytes(4, "little"), key=self._identity[:64]
         )
-        return ImageRun(
-            picture, part, key.digest(), n, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), grid
-        )
+        n_positions = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
+        return ImageRun(picture, part, key.digest(), n, n_positions, grid)
 
     @contextmanager
     def _chunks(
@@ -153,34 +154,31 @@ class Projector:
         with ExitStack() as freed:
             for part in parts:
                 if isinstance(part, str):
-                    text = part.encode("utf-8", "replace")
-                    spoken = mtmd.mtmd_input_text(
-                        text, len(text), False, not isinstance(part, LiteralText)
-                    )
-                    made.append(mtmd.mtmd_input_part(ctypes.pointer(spoken), None))
+                    data = part.encode("utf-8", "replace")
+                    special = not isinstance(part, LiteralText)
+                    text = mtmd.mtmd_input_text(data, len(data), False, special)
+                    made.append(mtmd.mtmd_input_part(ctypes.pointer(text), None))
                     continue
-                data = None
+                numbers = None
                 if pixels:
-                    data = ctypes.cast(ctypes.c_char_p(part.data), ctypes.POINTER(ctypes.c_uint8))
-                bitmap = mtmd.mtmd_bitmap_init(part.width, part.height, data)
+                    address = ctypes.c_char_p(part.data)
+                    numbers = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
+                bitmap = mtmd.mtmd_bitmap_init(part.width, part.height, numbers)
                 freed.callback(mtmd.mtmd_bitmap_free, bitmap)
                 mtmd.mtmd_bitmap_set_id(bitmap, str(n_pictures).encode())
                 n_pictures += 1
                 made.append(mtmd.mtmd_input_part(None, bitmap))
             native = mtmd.mtmd_input_chunks_init()
             freed.callback(mtmd.mtmd_input_chunks_free, native)
-            pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * len(made))(
-                *[ctypes.pointer(p) for p in made]
-            )
+            list_of_parts = ctypes.POINTER(mtmd.mtmd_input_part) * len(made)
+            pointers = list_of_parts(*(ctypes.pointer(part) for part in made))
             code = mtmd.mtmd_tokenize_from_parts(
                 self._context, native, pointers, len(made), add_bos
             )
             if code:
                 raise BackendFailure(f"the image could not be read: {log.reason(f'code {code}')}")
-            yield [
-                mtmd.mtmd_input_chunks_get(native, i)
-                for i in range(mtmd.mtmd_input_chunks_size(native))
-            ]
+            n_chunks = mtmd.mtmd_input_chunks_size(native)
+            yield [mtmd.mtmd_input_chunks_get(native, i) for i in range(n_chunks)]
 
 
 class LlamaCppVisionBackend(LlamaCppBackend):
@@ -211,10 +209,10 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         """One llama_decode over all chunks, or over one of an image."""
         if all(chunk.image is None for chunk in chunks):
             return super().step(chunks)
-        if len(chunks) != 1 or chunks[0].image is None:
-            raise BackendFailure("an image goes into a step of its own")
         chunk = chunks[0]
-        image = chunks[0].image
+        image = chunk.image
+        if len(chunks) != 1 or image is None:
+            raise BackendFailure("an image goes into a step of its own")
         n = len(chunk.tokens)
         outputs = min(chunk.outputs, n)
         self._check_step(n, outputs)
@@ -231,9 +229,8 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         finally:
             self._llama.llama_set_causal_attn(self._context, True)
         if self._two_dimensional:
-            self._ledger.place(
-                chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions)
-            )
+            placed = PlacedImage(start, image.run.n_tokens, image.run.n_positions)
+            self._ledger.place(chunk.sequence, placed)
         return rows
 
     def _places(

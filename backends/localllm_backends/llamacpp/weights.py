@@ -26,12 +26,13 @@ from localllm_backends.llamacpp.native import (
 def native_libraries() -> str:
     """What identifies the libraries that compute."""
     loaded = Path(str(bindings()._lib._name))
-    libraries = [
-        p
-        for p in sorted(loaded.parent.glob("*"))
-        if p.suffix in (".so", ".dylib", ".dll") and p.is_file()
-    ]
-    return " ".join(f"{p.name}:{fingerprint(p)}" for p in libraries or [loaded] if p.is_file())
+    libraries = []
+    for path in sorted(loaded.parent.glob("*")):
+        if path.suffix in (".so", ".dylib", ".dll") and path.is_file():
+            libraries.append(path)
+    if not libraries and loaded.is_file():
+        libraries.append(loaded)
+    return " ".join(f"{path.name}:{fingerprint(path)}" for path in libraries)
 
 
 def kv_meaning() -> str:
@@ -97,14 +98,13 @@ def load_model(
     params = context.model_params(llama, spec)
     params.load_mtp = spec.mtp and not drafter
     model = open_file(path, params, on_progress)
-    if not drafter and (
-        not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model)
-    ):
+    decoder_only = llama.llama_model_has_decoder(model) and not llama.llama_model_has_encoder(model)
+    if not drafter and not decoder_only:
         llama.llama_model_free(model)
         raise LoadError(
             f"{path.name!r} is not a text-generating (decoder-only) model",
-            "name a model that makes text; models of embeddings and rerankers are served by their "
-            "name",
+            "name a model that makes text; "
+            "models of embeddings and rerankers are served by their name",
         )
     buffers = log.buffers()
     if any(not place.endswith("_Mapped") for place, _ in buffers):
@@ -132,12 +132,12 @@ def what_to_do(why: str) -> str:
         return ""
     if "unknown model architecture" in why:
         return (
-            "a newer llama.cpp may know it (`localllm setup`); a file from Ollama's store may "
-            "call it otherwise: "
+            "a newer llama.cpp may know it (`localllm setup`); "
+            "a file from Ollama's store may call it otherwise: "
             "fetch a GGUF file of the model from the hub"
         )
     return (
-        "the file is laid out otherwise than this llama.cpp reads it, as some of Ollama's own "
-        "are: fetch a GGUF file of the "
-        "model from the hub, or get a newer llama.cpp (`localllm setup`)"
+        "the file is laid out otherwise than this llama.cpp reads it, "
+        "as some of Ollama's own are: fetch a GGUF file of the model from the hub, "
+        "or get a newer llama.cpp (`localllm setup`)"
     )
