@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -55,75 +56,93 @@ def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
     with httpx.Client(
         base_url=target.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
     ) as client:
-        for check in (c for probe in probes for c in checks(probe, target.model)):
-            started = time.monotonic()
-            said = ""
-            try:
-                check.run(client)
-            except BackendError as e:
-                said = e.message
-            except httpx.HTTPError as e:
-                said = str(e) or type(e).__name__
-            failures += bool(said)
-            seconds = time.monotonic() - started
-            print(f"{'FAILED' if said else 'ok':<7} {check.what:<22} {seconds:5.1f} s  {said}")
+        for probe in probes:
+            for check in checks(probe, target.model):
+                failures += not _passes(check, client)
     return failures
+
+
+def _passes(check: ClientCheck, client: httpx.Client) -> bool:
+    """Make the check's calls and print its line; whether they succeeded."""
+    started = time.monotonic()
+    error = ""
+    try:
+        check.run(client)
+    except BackendError as e:
+        error = e.message
+    except httpx.HTTPError as e:
+        error = str(e) or type(e).__name__
+    seconds = time.monotonic() - started
+    result = "FAILED" if error else "ok"
+    print(f"{result:<7} {check.what:<22} {seconds:5.1f} s  {error}")
+    return not error
 
 
 def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
     """What a program that makes calls of this kind depends on."""
-    chat = {"model": model, "messages": _HI, "max_tokens": 4}
-    whole = _call("POST", "/v1/chat/completions", chat, '"finish_reason"')
-    streaming = {**chat, "stream": True, "stream_options": {"include_usage": True}}
-    ollama = {"model": model, "messages": _HI, "options": {"num_predict": 4, "num_ctx": 4096}}
-    responses = {"model": model, "input": "Say hi.", "stream": True, "max_output_tokens": 4}
+    if probe == "chat":
+        return _chat_checks(model)
+    if probe == "responses":
+        return _responses_checks(model)
+    if probe == "anthropic":
+        return _messages_checks(model)
+    if probe == "ollama":
+        return _ollama_checks(model)
+    if probe == "tools":
+        return (ClientCheck("tool loop", partial(_chat_loop, model=model)),)
+    if probe == "fim":
+        body = {"model": model, "prompt": "a", "suffix": "b", "max_tokens": 4}
+        return (ClientCheck("fill-in", _call("POST", "/v1/completions", body, "text")),)
+    return (ClientCheck("list of models", _call("GET", "/v1/models", None, model)),)
+
+
+def _chat_checks(model: str) -> tuple[ClientCheck, ...]:
+    body = {"model": model, "messages": _HI, "max_tokens": 4}
+    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    whole_answer = _call("POST", "/v1/chat/completions", body, '"finish_reason"')
+    stream = _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"')
+    return ClientCheck("whole answer", whole_answer), ClientCheck("streamed answer", stream)
+
+
+def _responses_checks(model: str) -> tuple[ClientCheck, ...]:
+    body = {"model": model, "input": "Say hi.", "stream": True, "max_output_tokens": 4}
+    stream = _call("POST", "/v1/responses", body, '"type": "response.incomplete"')
+    return (
+        ClientCheck("responses stream", stream),
+        ClientCheck("tool loop", partial(_responses_loop, model=model)),
+    )
+
+
+def _messages_checks(model: str) -> tuple[ClientCheck, ...]:
     counted = {"model": model, "messages": _HI}
-    fill_in = {"model": model, "prompt": "a", "suffix": "b", "max_tokens": 4}
-    by_probe: dict[Probe, tuple[ClientCheck, ...]] = {
-        "models": (ClientCheck("list of models", _call("GET", "/v1/models", None, model)),),
-        "chat": (
-            ClientCheck("whole answer", whole),
-            ClientCheck(
-                "streamed answer",
-                _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"'),
-            ),
-        ),
-        "tools": (ClientCheck("tool loop", lambda client: _chat_loop(client, model)),),
-        "responses": (
-            ClientCheck(
-                "responses stream",
-                _call("POST", "/v1/responses", responses, '"type": "response.incomplete"'),
-            ),
-            ClientCheck("tool loop", lambda client: _responses_loop(client, model)),
-        ),
-        "anthropic": (
-            ClientCheck(
-                "message stream",
-                _call("POST", "/v1/messages", {**chat, "stream": True}, "message_stop"),
-            ),
-            ClientCheck(
-                "token count", _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")
-            ),
-            ClientCheck("tool loop", lambda client: _messages_loop(client, model)),
-        ),
-        "ollama": (
-            ClientCheck("Ollama's version", _call("GET", "/api/version", None, "version")),
-            ClientCheck(
-                "Ollama's model facts", _call("POST", "/api/show", {"model": model}, "capabilities")
-            ),
-            ClientCheck("Ollama chat", _call("POST", "/api/chat", ollama, '"done": true')),
-            ClientCheck("Ollama tool loop", lambda client: _ollama_loop(client, model)),
-        ),
-        "fim": (ClientCheck("fill-in", _call("POST", "/v1/completions", fill_in, "text")),),
-    }
-    return by_probe[probe]
+    streaming = {**counted, "max_tokens": 4, "stream": True}
+    stream = _call("POST", "/v1/messages", streaming, "message_stop")
+    count = _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")
+    return (
+        ClientCheck("message stream", stream),
+        ClientCheck("token count", count),
+        ClientCheck("tool loop", partial(_messages_loop, model=model)),
+    )
+
+
+def _ollama_checks(model: str) -> tuple[ClientCheck, ...]:
+    body = {"model": model, "messages": _HI, "options": {"num_predict": 4, "num_ctx": 4096}}
+    version = _call("GET", "/api/version", None, "version")
+    facts = _call("POST", "/api/show", {"model": model}, "capabilities")
+    return (
+        ClientCheck("Ollama's version", version),
+        ClientCheck("Ollama's model facts", facts),
+        ClientCheck("Ollama chat", _call("POST", "/api/chat", body, '"done": true')),
+        ClientCheck("Ollama tool loop", partial(_ollama_loop, model=model)),
+    )
 
 
 def _call(
     method: str, path: str, body: Mapping[str, Any] | None, contains: str
 ) -> Callable[[httpx.Client], None]:
     def run(client: httpx.Client) -> None:
-        if contains not in _taken(client.request(method, path, json=body)).text:
+        answer = _taken(client.request(method, path, json=body))
+        if contains not in answer.text:
             raise BackendError(f"the answer lacks {contains}")
 
     return run
@@ -236,12 +255,10 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
 
 def _check_call(name: str, arguments: str) -> None:
     """Raises BackendError for what is no call of our tool."""
+    if not name:
+        raise BackendError("the forced tool call did not come")
     if name != _NOTE["name"]:
-        raise BackendError(
-            f"the model was to call a tool, and {name!r} was called"
-            if name
-            else "the forced tool call did not come"
-        )
+        raise BackendError(f"the model was to call a tool, and {name!r} was called")
     try:
         given = json.loads(arguments)
     except ValueError:

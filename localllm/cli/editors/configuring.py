@@ -20,29 +20,40 @@ def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTa
     for its key, BackendError for names that no terminal or file should be given, or NotFoundError
     for a model it does not serve."""
     served = {str(entry["id"]): entry for entry in listed_models(base_url, api_key)}
-    hidden = next((name for name in served if not name.isprintable()), None)
-    if hidden is not None:
-        raise BackendError(
-            f"the server at {base_url} names a model with control characters: {hidden[:100]!a}",
-            hint="connect to a server that you trust",
-        )
-    can = {name: entry.get("capabilities") or () for name, entry in served.items()}
-    name = model or next((n for n in served if "embedding" not in can[n]), None)
-    if name is None or name not in served:
-        raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {name!r}")
-    physics = served[name].get("physics") or {}
-    # The model for autocomplete is the one served beside the chat's, where that can fill in.
-    fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
-    embeds = [n for n in served if "embedding" in can[n]]
+    for name in served:
+        if not name.isprintable():
+            raise BackendError(
+                f"the server at {base_url} names a model with control characters: {name[:100]!a}",
+                hint="connect to a server that you trust",
+            )
+    embeds = _with_capability(served, "embedding")
+    if model is None:
+        chats = [name for name in served if name not in embeds]
+        model = next(iter(chats), None)
+    if model is None or model not in served:
+        raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {model!r}")
+    physics = served[model].get("physics") or {}
+    # Autocomplete goes to a model that is served with the chat's, if one of them can fill in.
+    fills = _with_capability(served, "insert")
+    others = [name for name in fills if name != model]
     return ClientTarget(
         base_url.removesuffix("/v1"),
-        name,
-        int(served[name].get("context_length") or 4096),
+        model,
+        int(served[model].get("context_length") or 4096),
         api_key,
-        next(iter(fills), None),
+        next(iter([*others, *fills]), None),
         next(iter(embeds), None),
         max_context=int(physics.get("max_context") or 0),
     )
+
+
+def _with_capability(served: dict[str, dict[str, Any]], capability: str) -> list[str]:
+    """The names of the served models that have a capability, in the server's order."""
+    names = []
+    for name, entry in served.items():
+        if capability in (entry.get("capabilities") or ()):
+            names.append(name)
+    return names
 
 
 def print_steps(recipe: ClientRecipe, shell: Shell, *, write: bool) -> None:
@@ -80,7 +91,9 @@ def write_file(file: ConfigFile) -> str:
     or a file of another format that already exists with other content.
     """
     path = file.path.resolve()  # through a link, with the backup beside what it leads to
-    old = path.read_text(encoding="utf-8") if path.exists() else None
+    old = None
+    if path.exists():
+        old = path.read_text(encoding="utf-8")
     if file.text is not None:
         new = file.text
         if old is not None and old != new and path.name != "localllm.config.toml":
@@ -115,18 +128,22 @@ def _merged(file: ConfigFile, old: str | None) -> Any:
             f"{file.path} has comments or is not JSON, and writing it would lose them",
             hint="add the part printed without --write by hand",
         ) from e
-    if file.merge_list_by:
-        ours = file.merge
-        names = {e[file.merge_list_by] for e in ours}
-        kept = [
-            e for e in value if not (isinstance(e, dict) and e.get(file.merge_list_by) in names)
-        ]
-        return [*kept, *ours]
-    return deep_merge(value, file.merge)
+    key = file.merge_list_by
+    if not key:
+        return deep_merge(value, file.merge)
+    replaced = {entry[key] for entry in file.merge}
+    kept = []
+    for entry in value:
+        if not isinstance(entry, dict) or entry.get(key) not in replaced:
+            kept.append(entry)
+    return [*kept, *file.merge]
 
 
 def deep_merge(old: Any, new: Any) -> Any:
     """`new` put into `old`: objects are joined key by key, everything else is replaced."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    return {**old, **{k: deep_merge(old.get(k), v) for k, v in new.items()}}
+    merged = dict(old)
+    for key, value in new.items():
+        merged[key] = deep_merge(old.get(key), value)
+    return merged

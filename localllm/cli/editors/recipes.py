@@ -99,30 +99,41 @@ class ClientRecipe:
 
 def values(target: ClientTarget) -> dict[str, Any]:
     """What recipes may name; None: there is none, and what names it is left out."""
-    here = "127.0.0.1" in target.url
-    fills_in_too = target.autocomplete == target.model
-    return {
-        "shell": target.shell,
-        "url": target.url,
+    compact_window = None
+    if target.n_ctx >= _LEAST_COMPACT_WINDOW:
+        compact_window = target.n_ctx
+    chat_roles = "chat, edit, apply"
+    autocomplete_apart = target.autocomplete
+    if target.autocomplete == target.model:
+        chat_roles = "chat, edit, apply, autocomplete"
+        autocomplete_apart = None
+    xcode_provider = f"`Internet Hosted`, URL {target.url}"
+    if "127.0.0.1" in target.url:
+        xcode_provider = f"`Locally Hosted`, port {urlsplit(target.url).port}"
+    names = {
         "model": target.model,
         "local_model": f"local/{target.model}",
         "provider_model": f"localllm/{target.model}",
-        "key": target.key,
-        "api_key": target.api_key,
+        "autocomplete": target.autocomplete,
+        "autocomplete_apart": autocomplete_apart,
+        "chat_roles": chat_roles,
+        "embedding": target.embedding,
+    }
+    numbers = {
         "n_ctx": target.n_ctx,
         "answer_tokens": target.answer_tokens,
         "prompt_tokens": target.n_ctx - target.answer_tokens,
-        "compact_window": target.n_ctx if target.n_ctx >= _LEAST_COMPACT_WINDOW else None,
-        "autocomplete": target.autocomplete,
-        "autocomplete_apart": None if fills_in_too else target.autocomplete,
-        "chat_roles": "chat, edit, apply, autocomplete" if fills_in_too else "chat, edit, apply",
-        "embedding": target.embedding,
+        "compact_window": compact_window,
+    }
+    return {
+        **names,
+        **numbers,
+        "shell": target.shell,
+        "url": target.url,
+        "key": target.key,
+        "api_key": target.api_key,
         "python": sys.executable,
-        "xcode_provider": (
-            f"`Locally Hosted`, port {urlsplit(target.url).port}"
-            if here
-            else f"`Internet Hosted`, URL {target.url}"
-        ),
+        "xcode_provider": xcode_provider,
     }
 
 
@@ -131,8 +142,11 @@ def quoted(text: str, shell: Shell) -> str:
     if shell == "powershell":
         doubled = _POWERSHELL_QUOTE.sub(r"\1\1", text)
         return f"'{doubled}'"
+    if not text:
+        return "''"
     # Outside quotes sh and fish read a backslash alike; within, fish lets it escape.
-    return r"\\".join(shlex.quote(part) if part else "" for part in text.split("\\")) or "''"
+    parts = [part and shlex.quote(part) for part in text.split("\\")]
+    return r"\\".join(parts)
 
 
 def assignment(name: str, value: str, shell: Shell) -> str:
@@ -183,9 +197,8 @@ def _those_filled(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, 
 def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> ConfigFile:
     path = home / entry["path"]
     if "text" in entry:
-        return ConfigFile(
-            path, text="".join(_those_filled((part.lstrip("\n") for part in entry["text"]), known))
-        )
+        parts = [part.lstrip("\n") for part in entry["text"]]
+        return ConfigFile(path, text="".join(_those_filled(parts, known)))
     merge = _filled_json(json.loads(entry["json"]), known)
     return ConfigFile(path, merge, merge_list_by=entry.get("merge_list_by", ""))
 
