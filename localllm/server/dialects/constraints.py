@@ -76,22 +76,21 @@ def of_response_format(response_format: Any, where: str = "response_format") -> 
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    match kind:
-        case "text":
-            return None
-        case "json_object":
-            # llama.cpp's form has the schema next to the type.
-            schema = response_format.get("schema")
-            return of_schema(schema) if isinstance(schema, dict) else of_object(True)
-        case "json_schema":
-            described = response_format.get("json_schema")
-            if not isinstance(described, Mapping):
-                described = response_format
-            schema = described.get("schema")
-            if not isinstance(schema, Mapping):
-                raise RequestError(f"the schema of {where} must be an object", param=where)
-            return of_schema(schema, strict=described.get("strict") is not False)
-    raise RequestError(f"{where} must be an object with a type: {FORMS.reason}", param=where)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        # llama.cpp's form has the schema next to the type.
+        schema = response_format.get("schema")
+        return of_schema(schema) if isinstance(schema, dict) else of_object(True)
+    if kind != "json_schema":
+        raise RequestError(f"{where} must be an object with a type: {FORMS.reason}", param=where)
+    described = response_format.get("json_schema")
+    if not isinstance(described, Mapping):
+        described = response_format
+    schema = described.get("schema")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"the schema of {where} must be an object", param=where)
+    return of_schema(schema, strict=described.get("strict") is not False)
 
 
 class StructuredFields(BodyPart):

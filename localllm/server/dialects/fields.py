@@ -111,18 +111,18 @@ else:
 
 def _for_engine(name: str, value: Any) -> Any:
     """The value of a sampling parameter as the engine takes it."""
-    match name:
-        case "top_k":
-            return max(0, value)
-        case "repeat_last_n" if value == -1:
-            return MAX_TOKENS
-        case "seed":
-            # A seed of -1 draws one.
-            return None if value == -1 else value & (2**63 - 1)
-        case "dry_sequence_breakers":
-            return tuple(text for text in value if text)
-        case "logit_bias":
-            return dict(value)
+    if name == "top_k":
+        return max(0, value)
+    if name == "repeat_last_n" and value == -1:
+        return MAX_TOKENS
+    if name == "seed" and value == -1:
+        return None  # the engine draws one
+    if name == "seed":
+        return value & (2**63 - 1)
+    if name == "dry_sequence_breakers":
+        return tuple(text for text in value if text)
+    if name == "logit_bias":
+        return dict(value)
     return value
 
 

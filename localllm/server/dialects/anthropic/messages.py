@@ -233,11 +233,12 @@ def _readable(block: Any, where: str) -> list[Any]:
             return _text(block.get("content") or "")
         case "tool_reference":
             return _text(f"The tool {block.get('tool_name')} can be called now.")
+    known = (
+        "text, image, thinking, redacted_thinking, document, search_result, compaction, "
+        "tool_reference, tool_use, tool_result"
+    )
     raise UnsupportedError(
-        f"{where}.type {str(kind)[:40]!r} is not supported; known: text, image, thinking, "
-        "redacted_thinking, document, search_result, compaction, tool_reference, tool_use, "
-        "tool_result",
-        param=where,
+        f"{where}.type {str(kind)[:40]!r} is not supported; known: {known}", param=where
     )
 
 

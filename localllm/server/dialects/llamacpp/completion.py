@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar
 
@@ -20,6 +20,7 @@ from localllm.server.dialects.wire import logprob_entry, quote, timings_body
 from localllm.server.generation.job import (
     GenerationJob,
     Outcome,
+    PrefillProgress,
     Reply,
     ReplyWriter,
 )
@@ -28,11 +29,8 @@ from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
 
-_ABSENT = object()
 # llama.cpp's default placeholder for an image.
 MARKER = "<__media__>"
-# Otherwise it was a stop string or an end token.
-_STOP_TYPES = {"length": "limit", "repetition": "repetition"}
 
 
 class PicturedPrompt(BodyPart):
@@ -94,39 +92,41 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
 
     async def job(engine: EngineClient) -> GenerationJob:
         prompts, images = await _prompts(fields, engine)
-        n = (fields.n_cmpl if isinstance(fields, InfillFields) else None) or fields.n or 1
-        made = await text_job(
-            engine, prompts, await _generation(fields, model, engine), grammar, n=n
-        )
+        generation = await _generation(fields, model, engine)
+        n = fields.n
+        if isinstance(fields, InfillFields):
+            n = fields.n_cmpl or n
+        made = await text_job(engine, prompts, generation, grammar, n=n or 1)
         return replace(made, images=images, reports_tokens=bool(fields.return_tokens))
 
-    return TranslatedRequest(
-        job,
-        lambda reply, job: completions(reply, job, model, fields.response_fields),
-        lambda outbox, job, progress: CompletionEvents(outbox, job, model, fields.response_fields),
-    )
+    def body(reply: Reply, job: GenerationJob) -> Any:
+        return completions(reply, job, model, fields.response_fields)
+
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
+        return CompletionEvents(outbox, job, model, fields.response_fields)
+
+    return TranslatedRequest(job, body, writer)
 
 
 async def _generation(
     fields: LlamaCppFields, model: ServedModel, engine: EngineClient
 ) -> Generation:
     """The generation, with a bias on every token of the texts that logit_bias names."""
-    sent = dict(fields.logit_bias or {})
-    bias: dict[int, float] = {}
-    for key, amount in sent.items():
-        numbered = re.fullmatch("[0-9]{1,10}", str(key))
-        if numbered:
-            ids = [int(key)]
-        else:
-            ids = await engine.tokenize(str(key), special=False)
-        bias.update(dict.fromkeys(ids, amount))
     # No alternatives are the same as no log-probabilities.
     made = fields.generation(
         model.sampling, first_limit(fields.n_predict), logprobs=fields.n_probs or None
     )
-    if sent:
-        return replace(made, sampling=replace(made.sampling, logit_bias=bias))
-    return made
+    if not fields.logit_bias:
+        return made
+    bias: dict[int, float] = {}
+    for key, amount in dict(fields.logit_bias).items():
+        text = str(key)
+        if re.fullmatch("[0-9]{1,10}", text):
+            bias[int(text)] = amount
+        else:
+            for token in await engine.tokenize(text, special=False):
+                bias[token] = amount
+    return replace(made, sampling=replace(made.sampling, logit_bias=bias))
 
 
 async def _prompts(
@@ -161,8 +161,11 @@ async def _prompts(
 async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
     ids: list[int] = []
     for i, piece in enumerate(pieces):
-        bos = not i and isinstance(piece, str) and wants_bos(engine.info, piece)
-        ids += [piece] if isinstance(piece, int) else await engine.tokenize(piece, add_bos=bos)
+        if isinstance(piece, int):
+            ids.append(piece)
+        else:
+            bos = i == 0 and wants_bos(engine.info, piece)
+            ids += await engine.tokenize(piece, add_bos=bos)
     return ids
 
 
@@ -195,14 +198,12 @@ class CompletionEvents(ReplyWriter):
         self._ids += ids
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        more = ""
         if logprobs:
             more = f',"completion_probabilities":{json.dumps(probabilities(logprobs))}'
-        else:
-            more = ""
-        self._outbox.write(
-            "data: "
-            f'{{"index":{choice},"content":{quote(text)},"tokens":{self._ids},"stop":false{more}}}\n\n'.encode()
-        )
+        written = f'"content":{quote(text)},"tokens":{self._ids}'
+        event = f'data: {{"index":{choice},{written},"stop":false{more}}}\n\n'
+        self._outbox.write(event.encode())
         self._ids = []
 
     def end(self, reply: Reply) -> None:
@@ -219,13 +220,12 @@ def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, An
     found = {}
     for path in wanted:
         value: Any = body
-        for name in path.split("/"):
-            if isinstance(value, Mapping):
-                value = value.get(name, _ABSENT)
-            else:
-                value = _ABSENT
-        if value is not _ABSENT:
-            found[path] = value
+        try:
+            for name in path.split("/"):
+                value = value[name]
+        except (KeyError, TypeError):
+            continue
+        found[path] = value
     return found
 
 
@@ -233,7 +233,12 @@ def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -
     """The last object of a stream, or the whole reply."""
     usage = outcome.usage
     most = job.generation.max_tokens
-    stop_type = _STOP_TYPES.get(outcome.reason) or ("word" if outcome.stop else "eos")
+    settings = {
+        **asdict(job.generation.sampling),
+        "n_ctx": model.served_n_ctx,
+        "n_predict": -1 if most is None else most,
+        "stop": job.generation.stop,
+    }
     return {
         "index": 0,
         "content": text,
@@ -244,16 +249,19 @@ def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -
         "tokens_evaluated": usage.prompt_tokens,
         "tokens_cached": usage.cached_tokens,
         "truncated": False,
-        "stop_type": stop_type,
+        "stop_type": _stop_type(outcome),
         "stopping_word": outcome.stop or "",
         "timings": timings_body(usage, outcome.timings),
-        "generation_settings": {
-            **asdict(job.generation.sampling),
-            "n_ctx": model.served_n_ctx,
-            "n_predict": -1 if most is None else most,
-            "stop": job.generation.stop,
-        },
+        "generation_settings": settings,
     }
+
+
+def _stop_type(outcome: Outcome) -> str:
+    if outcome.reason == "length":
+        return "limit"
+    if outcome.reason == "repetition":
+        return "repetition"
+    return "word" if outcome.stop else "eos"
 
 
 def completions(

@@ -30,10 +30,8 @@ from localllm.server.serving import Server
 _LOOK_S = 0.5
 _LOOKS_PER_KEEPALIVE = 20
 # Query parameters as the OpenAPI document describes them.
-_MODEL, _NO_SLOT = (
-    {"name": name, "in": "query", "schema": {"type": "string"}}
-    for name in ("model", "fail_on_no_slot")
-)
+_MODEL = {"name": "model", "in": "query", "schema": {"type": "string"}}
+_NO_SLOT = {"name": "fail_on_no_slot", "in": "query", "schema": {"type": "string"}}
 
 
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
@@ -54,10 +52,8 @@ async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
 def _status(model: ServedModel) -> dict[str, Any]:
     if model.state == "loading":
         value = round(model.worker.progress, 2)
-        return {
-            "status": "loading",
-            "progress": {"stages": ["text_model"], "current": "text_model", "value": value},
-        }
+        progress = {"stages": ["text_model"], "current": "text_model", "value": value}
+        return {"status": "loading", "progress": progress}
     return {"status": "loaded" if model.loaded else "unloaded"}
 
 
@@ -76,29 +72,27 @@ async def slots(model: ServedModel) -> list[dict[str, Any]]:
 
 
 def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, asks: Account) -> dict[str, Any]:
-    base = {"id": number, "n_ctx": n_ctx, "speculative": True, "is_processing": job is not None}
-    if job is None or not (asks.admin or job["tenant"] == asks.name):
-        return {**base, "state": "idle" if job is None else "busy"}
+    slot = {"id": number, "n_ctx": n_ctx, "speculative": True, "is_processing": job is not None}
+    if job is None:
+        return {**slot, "state": "idle"}
+    if not (asks.admin or job["tenant"] == asks.name):
+        return {**slot, "state": "busy"}
+    most = job["max_tokens"]
+    next_token = {
+        "has_next_token": True,
+        "has_new_line": False,
+        "n_remain": most - job["generated_tokens"],
+        "n_decoded": job["generated_tokens"],
+    }
     return {
-        **base,
+        **slot,
         "state": job["state"],
         "id_task": job["number"],
         "n_prompt_tokens": job["prompt_tokens"],
         "n_prompt_tokens_processed": job["processed_tokens"],
         "n_prompt_tokens_cache": job["cached_tokens"],
-        "params": {
-            **job["sampling"],
-            "n_predict": job["max_tokens"],
-            "max_tokens": job["max_tokens"],
-        },
-        "next_token": [
-            {
-                "has_next_token": True,
-                "has_new_line": False,
-                "n_remain": job["max_tokens"] - job["generated_tokens"],
-                "n_decoded": job["generated_tokens"],
-            }
-        ],
+        "params": {**job["sampling"], "n_predict": most, "max_tokens": most},
+        "next_token": [next_token],
     }
 
 
@@ -149,33 +143,7 @@ def routes(server: Server) -> Paths:
     @paths.answers("GET", "/props", parameters=[_MODEL])
     async def props(request: Request) -> dict[str, Any]:
         """Facts of a model; never loads it."""
-        served = server.models.resolve(request.query_params.get("model"))
-        info = served.info
-        template = (info.chat_template or "") if info else ""
-        return {
-            "default_generation_settings": {
-                "n_ctx": served.served_n_ctx,
-                "params": asdict(served.sampling),
-            },
-            "total_slots": info.n_seq_max if info else 1,
-            "model_alias": served.name,
-            "model_path": served.name,
-            "modalities": {"vision": bool(info and info.vision), "audio": False},
-            "chat_template": template,
-            "chat_template_caps": {
-                "supports_tools": not has_unknown_notation(template),
-                "supports_tool_calls": not has_unknown_notation(template),
-                "supports_system_role": True,
-                "supports_parallel_tool_calls": True,
-                "native_format": format_for(template).name
-                if info and not has_unknown_notation(template)
-                else None,
-            },
-            "bos_token": info.bos_text if info else "",
-            "eos_token": info.eos_text if info else "",
-            "build_info": "localllm",
-            "is_sleeping": False,
-        }
+        return _props(server.models.resolve(request.query_params.get("model")))
 
     @paths.answers("GET", "/models/sse", about="")
     async def model_events(request: Request) -> Response:
@@ -188,6 +156,55 @@ def routes(server: Server) -> Paths:
     return paths
 
 
+def _props(model: ServedModel) -> dict[str, Any]:
+    info = model.info
+    settings = {"n_ctx": model.served_n_ctx, "params": asdict(model.sampling)}
+    props: dict[str, Any] = {
+        "default_generation_settings": settings,
+        "total_slots": 1,
+        "model_alias": model.name,
+        "model_path": model.name,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": "",
+        "chat_template_caps": _capabilities(""),
+        "bos_token": "",
+        "eos_token": "",
+        "build_info": "localllm",
+        "is_sleeping": False,
+    }
+    if info is not None:
+        template = info.chat_template or ""
+        capabilities = _capabilities(template)
+        if capabilities["supports_tools"]:
+            capabilities["native_format"] = format_for(template).name
+        props["total_slots"] = info.n_seq_max
+        props["modalities"]["vision"] = info.vision
+        props["chat_template"] = template
+        props["chat_template_caps"] = capabilities
+        props["bos_token"] = info.bos_text
+        props["eos_token"] = info.eos_text
+    return props
+
+
+def _capabilities(template: str) -> dict[str, Any]:
+    """llama.cpp's `chat_template_caps`."""
+    writes_calls = not has_unknown_notation(template)
+    return {
+        "supports_tools": writes_calls,
+        "supports_tool_calls": writes_calls,
+        "supports_system_role": True,
+        "supports_parallel_tool_calls": True,
+        "native_format": None,
+    }
+
+
+def _piece(text: str) -> str | list[int]:
+    """A token's text; its bytes if they are no text by themselves."""
+    if _ESCAPES.search(text):
+        return list(text.encode("utf-8", "surrogateescape"))
+    return text
+
+
 def _vocabulary(paths: Paths, server: Server) -> None:
     async def tokenize(fields: TokenizeFields) -> Any:
         model = server.models.resolve(fields.model)
@@ -198,22 +215,19 @@ def _vocabulary(paths: Paths, server: Server) -> None:
             )
             if not fields.with_pieces:
                 return {"tokens": tokens}
-            # A token's text; its bytes, where they are no text by themselves.
-            texts = [await engine.detokenize([t]) for t in tokens]
-            pieces = [
-                list(text.encode("utf-8", "surrogateescape")) if _ESCAPES.search(text) else text
-                for text in texts
-            ]
-            named = zip(tokens, pieces, strict=True)
-            return {"tokens": [{"id": token, "piece": piece} for token, piece in named]}
+            named = []
+            for token in tokens:
+                text = await engine.detokenize([token])
+                named.append({"id": token, "piece": _piece(text)})
+            return {"tokens": named}
 
     async def detokenize(fields: DetokenizeFields) -> Any:
         model = server.models.resolve(fields.model)
         with model.lease():
             engine = await model.engine()
-            bad = next((t for t in fields.tokens if t >= engine.info.n_vocab), None)
-            if bad is not None:
-                raise RequestError(f"token {bad} is outside the vocabulary", param="tokens")
+            for token in fields.tokens:
+                if token >= engine.info.n_vocab:
+                    raise RequestError(f"token {token} is outside the vocabulary", param="tokens")
             text = await engine.detokenize(fields.tokens)
         return {"content": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")}
 
@@ -234,14 +248,18 @@ def _vocabulary(paths: Paths, server: Server) -> None:
 def _managing(paths: Paths, server: Server) -> None:
     under_way: set[asyncio.Task[Any]] = set()
 
+    def ended(task: asyncio.Task[Any]) -> None:
+        """The model's status and the next request report how loading ended."""
+        under_way.discard(task)
+        if not task.cancelled():
+            task.exception()
+
     async def load(fields: ModelFields) -> Any:
         admins_only("loading a model")
         model = await server.models.find(fields.model)
         task = asyncio.create_task(model.engine())
         under_way.add(task)
-        task.add_done_callback(under_way.discard)
-        # How it ended is in the model's status; the next request reports it.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(ended)
         return {"success": True}
 
     async def unload(fields: ModelFields) -> Any:
@@ -256,8 +274,8 @@ def _managing(paths: Paths, server: Server) -> None:
         "/models/load",
         ModelFields,
         load,
-        "Begin to load a model; `status` in the lists says how it goes. An error, if it can't be "
-        "here at all.",
+        "Begin to load a model; `status` in the lists says how it goes. "
+        "An error, if it can't be here at all.",
         ("success",),
     )
     mount_whole(
@@ -277,8 +295,7 @@ def _managing(paths: Paths, server: Server) -> None:
         """The slots of a loaded model, without any prompt text; [] for one that is not loaded."""
         asked = request.query_params
         found = await slots(server.models.resolve(asked.get("model")))
-        if asked.get("fail_on_no_slot", "") not in ("", "0", "false") and not any(
-            not s["is_processing"] for s in found
-        ):
+        wants_free = asked.get("fail_on_no_slot", "") not in ("", "0", "false")
+        if wants_free and all(slot["is_processing"] for slot in found):
             raise BusyError("no slot is free")
         return found

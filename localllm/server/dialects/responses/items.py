@@ -136,8 +136,17 @@ _ITEM = shape(
     "type", "role", "id", "status", "call_id", "name", "namespace", "arguments", "input",
     content=PART, output=PART, summary=shape("text", type=one_of("summary_text")),
     encrypted_content=Unused(off=(None, "")),
-    **{READS: (None, *_ID_HEADS, "item_reference").__contains__},
 )  # fmt: skip
+_ITEM[READS] = (None, *_ID_HEADS, "item_reference").__contains__
+
+
+_REFUSED: Shape = {
+    "n": REFUSED["n"],
+    "background": Refused("responses run while the client waits", (None, False)),
+    "prompt": Refused("stored prompts are not kept here"),
+    "conversation": Refused("conversations are not kept here; send previous_response_id"),
+    "context_management": Refused("nothing is summarised here; send truncation: auto", (None, [])),
+}
 
 
 class ResponsesFields(ReasonedFields):
@@ -146,19 +155,14 @@ class ResponsesFields(ReasonedFields):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
     shapes: ClassVar[Shape] = {
         **ReasonedFields.shapes,
+        **_REFUSED,
         "input": _ITEM,
         "reasoning": shape_of(ReasoningFields),
         "text": {"format": FORM, "verbosity": Unused(off=(None, "medium"))},
-        "n": REFUSED["n"],
-        "background": Refused("responses run while the client waits", (None, False)),
-        "prompt": Refused("stored prompts are not kept here"),
-        "conversation": Refused("conversations are not kept here; send previous_response_id"),
-        "context_management": Refused(
-            "nothing is summarised here; send truncation: auto", (None, [])
-        ),
         "prompt_cache_key": Unused(),
         "stream_options": {"include_obfuscation": Unused()},
-        **dict.fromkeys(("client_metadata", "max_tool_calls")),
+        "client_metadata": None,
+        "max_tool_calls": None,
     }
     input: str | list[Any] | None = None
     instructions: str | None = None
@@ -218,22 +222,21 @@ def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]
     messages: list[dict[str, Any]] = []
     reasoning_text = ""
     for item in items:
-        default = "message" if "role" in item else None
-        match item.get("type", default):
-            case "reasoning":
-                reasoning_text = _reasoning(item)
-                continue
-            case "message":
-                messages.append({"role": item.get("role"), "content": item.get("content")})
-            case "function_call" | "custom_tool_call" as kind:
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": None})
-                messages[-1].setdefault("tool_calls", []).append(_call(item, kind))
-            case "function_call_output" | "custom_tool_call_output":
-                messages.append(_output(item))
-            case kind:
-                skipped.append(f"input.{kind}")
-                continue
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "reasoning":
+            reasoning_text = _reasoning(item)
+            continue
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind in ("function_call", "custom_tool_call"):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(_call(item, kind))
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            messages.append(_output(item))
+        else:
+            skipped.append(f"input.{kind}")
+            continue
         if reasoning_text and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning_text
         reasoning_text = ""

@@ -54,27 +54,31 @@ class _Question(BodyPart):
         """Up to `most` orders to show the options in: turned around evenly, so that a full turn has
         each option once in every place."""
         n = len(self.options())
+        n_orders = min(most, n)
         places = [*range(n)] * 2
-        shifts = [i * n // min(most, n) for i in range(min(most, n))]
-        return [places[shift : shift + n] for shift in shifts]
+        orders = []
+        for i in range(n_orders):
+            shift = i * n // n_orders
+            orders.append(places[shift : shift + n])
+        return orders
 
     def text(self, order: Sequence[int], labels: Sequence[str]) -> str:
         """The question with its options in `order`, the first of them behind the first label."""
-        options = [*self.options().values()]
-        lines = [f"{label}. {options[i]}" for label, i in zip(labels, order, strict=False)]
-        return "\n".join(
-            [f"Question: {as_text(self.instructions) or self.default_question}", *lines]
-        )
+        options = list(self.options().values())
+        lines = [f"Question: {as_text(self.instructions) or self.default_question}"]
+        for label, i in zip(labels, order, strict=False):
+            lines.append(f"{label}. {options[i]}")
+        return "\n".join(lines)
 
     def option_of(self, answer: str | bool | int) -> int:
         """Which option `answer` means. Raises RequestError."""
-        sent = type(answer), answer
-        known = [*self.options()]
-        meant = [i for i, option in enumerate(known) if (type(option), option) == sent]
-        if not meant:
-            said = f"the right answer is one of {', '.join(map(str, known))}"
-            raise RequestError(said[:400], param="examples")
-        return meant[0]
+        known = list(self.options())
+        for i, option in enumerate(known):
+            # True is not the level 1.
+            if type(option) is type(answer) and option == answer:
+                return i
+        problem = f"the right answer is one of {', '.join(map(str, known))}"
+        raise RequestError(problem[:400], param="examples")
 
 
 class ChoiceQuestion(_Question):
@@ -159,10 +163,11 @@ def score_confidence(p: Probabilities) -> float:
     distribution around its middle (the same sources)."""
     if len(p) < 2:
         return 1.0
-    mode = max(range(len(p)), key=lambda i: p[i])
+    mode = max(range(len(p)), key=p.__getitem__)
     middle = (len(p) - 1) / 2
     distance = sum(share * abs(i - mode) for i, share in enumerate(p))
-    return max(0.0, 1 - distance * len(p) / sum(abs(i - middle) for i in range(len(p))))
+    uniform = sum(abs(i - middle) for i in range(len(p))) / len(p)
+    return max(0.0, 1 - distance / uniform)
 
 
 # The temperatures that are tried, a twentieth apart: 0.05 to 20.
@@ -188,7 +193,12 @@ def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
     likeliest (temperature scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML
     2017). Few examples, or ones that are all right, leave it near 1: its logarithm is taken to be
     normal around 0."""
-    return min(_TRIED, key=lambda t: len(examples) * loss(examples, t) + math.log(t) ** 2 / 2)
+
+    def cost(temperature: float) -> float:
+        prior = math.log(temperature) ** 2 / 2
+        return len(examples) * loss(examples, temperature) + prior
+
+    return min(_TRIED, key=cost)
 
 
 def saved_temperature(fingerprint: str) -> float:

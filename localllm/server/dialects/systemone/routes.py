@@ -11,7 +11,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product, takewhile
+from itertools import product
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -74,8 +74,8 @@ _MOST_FORKS = 512
 _MEDIA = Refused("send pictures as `images`", (None, [], {}, ""))
 _WHOLE = {"stream": Refused("decisions come in one piece", (None, False))}
 _ASK = (
-    "Judge what is between the marks, then answer the question behind "
-    "it.\n<state>\n{state}\n</state>\n"
+    "Judge what is between the marks, then answer the question behind it.\n"
+    "<state>\n{state}\n</state>\n"
 )
 _CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
 Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MOST_QUESTIONS)]
@@ -128,6 +128,25 @@ class FitFields(RequestBody):
     orders: Orders = 1
 
 
+def _shared_tokens(prompts: Sequence[list[int]]) -> int:
+    """How many tokens all prompts have in common at their beginning; 0 for a single prompt."""
+    if len(prompts) < 2:
+        return 0
+    # The first and the last in order have the least in common.
+    first = min(prompts)
+    last = max(prompts)
+    shared = 0
+    while shared < min(len(first), len(last)) and first[shared] == last[shared]:
+        shared += 1
+    return shared
+
+
+def _with_tokens(job: GenerationJob, prompt: list[int]) -> GenerationJob:
+    """The job with its prompt as tokens. A prompt with images stays text: its first fork computes
+    the tokens that all forks share."""
+    return job if job.images else replace(job, prompt=prompt)
+
+
 @dataclass
 class Forks:
     """The prompts of one state's questions on one engine."""
@@ -145,30 +164,30 @@ class Forks:
         are one token at the end of a prompt."""
         most = max(len(order) for _, order in shown)
         # All prompts end alike behind their options, whatever the labels: the first one tells.
-        labels = await self._labels(await self._render(*shown[0], _CODES), most)
-        ids = [*labels.values()]
-        jobs = [await self._render(name, order, [*labels]) for name, order in shown]
+        first_name, first_order = shown[0]
+        labels = await self._labels(await self._render(first_name, first_order, _CODES), most)
+        ids = list(labels.values())
+        jobs = [await self._render(name, order, list(labels)) for name, order in shown]
         prompts = [await self._tokens(job) for job in jobs]
-        # What the first and the last of them in order have in common, all have.
-        pairs = zip(min(prompts), max(prompts), strict=False)
-        alike = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        shared = len(alike) if len(prompts) > 1 else 0
+        shared = _shared_tokens(prompts)
         usages: list[Usage] = []
         if shared:
-            # A prompt of images stays text: its first fork computes what the others share.
-            begin = replace(jobs[0], prompt=prompts[0][:shared])
-            usages.append((await self._ask(jobs[0] if jobs[0].images else begin, ()))[1])
+            begin = _with_tokens(jobs[0], prompts[0][:shared])
+            _, usage = await self._ask(begin, ())
+            usages.append(usage)
         gate = asyncio.Semaphore(_AT_ONCE)
 
-        async def ask(job: GenerationJob, prompt: list[int], n: int) -> tuple[list[float], Usage]:
+        async def ask(job: GenerationJob, n: int) -> tuple[list[float], Usage]:
             async with gate:
-                return await self._ask(job if job.images else replace(job, prompt=prompt), ids[:n])
+                return await self._ask(job, ids[:n])
 
-        asked = zip(jobs, prompts, shown, strict=True)
-        answers = await all_of(ask(job, prompt, len(order)) for job, prompt, (_, order) in asked)
+        forks = []
+        for job, prompt, (_, order) in zip(jobs, prompts, shown, strict=True):
+            forks.append(ask(_with_tokens(job, prompt), len(order)))
+        answers = await all_of(forks)
         usages += (usage for _, usage in answers)
         computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
-        total = shared + sum(len(p) - shared for p in prompts)
+        total = shared + sum(len(prompt) - shared for prompt in prompts)
         spent = Usage(total, len(prompts), max(0, total - computed))
         return [found for found, _ in answers], spent
 
@@ -289,9 +308,9 @@ def routes(server: Server) -> Paths:
 async def _model(server: Server, fields: RequestBody) -> ServedModel:
     model = await server.models.find(fields.model)
     if model.facts.embeds or model.facts.ranks:
+        does = "embeds" if model.facts.embeds else "ranks"
         raise CannotDecideError(
-            f"{model.name} {'embeds' if model.facts.embeds else 'ranks'} texts: it has no next "
-            "token to read a decision from",
+            f"{model.name} {does} texts: it has no next token to read a decision from",
             hint="name a chat model",
             param="model",
         )
