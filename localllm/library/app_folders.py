@@ -64,14 +64,17 @@ def lmstudio() -> list[Path]:
 def ollama() -> list[Path]:
     """Ollama's stores (folders with manifests/ and blobs/): the user's, and that of the Linux
     service."""
+    candidates = []
+    chosen = _env_path("OLLAMA_MODELS")
+    if chosen is not None:
+        candidates.append(chosen)
     home = _env_path("OLLAMA_HOME")
-    candidates = [
-        _env_path("OLLAMA_MODELS"),
-        home / "models" if home else None,
-        Path.home() / ".ollama" / "models",
-        SERVICE_STORE if sys.platform == "linux" else None,
-    ]
-    stores = _existing(list(filter(None, candidates)))
+    if home is not None:
+        candidates.append(home / "models")
+    candidates.append(Path.home() / ".ollama" / "models")
+    if sys.platform == "linux":
+        candidates.append(SERVICE_STORE)
+    stores = _existing(candidates)
     return [store for store in stores if any((store / m).is_dir() for m in MANIFESTS)]
 
 

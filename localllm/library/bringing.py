@@ -42,7 +42,9 @@ def bring(
     arrived of a GGUF. Raises DownloadError, and what `check` does."""
     cache = app_folders.hub_cache()
     folder = hf_cache.repo_folder(cache, listing.repo)
-    files = [*selection.files, *([selection.projector] if selection.projector else [])]
+    files = [*selection.files]
+    if selection.projector is not None:
+        files.append(selection.projector)
     meter = DownloadMeter(selection.total_bytes, say)
     missing = [f for f in files if not _is_there(folder, listing, f, meter)]
     _check_space(cache, folder, missing, reserve_bytes, listing.repo)
@@ -51,19 +53,15 @@ def bring(
         with hub.new_client(sent, patience, hub.endpoint()) as client:
             for file in files:
                 if file in missing:
-                    model = file in selection.files and is_gguf(file.name)
-                    _bring_file(
-                        client, folder, listing, file, meter, patience, check if model else None
-                    )
+                    is_model = file in selection.files and is_gguf(file.name)
+                    check_file = check if is_model else None
+                    _bring_file(client, folder, listing, file, meter, patience, check_file)
                 meter.finished(file.size_bytes)
                 if file.name == _CONFIG and selection.format.is_folder:
                     _check_format(folder / "snapshots" / listing.commit / file.name, listing.repo)
     _write_ref(folder, listing, wanted.revision)
-    say(
-        DownloadProgress(
-            "done", selection.files[0].name, selection.total_bytes, selection.total_bytes
-        )
-    )
+    first = selection.files[0].name
+    say(DownloadProgress("done", first, selection.total_bytes, selection.total_bytes))
     return _as_local(folder, listing, selection, wanted)
 
 
@@ -247,11 +245,15 @@ def _as_local(
         for f in selection.files
         if f.name.lower().endswith((".gguf", ".safetensors"))
     )
-    is_folder = selection.format.is_folder
+    if selection.format.is_folder:
+        path = snapshot
+        name = listing.repo.partition("/")[2]
+    else:
+        path = weights[0]
+        name = names.stem_of(path.name)
     return LocalModel(
-        wanted.name
-        or (listing.repo.partition("/")[2] if is_folder else names.stem_of(weights[0].name)),
-        snapshot if is_folder else weights[0],
+        wanted.name or name,
+        path,
         selection.format,
         selection.weights_bytes,
         selection.quant,

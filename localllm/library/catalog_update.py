@@ -80,7 +80,9 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
         with_heads = {v.repo for v in model.variants if v.mtp_bytes}
         found.tables[model.id] = {form: [] for form, _ in places}
         for variant in new:
-            row = _row(variant) | ({"heads": True} if variant.repo in with_heads else {})
+            row = _row(variant)
+            if variant.repo in with_heads:
+                row["heads"] = True
             found.tables[model.id][variant.format].append(row)
     return found
 
@@ -115,9 +117,9 @@ def write(update: Update, folder: Path, today: datetime.date | None = None) -> P
     target = folder / UPDATE_FILE
     earlier = _earlier(target)
     tables = earlier | {n: earlier.get(n, {}) | table for n, table in update.tables.items()}
+    day = (today or datetime.date.today()).isoformat()
     lines = [
-        f"# Read from the hub on {(today or datetime.date.today()).isoformat()} by `localllm "
-        "catalog update`.",
+        f"# Read from the hub on {day} by `localllm catalog update`.",
         "# Written anew by the next update; delete this file to go back to the shipped listings.",
     ]
     for name, table in tables.items():
@@ -139,9 +141,10 @@ def _earlier(target: Path) -> dict[str, dict[str, Any]]:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+        members = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items())
+        return f"{{ {members} }}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return f"[{', '.join(_toml(item) for item in value)}]"
     return json.dumps(value, ensure_ascii=True)
 
 
@@ -169,7 +172,10 @@ def _there(model: Model, form: Format, listing: Listing, sure: str = "") -> list
     ]
     if form.is_folder:
         return found
-    return [*{v.quant: v for v in reversed(found)}.values()][::-1]
+    first: dict[str, Variant] = {}
+    for variant in found:
+        first.setdefault(variant.quant, variant)
+    return list(first.values())
 
 
 def _kept(model: Model, form: Format, repo: str, *, is_gone: bool) -> list[Variant]:
@@ -186,11 +192,10 @@ def _row(variant: Variant) -> dict[str, Any]:
     if variant.source == variants.OF_THE_HUB:
         row["source"] = variant.source
     if variant.is_folder:
-        return (
-            row
-            | {"quant": variant.quant}
-            | ({} if variant.is_estimate else {size: variant.file_bytes})
-        )
+        row["quant"] = variant.quant
+        if not variant.is_estimate:
+            row[size] = variant.file_bytes
+        return row
     if variant.is_estimate:
         row["estimate"] = [variant.quant]
     else:
@@ -212,9 +217,8 @@ def is_of(model: Model, selection: variants.Selection) -> bool:
         return True
     if not selection.format.is_folder and selection.quant in quants.MIXTURES:
         return abs(size / shapes.estimate_gguf_bytes(model, selection.quant) - 1) <= _PLAUSIBLE
-    return (
-        bool(selection.quant) and _LEAST_BITS <= 8 * size / max(1, model.params_total) <= _MOST_BITS
-    )
+    bits = 8 * size / max(1, model.params_total)
+    return bool(selection.quant) and _LEAST_BITS <= bits <= _MOST_BITS
 
 
 def _changes(model: Model, new: Sequence[Variant]) -> list[str]:
@@ -252,16 +256,28 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
     out."""
     from localllm_catalog.build import row_of
 
-    experts = asdict(model.experts) if model.experts is not None else {}
+    active = model.params_total
+    experts: dict[str, Any] = {}
+    if model.experts is not None:
+        active = model.params_active
+        experts = {_HEADER_NAMES[key]: n for key, n in asdict(model.experts).items() if n}
+    purposes = list(model.purposes)
+    if model.calls_tools:
+        purposes.append("coding")
+    reasoning = {}
+    if model.reasoning_kind != "none":
+        reasoning = {"kind": model.reasoning_kind}
     said: dict[str, Any] = {
         "name": model.name,
         "family": model.family,
         "hf_repo": repo,
         "licence": model.licence,
         "params": model.params_total,
-        "active": model.params_active if model.experts is not None else model.params_total,
+        "active": active,
         "architecture": model.architecture,
-        "purposes": list(model.purposes) + (["coding"] if model.calls_tools else []),
+        "purposes": purposes,
+    }
+    said |= {
         "layers": len(model.layers),
         "hidden": model.hidden_size,
         "ffn": model.intermediate_size,
@@ -273,6 +289,8 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "layer_list": [
             {"times": len(list(same))} | row_of(layer) for layer, same in groupby(model.layers)
         ],
+    }
+    said |= {
         "attention_gate": model.attention_gate,
         "ffn_matrices": model.ffn_matrices,
         "residual_streams": model.residual_streams if model.residual_streams > 1 else 0,
@@ -281,20 +299,19 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "tokenizer": model.tokenizer_family,
         "tokenizer_pre": model.tokenizer_pre,
         "sampling": _sampling(model),
-        "experts": {_HEADER_NAMES[key]: n for key, n in experts.items() if n},
-        "reasoning": {"kind": model.reasoning_kind} if model.reasoning_kind != "none" else {},
+        "experts": experts,
+        "reasoning": reasoning,
     }
     if model.lookup_params:
-        (variant,) = model.variants
-        bits = (
-            8 * variant.input_bytes / (model.lookup_params + model.vocab_size * model.hidden_size)
-        )
-        said["lookup"] = {
-            "params": model.lookup_params,
-            "rows": model.lookup_rows,
-            "bits": round(bits, 2),
-        }
+        said["lookup"] = _lookup(model)
     return {key: value for key, value in said.items() if value not in ("", 0, False, {}, [])}
+
+
+def _lookup(model: Model) -> dict[str, Any]:
+    (variant,) = model.variants
+    n_embedded = model.lookup_params + model.vocab_size * model.hidden_size
+    bits = 8 * variant.input_bytes / n_embedded
+    return {"params": model.lookup_params, "rows": model.lookup_rows, "bits": round(bits, 2)}
 
 
 def _sampling(model: Model) -> dict[str, Any]:
@@ -318,11 +335,12 @@ def summary(model: Model) -> list[str]:
     ]
     calls = model.calls_tools
     reasons = model.reasoning_kind != "none"
-    if calls or reasons:
-        lines.append(
-            f"its template calls {'' if calls else 'no '}tools, and "
-            f"{'thinks' if reasons else 'does not think'}"
-        )
+    if calls and reasons:
+        lines.append("its template calls tools, and thinks")
+    elif calls:
+        lines.append("its template calls tools, and does not think")
+    elif reasons:
+        lines.append("its template calls no tools, and thinks")
     if model.shape_warning:
         lines.append(model.shape_warning)
     return lines

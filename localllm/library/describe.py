@@ -44,10 +44,7 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
     if known is not None:
         names.check_quant(known, quant)
         return known, quant
-    if "://" not in reference:
-        local = resolve.by_path(reference)
-    else:
-        local = None
+    local = resolve.by_path(reference)
     if local is None:
         asked = names.parse(reference)
         found = _of_catalog(asked, catalog) if asked.repo else None
@@ -68,9 +65,9 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
             f"neither the catalog nor this disk has a model {reference!r}", hint=hint
         )
     if offline or hub.is_offline():
+        named = f"{asked.repo} in {asked.quant}" if asked.quant else asked.repo
         raise ModelNotFoundError(
-            "neither the catalog nor this disk knows "
-            f"{asked.repo}{f' in {asked.quant}' if asked.quant else ''}",
+            f"neither the catalog nor this disk knows {named}",
             hint="without --offline and HF_HUB_OFFLINE the hub is asked",
         )
     return _of_hub(asked, catalog), asked.quant
@@ -81,7 +78,9 @@ def _of_catalog(asked: names.ModelReference, catalog: Catalog) -> Model | None:
     does not know what is asked for. A model's own repository, which holds its unconverted weights,
     means all of its files."""
     repo = asked.repo.lower()
-    for model in () if asked.revision else catalog.models:
+    if asked.revision:
+        return None
+    for model in catalog.models:
         there = tuple(v for v in model.variants if v.repo.lower() == repo and _is_asked(v, asked))
         if there:
             return replace(model, variants=there)
@@ -115,13 +114,13 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
         # says what is wrong with the repository
         variants.pick(listing, described=None, choose=None)
     known = catalog.recognise(listing.repo)
-    whole = known
-    if whole is None:  # what the smallest states, of which only the header is fetched
-        is_folder = there[0].format.is_folder
-        if is_folder:
-            whole = _of_config(listing, there[0])
-        else:
-            whole = variants.model_of(listing, there)
+    # Of an unknown model, what the smallest file states: only the header is fetched.
+    if known is not None:
+        whole = known
+    elif there[0].format.is_folder:
+        whole = _of_config(listing, there[0])
+    else:
+        whole = variants.model_of(listing, there)
     found = tuple(
         variants.listed(s, listing)
         for s in there

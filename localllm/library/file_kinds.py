@@ -43,12 +43,12 @@ def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
             sizes[name] = file.stat().st_size
     found: dict[str, tuple[Path, Kind]] = {}
     for name, place in kinds.among(sizes).items():
-        if names.is_first_part(name):
-            stated = of_header(files[name])
-        else:
-            stated = None
-        by_place = stated is None or (stated in kinds.MODELS and place == "drafter")
-        found[name] = files[name], place if by_place or stated is None else stated
+        kind = place
+        stated = of_header(files[name]) if names.is_first_part(name) else None
+        is_drafter = place == "drafter" and stated in kinds.MODELS
+        if stated is not None and not is_drafter:
+            kind = stated
+        found[name] = files[name], kind
     return found
 
 
@@ -61,9 +61,11 @@ def of_header(file: Path) -> Kind | None:
         if _is_pointer(file):
             return "pointer"
         return None
-    # The first part of a split may hold no tensors of its own (llama-gguf-split
-    # --no-tensor-first-split).
-    return kinds.of_header(header[0], header[1] if names.split_of(file.name) is None else 1)
+    metadata, n_tensors = header
+    if names.split_of(file.name) is not None:
+        # Its first part may hold no tensors of its own (llama-gguf-split --no-tensor-first-split).
+        n_tensors = 1
+    return kinds.of_header(metadata, n_tensors)
 
 
 def _is_pointer(file: Path) -> bool:
@@ -81,11 +83,10 @@ def said_names(file: Path) -> frozenset[str]:
     """What a file's header calls its model and the models it is made from, for comparing with
     another file's."""
     header = _peeked(file)
-    if header:
-        said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)]
-    else:
-        said = []
-    return frozenset(map(names.bare, said)) - {""}
+    if header is None:
+        return frozenset()
+    said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)]
+    return frozenset(names.bare(name) for name in said) - {""}
 
 
 def header_facts(file: Path) -> dict[str, Any]:
@@ -138,11 +139,9 @@ def check_is_model(file: Path) -> None:
     model."""
     from localllm_catalog import kinds
 
-    kind: Kind | None
+    kind = of_header(file)
     if file.name.startswith("._"):
         kind = "side file"
-    else:
-        kind = of_header(file)
     if kind is None or kind in kinds.MODELS:
         return
     what, instead = kinds.WORDS[kind]
@@ -150,8 +149,7 @@ def check_is_model(file: Path) -> None:
     beside = sorted(
         name for name, (other, k) in there.items() if k in kinds.MODELS and other != file
     )
+    hint = instead
     if beside:
-        hint = f"{instead}; beside it lies {', '.join(beside[:3])}"
-    else:
-        hint = instead
+        hint += f"; beside it lies {', '.join(beside[:3])}"
     raise ModelFileError(f"{file.name} is {what}, not a language model", hint=hint)

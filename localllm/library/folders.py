@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
         files: list[Path] = []
         try:
             with os.scandir(current) as entries:
-                for entry in sorted(entries, key=lambda e: e.name):
+                for entry in sorted(entries, key=attrgetter("name")):
                     budget -= 1
                     if entry.is_dir(follow_symlinks=False):
                         if level < depth and not entry.name.startswith("."):
@@ -65,13 +66,11 @@ def ggufs(
         return []
     from localllm_catalog.kinds import MODELS
 
-    kinds_of = file_kinds.of_files(
-        {
-            str(f.relative_to(root)).replace(os.sep, "/") if root else f.name: f
-            for f in files
-            if is_gguf(f.name)
-        }
-    )
+    named: dict[str, Path] = {}
+    for file in files:
+        if is_gguf(file.name):
+            named[_name_below(root, file)] = file
+    kinds_of = file_kinds.of_files(named)
     weights = {name: f for name, (f, kind) in kinds_of.items() if kind in MODELS}
     others = [(str(kind), f) for f, kind in kinds_of.values() if kind not in MODELS]
     projectors = {name: f for name, (f, kind) in kinds_of.items() if kind == "projector"}
@@ -97,6 +96,13 @@ def ggufs(
             )
         )
     return found
+
+
+def _name_below(root: Path | None, file: Path) -> str:
+    """The file's name, with its folders below `root` if there is one."""
+    if root is None:
+        return file.name
+    return str(file.relative_to(root)).replace(os.sep, "/")
 
 
 def _own_projector(
@@ -130,20 +136,11 @@ def mlx(
         return None
     config = json_store.read(by_name["config.json"])
     quantized = config.get("quantization") or config.get("quantization_config")
-    architectures = config.get("architectures") or []
-    if not quantized and not any(
-        str(a).endswith(_TEXT_ARCHITECTURES) for a in architectures if isinstance(a, str)
-    ):
+    if not quantized and not _makes_text(config):
         return None
     index = by_name.get("model.safetensors.index.json")
-    if index is not None:
-        weight_map = json_store.read(index).get("weight_map")
-        if isinstance(weight_map, dict):
-            wanted = set(weight_map.values())
-        else:
-            wanted = set()
-        if not all(isinstance(w, str) and w in by_name for w in wanted):
-            return None
+    if index is not None and not all(shard in by_name for shard in _shards_of(index)):
+        return None
     return LocalModel(
         names.shown(name),
         folder,
@@ -156,6 +153,20 @@ def mlx(
     )
 
 
+def _makes_text(config: dict[str, Any]) -> bool:
+    architectures = config.get("architectures") or []
+    named = [name for name in architectures if isinstance(name, str)]
+    return any(name.endswith(_TEXT_ARCHITECTURES) for name in named)
+
+
+def _shards_of(index: Path) -> set[Any]:
+    """The names of the files that an index of weights names."""
+    weight_map = json_store.read(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        return set()
+    return {name if isinstance(name, str) else None for name in weight_map.values()}
+
+
 def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
     if isinstance(quantized, dict):
         if quantized.get("quant_method") and "quantization" not in config:
@@ -166,8 +177,11 @@ def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
             return mode
         if isinstance(bits, int):
             return f"{bits}bit"
+    named = names.mlx_quant_of(name)
+    if named:
+        return named
     kind = config.get("torch_dtype") or config.get("dtype")
-    return names.mlx_quant_of(name) or {"bfloat16": "bf16", "float16": "fp16"}.get(str(kind), "")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(kind), "")
 
 
 def _total_size(parts: list[Path]) -> int:
@@ -189,10 +203,8 @@ def scan(
     found: list[LocalModel] = []
     of_repo: dict[str, list[Path]] = {}
     for current, files in walk(folder, DEPTH):
-        candidate = "/".join(current.relative_to(folder).parts[:2])
-        if repo_of_folder and names.safe_repo(candidate):
-            repo = candidate
-        else:
+        repo = "/".join(current.relative_to(folder).parts[:2])
+        if not repo_of_folder or not names.safe_repo(repo):
             repo = ""
         if repo:
             of_repo.setdefault(repo, []).extend(files)

@@ -55,17 +55,21 @@ def snapshots(folder: Path) -> list[Path]:
     except OSError:
         return []
     heads = _heads(folder)
-    newest = sorted(found, key=lambda s: -s.stat().st_mtime)
-    return sorted(newest, key=lambda s: (s.name != heads.get("main"), s.name not in heads.values()))
+
+    def place(snapshot: Path) -> tuple[bool, bool, float]:
+        is_main = snapshot.name == heads.get("main")
+        is_head = snapshot.name in heads.values()
+        return not is_main, not is_head, -snapshot.stat().st_mtime
+
+    return sorted(found, key=place)
 
 
 def _heads(folder: Path) -> dict[str, str]:
     heads = {}
     for file in folders.files_below(folder / "refs", 2):
         with suppress(OSError, ValueError):
-            heads[str(file.relative_to(folder / "refs"))] = file.read_text(encoding="ascii")[
-                :64
-            ].strip()
+            commit = file.read_text(encoding="ascii")[:64].strip()
+            heads[str(file.relative_to(folder / "refs"))] = commit
     return heads
 
 
@@ -138,16 +142,16 @@ def remove(model: LocalModel) -> int:
     OSError passes through.
     """
     folder = _snapshot_of(model.path).parent.parent
-    files = [
-        *model.files,
-        *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else []),
-    ]
+    files = [*model.files]
+    if model.mmproj is not None and _is_last(model, folder):
+        files.append(model.mmproj)
     if model.is_folder:
         files = folders.files_below(model.path)
     wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}
     freed = sum(_unlink(snapshot / name) for snapshot, name in product(snapshots(folder), wanted))
     freed += sum(_unlink(file) for file in unreferenced(folder.parent) if folder in file.parents)
-    if not any(map(folders.files_below, snapshots(folder))) and not partials_in(folder):
+    is_used = any(folders.files_below(snapshot) for snapshot in snapshots(folder))
+    if not is_used and not partials_in(folder):
         shutil.rmtree(folder, ignore_errors=True)
     return freed
 

@@ -77,9 +77,7 @@ class Patience:
         """How long to wait before the next try, after `failures` in a row, when the server asked
         for `asked_s`."""
         own = min(self.longest_wait_s, self.first_wait_s * 2.0 ** max(0, failures - 1))
-        if asked_s is None:
-            return own
-        return max(own, asked_s)
+        return max(own, asked_s or 0.0)
 
 
 def _positive(name: str, default: float) -> float:
@@ -137,9 +135,8 @@ def headers(*, anonymous: bool = False) -> dict[str, str]:
             raise UsageError(
                 f"{name} is {chosen}, which is no folder", hint=f"unset {name}, or name a folder"
             )
-    token = False if anonymous else None
     sent: dict[str, str] = build_hf_headers(
-        library_name="localllm", library_version=__version__, token=token
+        library_name="localllm", library_version=__version__, token=False if anonymous else None
     )
     key = sent.get("authorization", "")
     if not (key.isascii() and key.isprintable()):
@@ -172,12 +169,16 @@ def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) ->
     import httpx
 
     rule = RedirectRule(endpoint)
+
+    def check(request: httpx.Request) -> None:
+        rule.check(str(request.url))
+
     return httpx.Client(
         headers={**headers, "Accept-Encoding": "identity"},
         timeout=httpx.Timeout(patience.read_s, connect=patience.connect_s),
         follow_redirects=True,
         max_redirects=_MOST_REDIRECTS,
-        event_hooks={"request": [lambda request: rule.check(str(request.url))]},
+        event_hooks={"request": [check]},
     )
 
 
@@ -211,10 +212,8 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
             try:
                 response = client.get(url, params={"blobs": "true"})
                 if response.status_code == 401 and client.headers.pop("authorization", ""):
-                    refusal = (
-                        f"the hub refuses {_token_place()}: it has expired, was withdrawn or is "
-                        "mistyped"
-                    )
+                    why = "it has expired, was withdrawn or is mistyped"
+                    refusal = f"the hub refuses {_token_place()}: {why}"
                     continue
                 return _listing(response, repo, revision, refusal)
             except httpx.HTTPError as e:
@@ -280,10 +279,9 @@ def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
 
 
 def _no_answer(error: Exception, repo: str) -> HubUnreachableError:
+    reason = type(error).__name__
     if str(error):
         reason = str(error).splitlines()[0][:200]
-    else:
-        reason = type(error).__name__
     return HubUnreachableError(
         f"{urlsplit(endpoint()).hostname} can't be asked about {repo}: {reason}",
         hint=f"check the connection and {_proxy()}; what is on this disk works without",
@@ -310,13 +308,12 @@ def status_error(status: int, headers: Any, host: str, what: str) -> DownloadErr
         return DownloadError(f"{host} refuses {what} ({status})", hint=TOKEN_HINT)
     if status == 403:
         return _forbidden(host, what, headers)
+    hint = "check its name: the repository may have changed"
     if status == 451:
         hint = (
-            "the hub may not give it out (451, for legal reasons): ask its makers, or take another "
-            "model"
+            "the hub may not give it out (451, for legal reasons): "
+            "ask its makers, or take another model"
         )
-    else:
-        hint = "check its name: the repository may have changed"
     return DownloadError(f"{host} answered {status} about {what}", hint=hint)
 
 
@@ -331,8 +328,8 @@ def _forbidden(host: str, what: str, headers: Any) -> DownloadError:
             "huggingface.co/settings/tokens",
         )
     return DownloadError(
-        f"{what} is blocked on the way to {host}: a 403 came that is not the hub's (a firewall or "
-        "a proxy)",
+        f"{what} is blocked on the way to {host}: "
+        "a 403 came that is not the hub's (a firewall or a proxy)",
         hint="ask whoever runs this network, try another one, or name a mirror in HF_ENDPOINT",
     )
 
@@ -396,12 +393,12 @@ def _file(repo: str, row: Any) -> RepoFile | None:
         raise _unusable(repo, f"it lists a file called {name[:80]!r}")
     if not names.safe_file(name):
         return None  # hidden files and the like: nothing a model needs
-    lfs = row.get("lfs")
     size = row.get("size")
-    if lfs:
-        digest, form = (lfs["sha256"], _SHA256)
-    else:
-        digest, form = (row.get("blobId"), _COMMIT)
+    digest = row.get("blobId")
+    form = _COMMIT
+    if row.get("lfs"):
+        digest = row["lfs"]["sha256"]
+        form = _SHA256
     is_valid = form.fullmatch(str(digest)) and isinstance(size, int)
     if not is_valid or not 0 <= size <= _MAX_FILE_BYTES:
         raise _unusable(repo, f"it gives {name[:80]!r} no usable size and hash")

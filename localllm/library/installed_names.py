@@ -32,11 +32,15 @@ class InstalledNames:
 
     @cached_property
     def models(self) -> Sequence[LocalModel]:
-        return store.scan() if self._given_models is None else self._given_models
+        if self._given_models is None:
+            return store.scan()
+        return self._given_models
 
     @cached_property
     def catalog(self) -> Catalog:
-        return load_catalog() if self._given_catalog is None else self._given_catalog
+        if self._given_catalog is None:
+            return load_catalog()
+        return self._given_catalog
 
     @property
     def rules(self) -> Rules[LocalModel]:
@@ -67,8 +71,8 @@ class InstalledNames:
             hint = f"did you mean {near}?"
         else:
             hint = (
-                "see `localllm models list` for what is installed and `localllm recommend` for what "
-                "to fetch"
+                "see `localllm models list` for what is installed "
+                "and `localllm recommend` for what to fetch"
             )
         return ModelNotFoundError(f"no model is called {reference.text!r}", hint=hint)
 

@@ -29,8 +29,8 @@ _MLX_QUANT = re.compile(
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REFERENCE_HINT = (
-    "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, or a "
-    "path"
+    "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, "
+    "or a path"
 )
 
 
@@ -72,15 +72,14 @@ def same_quant(asked: str, quant: str) -> bool:
 def check_quant(model: Model, asked: str) -> None:
     """Raises ModelNotFoundError, naming the quants there are, if the catalog lists none for `asked`
     ("" = any will do)."""
-    if asked and not any(same_quant(asked, v.quant) for v in model.variants):
-        there = dict.fromkeys(v.quant for v in model.variants)
-        raise ModelNotFoundError(
-            f"{model.name} has no quant {asked[:40]!r}",
-            hint=f"there is {', '.join(there)}; a repository's others go by its own name: "
-            f"org/name:{asked[:40]}"
-            if there
-            else "the catalog lists no files of it",
-        )
+    if not asked or any(same_quant(asked, v.quant) for v in model.variants):
+        return
+    hint = "the catalog lists no files of it"
+    if model.variants:
+        there = ", ".join(dict.fromkeys(v.quant for v in model.variants))
+        others = f"org/name:{asked[:40]}"
+        hint = f"there is {there}; a repository's others go by its own name: {others}"
+    raise ModelNotFoundError(f"{model.name} has no quant {asked[:40]!r}", hint=hint)
 
 
 def check_said(*references: str) -> None:
@@ -100,19 +99,20 @@ def whole_models(sizes: Mapping[str, int]) -> Iterator[tuple[str, list[str]]]:
     whole, none of its parts empty."""
     for name in sizes:
         parts = split_parts(name)
-        if is_first_part(name) and all(map(sizes.get, parts)):
+        if is_first_part(name) and all(sizes.get(part) for part in parts):
             yield name, parts
 
 
 def best_projector(sizes: Mapping[str, int]) -> str | None:
     """The projector to use of several by name, with their bytes: F16 as published, else the
     smallest that is whole."""
+
+    def place(name: str) -> tuple[bool, int]:
+        is_f16 = "f16" in name.lower().replace("bf16", "")
+        return not is_f16, sizes[name]
+
     whole = [name for name, size_bytes in sizes.items() if size_bytes]
-    return min(
-        whole,
-        key=lambda name: ("f16" not in name.lower().replace("bf16", ""), sizes[name]),
-        default=None,
-    )
+    return min(whole, key=place, default=None)
 
 
 _RAW_PART = re.compile(
@@ -132,10 +132,9 @@ def raw_part_of(name: str) -> str:
 
 def join_hint(whole: str) -> str:
     """How raw parts become the file `whole` again."""
-    base = whole.rpartition("/")[2]
+    command = f"cat '{whole.rpartition('/')[2]}'?* > joined.gguf"
     return (
-        "its parts are pieces of one file: fetch all of them and join them in order: `cat "
-        f"'{base}'?* > joined.gguf`"
+        f"its parts are pieces of one file: fetch all of them and join them in order: `{command}`"
     )
 
 
@@ -197,7 +196,8 @@ def parsed(text: str) -> ModelReference | None:
 
 
 def _parse_url(text: str) -> ModelReference:
-    url = urlsplit(text if "://" in text else f"https://{text}")
+    address = text if "://" in text else f"https://{text}"
+    url = urlsplit(address)
     hosts = (*_HUB_HOSTS, urlsplit(endpoint()).hostname)
     if url.scheme not in ("http", "https") or url.hostname not in hosts:
         raise UsageError(
@@ -233,7 +233,9 @@ def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference
         raise UsageError(
             f"{found.text[:100]!r} holds a name that no repository has", hint=_REFERENCE_HINT
         )
-    named = replace(found, revision="" if revision == "main" else revision)
+    if revision == "main":
+        revision = ""
+    named = replace(found, revision=revision)
     if kind == "tree":
         # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
         return replace(named, quant=found.quant or quant_of(file))
@@ -251,8 +253,8 @@ def check_readable(*names: str) -> None:
     without saying so."""
     if any(_MISREAD.search(name) for name in names):
         raise ModelFileError(
-            "llama.cpp reads Bonsai 2 wrong: it loads some of its files, and what they answer is "
-            "noise",
+            "llama.cpp reads Bonsai 2 wrong: "
+            "it loads some of its files, and what they answer is noise",
             hint="run it with its makers' build (PrismML's llama.cpp), or take Qwen3.8 27B: "
             "localllm pull qwen3.8-27b",
         )

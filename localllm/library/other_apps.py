@@ -44,27 +44,34 @@ def llamacpp(cache: Path) -> list[LocalModel]:
     """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout
     (since 2026)."""
     files = next((files for _, files in folders.walk(cache, 0)), [])
-    known = list(filter(None, (_repo_of(f.name) for f in files)))
+    known = [repo for repo in (_repo_of(file.name) for file in files) if repo]
     of_repo: dict[str, list[Path]] = {}
     for file in files:
-        repo = next((r for r in known if file.name.startswith(r.replace("/", "_") + "_")), "")
+        repo = next((r for r in known if file.name.startswith(_prefix(r))), "")
         of_repo.setdefault(repo, []).append(file)
     # The cache holds many repositories side by side: what lies beside a model is what came of its
     # own.
     found = []
     for repo, its in of_repo.items():
-        prefix = repo.replace("/", "_") + "_" if repo else ""
-        models = folders.ggufs(its, "llama.cpp", repo)
-        found += [replace(m, name=m.name.removeprefix(prefix)) for m in models]
+        for model in folders.ggufs(its, "llama.cpp", repo):
+            found.append(replace(model, name=model.name.removeprefix(_prefix(repo))))
     return found + hf_cache.scan(cache, "llama.cpp")
+
+
+def _prefix(repo: str) -> str:
+    """How the names of a repository's flat files begin."""
+    if not repo:
+        return ""
+    return repo.replace("/", "_") + "_"
 
 
 def _repo_of(name: str) -> str:
     """The repository in the name of a flat file, or ""."""
-    match = next(filter(None, (pattern.fullmatch(name) for pattern in _FLAT)), None)
-    repo = f"{match['publisher']}/{match['name']}" if match else ""
-    if names.safe_repo(repo):
-        return repo
+    for pattern in _FLAT:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            repo = f"{match['publisher']}/{match['name']}"
+            return repo if names.safe_repo(repo) else ""
     return ""
 
 
@@ -79,10 +86,9 @@ def ollama(store: Path) -> list[LocalModel]:
     for root in app_folders.MANIFESTS:
         for manifest in _manifests(store / root):
             name = manifest.relative_to(store / root).parts
-            if _title(name) not in found:
-                model = _ollama_model(store, manifest, name)
-            else:
-                model = None
+            if _title(name) in found:
+                continue
+            model = _ollama_model(store, manifest, name)
             if model is not None:
                 found[model.name] = model
     return list(found.values())
@@ -110,21 +116,27 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
     blobs)."""
     if content.get("mediaType") != _MANIFEST_LIST:
         return content
-    listed = content.get("manifests")
-    if isinstance(listed, list):
-        children = [c for c in listed if isinstance(c, dict)]
-    else:
-        children = []
-    ours = [
-        c
-        for c in children
-        if c.get("format", Format.GGUF) == Format.GGUF and _runner(c) != Format.MLX
-    ]
-    child = min(ours, key=lambda c: _OWN_RUNNERS.get(_runner(c), 0), default={})
-    blob = _blob(store, child) if "layers" not in child else None
-    if blob is not None:
-        return json_store.read(blob)
-    return child
+    runnable = [child for child in _dicts(content.get("manifests")) if _is_runnable(child)]
+    child = min(runnable, key=_precedence, default={})
+    if "layers" in child:
+        return child
+    blob = _blob(store, child)
+    return child if blob is None else json_store.read(blob)
+
+
+def _dicts(listed: object) -> list[dict[str, Any]]:
+    """The objects of a JSON array; none of any other value."""
+    if not isinstance(listed, list):
+        return []
+    return [item for item in listed if isinstance(item, dict)]
+
+
+def _is_runnable(child: dict[str, Any]) -> bool:
+    return child.get("format", Format.GGUF) == Format.GGUF and _runner(child) != Format.MLX
+
+
+def _precedence(child: dict[str, Any]) -> int:
+    return _OWN_RUNNERS.get(_runner(child), 0)
 
 
 def _runner(child: dict[str, Any]) -> str:
@@ -142,46 +154,39 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
     if file_kinds.of_header(weights[0]) not in (None, *MODELS):
         return None
     host, namespace, model, tag = name
-    if host in ("hf.co", "huggingface.co"):
-        repo = f"{namespace}/{model}"
-    else:
+    repo = f"{namespace}/{model}"
+    if host not in ("hf.co", "huggingface.co") or not names.safe_repo(repo):
         repo = ""
-    config = content.get("config")
-    if isinstance(config, dict):
-        config_blob = _blob(store, config)
-    else:
-        config_blob = None
-    if config_blob is not None:
-        facts = json_store.read(config_blob)
-    else:
-        facts = {}
-    if isinstance(facts.get("file_type"), str):
-        quant = facts.get("file_type")
-    else:
-        quant = ""
-    if not quant or quant == "unknown":
-        quant = names.quant_of(f"-{tag}")
-    projectors = by_type.get(_PROJECTOR, [])
+    quant = _stated_quant(store, content.get("config")) or names.quant_of(f"-{tag}")
     return LocalModel(
         _title(name),
         weights[0],
         Format.GGUF,
         weights[0].stat().st_size,
-        str(quant).upper(),
+        quant.upper(),
         "ollama",
-        repo if names.safe_repo(repo) else "",
+        repo,
         (weights[0],),
-        projectors[0] if projectors else None,
+        next(iter(by_type.get(_PROJECTOR, ())), None),
     )
+
+
+def _stated_quant(store: Path, config: object) -> str:
+    """The quant that a manifest's config states, or ""."""
+    blob = _blob(store, config) if isinstance(config, dict) else None
+    if blob is None:
+        return ""
+    quant = json_store.read(blob).get("file_type")
+    if not isinstance(quant, str) or quant == "unknown":
+        return ""
+    return quant
 
 
 def _blobs_by_type(store: Path, layers: object) -> dict[str, list[Path]]:
     """The blobs of a manifest's layers by what they are; none at all where a file of weights is not
     there."""
     by_type: dict[str, list[Path]] = {}
-    for layer in filter(
-        lambda layer: isinstance(layer, dict), layers if isinstance(layers, list) else []
-    ):
+    for layer in _dicts(layers):
         blob = _blob(store, layer)
         if blob is not None:
             by_type.setdefault(str(layer.get("mediaType")), []).append(blob)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def pull(
     Raises UsageError (malformed reference), ModelNotFoundError, ModelFileError (what the engine
     reads wrong), DownloadError (hub, network, disk space, content).
     """
-    say = on_progress or (lambda _: None)
+    say = on_progress or _say_nothing
     names.check_said(ref)
     names.check_readable(ref)
     if offline or hub.is_offline():
@@ -121,12 +122,15 @@ def pull_drafter(
         raise DownloadError(
             f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"look at {companion.url}"
         )
-    smallest = min(files, key=lambda f: f.size_bytes)
+    smallest = min(files, key=attrgetter("size_bytes"))
     selection = Selection(Format.GGUF, "", (smallest,))
     wanted = ModelReference("", "", companion.repo, file=smallest.name)
-    return bring(
-        listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience, None
-    ).path
+    say = on_progress or _say_nothing
+    return bring(listing, selection, wanted, say, RESERVE_BYTES, patience, None).path
+
+
+def _say_nothing(_: DownloadProgress) -> None:
+    """Nobody watches the download."""
 
 
 def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
@@ -134,8 +138,10 @@ def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
     hub's cache."""
     model = catalog.recognise(*names_of)
     cache = app_folders.hub_cache()
+    if model is None:
+        return []
     found = []
-    for companion in model.companions if model is not None else ():
+    for companion in model.companions:
         snapshots = hf_cache.repo_folder(cache, companion.repo) / "snapshots"
         found += sorted(snapshots.glob(f"*/{companion.file or '*.gguf'}"))
     return found
@@ -148,17 +154,15 @@ def _picked(
     choose: Choose | None,
     mmproj: bool,
 ) -> Selection:
+    def described() -> Model:
+        return _described(listing, catalog)
+
     selection = variants.pick(
-        listing,
-        file=wanted.file,
-        quant=wanted.quant,
-        described=lambda: _described(listing, catalog),
-        choose=choose,
+        listing, file=wanted.file, quant=wanted.quant, described=described, choose=choose
     )
-    if mmproj:
-        projector = variants.projector_of(listing, selection.files[0].name, wanted.projector)
-    else:
-        projector = None
+    if not mmproj:
+        return selection
+    projector = variants.projector_of(listing, selection.files[0].name, wanted.projector)
     return replace(selection, projector=projector)
 
 
@@ -195,26 +199,30 @@ def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
     """Is the published file among these, whole? llama.cpp's cache puts the repository before its
     name."""
     base = wanted.name.rpartition("/")[2]
-    held = next(
-        (f for f in files if (f.name == base or f.name.endswith(f"_{base}")) and f.exists()), None
-    )
-    return held is not None and has_content(held, wanted, lambda _: None)
+    for file in files:
+        if (file.name == base or file.name.endswith(f"_{base}")) and file.exists():
+            return has_content(file, wanted, _count_nothing)
+    return False
+
+
+def _count_nothing(_: int) -> None:
+    """Nobody watches how far a file is read."""
 
 
 def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
     try:
         return resolve(ref, catalog=catalog)
     except ModelNotFoundError as e:
-        raise DownloadError(
-            f"{e.message}, and offline mode forbids fetching it",
-            hint="unset HF_HUB_OFFLINE" if hub.is_offline() else "leave --offline out",
-        ) from e
+        hint = "unset HF_HUB_OFFLINE" if hub.is_offline() else "leave --offline out"
+        raise DownloadError(f"{e.message}, and offline mode forbids fetching it", hint=hint) from e
 
 
 def _described(listing: Listing, catalog: Catalog | None) -> Model:
     """The Model a repository holds: the catalog's, else what the header of its smallest GGUF says
     (read by range)."""
-    known = (catalog if catalog is not None else load_catalog()).recognise(listing.repo)
+    if catalog is None:
+        catalog = load_catalog()
+    known = catalog.recognise(listing.repo)
     if known is not None:
         return known
     return variants.model_of(

@@ -36,15 +36,7 @@ class RedirectRule:
 
     def check(self, url: str) -> None:
         """Raise DownloadError if `url` (absolute) may not be asked."""
-        try:
-            parts = urlsplit(url)
-            scheme = parts.scheme
-            host = (parts.hostname or "").lower()
-            port = parts.port
-        except ValueError:
-            scheme = ""
-            host = ""
-            port = None
+        scheme, host, port = _parts_of(url)
         if scheme not in ("http", "https", ""):  # before the host: `file:///x` has none
             raise DownloadError(
                 f"{self._host} leads to a {scheme[:20]}: address, which is refused",
@@ -69,6 +61,15 @@ class RedirectRule:
                 f"{self._host} leads to {host[:100]}, a {min(inner)} address, which is refused",
                 hint=_REDIRECT_HINT,
             )
+
+
+def _parts_of(url: str) -> tuple[str, str, int | None]:
+    """Scheme, host and port of an address; empty if it can't be read."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme, (parts.hostname or "").lower(), parts.port
+    except ValueError:
+        return "", "", None
 
 
 def _reaches(host: str, port: int | None) -> frozenset[str]:

@@ -25,7 +25,11 @@ def opener(*, anonymous: bool = False) -> Iterator[OpenSource]:
     nobody."""
     patience = hub.Patience.from_environment()
     with hub.new_client(hub.headers(anonymous=anonymous), patience, hub.endpoint()) as client:
-        yield lambda url: HttpSource(client, url)
+
+        def open_source(url: str) -> ByteSource:
+            return HttpSource(client, url)
+
+        yield open_source
 
 
 class HttpSource(ByteSource):
@@ -81,14 +85,13 @@ class HttpSource(ByteSource):
             )
         given = response.headers.get("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(given)
-        if match:
+        first = last = total = -1
+        if match is not None:
             first, last, total = map(int, match.groups())
-        else:
-            first, last, total = (-1, -1, -1)
         if first != offset or last >= total or last != min(offset + length, total) - 1:
+            asked = f"{length} bytes at {offset}"
             raise SourceError(
-                f"{self.name} answered {given[:60] or 'no range'} when asked for {length} bytes at "
-                f"{offset}"
+                f"{self.name} answered {given[:60] or 'no range'} when asked for {asked}"
             )
         etag = response.headers.get("ETag", "")
         if self.size and (total != self.size or (etag and self._etag and etag != self._etag)):

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,9 @@ def _at_path(typed: str) -> list[LocalModel]:
     if typed.lower() in starter.NAMES:
         return []
     found = by_path(typed)
-    return [found] if found is not None else []
+    if found is None:
+        return []
+    return [found]
 
 
 # --- a path ---------------------------------------------------------------------------------------
@@ -92,17 +95,25 @@ def by_path(ref: str) -> LocalModel | None:
     must be of that quant, or the one of that quant in the folder PATH. Raises ModelNotFoundError
     and ModelFileError for a path to none."""
     if not _exists(ref):
-        path_alone, colon, quant = ref.rpartition(":")
-        if colon and not set(quant) & {"/", "\\"} and is_path(path_alone) and _exists(path_alone):
-            return _of_quant(Path(path_alone).expanduser(), quant)
-        if is_path(ref):
-            raise ModelNotFoundError(
-                f"there is no file {ref!r}", hint="check the path, or see `localllm models list`"
-            )
-        return None
+        return _by_path_and_quant(ref)
     path = Path(ref).expanduser()
     if path.is_dir():
         return _by_folder(path)
+    return _by_file(path)
+
+
+def _by_path_and_quant(ref: str) -> LocalModel | None:
+    path, colon, quant = ref.rpartition(":")
+    if colon and not set(quant) & {"/", "\\"} and is_path(path) and _exists(path):
+        return _of_quant(Path(path).expanduser(), quant)
+    if is_path(ref):
+        raise ModelNotFoundError(
+            f"there is no file {ref!r}", hint="check the path, or see `localllm models list`"
+        )
+    return None
+
+
+def _by_file(path: Path) -> LocalModel:
     if path.name.startswith("._"):
         file_kinds.check_is_model(path)
     whole = names.raw_part_of(path.name)
@@ -121,16 +132,10 @@ def by_path(ref: str) -> LocalModel | None:
         )
     file_kinds.check_is_model(path)
     # A file of another name (an Ollama blob): whether it is a model is the backend's to say.
-    return LocalModel(
-        names.shown(path.stem or path.name),
-        path,
-        Format.GGUF,
-        path.stat().st_size,
-        names.quant_of(path.name),
-        "path",
-        "",
-        (path,),
-    )
+    name = names.shown(path.stem or path.name)
+    size_bytes = path.stat().st_size
+    quant = names.quant_of(path.name)
+    return LocalModel(name, path, Format.GGUF, size_bytes, quant, "path", "", (path,))
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -139,12 +144,11 @@ def _files_of(folder: Path) -> list[Path]:
 
 def is_path(ref: str) -> bool:
     """True for what looks like a path, or is one."""
-    looks_like_one = (
-        ref.startswith((".", "/", "~"))
-        or "\\" in ref
-        or (ref.lower().endswith(".gguf") and "/" in ref)
-    )
-    return "://" not in ref and (looks_like_one or _exists(ref))
+    if "://" in ref:
+        return False
+    if ref.startswith((".", "/", "~")) or "\\" in ref:
+        return True
+    return (ref.lower().endswith(".gguf") and "/" in ref) or _exists(ref)
 
 
 def _exists(path: str) -> bool:
@@ -158,15 +162,13 @@ def _of_quant(path: Path, quant: str) -> LocalModel:
     if path.is_dir():
         there = folders.ggufs(_files_of(path), "path")
     else:
-        there = [m for m in [by_path(str(path))] if m is not None]
+        there = [_by_file(path)]
     chosen = [m for m in there if m.quant.upper() == quant.upper()]
     if len(chosen) == 1:
         return chosen[0]
-    quants = ", ".join(dict.fromkeys(m.quant or "of an unknown quant" for m in there)) or (
-        "no GGUF file"
-    )
+    quants = ", ".join(dict.fromkeys(m.quant or "of an unknown quant" for m in there))
     raise ModelNotFoundError(
-        f"{path} is not {quant}: there is {quants}", hint="name the file alone"
+        f"{path} is not {quant}: there is {quants or 'no GGUF file'}", hint="name the file alone"
     )
 
 
@@ -208,8 +210,10 @@ def _best_at_hand() -> LocalModel:
 def best_of(candidates: Sequence[LocalModel]) -> LocalModel:
     """One of several that answer to a name: the biggest sensible one this machine can run, else the
     smallest."""
-    smallest = min(candidates, key=lambda m: (m.is_folder, m.size_bytes))
-    return next(iter(_sensible(candidates)), smallest)
+    sensible = _sensible(candidates)
+    if sensible:
+        return sensible[0]
+    return min(candidates, key=attrgetter("is_folder", "size_bytes"))
 
 
 def _sensible(models: Sequence[LocalModel]) -> list[LocalModel]:
@@ -218,7 +222,7 @@ def _sensible(models: Sequence[LocalModel]) -> list[LocalModel]:
     has_mlx = importlib.util.find_spec("mlx_lm") is not None
     limit_bytes = (SystemMemory().available_bytes() or 0) * _SENSIBLE_SHARE
     fitting = [m for m in models if m.size_bytes <= limit_bytes and (has_mlx or not m.is_folder)]
-    return sorted(fitting, key=lambda m: -m.size_bytes)
+    return sorted(fitting, key=attrgetter("size_bytes"), reverse=True)
 
 
 def _can_chat(model: LocalModel) -> bool:

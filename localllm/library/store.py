@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -85,8 +86,9 @@ def du() -> list[DiskUsage]:
     ]
     unfinished = hf_cache.partials(app_folders.hub_cache())
     if unfinished:
-        usage.append(DiskUsage("partial", len(unfinished), sum(map(hf_cache.size_of, unfinished))))
-    return sorted(usage, key=lambda u: -u.size_bytes)
+        size_bytes = sum(hf_cache.size_of(path) for path in unfinished)
+        usage.append(DiskUsage("partial", len(unfinished), size_bytes))
+    return sorted(usage, key=attrgetter("size_bytes"), reverse=True)
 
 
 def _all_files(model: LocalModel) -> list[Path]:
@@ -146,7 +148,9 @@ def waste(*, now: float | None = None) -> list[Waste]:
     """What prune would remove from the hub's cache. Files of the last ten minutes may be in use and
     are left out."""
     cache = app_folders.hub_cache()
-    limit = (time.time() if now is None else now) - _SETTLED_S
+    if now is None:
+        now = time.time()
+    limit = now - _SETTLED_S
     why: dict[Path, _Why] = dict.fromkeys(hf_cache.partials(cache), "unfinished download")
     why |= dict.fromkeys(hf_cache.unreferenced(cache), "no snapshot points at it")
     found = []
@@ -223,7 +227,10 @@ def digest_file(file: Path, like: str, on_bytes: Callable[[int], None] | None = 
     """The file's sha256, or git's blob sha1 where `like` is one (40 digits). Raises OSError."""
     digest = new_digest(like, file.stat().st_size)
     with file.open("rb") as f:
-        for block in iter(lambda: f.read(1 << 22), b""):
+        while True:
+            block = f.read(1 << 22)
+            if not block:
+                break
             digest.update(block)
             if on_bytes is not None:
                 on_bytes(len(block))
@@ -277,10 +284,10 @@ def _nothing_in(target: Path, called: Path) -> UsageError:
             said.append(f"{file.name} is empty, or a part of a split that is not whole")
         except ModelFileError as e:
             said.append(e.message)
-    return UsageError(
-        f"{called} holds no model" + (f": {'; '.join(said)}" if said else ""),
-        hint="models are .gguf files, or folders with config.json",
-    )
+    found = f"{called} holds no model"
+    if said:
+        found += f": {'; '.join(said)}"
+    return UsageError(found, hint="models are .gguf files, or folders with config.json")
 
 
 def forget(folder: Path) -> None:

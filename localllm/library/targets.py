@@ -27,14 +27,16 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
     reference = names.parse(ref)
     if reference.repo:
         return replace(reference, name="")
-    known = catalog if catalog is not None else load_catalog()
-    model, quant = catalog_model(ref, known)
-    listed = model.variants if model is not None else ()
-    packaged = [v for v in listed if v.repo.startswith("pypi:")]
-    on_hub = tuple(v for v in listed if v not in packaged)
-    if model is None or not on_hub:
+    if catalog is None:
+        catalog = load_catalog()
+    model, quant = catalog_model(ref, catalog)
+    if model is None:
         # A name on this disk needs no fetching, and resolve's error says what is near.
-        return resolve(ref, catalog=known)
+        return resolve(ref, catalog=catalog)
+    packaged = [v for v in model.variants if v.repo.startswith("pypi:")]
+    on_hub = tuple(v for v in model.variants if v not in packaged)
+    if not on_hub:
+        return resolve(ref, catalog=catalog)
     here = store.packaged()
     if here and packaged and quant in ("", packaged[0].quant):
         return here[0]
@@ -43,23 +45,20 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
 
 def _offered(reference: ModelReference, offered: Model, choose: Choose | None) -> ModelReference:
     """The variant of the catalog's model that was asked for, chosen, or is the usual one."""
-    if reference.quant:
-        listed = [v for v in offered.variants if names.same_quant(reference.quant, v.quant)]
-        # A quant that the catalog does not list may still be in the repository.
-        if listed:
-            variant = listed[0]
-        else:
-            variant = variants.usual_variant(offered.variants)
+    listed = [v for v in offered.variants if names.same_quant(reference.quant, v.quant)]
+    if reference.quant and listed:
+        variant = listed[0]
+    elif choose is not None and not reference.quant:
+        variant = choose(offered)
     else:
-        if choose is not None:
-            variant = choose(offered)
-        else:
-            variant = variants.usual_variant(offered.variants)
+        # A quant that the catalog does not list may still be in the repository.
+        variant = variants.usual_variant(offered.variants)
     target = replace(
         reference, repo=variant.repo, projector=variant.mmproj_file, name=offered.id, quant=""
     )
     if variant.is_folder:
         return target
-    is_file = variant.files and variant.exact and reference.quant in ("", variant.quant)
-    file = variant.files[0] if is_file else ""
-    return replace(target, quant=reference.quant or variant.quant, file=file)
+    target = replace(target, quant=reference.quant or variant.quant)
+    if variant.files and variant.exact and reference.quant in ("", variant.quant):
+        return replace(target, file=variant.files[0])
+    return target

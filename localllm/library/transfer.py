@@ -75,7 +75,9 @@ class Fetch:
 
         self._take_up()
         failures = 0
-        restarts = -1 if self._have else 0
+        restarts = 0
+        if self._have:
+            restarts = -1
         while True:
             before = self._have
             try:
@@ -86,12 +88,7 @@ class Fetch:
                 restarts += 1
                 self._restart()
                 if restarts > _MAX_RESTARTS:
-                    raise DownloadError(
-                        f"{self._file.name} arrived again with another content than the hub "
-                        "announced",
-                        hint="a proxy or mirror may be changing it; try another network, or unset "
-                        "HF_ENDPOINT",
-                    )
+                    raise self._changed()
                 failures += 1
                 continue
             except (
@@ -108,11 +105,13 @@ class Fetch:
                 failures += 1
             self._wait_or_give_up(trouble, failures)
 
+    def _changed(self) -> DownloadError:
+        return DownloadError(
+            f"{self._file.name} arrived again with another content than the hub announced",
+            hint="a proxy or mirror may be changing it; try another network, or unset HF_ENDPOINT",
+        )
+
     def _wait_or_give_up(self, trouble: Exception, failures: int) -> None:
-        if isinstance(trouble, HubUnreachableError):
-            why = trouble.message
-        else:
-            why = _reason(trouble)
         asked = getattr(trouble, "retry_after_s", None)
         if asked is not None and asked > self._patience.longest_asked_s:
             raise DownloadError(
@@ -120,10 +119,9 @@ class Fetch:
                 hint=f"{LATER_HINT}; HF_TOKEN raises the limit",
             ) from trouble
         if failures >= self._patience.failures:
+            at = f"{self._have:,} of {self._file.size_bytes:,} bytes"
             raise DownloadError(
-                f"{self._file.name} stopped at {self._have:,} of {self._file.size_bytes:,} bytes: "
-                f"{why}",
-                hint=LATER_HINT,
+                f"{self._file.name} stopped at {at}: {_reason(trouble)}", hint=LATER_HINT
             ) from trouble
         self._on_bytes(self._have, "waiting")
         self._patience.sleep(self._patience.wait_s(failures, asked))
@@ -133,19 +131,19 @@ class Fetch:
     def _take_up(self) -> None:
         """Go on with what an earlier run left: its bytes enter the hash."""
         try:
-            if self._partial.is_file():
-                size = self._partial.stat().st_size
-            else:
-                size = 0
-            if size > self._file.size_bytes:
+            if not self._partial.is_file():
+                return
+            if self._partial.stat().st_size > self._file.size_bytes:
                 self._restart()
                 return
-            if size:
-                with self._partial.open("rb") as f:
-                    for block in iter(lambda: f.read(_BLOCK_BYTES), b""):
-                        self._digest.update(block)
-                        self._have += len(block)
-                        self._on_bytes(self._have, "checking")
+            with self._partial.open("rb") as f:
+                while True:
+                    block = f.read(_BLOCK_BYTES)
+                    if not block:
+                        break
+                    self._digest.update(block)
+                    self._have += len(block)
+                    self._on_bytes(self._have, "checking")
         except OSError as e:
             raise disk_trouble(e, self._partial) from e
 
@@ -187,11 +185,9 @@ class Fetch:
             elapsed = time.monotonic() - began
             if elapsed > self._patience.slow_window_s:
                 if self._have - had < self._patience.least_bytes_s * elapsed:
+                    rate = (self._have - had) / elapsed
                     raise HubUnreachableError(
-                        f"the connection brought only {(self._have - had) / elapsed:.0f} "
-                        "bytes "
-                        "a "
-                        "second"
+                        f"the connection brought only {rate:.0f} bytes a second"
                     )
                 began = time.monotonic()
                 had = self._have
@@ -242,8 +238,12 @@ class Fetch:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).splitlines()[0][:200] if str(error) else ""
-    return text or re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
+    if isinstance(error, HubUnreachableError):
+        return error.message
+    lines = str(error).splitlines()
+    if lines and lines[0]:
+        return lines[0][:200]
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
 
 
 def disk_trouble(error: OSError, path: Path) -> DownloadError:
@@ -310,11 +310,11 @@ class DownloadMeter:
         then, before = self._samples[0]
         elapsed = now - then
         # A restart (wrong content) takes bytes back: no speed is better than a negative one.
-        if elapsed > 0:
-            speed = max(0.0, (done - before) / elapsed)
-        else:
-            speed = 0.0
-        eta = (self.total_bytes - done) / speed if speed > 0 else None
+        speed = 0.0
+        eta = None
+        if elapsed > 0 and done > before:
+            speed = (done - before) / elapsed
+            eta = (self.total_bytes - done) / speed
         self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta, digest))
 
     def finished(self, size_bytes: int) -> None:

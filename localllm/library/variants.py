@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from localllm.errors import DownloadError, ModelFileError
 from localllm.library import hub, names, remote_header
@@ -59,9 +60,10 @@ class Selection:
 
     @property
     def total_bytes(self) -> int:
-        return sum(f.size_bytes for f in self.files) + (
-            self.projector.size_bytes if self.projector else 0
-        )
+        total_bytes = sum(f.size_bytes for f in self.files)
+        if self.projector is not None:
+            total_bytes += self.projector.size_bytes
+        return total_bytes
 
 
 def selections(listing: Listing) -> list[Selection]:
@@ -78,7 +80,11 @@ def selections(listing: Listing) -> list[Selection]:
     folder_model = _mlx(listing)
     if folder_model is not None and not found:
         found.append(folder_model)
-    return sorted(found, key=lambda s: (s.files[0].name.count("/"), s.weights_bytes))
+    return sorted(found, key=_listing_order)
+
+
+def _listing_order(selection: Selection) -> tuple[int, int]:
+    return selection.files[0].name.count("/"), selection.weights_bytes
 
 
 def _kinds(listing: Listing) -> dict[str, Kind]:
@@ -91,12 +97,13 @@ def _mlx(listing: Listing) -> Selection | None:
     ]
     weights = names.mlx_weights(f.name for f in at_root)
     at_root = [f for f in at_root if f.name in weights or not f.name.endswith(".safetensors")]
-    if not any(f.name.endswith(".safetensors") for f in at_root) or not any(
-        f.name == "config.json" for f in at_root
-    ):
+    small = [f for f in at_root if not f.name.endswith(".safetensors")]
+    large = [f for f in at_root if f.name.endswith(".safetensors")]
+    if not large or not any(f.name == "config.json" for f in small):
         return None
     # The small files first: what is wrong with them is known before the large ones travel.
-    ordered = sorted(at_root, key=lambda f: (f.name.endswith(".safetensors"), f.name))
+    by_name = attrgetter("name")
+    ordered = [*sorted(small, key=by_name), *sorted(large, key=by_name)]
     return Selection(Format.MLX, names.mlx_quant_of(listing.repo), tuple(ordered))
 
 
@@ -120,13 +127,11 @@ def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = No
 
 def listed(selection: Selection, listing: Listing) -> Variant:
     """What these files of a listing are, with their projector."""
+    variant = replace(selection.variant(listing.repo), source=OF_THE_HUB)
     projector = projector_of(listing, selection.files[0].name)
-    return replace(
-        selection.variant(listing.repo),
-        mmproj_file=projector.name if projector else "",
-        mmproj_bytes=projector.size_bytes if projector else 0,
-        source=OF_THE_HUB,
-    )
+    if projector is None:
+        return variant
+    return replace(variant, mmproj_file=projector.name, mmproj_bytes=projector.size_bytes)
 
 
 def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | None:
@@ -163,9 +168,10 @@ def pick(
     there = selections(listing)
     if not there:
         raise _no_model(listing, quant)
-    of_file = _holding(there, file) if file else None
-    if of_file is not None:
-        return of_file
+    if file:
+        of_file = _holding(there, file)
+        if of_file is not None:
+            return of_file
     if quant:
         return _of_quant(there, quant, listing)
     if file:
@@ -176,12 +182,17 @@ def pick(
     else:
         variant = usual_variant(offered)
     chosen = next((s for s in there if s.names[:1] == variant.files[:1]), there[0])
+    _warn_of_others(chosen, there, listing)
+    return chosen
+
+
+def _warn_of_others(chosen: Selection, there: Sequence[Selection], listing: Listing) -> None:
+    """Log which other files could have been meant."""
     others = [s.files[0].name for s in there if s.quant == chosen.quant and s is not chosen]
     others += [f"{name} (not a name to keep a file under)" for name in listing.left_out]
     if others:
         said = f"took {chosen.files[0].name} of {listing.repo}, and not {', '.join(others[:4])}"
         logging.getLogger(__name__).warning(said)
-    return chosen
 
 
 def _holding(there: Sequence[Selection], file: str) -> Selection | None:
@@ -247,13 +258,20 @@ def usual_variant(variants: Sequence[Variant]) -> Variant:
     choices = [v for v in variants if not v.is_folder] or variants
     limit_bytes = (SystemMemory().total_bytes or 0) // 2
     fitting = [v for v in choices if v.file_bytes <= limit_bytes]
+    size = attrgetter("file_bytes")
     if not fitting:
-        return min(choices, key=lambda v: v.file_bytes)
+        smallest: Variant = min(choices, key=size)
+        return smallest
     by_quant = {v.quant.upper(): v for v in reversed(fitting)}
-    usual = next((by_quant[quant] for quant in _USUAL if quant in by_quant), None)
-    return usual or max(fitting, key=lambda v: v.file_bytes)
+    for quant in _USUAL:
+        if quant in by_quant:
+            return by_quant[quant]
+    largest: Variant = max(fitting, key=size)
+    return largest
 
 
 def _what_there_is(there: Sequence[Selection]) -> str:
     listed = ", ".join(s.quant or s.files[0].name for s in there[:24])
-    return f"it has {listed}{' …' if len(there) > 24 else ''}"
+    if len(there) > 24:
+        listed += " …"
+    return f"it has {listed}"
