@@ -51,10 +51,16 @@ def create_app(
     own = Paths("server")
     first = [openai.routes(server), own]
     others = cache(partial(_other_dialects, server))
-    document = cache(lambda: openapi.document([*first, *others()]))
+
+    @cache
+    def document() -> dict[str, Any]:
+        return openapi.document([*first, *others()])
+
     _own_paths(own, server, document, power)
 
-    router = cache(lambda: Router(list(chain(*others())), redirect_slashes=False))
+    @cache
+    def router() -> Router:
+        return Router(list(chain(*others())), redirect_slashes=False)
 
     async def by_others(scope: Scope, receive: Receive, send: Send) -> None:
         await router()(scope, receive, send)
@@ -121,10 +127,9 @@ def _own_paths(
     @paths.answers("GET", "/metrics", responses=openapi.answer_of("text/plain", "string"))
     async def prometheus(request: Request) -> Response:
         """Counters in Prometheus' text format."""
+        figures: dict[str, float] = {}
         if power is not None and caller().admin:
             figures = await asyncio.to_thread(power)
-        else:
-            figures = {}
         return Response(await render_metrics(server, figures), media_type=CONTENT_TYPE)
 
     @paths.answers("GET", "/usage.csv", responses=openapi.answer_of("text/csv", "string"))
@@ -143,10 +148,7 @@ async def _http(request: Request, error: Exception) -> NoReturn:
         wrong.methods = methods
         raise wrong
     near = _path_meant(request)
-    if near:
-        hint = f"the path is {near}"
-    else:
-        hint = "GET /openapi.json lists them"
+    hint = f"the path is {near}" if near else "GET /openapi.json lists them"
     raise RouteNotFoundError("no such path here", hint=hint)
 
 
@@ -158,13 +160,18 @@ def _methods(request: Request, path: str = "") -> list[str]:
         asked = {**request.scope, "path": path or request.url.path, "method": method}
         if any(route.matches(asked)[0] is Match.FULL for route in routes):
             found.add(method)
-    return sorted(found | {"HEAD"} if "GET" in found else found)
+    if "GET" in found:
+        found.add("HEAD")
+    return sorted(found)
 
 
 def _path_meant(request: Request) -> str:
     """The path without what stands before it (a base URL and a path may both begin with /v1), or
     with the /v1 that it lacks, if that is one here; else ""."""
     parts = request.url.path.split("/")[1:]
-    ends = ["/" + "/".join(parts[i:]) for i in range(1, min(len(parts), 8))]
-    likely = [*ends, f"/v1/{parts[-1]}"]
-    return next((path for path in likely if request.method in _methods(request, path)), "")
+    likely = ["/" + "/".join(parts[i:]) for i in range(1, min(len(parts), 8))]
+    likely.append(f"/v1/{parts[-1]}")
+    for path in likely:
+        if request.method in _methods(request, path):
+            return path
+    return ""

@@ -29,17 +29,16 @@ def holding_command(
     macOS: `caffeinate -i` (no idle sleep; the display may go dark). Linux: an inhibitor of logind,
     which desktops ask before they suspend an idle machine (systemd-inhibit(1))."""
     if platform == "darwin":
-        found = which("caffeinate")
-        if found:
-            return (found, "-i", *_UNTIL_LET_GO)
+        program = which("caffeinate")
+        options = ["-i"]
+    elif platform == "linux" and any(environment.get(name) for name in _DESKTOP):
+        program = which("systemd-inhibit")
+        options = ["--what=idle", "--who=localllm", "--why=requests are being answered"]
+    else:
         return ()
-    if platform == "linux" and any(environment.get(name) for name in _DESKTOP):
-        found = which("systemd-inhibit")
-        what = ("--what=idle", "--who=localllm", "--why=requests are being answered")
-        if found:
-            return (found, *what, *_UNTIL_LET_GO)
+    if program is None:
         return ()
-    return ()
+    return (program, *options, *_UNTIL_LET_GO)
 
 
 class Awake:
@@ -57,7 +56,9 @@ class Awake:
     @classmethod
     def here(cls, *, wanted: bool) -> Awake:
         """For this machine, where it is `wanted` and can be had."""
-        return cls(holding_command(sys.platform, shutil.which, os.environ) if wanted else ())
+        if not wanted:
+            return cls(())
+        return cls(holding_command(sys.platform, shutil.which, os.environ))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

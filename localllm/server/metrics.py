@@ -13,14 +13,12 @@ from localllm.server.serving import Server
 # These are counters, all others gauges.
 _COUNTERS = {
     "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens",
-    "generated_tokens",
-    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens",
-    "accepted_ngram_tokens",
-    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens",
-    "accepted_model_tokens",
-    "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens", "accepted_eagle3_tokens",
-    "drafted_dflash_tokens", "accepted_dflash_tokens", "drafted_assistant_tokens",
-    "accepted_assistant_tokens",
+    "generated_tokens", "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens",
+    "drafted_ngram_tokens", "accepted_ngram_tokens", "drafted_grammar_tokens",
+    "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
+    "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens",
+    "accepted_eagle3_tokens", "drafted_dflash_tokens", "accepted_dflash_tokens",
+    "drafted_assistant_tokens", "accepted_assistant_tokens",
 }  # fmt: skip
 # The memory guard's levels (localllm/memory/guard.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")
@@ -38,17 +36,14 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
         return "\n".join(used_lines(server.accounts.visible_to(caller()))) + "\n"
     snapshots = {worker.name: await worker.snapshot() for worker in server.models.workers()}
     loaded = [(labels(model=name), int(bool(snapshot))) for name, snapshot in snapshots.items()]
-    lines = [
-        *metric("localllm_http_requests_total", "counter", [("", server.requests)]),
-        *metric("localllm_http_active", "gauge", [("", server.active)]),
-        *metric("localllm_model_loaded", "gauge", loaded),
-        *_counted(snapshots),
-        *used_lines(server.accounts.visible_to(caller())),
-    ]
+    lines = metric("localllm_http_requests_total", "counter", [("", server.requests)])
+    lines += metric("localllm_http_active", "gauge", [("", server.active)])
+    lines += metric("localllm_model_loaded", "gauge", loaded)
+    lines += _counted(snapshots)
+    lines += used_lines(server.accounts.visible_to(caller()))
     for name, value in power.items():
-        lines += metric(
-            name, "counter" if name.endswith("_total") else "gauge", [("", f"{value:.3f}")]
-        )
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += metric(name, kind, [("", f"{value:.3f}")])
     return "\n".join(lines) + "\n"
 
 
@@ -70,7 +65,6 @@ def _series(
 ) -> Iterator[tuple[tuple[str, str], tuple[str, object]]]:
     """The metric (its name and kind) and the series (its labels and value) of a snapshot's entry."""
     recomputed = _RECOMPUTED.fullmatch(key)
-    name = "localllm_" + _NAME.sub("_", key)
     if key == "pressure":
         for level in _PRESSURES:
             at = labels(model=model, level=level)
@@ -79,8 +73,9 @@ def _series(
         at = labels(model=model, reason=recomputed[1])
         yield ("localllm_recomputed_tokens_total", "counter"), (at, value)
     elif isinstance(value, (int, float)):
+        name = "localllm_" + _NAME.sub("_", key)
+        series = labels(model=model), +value  # a flag is 1 or 0
         if key in _COUNTERS:
-            named = (f"{name}_total", "counter")
+            yield (f"{name}_total", "counter"), series
         else:
-            named = (name, "gauge")
-        yield named, (labels(model=model), +value)  # a flag is 1 or 0
+            yield (name, "gauge"), series

@@ -111,11 +111,10 @@ class Server:
         others under that key."""
         progress = PrefillProgress()
         headers = answer_headers(translated.ignored)
+        keepalive = dialect.keepalive
         # A kept stream's events are numbered as they are written: besides there are comments only.
         if translated.keepalive and kept is None:
             keepalive = translated.keepalive
-        else:
-            keepalive = dialect.keepalive
 
         def progress_frame() -> bytes:
             progress.loaded = model.worker.progress
@@ -142,23 +141,25 @@ class Server:
             return response(produce)
         key, asked = kept
         stream = self.kept.make((key, translated.stream_id), asked, produce)
-        stream.answer = lambda after: response(lambda outbox: stream.follow(outbox, after))
-        return stream.answer(-1)
+
+        def joined(after: int) -> StreamResponse:
+            return response(partial(stream.follow, after=after))
+
+        stream.answer = joined
+        return joined(-1)
 
     async def complete(
         self, request: Request, model: ServedModel, translated: TranslatedRequest
     ) -> Response:
         """The reply in one piece: the stream, collected. Cancelled when the client disconnects."""
 
+        def without_writer(job: GenerationJob) -> ReplyWriter:
+            return ReplyWriter()
+
         async def work() -> Response:
-            job, reply = await self._generate(
-                model, translated, PrefillProgress(), lambda job: ReplyWriter()
-            )
-            headers = {
-                **request_id(),
-                **_headers(translated, job),
-                "x-localllm-cache": reply.usage.cache_note,
-            }
+            job, reply = await self._generate(model, translated, PrefillProgress(), without_writer)
+            headers = request_id() | _headers(translated, job)
+            headers["x-localllm-cache"] = reply.usage.cache_note
             return JSONResponse(translated.body(reply, job), headers=headers)
 
         return await unless_left(request, work())
@@ -246,9 +247,9 @@ class Server:
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
                 account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             if job.asked is not None:
+                cache = self.reasoning.current()
                 for choice in reply.choices:
                     calls = [(call.name, call.arguments) for call in choice.begun_calls]
-                    cache = self.reasoning.current()
                     cache.remember(job.asked, choice.text, calls, choice.reasoning)
                     if job.hides_reasoning:
                         choice.thoughts.clear()
@@ -258,9 +259,8 @@ class Server:
 async def _enforceable(
     grammar: tuple[str, str] | None,
 ) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    return await worked(
-        partial(enforceable, grammar), takes_ms=bool(grammar and grammar[0] == "loose_schema")
-    )
+    is_loose = grammar is not None and grammar[0] == "loose_schema"
+    return await worked(partial(enforceable, grammar), takes_ms=is_loose)
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Generic, TypeVar
 
 from localllm.errors import AuthError, LocalLLMError
@@ -68,7 +68,8 @@ class TokenBucket:
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self.size = per_minute
         self._clock = clock
-        self._left, self._seen_s = per_minute, clock()
+        self._left = per_minute
+        self._seen_s = clock()
 
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` (at most the bucket's size) is available."""
@@ -102,17 +103,21 @@ class Account:
     ("": for all without a name)."""
 
     def __init__(self, key: NamedKey, clock: Callable[[], float] = time.monotonic) -> None:
-        self.name, self.parallel, self.used, self.active = key.name, key.parallel, KeyUsage(), 0
+        self.name = key.name
+        self.parallel = key.parallel
+        self.used = KeyUsage()
+        self.active = 0
         self.admin = key.admin or not key.name
-        own_scope = f"key {key.name}" if key.name else ""
+        self.cache_scope = ""
         if key.share_cache:
             self.cache_scope = f"group {key.share_cache}"
-        else:
-            self.cache_scope = own_scope
-        sizes = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
-        self._buckets = {
-            what: TokenBucket(size, clock) for what, size in sizes.items() if size is not None
-        }
+        elif key.name:
+            self.cache_scope = f"key {key.name}"
+        self._buckets: dict[str, TokenBucket] = {}
+        if key.requests_per_minute is not None:
+            self._buckets["requests"] = TokenBucket(key.requests_per_minute, clock)
+        if key.tokens_per_minute is not None:
+            self._buckets["tokens"] = TokenBucket(key.tokens_per_minute, clock)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -201,16 +206,11 @@ class Accounts:
     """The accounts of a server: one for each named key, and one for the owner's key without a
     name."""
 
-    def __init__(
-        self,
-        keys: Iterable[NamedKey] = (),
-        owner_key: str | None = None,
-    ) -> None:
+    def __init__(self, keys: Iterable[NamedKey] = (), owner_key: str | None = None) -> None:
+        self._keys = [(key.digest, Account(key)) for key in keys]
         if owner_key is not None:
-            owners = [NamedKey("", digest_of(owner_key.encode()))]
-        else:
-            owners = []
-        self._keys = [(key.digest, Account(key)) for key in (*keys, *owners)]
+            digest = digest_of(owner_key.encode())
+            self._keys.append((digest, Account(NamedKey("", digest))))
         self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
 
     def of(self, sent: bytes) -> Account | None:
@@ -234,8 +234,9 @@ class Accounts:
         kept = self._delegated.get((account.name, sent))
         if kept is not None:
             return kept
-        shared = "" if scope == "-" else scope
-        key = NamedKey(f"{account.name}/{name}", share_cache=shared, admin=admin == "1")
+        key = NamedKey(f"{account.name}/{name}", admin=admin == "1")
+        if scope != "-":
+            key = replace(key, share_cache=scope)
         return self._delegated.put((account.name, sent), Account(key))
 
     def visible_to(self, account: Account) -> list[Account]:
@@ -265,8 +266,9 @@ def delegation() -> dict[str, str]:
     account = caller()
     if not account.name:
         return {}
-    shared = account.cache_scope != f"key {account.name}"
-    scope = _pseudonym(account.cache_scope) if shared else "-"
+    scope = "-"
+    if account.cache_scope != f"key {account.name}":
+        scope = _pseudonym(account.cache_scope)
     return {DELEGATION: f"{_pseudonym(account.name)} {scope} {int(account.admin)}"}
 
 
@@ -278,7 +280,9 @@ def used_lines(accounts: Iterable[Account]) -> list[str]:
     """The usage of `accounts` in Prometheus' text format."""
     found = list(accounts)
     lines: list[str] = []
+    if not found:
+        return lines
     for each in fields(KeyUsage):
         series = [(labels(key=a.name), getattr(a.used, each.name)) for a in found]
-        lines += metric(f"localllm_key_{each.name}_total", "counter", series) if found else []
+        lines += metric(f"localllm_key_{each.name}_total", "counter", series)
     return lines

@@ -166,18 +166,12 @@ class Connection(H11Protocol):
         waits (RFC 9112 9.6). The two look alike until something is sent: then the system of one
         that is gone refuses it. True keeps the connection."""
         sock = self.transport.get_extra_info("socket")
-        asking = (
-            self.cycle is not None
-            and not self.cycle.response_complete
-            and self.conn.their_state is not h11.SEND_BODY
-        )
-        if (
-            not asking
-            or sock is None
-            or self.scheme == "https"
-            or self.conn.their_http_version != b"1.1"
-        ):
-            return False
+        if self.cycle is None or self.cycle.response_complete:
+            return False  # it asks for nothing
+        if self.conn.their_state is h11.SEND_BODY:
+            return False  # its request is incomplete
+        if sock is None or self.scheme == "https" or self.conn.their_http_version != b"1.1":
+            return False  # a character sent ahead can't be a probe
         self._half = True
         self.conn.send = self._without_beginning  # type: ignore[method-assign, assignment]
         self._probe(sock, 0.02)
@@ -215,8 +209,10 @@ class Connection(H11Protocol):
             self.transport.close()
         if self.cycle is answered and not self.transport.is_closing():
             self._in_headers = False
-            limits = self.all.settings
-            self._close_in(limits.idle_timeout_s if self.known else limits.idle_unknown_timeout_s)
+            if self.known:
+                self._close_in(self.all.settings.idle_timeout_s)
+            else:
+                self._close_in(self.all.settings.idle_unknown_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
@@ -256,10 +252,9 @@ def free_descriptors() -> int:
     except ImportError:  # Windows bounds no sockets
         return _WANTED_DESCRIPTORS
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        most = _WANTED_DESCRIPTORS
-    else:
-        most = min(_WANTED_DESCRIPTORS, hard)
+    most = _WANTED_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(_SHARES, most - len(os.listdir("/dev/fd")))

@@ -68,10 +68,13 @@ class MethodError(RequestError, code="method_not_allowed", http_status=405):
 
 # Anthropic's names, by status.
 _ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def envelope(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
@@ -93,18 +96,20 @@ def speaks_anthropic(scope: Scope) -> bool:
 def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
     """Anthropic's error object. Clients parse this message of a too long prompt to compact the
     conversation."""
-    if 400 <= error.http_status < 500:
-        other = "invalid_request_error"
-    else:
-        other = "api_error"
-    said = error.message
+    message = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
-        said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
-        said += f"; {error.hint}" if error.hint else ""
-    return {
-        "type": "error",
-        "error": {"type": _ERROR_TYPES.get(error.http_status, other), "message": said},
-    }
+        tokens, window = error.counts
+        message = f"prompt is too long: {tokens} tokens > {window} maximum"
+        if error.hint:
+            message += f"; {error.hint}"
+    return {"type": "error", "error": {"type": _anthropic_type(error), "message": message}}
+
+
+def _anthropic_type(error: LocalLLMError) -> str:
+    status = error.http_status
+    if status in _ERROR_TYPES:
+        return _ERROR_TYPES[status]
+    return "invalid_request_error" if 400 <= status < 500 else "api_error"
 
 
 def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:

@@ -75,40 +75,23 @@ class SecurityGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the server is run without anything else
             return
-        headers = dict(scope["headers"])
-        origin = headers.get(b"origin", b"").decode("latin-1").lower()
         repeated = _repeated(scope["headers"])
-        cors: dict[str, str] = {}
-        if origin and not repeated and self._origin_allowed(origin):
-            # Refusals too: a browser shows a page no answer without these headers, only a failed
-            # connection.
-            cors = {**_CORS, "access-control-allow-origin": origin}
-        extra = [(name.encode(), value.encode("latin-1")) for name, value in cors.items()]
+        # Refusals have them too: a browser shows a page no answer without these headers, only a
+        # failed connection.
+        cors = [] if repeated else self._cors_headers(_origin(dict(scope["headers"])))
         started = False
 
         async def sending(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), *extra]
+                message["headers"] = [*message.get("headers", ()), *cors]
             await send(message)
 
         try:
             if repeated:
                 raise RequestError(f"the request repeats the header {repeated}")
-            self._check_host(headers.get(b"host"))
-            self._check_origin(origin, headers)
-            if scope["method"] == "OPTIONS":
-                await _preflight(origin, headers)(scope, receive, sending)
-                return
-            account = self._admitted(scope, headers)
-            self._check_body(scope["method"], headers)
-            counted = account.request() if scope["method"] == "POST" else nullcontext()
-            if scope["path"].endswith("/"):
-                scope["path"] = scope["path"].rstrip("/") or "/"
-            CALLER.set(account)
-            with counted:
-                await self.app(scope, receive, sending)
+            await self._checked(scope, receive, sending)
         except asyncio.CancelledError:
             if not started:  # the server stops
                 stopping = BusyError("the server is stopping", hint="send the request again later")
@@ -118,6 +101,31 @@ class SecurityGate:
             failure = for_client(e)
             if not started:
                 await refusal(failure, scope)(scope, receive, sending)
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request if it passes every check. Raises the error of the first that fails."""
+        headers = dict(scope["headers"])
+        origin = _origin(headers)
+        method = scope["method"]
+        self._check_host(headers.get(b"host"))
+        self._check_origin(origin, headers)
+        if method == "OPTIONS":
+            await _preflight(origin, headers)(scope, receive, send)
+            return
+        account = self._admitted(scope, headers)
+        self._check_body(method, headers)
+        if scope["path"].endswith("/"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        CALLER.set(account)
+        with account.request() if method == "POST" else nullcontext():
+            await self.app(scope, receive, send)
+
+    def _cors_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
+        """The headers by which a page of an allowed origin may read the answer."""
+        if not origin or not self._origin_allowed(origin):
+            return []
+        headers = {**_CORS, "access-control-allow-origin": origin}
+        return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account:
         """Whose request it is, with a place for its connection. Raises KeyRequiredError or
@@ -138,11 +146,10 @@ class SecurityGate:
         name = host_name(value.decode("latin-1"))
         if is_loopback(name) or name in self._hosts:
             return
-        keyed = self.settings.keyed
-        if keyed and served_with_key(name):
-            return
         hint = "use localhost, or allow the name: --allow-host NAME"
-        if not keyed and served_with_key(name):
+        if served_with_key(name):
+            if self.settings.keyed:
+                return
             hint += "; with a key (--api-key) it needs no allowing"
         raise AuthError("this Host is not a name of this server", hint=hint)
 
@@ -162,11 +169,10 @@ class SecurityGate:
         """The account of the key. Raises KeyRequiredError."""
         if not self.settings.keyed:
             return NOBODY
+        key = headers.get(b"x-api-key", b"")
         sent = headers.get(b"authorization", b"")
         if sent[:7].lower() == b"bearer ":
             key = sent[7:]
-        else:
-            key = headers.get(b"x-api-key", b"")
         account = self._accounts.of(key.strip())
         if account is None:
             raise KeyRequiredError("the API key is missing or wrong")
@@ -193,10 +199,17 @@ class SecurityGate:
             raise BodyTooLargeError(f"the body is larger than {self.settings.max_body_bytes} bytes")
 
 
+def _origin(headers: Mapping[bytes, bytes]) -> str:
+    return headers.get(b"origin", b"").decode("latin-1").lower()
+
+
 def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """A header that is there twice and must not be; "" where there is none."""
     names = [name for name, _ in headers]
-    return next((name.decode("latin-1") for name in _ONE_ONLY if names.count(name) > 1), "")
+    for name in _ONE_ONLY:
+        if names.count(name) > 1:
+            return name.decode("latin-1")
+    return ""
 
 
 def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
@@ -205,12 +218,18 @@ def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind == b"application/json" or kind.endswith(b"+json"):
         return True
+    if kind not in (b"", _FORM):
+        return False
+    if not any(_is_of_page(name) for name in headers):
+        return True
     length = headers.get(b"content-length")
     empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
-    from_page = any(
-        name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers
-    )
-    return (kind in (b"", _FORM) and not from_page) or (kind == b"" and empty)
+    return kind == b"" and empty
+
+
+def _is_of_page(name: bytes) -> bool:
+    """Whether browsers send that header, and other programs don't."""
+    return name in (b"origin", b"referer") or name.startswith(b"sec-fetch-")
 
 
 def _preflight(origin: str, asked: Mapping[bytes, bytes]) -> Response:

@@ -14,7 +14,7 @@ class RecentlyUsed(Generic[Key, Value]):
     `size_of`. The one that was not used the longest goes first; the newest stays, however large."""
 
     def __init__(
-        self, most: int, most_size: int = 0, size_of: Callable[[Value], int] = lambda _: 0
+        self, most: int, most_size: int = 0, size_of: Callable[[Value], int] | None = None
     ) -> None:
         self._most = most
         self._most_size = most_size
@@ -31,14 +31,16 @@ class RecentlyUsed(Generic[Key, Value]):
         """Keep `value`; returns it."""
         self._entries.pop(key, None)
         self._entries[key] = value
-        entries = self._entries
-        most_size = self._most_size
-        while len(entries) > 1 and (
-            len(entries) > self._most
-            or (most_size and sum(map(self._size_of, entries.values())) > most_size)
-        ):
-            self.pop(next(iter(entries)))
+        while len(self._entries) > 1 and self._too_much():
+            self.pop(next(iter(self._entries)))
         return value
+
+    def _too_much(self) -> bool:
+        if len(self._entries) > self._most:
+            return True
+        if self._size_of is None:
+            return False
+        return sum(map(self._size_of, self._entries.values())) > self._most_size
 
     def pop(self, key: Key) -> None:
         """Forget the entry, which is there."""

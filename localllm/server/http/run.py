@@ -39,9 +39,13 @@ async def serve_on(
     # are a step of a small model.
     sys.setswitchinterval(_TURN_S)
     descriptors = free_descriptors()
+
+    class Counted(Connection):
+        all = Connections(settings, descriptors)
+
     config = uvicorn.Config(
         app,
-        http=type("Counted", (Connection,), {"all": Connections(settings, descriptors)}),
+        http=Counted,
         backlog=max(1, min(_WAITING, descriptors // 20)),
         ws="none",
         lifespan="off",
@@ -52,9 +56,10 @@ async def serve_on(
         # Ours is shorter.
         timeout_keep_alive=math.ceil(settings.idle_timeout_s + settings.idle_unknown_timeout_s),
         server_header=False,
-        ssl_certfile=settings.tls.certificate if settings.tls is not None else None,
-        ssl_keyfile=settings.tls.key if settings.tls is not None else None,
     )
+    if settings.tls is not None:
+        config.ssl_certfile = settings.tls.certificate
+        config.ssl_keyfile = settings.tls.key
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=list(socks)))
     try:

@@ -22,8 +22,7 @@ _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 # Limits of `ServerSettings` that are settings of the same names, and can't be 0.
 CONNECTION_LIMITS = (
     "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s",
-    "header_timeout_s",
-    "body_timeout_s", "min_body_bytes_s",
+    "header_timeout_s", "body_timeout_s", "min_body_bytes_s",
 )  # fmt: skip
 
 
@@ -87,13 +86,11 @@ def image_host(text: str) -> tuple[str, int]:
     """Name and port in the value of `--allow-image-hosts`. Raises UsageError."""
     sent = text.strip().lower()
     name = host_name(sent)
-    if sent.removeprefix("[").removesuffix("]") == name:
-        port = "443"
-    else:
+    port = "443"
+    if sent.removeprefix("[").removesuffix("]") != name:
         port = sent.rpartition(":")[2]
-    if not (is_address(name) or _NAME.fullmatch(name)) or not (
-        port.isdecimal() and 0 < int(port) < 65536
-    ):
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    if not is_port or not (is_address(name) or _NAME.fullmatch(name)):
         raise UsageError(
             f"--allow-image-hosts {text!r} must be a host's name, or name:port",
             hint="such as images.example; every host is named in full, and https is the only way",
@@ -112,9 +109,8 @@ def allowed_origin(text: str, *, keyed: bool) -> str:
                 hint="add --api-key",
             )
         return origin
-    scheme, separator, rest = origin.partition("://")
-    parts = urlsplit(origin) if separator else None
-    if parts is None or not scheme or not rest or parts.netloc != rest or "@" in rest:
+    scheme, _, rest = origin.partition("://")
+    if not scheme or not rest or urlsplit(origin).netloc != rest or "@" in rest:
         raise UsageError(
             f"--allow-origin {text!r} must be scheme://host or scheme://host:port",
             hint="such as https://chat.example",
@@ -197,14 +193,9 @@ class ServerSettings:
                 "a Unix socket has no TLS: it does not leave this machine",
                 hint="leave --tls-cert out",
             )
-        generated = not self.keyed and self.unix_socket is None and not is_loopback(self.host)
-        keyed = generated or self.keyed
-        return replace(
-            self,
-            api_key=secrets.token_urlsafe(24) if generated else self.api_key,
-            allowed_hosts=tuple(allowed_host(name) for name in self.allowed_hosts),
-            allowed_origins=tuple(
-                allowed_origin(origin, keyed=keyed) for origin in self.allowed_origins
-            ),
-            generated_key=generated,
-        )
+        checked = replace(self, generated_key=False)
+        if not self.keyed and self.unix_socket is None and not is_loopback(self.host):
+            checked = replace(self, generated_key=True, api_key=secrets.token_urlsafe(24))
+        hosts = [allowed_host(name) for name in self.allowed_hosts]
+        origins = [allowed_origin(name, keyed=checked.keyed) for name in self.allowed_origins]
+        return replace(checked, allowed_hosts=tuple(hosts), allowed_origins=tuple(origins))

@@ -68,12 +68,10 @@ def _bind_one(host: str, port: int) -> socket.socket:
         sock.listen(256)
     except OSError as e:
         sock.close()
-        if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            if e.errno == errno.EADDRINUSE:
-                why = "is in use"
-            else:
-                why = "needs administrator rights"
-            raise PortInUseError(f"port {port} on {host} {why}") from e
+        if e.errno == errno.EADDRINUSE:
+            raise PortInUseError(f"port {port} on {host} is in use") from e
+        if e.errno == errno.EACCES:
+            raise PortInUseError(f"port {port} on {host} needs administrator rights") from e
         raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
     return sock
 

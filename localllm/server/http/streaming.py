@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -124,15 +125,13 @@ class StreamResponse(Response):
             await _end(producer, watcher)
 
     async def _stream(self, outbox: Outbox, scope: Scope, send: Send) -> None:
-        fixed = {
+        headers = {
             "content-type": self._media_type,
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
+            **self._more_headers,
         }
-        raw = [
-            (k.encode("latin-1"), v.encode("latin-1"))
-            for k, v in {**fixed, **self._more_headers}.items()
-        ]
+        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         direct = None
         connection = scope.get(CONNECTION)
@@ -141,11 +140,8 @@ class StreamResponse(Response):
             send = connection.send
             direct = connection.write_piece
             # Before an event a comment, before a line of JSON a blank.
-            if self._media_type.startswith("text/event-stream"):
-                blank = b": \n"
-            else:
-                blank = b" "
-            connection.probes.append(lambda: outbox.write(blank))
+            is_events = self._media_type.startswith("text/event-stream")
+            connection.probes.append(partial(outbox.write, b": \n" if is_events else b" "))
         if outbox.empty and not outbox.closed:
             outbox.write(self._keepalive())
         ticker = asyncio.create_task(
@@ -164,7 +160,9 @@ class StreamResponse(Response):
             ticker.cancel()
 
     async def _send_last(self, send: Send, error: LocalLLMError | None) -> None:
-        last = self._frame_error(error) if error is not None else b""
+        last = b""
+        if error is not None:
+            last = self._frame_error(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -202,12 +200,15 @@ async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s:
     last_frame = b""
     while True:
         await asyncio.sleep(period_s)
-        silent = silent + 1 if outbox.writes == seen else 0
-        frame = keepalive() if silent else b""
-        if frame and (frame != last_frame or silent >= most_silent):
-            outbox.write(frame)
+        if outbox.writes == seen:
+            silent += 1
+            frame = keepalive()
+            if frame and (frame != last_frame or silent >= most_silent):
+                outbox.write(frame)
+                silent = 0
+                last_frame = frame
+        else:
             silent = 0
-            last_frame = frame
         seen = outbox.writes
 
 
