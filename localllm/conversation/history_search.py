@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
-from itertools import islice
 
 # The index knows nothing shorter.
 _INDEXED_CHARS = 3
@@ -43,10 +42,11 @@ def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
         (*args, limit),
     ).fetchall()
     word = query.split()[0]
-    return [
-        Hit(conv, n, role, created_s, *_around(text, word))
-        for conv, n, role, created_s, text in rows
-    ]
+    hits = []
+    for conversation_id, message_id, role, created_s, text in rows:
+        snippet, at, end = _around(text, word)
+        hits.append(Hit(conversation_id, message_id, role, created_s, snippet, at, end))
+    return hits
 
 
 def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
@@ -59,12 +59,13 @@ def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
         args,
     )
     words = query.casefold().split()
-    found = (
-        typed
-        for (typed,) in rows
-        if typed.strip() and all(word in typed.casefold() for word in words)
-    )
-    return list(islice(found, limit))
+    found: list[str] = []
+    for (typed,) in rows:
+        if len(found) == limit:
+            break
+        if typed.strip() and all(word in typed.casefold() for word in words):
+            found.append(typed)
+    return found
 
 
 def conversations(db: sqlite3.Connection, query: str) -> list[str]:
@@ -94,12 +95,12 @@ def _containing(query: str) -> tuple[str, list[str]]:
             "m.id IN (SELECT rowid FROM found WHERE found MATCH ?"
             f" UNION ALL SELECT id FROM messages WHERE complete = 0 AND {unfinished})"
         )
-        args += [
-            " ".join('"' + word.replace('"', '""') + '"' for word in long),
-            *(_like(word) for word in long),
-        ]
-    parts += ["m.content LIKE ? ESCAPE '\\'"] * len(short)
-    args += map(_like, short)
+        quoted = ['"' + word.replace('"', '""') + '"' for word in long]
+        args.append(" ".join(quoted))
+        args += [_like(word) for word in long]
+    for word in short:
+        parts.append("m.content LIKE ? ESCAPE '\\'")
+        args.append(_like(word))
     return " AND ".join(parts), args
 
 
@@ -112,8 +113,10 @@ def _around(text: str, word: str) -> tuple[str, int, int]:
     found = text.lower().find(word.lower())
     at = min(max(found, 0), len(text))
     start = max(0, at - _BEFORE)
-    line = ("…" if start else "") + " ".join(text[start : start + _SNIPPET].split())
+    line = " ".join(text[start : start + _SNIPPET].split())
+    if start:
+        line = "…" + line
     begin = line.lower().find(word.lower())
-    if begin >= 0:
-        return (line, begin, begin + len(word))
-    return (line, 0, 0)
+    if begin < 0:
+        return line, 0, 0
+    return line, begin, begin + len(word)

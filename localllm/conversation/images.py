@@ -19,13 +19,8 @@ from localllm.errors import RequestError, UnsupportedError
 KINDS = ("image_url", "image", "input_image")
 _DATA = "data:"
 _TYPES = (
-    "image/png",
-    "image/jpeg",
-    "image/jpg",
-    "image/webp",
-    "image/gif",
-    "application/octet-stream",
-)
+    "image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "application/octet-stream"
+)  # fmt: skip
 # How every JPEG begins in base64: like a path.
 _JPEG = "/9j/"
 _ADDRESS = re.compile(r"https?://[^\s]{1,4000}\Z", re.IGNORECASE)
@@ -67,25 +62,25 @@ def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedIma
     """The image in a part of a message, in any dialect's form."""
     found: Any = part.get("image_url", part.get("source", part.get("image", part.get("url"))))
     if isinstance(found, Mapping):
-        holds = found.get("type") == "base64" or "data" in found
-        found = found.get("data" if holds else "url")
+        if found.get("type") == "base64" or "data" in found:
+            found = found.get("data")
+        else:
+            found = found.get("url")
     return of_file(found, where, asked=asked)
 
 
 def of_file(file: Any, where: str, *, asked: bool) -> AttachedImage:
     """The image that is `file`: base64, or a data URL of it."""
     data, problem = _without_scheme(file)
+    image = AttachedImage(_mark(data or where), data, where, asked, problem)
     if problem == _REMOTE and _ADDRESS.match(file):
-        address = file
-    else:
-        address = ""
-    return AttachedImage(_mark(data or where), data, where, asked, problem, address)
+        return replace(image, address=file)
+    return image
 
 
 def _mark(name: str) -> str:
-    return (
-        f"\ue5c8image {hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:40]}\uf2a9"
-    )
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
+    return f"\ue5c8image {digest[:40]}\uf2a9"
 
 
 def _without_scheme(file: Any) -> tuple[str, str]:
@@ -121,15 +116,13 @@ def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pr
                 raise UnsupportedError(
                     f"{image.where}: this model reads text only, not images",
                     param=image.where,
-                    hint="`localllm recommend --sees` lists models that read them; a projector "
-                    "must lie beside the model",
+                    hint="`localllm recommend --sees` lists models that read them; "
+                    "a projector must lie beside the model",
                 )
-            plain["content"] = plain["content"].replace(
-                image.mark, NOTE if not vision else f"[{image.problem}]", 1
-            )
-            prepared.ignored.append("messages.images")
+            note = f"[{image.problem}]" if vision else NOTE
+            plain["content"] = plain["content"].replace(image.mark, note, 1)
+            prepared.ignored = ["messages.images"]
         prepared.messages.append(plain)
-    prepared.ignored = list(dict.fromkeys(prepared.ignored))
     return prepared
 
 
@@ -139,13 +132,18 @@ def images_in_prompt(
     """A prompt of text in which each `marker` stands for the next of `files`: with marks instead,
     and the files by their marks. Raises RequestError."""
     parts = text.split(marker)
-    if len(parts) - 1 != len(files):
+    places = len(parts) - 1
+    if places != len(files):
         raise RequestError(
-            f"the prompt has {len(parts) - 1} of {marker} and {where} has {len(files)} images: "
+            f"the prompt has {places} of {marker} and {where} has {len(files)} images: "
             "send one for each",
             param=where,
         )
-    images = [of_file(file, f"{where}[{i}]", asked=True) for i, file in enumerate(files)]
-    marked = "".join(p + (images[i].mark if i < len(images) else "") for i, p in enumerate(parts))
+    images = []
+    marked = parts[0]
+    for i, file in enumerate(files):
+        image = of_file(file, f"{where}[{i}]", asked=True)
+        images.append(image)
+        marked += image.mark + parts[i + 1]
     prepared = prepare_images([{"content": marked, "images": images}], vision=vision)
     return marked, prepared.files

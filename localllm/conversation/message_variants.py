@@ -9,7 +9,6 @@ gets the first that it takes.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,15 +61,14 @@ def _completed_variables(tools: Sequence[Mapping[str, Any]] | None) -> Variables
     """The variables of a template that can't do without: `tools` left undefined instead of none, or
     with every parameter described to the end, and what older templates call `functions` and
     `datetime`."""
+    functions = [tool.get("function", tool) for tool in tools or ()]
     variables: Variables = {
-        "functions": json.dumps(
-            [t.get("function", t) for t in tools or ()], ensure_ascii=False, indent=4
-        ),
+        "functions": json.dumps(functions, ensure_ascii=False, indent=4),
         # the day: an hour in the prompt would end every prefix
         "datetime": datetime.now().strftime("%B %d %Y"),
     }
     if tools is not None:
-        variables["tools"] = [_described(t) for t in tools]
+        variables["tools"] = [_described(tool) for tool in tools]
     return variables
 
 
@@ -80,13 +78,13 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return dict(tool)
-    described = {
-        name: {"type": "string", "description": "", "items": {}, "additionalProperties": {}, **p}
-        if isinstance(p, Mapping)
-        else p
-        for name, p in properties.items()
-    }
-    return {**tool, "function": {**function, "parameters": {**schema, "properties": described}}}
+    defaults = {"type": "string", "description": "", "items": {}, "additionalProperties": {}}
+    described = dict(properties)
+    for name, sent in properties.items():
+        if isinstance(sent, Mapping):
+            described[name] = {**defaults, **sent}
+    parameters = {**schema, "properties": described}
+    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 def with_short_ids(messages: Messages) -> Messages:
@@ -96,17 +94,17 @@ def with_short_ids(messages: Messages) -> Messages:
     waiting: list[str] = []
     for m in messages:
         if m.get("tool_calls"):
-            calls = [
-                {**c, "id": _short_id(str(c.get("id") or i))} for i, c in enumerate(m["tool_calls"])
-            ]
-            waiting = [c["id"] for c in calls]
+            calls = []
+            for i, call in enumerate(m["tool_calls"]):
+                calls.append({**call, "id": _short_id(str(call.get("id") or i))})
+            waiting = [call["id"] for call in calls]
             m = {**m, "tool_calls": calls}
         elif m["role"] == "tool":
             sent = m.get("tool_call_id")
-            if sent:
-                identity = _short_id(sent)
+            if sent or not waiting:
+                identity = _short_id(sent or "0")
             else:
-                identity = next(iter(waiting), _short_id("0"))
+                identity = waiting[0]
             if identity in waiting:
                 waiting.remove(identity)
             m = {**m, "tool_call_id": identity}
@@ -127,15 +125,22 @@ def one_call_a_turn(messages: Messages) -> Messages:
     while at < len(messages):
         message = messages[at]
         calls = message.get("tool_calls") or ()
-        results = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at + 1 :]))
-        at += 1 + len(results)
+        results = []
+        at += 1
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
         for call in calls[:-1]:
             own = _results_of(call, results)
             results = [r for r in results if not any(r is o for o in own)]
-            split += [{**message, "tool_calls": [call]}, *own]
+            split.append({**message, "tool_calls": [call]})
+            split += own
             later = {name: v for name, v in message.items() if name not in _SAID_ONCE}
             message = {**later, "content": ""}
-        split += [{**message, "tool_calls": [calls[-1]]} if calls else message, *results]
+        if calls:
+            message = {**message, "tool_calls": [calls[-1]]}
+        split.append(message)
+        split += results
     return split
 
 
@@ -148,51 +153,51 @@ def _results_of(call: Mapping[str, Any], results: Messages) -> Messages:
 
 def _one_text_before_calls(messages: Messages) -> Messages:
     """Thinking and words before a call as one text, for a template that takes either."""
-    return [
-        {**m, "thinking": f"{m['thinking']}\n\n{m['content']}", "content": ""}
-        if m.get("tool_calls") and m.get("thinking") and m.get("content")
-        else m
-        for m in messages
-    ]
+    changed: list[Message] = []
+    for m in messages:
+        if m.get("tool_calls") and m.get("thinking") and m.get("content"):
+            m = {**m, "thinking": f"{m['thinking']}\n\n{m['content']}", "content": ""}
+        changed.append(m)
+    return changed
 
 
 def _with_text_arguments(messages: Messages) -> Messages:
-    return [
-        {**m, "tool_calls": [_text_call(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
-        for m in messages
-    ]
+    changed: list[Message] = []
+    for m in messages:
+        if m.get("tool_calls"):
+            m = {**m, "tool_calls": [_text_call(call) for call in m["tool_calls"]]}
+        changed.append(m)
+    return changed
 
 
 def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
-    if isinstance(arguments, str):
-        text = arguments
-    else:
-        text = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _systems_to_user(messages: Messages, *, behind: int) -> list[Message]:
-    return [
-        {**m, "role": "user"} if i >= behind and m["role"] == "system" else m
-        for i, m in enumerate(messages)
-    ]
+    changed: list[Message] = []
+    for i, m in enumerate(messages):
+        if i >= behind and m["role"] == "system":
+            m = {**m, "role": "user"}
+        changed.append(m)
+    return changed
 
 
 def _merge_equal_roles(messages: Messages) -> list[Message]:
     merged: list[Message] = []
     for m in messages:
         last = merged[-1] if merged else None
-        if last is not None and m["role"] == last["role"] and m["role"] != "tool":
-            content = f"{last.get('content') or ''}\n\n{m.get('content') or ''}".strip()
-            calls = [*(last.get("tool_calls") or ()), *(m.get("tool_calls") or ())]
-            merged[-1] = {
-                **last,
-                **m,
-                "content": content,
-                **({"tool_calls": calls} if calls else {}),
-            }
-        else:
+        if last is None or m["role"] != last["role"] or m["role"] == "tool":
             merged.append(m)
+            continue
+        both = {**last, **m}
+        both["content"] = f"{last.get('content') or ''}\n\n{m.get('content') or ''}".strip()
+        calls = [*(last.get("tool_calls") or ()), *(m.get("tool_calls") or ())]
+        if calls:
+            both["tool_calls"] = calls
+        merged[-1] = both
     return merged

@@ -61,22 +61,20 @@ def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
     kinds: list[str] = []
-    plain = [
-        _plain_message(m, f"messages[{i}]", None if _is_question(messages, i) else kinds)
-        for i, m in enumerate(messages)
-    ]
+    *earlier, last = messages
+    plain = [_plain_message(m, f"messages[{i}]", kinds) for i, m in enumerate(earlier)]
+    is_question = _sent_role(last) == "user"
+    if earlier and _sent_role(earlier[-1]) in ("tool", "function"):
+        # Many clients send a tool's images in a message of the user's role.
+        is_question = False
+    plain.append(_plain_message(last, f"messages[{len(earlier)}]", None if is_question else kinds))
     if omitted is not None:
         omitted += (f"messages.{kind}" for kind in dict.fromkeys(kinds))
     return plain
 
 
-def _is_question(messages: Sequence[Any], i: int) -> bool:
-    """Whether this is what the user asks now. Behind a tool's result it is the client that speaks:
-    many send a tool's images in a message of the user's role."""
-    roles = [
-        m.get("role") if isinstance(m, Mapping) else None for m in messages[max(0, i - 1) : i + 1]
-    ]
-    return i == len(messages) - 1 and roles[-1] == "user" and roles[0] not in ("tool", "function")
+def _sent_role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
@@ -86,11 +84,11 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
     sent = message.get("content")
     if role == "tool" and isinstance(sent, Mapping):  # what a tool returned, as it is
         sent = json.dumps(sent, ensure_ascii=False)
-    found = Attachments(thoughts=[] if role == "assistant" else None)
-    texts = [
-        flatten(sent, f"{where}.content", omitted, found),
-        *_ollama_images(message, where, omitted, found),
-    ]
+    thoughts: list[str] = []
+    found = Attachments(thoughts if role == "assistant" else None)
+    texts = [flatten(sent, f"{where}.content", omitted, found)]
+    texts += _ollama_images(message, where, omitted, found)
+    plain: dict[str, Any] = {"role": role, "content": "\n".join(text for text in texts if text)}
     fields: dict[str, Any] = {
         "images": found.images,
         "pdfs": found.pdfs,
@@ -100,31 +98,29 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
         fields["tool_call_id"] = _text_of(message, "tool_call_id")
         fields["name"] = _text_of(message, "tool_name") or fields["name"]
     if role == "assistant":
-        fields["reasoning_content"] = _reasoning(message, found.thoughts or ())
+        fields["reasoning_content"] = _reasoning(message, thoughts)
         fields["tool_calls"] = _tool_calls(message, where)
-    content = "\n".join(filter(None, texts))
-    return {"role": role, "content": content} | {
-        name: value for name, value in fields.items() if value
-    }
+    for name, value in fields.items():
+        if value:
+            plain[name] = value
+    return plain
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
     sent = message.get("role")
-    role = _ALIASES.get(sent, sent) if isinstance(sent, str) else None
-    if role not in ROLES:
-        raise RequestError(
-            f"{where}.role is {_short(sent)}; known roles are system, developer, user, assistant, "
-            "tool",
-            param=f"{where}.role",
-        )
-    return role
+    if isinstance(sent, str):
+        role = _ALIASES.get(sent, sent)
+        if role in ROLES:
+            return role
+    raise RequestError(
+        f"{where}.role is {_short(sent)}; known roles are system, developer, user, assistant, tool",
+        param=f"{where}.role",
+    )
 
 
 def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
     value = message.get(field_name)
-    if isinstance(value, str):
-        return value
-    return None
+    return value if isinstance(value, str) else None
 
 
 def _ollama_images(
@@ -132,34 +128,30 @@ def _ollama_images(
 ) -> list[str]:
     """The marks of images that stand beside the content, as Ollama has them; `found` gets the
     images."""
-    sent = message.get("images")
-    if not sent:
-        return []
-    files = sent if isinstance(sent, list) else [sent]
-    images = [
-        pictures.of_file(f, f"{where}.images[{i}]", asked=omitted is None)
-        for i, f in enumerate(files)
-    ]
-    found.images += images
-    return [image.mark for image in images]
+    files = message.get("images") or []
+    if not isinstance(files, list):
+        files = [files]
+    marks = []
+    for i, file in enumerate(files):
+        image = pictures.of_file(file, f"{where}.images[{i}]", asked=omitted is None)
+        found.images.append(image)
+        marks.append(image.mark)
+    return marks
 
 
 def _reasoning(message: Mapping[str, Any], thoughts: Sequence[str]) -> str | None:
     named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
-    reasoning = named or "\n".join(thoughts)
-    if isinstance(reasoning, str):
-        return reasoning
-    return None
+    if not named:
+        return "\n".join(thoughts)
+    return named if isinstance(named, str) else None
 
 
 def _reasoning_text(part: Mapping[str, Any]) -> str:
     """The text of a part of reasoning, which is a text or (Mistral's spelling) parts of text."""
-    said = part.get("thinking", part.get("text"))
-    if isinstance(said, list):
-        return "\n".join(str(p.get("text", "")) for p in said if isinstance(p, Mapping))
-    if isinstance(said, str):
-        return said
-    return ""
+    text = part.get("thinking", part.get("text"))
+    if isinstance(text, list):
+        return "\n".join(str(p.get("text", "")) for p in text if isinstance(p, Mapping))
+    return text if isinstance(text, str) else ""
 
 
 def flatten(
@@ -242,36 +234,31 @@ def _omit(kind: str, where: str, omitted: list[str] | None, refused: str, why: s
 
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     sent = message.get("tool_calls")
-    if sent is None and isinstance(message.get("function_call"), Mapping):
-        sent = [{"function": message["function_call"]}]
-    sent = () if sent is None else sent
+    if sent is None:
+        older = message.get("function_call")
+        sent = [{"function": older}] if isinstance(older, Mapping) else []
     if not isinstance(sent, Iterable) or isinstance(sent, (str, bytes, Mapping)):
         raise RequestError(f"{where}.tool_calls must be an array", param=f"{where}.tool_calls")
     calls = []
     for i, call in enumerate(sent):
         spot = f"{where}.tool_calls[{i}]"
-        if isinstance(call, Mapping):
-            function = _function(call)
-        else:
-            function = None
+        function = _function(call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{spot}.function needs a name", param=spot)
-        identity = call.get("id")
-        calls.append(
-            {
-                "id": identity if isinstance(identity, str) else f"call_{i}",
-                "type": "function",
-                "function": {
-                    "name": function["name"],
-                    "arguments": parse_arguments(function.get("arguments")),
-                },
-            }
-        )
+        call_id = _text_of(call, "id")
+        if call_id is None:
+            call_id = f"call_{i}"
+        arguments = parse_arguments(function.get("arguments"))
+        plain = {"name": function["name"], "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": plain})
     return calls
 
 
-def _function(call: Mapping[str, Any]) -> Any:
-    """What a call of OpenAI's calls; one of a custom tool has a text instead of arguments."""
+def _function(call: Any) -> Any:
+    """The function that one of OpenAI's calls names; a custom tool has a text instead of
+    arguments. None if there is none."""
+    if not isinstance(call, Mapping):
+        return None
     custom = call.get("custom")
     if isinstance(custom, Mapping):
         return {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}
@@ -296,12 +283,9 @@ def parse_arguments(arguments: Any) -> Any:
         parsed = json_store.parsed(arguments)
         if isinstance(parsed, dict):
             return parsed
-        return arguments
     return arguments
 
 
 def _short(value: Any) -> str:
     text = repr(value)
-    if len(text) <= 40:
-        return text
-    return text[:37] + "…"
+    return text if len(text) <= 40 else text[:37] + "…"
