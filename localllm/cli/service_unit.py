@@ -144,20 +144,28 @@ def state_lines(state: State, address: str | None) -> list[str]:
     """How it stands, for people; `address` is where it answers, as far as that is known."""
     if not state.installed:
         return ["not installed: `localllm service install` starts the server now and at each login"]
-    memory = state.memory_bytes
-    detail = f": {state.detail}" if state.detail else ""
-    of_file = "the model's file in it as far as it was read"
-    rows = (
-        ("state", ("running" if state.running else "not running") + detail),
-        ("address", address),
-        ("since", state.since),
-        ("process", state.pid or None),
-        ("memory", None if memory is None else f"{gb(memory, 2)}, {of_file}"),
-        ("restarts", state.restarts),
-        ("last exit code", None if state.running else state.last_exit or None),
-        ("at login", None if state.at_login is None else "yes" if state.at_login else "no"),
-    )
-    return [f"{name:<15} {value}" for name, value in rows if value not in (None, "")]
+    how = "running" if state.running else "not running"
+    if state.detail:
+        how += f": {state.detail}"
+    lines = [f"state           {how}"]
+    if address:
+        lines.append(f"address         {address}")
+    if state.since:
+        lines.append(f"since           {state.since}")
+    if state.pid:
+        lines.append(f"process         {state.pid}")
+    if state.memory_bytes is not None:
+        memory = gb(state.memory_bytes, 2)
+        lines.append(
+            f"memory          {memory}, the model's file in it as far as it was read"
+        )
+    if state.restarts is not None:
+        lines.append(f"restarts        {state.restarts}")
+    if state.last_exit and not state.running:
+        lines.append(f"last exit code  {state.last_exit}")
+    if state.at_login is not None:
+        lines.append(f"at login        {'yes' if state.at_login else 'no'}")
+    return lines
 
 
 def show_log(command: Sequence[str]) -> None:

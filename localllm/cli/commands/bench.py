@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.shared import Json, show
+from localllm.cli.commands.shared import Json, print_json, print_lines
 from localllm.cli.setting_options import takes
 from localllm.errors import BackendError
 from localllm.formatting import gb
@@ -60,7 +60,10 @@ def bench(
         from localllm.cli.bench import against as servers_compared
 
         compared = servers_compared.compare(model, against, restart_cmd or (), scenarios, rounds)
-        show(as_json, compared.to_json(), compared.lines)
+        if as_json:
+            print_json(compared.to_json())
+        else:
+            print_lines(compared.lines())
         if compared.faults:
             first = compared.faults[0]
             n = len(compared.faults)
@@ -77,40 +80,43 @@ def bench(
         figures["power_share"] = power_share  # says nothing of what this machine can do
     else:
         figures.update(compare_and_keep(load, figures))
-    show(as_json, figures, lambda: lines(figures))
+    if as_json:
+        print_json(figures)
+    else:
+        print_lines(lines(figures))
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """What a person reads of what `--json` prints."""
-    decode, short, prefill, memory = (
-        figures.get(f"predicted_{name}")
-        for name in ("decode_tok_s", "short_tok_s", "prefill_tok_s", "memory_bytes")
-    )
-    long = f"{figures['prompt_tokens']:,} tokens"
-    memory_text = "unknown" if memory is None else gb(memory, 2)
+    prompt = f"{figures['prompt_tokens']:,} tokens"
+    memory = "unknown"
+    if figures.get("predicted_memory_bytes") is not None:
+        memory = gb(figures["predicted_memory_bytes"], 2)
     said = [
-        f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(decode)}   after a "
-        f"prompt of {long}",
-        f"          {figures['short_tok_s']:8.1f} tok/s   predicted {_text(short)}   after a "
-        f"prompt of {SHORT_PROMPT_TOKENS} tokens",
-        f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}   of {long}",
-        f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {memory_text}",
+        f"decode    {_speeds(figures, 'decode_tok_s')}   after a prompt of {prompt}",
+        f"          {_speeds(figures, 'short_tok_s')}   "
+        f"after a prompt of {SHORT_PROMPT_TOKENS} tokens",
+        f"prefill   {_speeds(figures, 'prefill_tok_s')}   of {prompt}",
+        f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {memory}",
     ]
     if "power_share" in figures:
-        said.append(
-            f"paced     computing in {figures['power_share']:.0%} of the time: not compared, and "
-            "not remembered"
-        )
+        share = f"{figures['power_share']:.0%}"
+        said.append(f"paced     computing in {share} of the time: not compared, and not remembered")
     if "power" in figures:
         used = figures["power"]
         said.append(
             f"power     {used['watts']:8.1f} W       {used['joules_per_token']:.2f} J a token   "
             f"by {used['source']}"
         )
-    return [*said, *(f"slower than predicted? {cause}" for cause in figures.get("causes", ()))]
+    for cause in figures.get("causes", ()):
+        said.append(f"slower than predicted? {cause}")
+    return said
 
 
-def _text(value: float | None) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.1f}"
+def _speeds(figures: dict[str, Any], name: str) -> str:
+    """The measured speed and the predicted one."""
+    predicted = figures.get(f"predicted_{name}")
+    text = "unknown"
+    if predicted is not None:
+        text = f"{predicted:.1f}"
+    return f"{figures[name]:8.1f} tok/s   predicted {text}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, show, table
+from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, print_lines, table
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.formatting import byte_size
 from localllm.settings import Settings
@@ -34,7 +34,10 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
     root = paths.prefixes_dir()
     found = survey(root)
     body = _body(str(root), found)
-    show(as_json, body, lambda: _lines(body, found))
+    if as_json:
+        print_json(body)
+    else:
+        print_lines(_lines(body, found))
 
 
 @app.command()
@@ -53,7 +56,9 @@ def clear(
     from localllm.cli.cached_prefixes import survey
 
     found = survey(paths.prefixes_dir())
-    chosen = found if model is None else _of(model, found)
+    chosen = found
+    if model is not None:
+        chosen = _of(model, found)
     n_files = sum(m.n_files for m in chosen)
     size = byte_size(sum(m.size_bytes for m in chosen))
     names = ", ".join(sorted({_name(m) for m in chosen}))
@@ -67,8 +72,8 @@ def clear(
     if n_left:
         raise LocalLLMError(
             f"{n_left} file(s) could not be removed",
-            hint="another program may have them open, or they belong to another user: try again "
-            "without it",
+            hint="another program may have them open, or they belong to another user: "
+            "try again without it",
         )
 
 
@@ -78,11 +83,10 @@ def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
 
     chosen = [m for m in found if name.lower() in (_name(m).lower(), m.folder.name.lower())]
     if not chosen:
-        known = ", ".join(sorted({_name(m) for m in found}))
-        raise ModelNotFoundError(
-            f"nothing is cached for {name}",
-            hint=f"cached are: {known}" if known else "the cache is empty",
-        )
+        hint = "the cache is empty"
+        if found:
+            hint = f"cached are: {', '.join(sorted({_name(m) for m in found}))}"
+        raise ModelNotFoundError(f"nothing is cached for {name}", hint=hint)
     return chosen
 
 
@@ -102,6 +106,17 @@ def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
     settings = Settings()
     limits = {key: int(settings.value(name) * 1e9) for key, name in _LIMITS.items()}
     written = sum(m.written_today_bytes for m in found)
+    models = [
+        {
+            "model": m.model,
+            "folder": m.folder.name,
+            "files": m.n_files,
+            "bytes": m.size_bytes,
+            "written_today_bytes": m.written_today_bytes,
+            "last_used_s": m.used_s,
+        }
+        for m in found
+    ]
     return {
         "folder": folder,
         "files": sum(m.n_files for m in found),
@@ -109,26 +124,15 @@ def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
         "written_today_bytes": written,
         "daily_limit_used_up": 0 < limits["daily_bytes"] <= written,
         "limits": limits,
-        "models": [
-            {
-                "model": m.model,
-                "folder": m.folder.name,
-                "files": m.n_files,
-                "bytes": m.size_bytes,
-                "written_today_bytes": m.written_today_bytes,
-                "last_used_s": m.used_s,
-            }
-            for m in found
-        ],
+        "models": models,
     }
 
 
 def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
     limits = body["limits"]
+    kept = "and none are kept (cache_disk_gb)"
     if limits["capacity_bytes"] > 0:
         kept = f"of {byte_size(limits['capacity_bytes'])}"
-    else:
-        kept = "and none are kept (cache_disk_gb)"
     written = f"{byte_size(body['written_today_bytes'])} of prefixes"
     if limits["daily_bytes"] > 0:
         written += f", of {byte_size(limits['daily_bytes'])} a day"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog, user_folder
+
+if TYPE_CHECKING:
+    from localllm.library.catalog_update import Update
+    from localllm_catalog.types import Model
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -50,17 +54,29 @@ def update(
             hint="run it without --offline and HF_HUB_OFFLINE",
         )
     known = load_catalog()
-    new = [name for name in models or () if "/" in name and known.recognise(name) is None]
-    named = [
-        known.recognise(name) or describe(name, known)[0]
-        for name in models or ()
-        if name not in new
-    ]
-    wanted = named if models else list(known.models)
+    new: list[str] = []
+    wanted: list[Model] = []
+    for name in models or ():
+        model = known.recognise(name)
+        if model is not None:
+            wanted.append(model)
+        elif "/" in name:
+            new.append(name)
+        else:
+            model, _ = describe(name, known)
+            wanted.append(model)
+    if not models:
+        wanted = list(known.models)
     print(f"asking the hub about {len(wanted) + len(new)} models …", file=sys.stderr)
     found = catalog_update.read(wanted, hub.list_files)
     for repo in new:
         catalog_update.add(repo, hub.list_files, found)
+    _print_changes(found)
+    if not dry_run:
+        print(f"wrote {catalog_update.write(found, user_folder())}", file=sys.stderr)
+
+
+def _print_changes(found: Update) -> None:
     for change in found.changes:
         print(change.model.name)
         for line in change.lines:
@@ -69,5 +85,3 @@ def update(
         print(f"not read: {repo}: {reason}", file=sys.stderr)
     if not found.changes:
         print("nothing changed")
-    if not dry_run:
-        print(f"wrote {catalog_update.write(found, user_folder())}", file=sys.stderr)

@@ -114,12 +114,9 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 
     texts, left_out = read_files(path)
     if left_out:
+        n_files = len(texts) + left_out
         typer.echo(
-            f"{one_line(str(path))}: {left_out} of {len(texts) + left_out} files are no "
-            "text "
-            "and "
-            "stay",
-            err=True,
+            f"{one_line(str(path))}: {left_out} of {n_files} files are no text and stay", err=True
         )
     return texts
 

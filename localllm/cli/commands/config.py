@@ -47,20 +47,7 @@ def config(
     if context.invoked_subcommand is not None:
         return
     settings = Settings()
-    rows: list[dict[str, Any]] = [
-        {
-            "name": s.name,
-            "value": "(set)"
-            if s.name in _SECRET and settings.value(s.name) is not None
-            else settings.value(s.name),
-            "origin": settings[s.name].origin,
-            "default": s.default,
-            "environment": s.env,
-            "choices": list(s.allowed),
-            "help": s.help,
-        }
-        for s in TABLE
-    ]
+    rows = [_row(setting, settings) for setting in TABLE]
     path = config_path()
     if as_json:
         print_json({"config_file": str(path), "settings": rows})
@@ -69,6 +56,22 @@ def config(
     there = "" if path.exists() else " (not there yet)"
     print(f"\nset them by `localllm config set NAME VALUE` (in {path}{there}),", file=sys.stderr)
     print("by LOCALLLM_NAME in the environment, or by flags", file=sys.stderr)
+
+
+def _row(setting: Setting, settings: Settings) -> dict[str, Any]:
+    """A setting as --json prints it."""
+    value = settings.value(setting.name)
+    if setting.name in _SECRET and value is not None:
+        value = "(set)"
+    return {
+        "name": setting.name,
+        "value": value,
+        "origin": settings[setting.name].origin,
+        "default": setting.default,
+        "environment": setting.env,
+        "choices": list(setting.allowed),
+        "help": setting.help,
+    }
 
 
 @app.command("keys", short_help="The chat's keys, by their names in [chat_keys].")
@@ -98,9 +101,8 @@ def set_(
     document = _document()
     document[setting.name] = list(parsed) if isinstance(parsed, tuple) else parsed
     path = _write(document)
-    _print_origin(
-        setting, f"{setting.name} = {'(set)' if name in _SECRET else _shown(parsed)} in {path}"
-    )
+    text = "(set)" if name in _SECRET else _shown(parsed)
+    _print_origin(setting, f"{setting.name} = {text} in {path}")
 
 
 @app.command(short_help="Remove one from config.toml.")

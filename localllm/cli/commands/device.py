@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json, show
+from localllm.cli.commands.shared import Json, print_json, print_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,16 +60,20 @@ def device(
     else:
         if measure:
             print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
-        found = overridden(
-            hardware(measure=measure, remeasure=measure), memory_gb=memory, bandwidth_gbps=bandwidth
-        )
+        here = hardware(measure=measure, remeasure=measure)
+        found = overridden(here, memory_gb=memory, bandwidth_gbps=bandwidth)
         build = in_use.build_here(fresh=True)
     found = with_memory(found, ram_gb=ram)
     body = device_to_json(found)
     if build is not None:
         differences = [asdict(finding) for finding in ggml.differences(found, build)]
         body |= {"llama_cpp": ggml.to_json(build), "differences": differences}
-    show(as_json, body, lambda: [*lines(found), *(build_lines(found, build) if build else [])])
+    if as_json:
+        print_json(body)
+        return
+    print_lines(lines(found))
+    if build is not None:
+        print_lines(build_lines(found, build))
 
 
 def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
@@ -78,10 +82,10 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
     from localllm.device import ggml
     from localllm.device.detect import detect
 
-    out = [
-        "",
-        f"llama.cpp (llama-cpp-python {build.version}), devices:" if build.version else "llama.cpp",
-    ]
+    title = "llama.cpp"
+    if build.version:
+        title = f"llama.cpp (llama-cpp-python {build.version}), devices:"
+    out = ["", title]
     for device in build.devices:
         memory = f"{device.memory_total_bytes / 1e9:.1f} GB"
         if device.accelerator != "cpu":
@@ -106,51 +110,59 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
 
 def lines(found: Device) -> list[str]:
     """The table as plain lines: figure, then how it is known."""
-    host = found.host
-    cores = f", {found.n_cpu_cores} cores" if found.n_cpu_cores else ""
-    compute = (("FP16", found.fp16_tflops), ("FP8", found.fp8_tflops), ("FP4", found.fp4_tflops))
-    there: tuple[tuple[str, str, str] | None, ...] = (
-        ("kind", _kind(found), ""),
-        _memory("memory", found.memory),
-        None if host is None else _memory("host memory", host),
-        ("bandwidth", *_figure(found.bandwidth_gbps, "GB/s")),
-        None if host is None else ("host bandwidth", *_figure(found.host_bandwidth_gbps, "GB/s")),
-        *((f"{k} compute", *_figure(f, "TFLOP/s dense")) for k, f in compute if f is not None),
-        ("processor", f"{found.cpu}{cores}", "") if found.cpu else None,
-        ("recognised as", found.match, "") if found.match else None,
-    )
-    rows = [row for row in there if row is not None]
+    rows = _rows(found)
     width = max(len(label) for label, _, _ in rows)
     value_width = max(len(value) for _, value, known in rows if known)
-    out = [f"{found.name}{' (simulated)' if found.simulated else ''}"]
+    simulated = " (simulated)" if found.simulated else ""
+    out = [f"{found.name}{simulated}"]
     for label, value, known in rows:
         out.append(f"  {label:<{width}}  {value:<{value_width}}  {known}".rstrip())
-    return [
-        *out,
-        *[f"  · {account}" for account in found.accounts],
-        *_finding_lines(found.findings),
-    ]
+    for account in found.accounts:
+        out.append(f"  · {account}")
+    return out + _finding_lines(found.findings)
+
+
+def _rows(found: Device) -> list[tuple[str, str, str]]:
+    """(label, figure, how it is known) of each figure that there is."""
+    rows = [("kind", _kind(found), ""), _memory("memory", found.memory)]
+    if found.host is not None:
+        rows.append(_memory("host memory", found.host))
+    rows.append(_figure("bandwidth", found.bandwidth_gbps, "GB/s"))
+    if found.host is not None:
+        rows.append(_figure("host bandwidth", found.host_bandwidth_gbps, "GB/s"))
+    if found.fp16_tflops is not None:
+        rows.append(_figure("FP16 compute", found.fp16_tflops, "TFLOP/s dense"))
+    if found.fp8_tflops is not None:
+        rows.append(_figure("FP8 compute", found.fp8_tflops, "TFLOP/s dense"))
+    if found.fp4_tflops is not None:
+        rows.append(_figure("FP4 compute", found.fp4_tflops, "TFLOP/s dense"))
+    if found.cpu:
+        cores = f", {found.n_cpu_cores} cores" if found.n_cpu_cores else ""
+        rows.append(("processor", f"{found.cpu}{cores}", ""))
+    if found.match:
+        rows.append(("recognised as", found.match, ""))
+    return rows
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:
     out = []
     for finding in findings:
-        out.append(f"  {'!' if finding.level != 'info' else '·'} {finding.message}")
+        sign = "·" if finding.level == "info" else "!"
+        out.append(f"  {sign} {finding.message}")
         if finding.fix:
             out.append(f"      {finding.fix}")
     return out
 
 
 def _kind(found: Device) -> str:
-    words = {
-        "unified": "one pool shared by CPU and GPU",
-        "discrete": "GPU with its own memory",
-        "system": "CPU only",
-    }
-    how: str = found.accelerator
+    text = "CPU only"
+    if found.kind == "unified":
+        text = "one pool shared by CPU and GPU"
+    elif found.kind == "discrete":
+        text = "GPU with its own memory"
     if found.compute_capability:
-        how += f" {found.compute_capability}"
-    return f"{words[found.kind]} ({how})"
+        return f"{text} ({found.accelerator} {found.compute_capability})"
+    return f"{text} ({found.accelerator})"
 
 
 def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
@@ -160,7 +172,7 @@ def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
     return label, value, f"{memory.basis}: {memory.source}"
 
 
-def _figure(figure: Figure | None, unit: str) -> tuple[str, str]:
+def _figure(label: str, figure: Figure | None, unit: str) -> tuple[str, str, str]:
     if figure is None:
-        return "unknown", "not estimated"
-    return f"{figure.value:g} {unit}", f"{figure.basis}: {figure.source}"
+        return label, "unknown", "not estimated"
+    return label, f"{figure.value:g} {unit}", f"{figure.basis}: {figure.source}"

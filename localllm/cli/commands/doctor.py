@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm import __version__
-from localllm.cli.commands.shared import Json, show
+from localllm.cli.commands.shared import Json, print_json, print_lines
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,7 +80,10 @@ def doctor(
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
     body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
-    show(as_json, body, lambda: lines(checks, columns))
+    if as_json:
+        print_json(body)
+    else:
+        print_lines(lines(checks, columns))
     if file is not None:
         by = f"localllm {__version__} doctor --report"
         file.write_text(recorded(readings, found.name, by, lines(checks)), encoding="utf-8")
@@ -97,26 +101,27 @@ def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
     width = max(len(check.name) for check in checks)
     beside = 11 + 2 + width + 2
     narrow = columns - beside < _LEAST_MESSAGE
-    margin = "  " if narrow else " " * beside
+    margin = " " * beside
+    if narrow:
+        margin = "  "
     out = []
     for check in checks:
         head = f"{check.status.upper():<11}  {check.name:<{width}}  "
         if narrow:
             out.append(head.rstrip())
-        out += _wrapped(check.message, columns, margin if narrow else head, margin)
+            head = margin
+        out += _wrapped(check.message, columns, head, margin)
         if check.fix:
             out += _wrapped(f"fix: {check.fix}", columns, margin, margin)
-    counts = {
-        status: sum(check.status == status for check in checks)
-        for status in ("ok", "warning", "error", "not checked")
-    }
-    said = (
-        f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['ok']} check(s) "
-        "passed"
-    )
-    if counts["not checked"]:
-        said += f", {counts['not checked']} not checked"
-    return [*out, "", *_wrapped(said, columns, "", "")]
+    return [*out, "", *_wrapped(_counts(checks), columns, "", "")]
+
+
+def _counts(checks: list[HealthCheck]) -> str:
+    n = Counter(check.status for check in checks)
+    text = f"{n['error']} error(s), {n['warning']} warning(s), {n['ok']} check(s) passed"
+    if n["not checked"]:
+        text += f", {n['not checked']} not checked"
+    return text
 
 
 def _wrapped(text: str, columns: int, first: str, further: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json, show, table
+from localllm.cli.commands.shared import Json, print_json, table
 from localllm.library.catalog import load_catalog
 
 if TYPE_CHECKING:
@@ -42,15 +42,19 @@ def licences(
     A model's own terms hold: what the catalog says of them is a help to find them, not advice.
     """
     libraries = list(installed("localllm"))
-    known = [
-        Terms(model.name, "", model.licence or "not known: see its page on the hub")
-        for model in (load_catalog().models if models else ())
-    ]
+    known = []
+    if models:
+        for model in load_catalog().models:
+            licence = model.licence or "not known: see its page on the hub"
+            known.append(Terms(model.name, "", licence))
     body = {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
     rows = [(f"{x.name} {x.version}", x.licence) for x in libraries]
     if known:
         rows += [("", ""), *((x.name, x.licence) for x in known)]
-    show(as_json, body, lambda: [table(rows)])
+    if as_json:
+        print_json(body)
+    else:
+        print(table(rows))
 
 
 def installed(root: str) -> Iterator[Terms]:

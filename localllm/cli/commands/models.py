@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
-from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, show, table
+from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, print_lines, table
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.formatting import byte_size
 from localllm.library import store
@@ -45,7 +45,14 @@ def list_models(as_json: Json = False) -> None:
             "no model is on this disk yet: see `localllm recommend`, then `localllm pull ID`",
             file=sys.stderr,
         )
-    show(as_json, {"models": [as_row(m) for m in found]}, lambda: listing(found))
+    _print_models(found, as_json=as_json)
+
+
+def _print_models(found: list[LocalModel], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"models": [as_row(model) for model in found]})
+    else:
+        print_lines(listing(found))
 
 
 @app.command(short_help="What a model is and where its files are.")
@@ -69,8 +76,11 @@ def info(
             raise
     else:
         known = open_model(local, catalog).model or catalog.recognise(local.name, local.repo)
-    body = {"model": facts(known), "local": as_row(local) if local is not None else None}
-    show(as_json, body, lambda: info_lines(known, local))
+    if as_json:
+        row = None if local is None else as_row(local)
+        print_json({"model": facts(known), "local": row})
+    else:
+        print_lines(info_lines(known, local))
 
 
 @app.command()
@@ -86,7 +96,9 @@ def rm(
 
     chosen: list[LocalModel] = []
     for ref in refs:
-        chosen += [m for m in [_only_one(ref, find(ref))] if m not in chosen]
+        model = _only_one(ref, find(ref))
+        if model not in chosen:
+            chosen.append(model)
     for model in chosen:
         store.check_ours(model)
     total = sum(m.size_bytes for m in chosen)
@@ -120,10 +132,13 @@ def du(as_json: Json = False) -> None:
 
     usage = store.du()
     total = sum(u.size_bytes for u in usage)
-    body = {"usage": [asdict(u) for u in usage], "total_bytes": total}
-    rows = [(u.origin, str(u.n_models), byte_size(u.size_bytes)) for u in usage]
-    shown = [("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", byte_size(total))]
-    show(as_json, body, lambda: [table(shown, right=(1, 2))])
+    if as_json:
+        print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
+        return
+    rows = [("HELD BY", "MODELS", "SIZE")]
+    rows += [(u.origin, str(u.n_models), byte_size(u.size_bytes)) for u in usage]
+    rows.append(("total", "", byte_size(total)))
+    print(table(rows, right=(1, 2)))
 
 
 @app.command()
@@ -190,27 +205,21 @@ def prune(
     """Remove unfinished downloads and files that no model uses from the hub's cache."""
 
     waste = store.waste()
-    total = sum(w.size_bytes for w in waste)
+    total = byte_size(sum(w.size_bytes for w in waste))
     if not as_json and not quiet:
         for item in waste:
             print(f"{byte_size(item.size_bytes):>9}  {item.why}: {item.path}")
+    removes = bool(waste) and not dry_run
     freed = 0
-    if (
-        waste
-        and not dry_run
-        and (yes or confirmed(f"remove {len(waste)} file(s), {byte_size(total)}?"))
-    ):
+    if removes and (yes or confirmed(f"remove {len(waste)} file(s), {total}?")):
         freed = store.prune(waste)
     if as_json:
         rows = [{"path": str(w.path), "bytes": w.size_bytes, "why": w.why} for w in waste]
         print_json({"found": rows, "freed_bytes": freed})
+    elif removes and not quiet:
+        print(f"{byte_size(freed)} freed", file=sys.stderr)
     elif not quiet:
-        print(
-            f"{byte_size(freed)} freed"
-            if waste and not dry_run
-            else f"{byte_size(total)} could be freed",
-            file=sys.stderr,
-        )
+        print(f"{total} could be freed", file=sys.stderr)
 
 
 @app.command()
@@ -225,7 +234,9 @@ def adopt(
 ) -> None:
     """Use a folder's models where they lie, without copying. (What other apps hold is used
     anyway.)"""
-    found = [] if forget else store.adopt(folder)
+    found: list[LocalModel] = []
     if forget:
         store.forget(folder)
-    show(as_json, {"models": [as_row(m) for m in found]}, lambda: listing(found))
+    else:
+        found = store.adopt(folder)
+    _print_models(found, as_json=as_json)

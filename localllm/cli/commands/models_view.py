@@ -11,10 +11,16 @@ from localllm.plain_output import plain
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
-    from localllm_catalog.types import Model
+    from localllm_catalog.types import Model, Variant
 
 
 def as_row(model: LocalModel) -> dict[str, Any]:
+    """An installed model as --json prints it."""
+    files = {
+        "files": [str(file) for file in model.files],
+        "mmproj": None if model.mmproj is None else str(model.mmproj),
+        "companions": [{"kind": kind, "path": str(file)} for kind, file in model.companions],
+    }
     return {
         "name": model.name,
         "path": str(model.path),
@@ -23,9 +29,7 @@ def as_row(model: LocalModel) -> dict[str, Any]:
         "quant": model.quant,
         "origin": model.origin,
         "repo": model.repo,
-        "files": [str(f) for f in model.files],
-        "mmproj": str(model.mmproj) if model.mmproj is not None else None,
-        "companions": [{"kind": kind, "path": str(file)} for kind, file in model.companions],
+        **files,
     }
 
 
@@ -33,20 +37,30 @@ def listing(found: list[LocalModel]) -> list[str]:
     """A row for each model, and what lies beside them; nothing where there is none."""
     if not found:
         return []
-    head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
-    ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
-    rows = [(m.name, m.quant or "?", byte_size(m.size_bytes), m.format, m.origin) for m in ordered]
+    rows = [("NAME", "QUANT", "SIZE", "FORMAT", "FROM")]
+    for m in sorted(found, key=_by_name_and_size):
+        rows.append((m.name, m.quant or "?", byte_size(m.size_bytes), m.format, m.origin))
+    lines = [table(rows, right=(2,))]
     attached = {m.mmproj for m in found}
     beside = {file: kind for m in found for kind, file in m.companions if file not in attached}
-    lines = [f"{plain(file.name)}: {_what(kind)}" for file, kind in beside.items()]
-    title = ["", "Beside them, and no models:"] if lines else []
-    return [table([head, *rows], right=(2,)), *title, *lines]
+    if beside:
+        lines += ["", "Beside them, and no models:"]
+    for file, kind in beside.items():
+        lines.append(f"{plain(file.name)}: {_what(kind)}")
+    return lines
+
+
+def _by_name_and_size(model: LocalModel) -> tuple[str, int]:
+    return model.name.lower(), model.size_bytes
 
 
 def _what(kind: str) -> str:
     from localllm_catalog.kinds import WORDS
 
-    return next((words for name, (words, _) in WORDS.items() if name == kind), kind)
+    for name, (words, _) in WORDS.items():
+        if name == kind:
+            return words
+    return kind
 
 
 def facts(model: Model | None) -> dict[str, Any] | None:
@@ -55,10 +69,9 @@ def facts(model: Model | None) -> dict[str, Any] | None:
         return None
     from localllm_catalog import shapes
 
+    named = {"id": model.id, "name": model.name, "architecture": model.architecture}
     return {
-        "id": model.id,
-        "name": model.name,
-        "architecture": model.architecture,
+        **named,
         "params_total": model.params_total,
         "params_active": model.params_active,
         "layers": len(model.layers),
@@ -68,75 +81,84 @@ def facts(model: Model | None) -> dict[str, Any] | None:
         "release_date": model.release_date,
         "modality": list(model.modality),
         "image_tokens": asdict(model.image_tokens) if model.image_tokens else None,
-        "variants": [
-            {
-                "format": v.format,
-                "quant": v.quant,
-                "repo": v.repo,
-                "files": list(v.files),
-                "bytes": v.file_bytes,
-                "exact": v.exact,
-                "mmproj": v.mmproj_file or None,
-                "mmproj_bytes": v.mmproj_bytes or None,
-            }
-            for v in model.variants
-        ],
+        "variants": [_variant(variant) for variant in model.variants],
+    }
+
+
+def _variant(variant: Variant) -> dict[str, Any]:
+    return {
+        "format": variant.format,
+        "quant": variant.quant,
+        "repo": variant.repo,
+        "files": list(variant.files),
+        "bytes": variant.file_bytes,
+        "exact": variant.exact,
+        "mmproj": variant.mmproj_file or None,
+        "mmproj_bytes": variant.mmproj_bytes or None,
     }
 
 
 def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
     """The same for people, with where its files are."""
-    said: list[tuple[str, str]] = []
+    facts: list[tuple[str, str]] = []
     if local is not None:
-        said += [
-            ("name", local.name),
-            ("path", str(local.path)),
-            (
-                "size",
-                f"{byte_size(local.size_bytes)} ({local.size_bytes:,} bytes in "
-                f"{len(local.files)} "
-                "file(s))",
-            ),
-            ("quant", f"{local.quant or 'not said'} ({local.format})"),
-            ("from", local.origin + (f", {local.repo}" if local.repo else "")),
-        ]
-        if local.mmproj is not None:
-            said.append(("projector", str(local.mmproj)))
-        said += [("beside it", f"{file.name}: {_what(kind)}") for kind, file in local.companions]
+        facts += _file_facts(local)
     if model is not None:
-        said += _model_facts(model)
-    width = max(len(key) for key, _ in said)
-    lines = [f"{key:<{width}}  {plain(value)}" for key, value in said]
+        facts += _model_facts(model)
+    width = max(len(key) for key, _ in facts)
+    lines = [f"{key:<{width}}  {plain(value)}" for key, value in facts]
     if local is None and model is not None:
-        head = ("QUANT", "FORMAT", "SIZE", "REPOSITORY")
-        rows = [
-            (v.quant, v.format, ("" if v.exact else "~") + byte_size(v.file_bytes), v.repo)
-            for v in model.variants
-        ]
-        lines += [
-            "",
-            table([head, *rows], right=(2,)),
-            "",
-            f"not on this disk; fetch it: localllm pull {model.id}",
-        ]
+        lines += ["", _variants_table(model), ""]
+        lines.append(f"not on this disk; fetch it: localllm pull {model.id}")
     return lines
+
+
+def _file_facts(local: LocalModel) -> list[tuple[str, str]]:
+    size = byte_size(local.size_bytes)
+    n_files = len(local.files)
+    origin: str = local.origin
+    if local.repo:
+        origin += f", {local.repo}"
+    facts = [
+        ("name", local.name),
+        ("path", str(local.path)),
+        ("size", f"{size} ({local.size_bytes:,} bytes in {n_files} file(s))"),
+        ("quant", f"{local.quant or 'not said'} ({local.format})"),
+        ("from", origin),
+    ]
+    if local.mmproj is not None:
+        facts.append(("projector", str(local.mmproj)))
+    for kind, file in local.companions:
+        facts.append(("beside it", f"{file.name}: {_what(kind)}"))
+    return facts
+
+
+def _variants_table(model: Model) -> str:
+    rows = [("QUANT", "FORMAT", "SIZE", "REPOSITORY")]
+    for variant in model.variants:
+        size = byte_size(variant.file_bytes)
+        if not variant.exact:
+            size = f"~{size}"
+        rows.append((variant.quant, variant.format, size, variant.repo))
+    return table(rows, right=(2,))
 
 
 def _model_facts(model: Model) -> list[tuple[str, str]]:
     from localllm.load.candidates import image_facts
     from localllm_catalog import shapes
 
-    per_token = f", {model.params_active / 1e9:.2f} B active per token"
+    parameters = f"{model.params_total / 1e9:.2f} B parameters"
+    if model.params_active != model.params_total:
+        parameters += f", {model.params_active / 1e9:.2f} B active per token"
     kv_bytes = shapes.kv_bytes_per_token(model)
-    facts = (
+    facts = [
         ("model", f"{model.name} ({model.architecture})"),
-        (
-            "parameters",
-            f"{model.params_total / 1e9:.2f} B parameters"
-            f"{per_token if model.params_active != model.params_total else ''}",
-        ),
+        ("parameters", parameters),
         ("context", f"{model.native_context:,} tokens; {kv_bytes:,} bytes of KV each at f16"),
-        ("images", image_facts(model)),
-        ("licence", model.licence),
-    )
-    return [(name, value) for name, value in facts if value]
+    ]
+    images = image_facts(model)
+    if images:
+        facts.append(("images", images))
+    if model.licence:
+        facts.append(("licence", model.licence))
+    return facts

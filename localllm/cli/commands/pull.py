@@ -53,7 +53,6 @@ def pull(
 
     from localllm.cli.commands.models_view import as_row
     from localllm.cli.commands.shared import print_json
-    from localllm.formatting import byte_size
     from localllm.library.pull import pull as fetch
     from localllm.library.pull import pull_drafter
     from localllm.load.candidates import variant_choice
@@ -77,25 +76,29 @@ def pull(
     finally:
         meter.close()
     if as_json:
-        print_json(
-            {**as_row(found), "drafter": next((str(file) for file in brought.values()), None)}
-        )
+        drafters = [str(file) for file in brought.values()]
+        print_json({**as_row(found), "drafter": next(iter(drafters), None)})
         return
     if not quiet:
-        quant = f" {found.quant}" if found.quant else ""
+        _print_found(ref, found, brought)
+    if drafter and not brought and not quiet:
         print(
-            f"{found.name}{quant}, {byte_size(found.size_bytes)}: `localllm chat -m "
-            f"{found.ref if '://' in ref else ref}`",
+            "no drafter of its own was fetched: none is known that llama.cpp loads beside it",
             file=sys.stderr,
         )
-        for companion in companions_of(ref):
-            print(offered(ref, companion, brought.get(companion)), file=sys.stderr)
-        if drafter and not brought:
-            print(
-                "no drafter of its own was fetched: none is known that llama.cpp loads beside it",
-                file=sys.stderr,
-            )
     print(found.path)
+
+
+def _print_found(ref: str, found: LocalModel, brought: dict[Companion, Path]) -> None:
+    """Print how to chat with the model, and what drafts for it."""
+    from localllm.formatting import byte_size
+
+    name = f"{found.name} {found.quant}".strip()
+    typed = found.ref if "://" in ref else ref
+    size = byte_size(found.size_bytes)
+    print(f"{name}, {size}: `localllm chat -m {typed}`", file=sys.stderr)
+    for companion in companions_of(ref):
+        print(offered(ref, companion, brought.get(companion)), file=sys.stderr)
 
 
 def companions_of(ref: str) -> tuple[Companion, ...]:
@@ -111,10 +114,10 @@ def companions_of(ref: str) -> tuple[Companion, ...]:
 
 def offered(ref: str, companion: Companion, here: Path | None) -> str:
     """What drafts for a model, and how to have it: where it is if it was brought."""
-    what = (
-        f"a drafter for it ({companion.kind}, "
-        f"{companion.repo}{', ' + companion.file if companion.file else ''})"
-    )
+    place = companion.repo
+    if companion.file:
+        place += f", {companion.file}"
+    what = f"a drafter for it ({companion.kind}, {place})"
     if here is not None:
         return f"{what} is here too: `--draft auto` takes it where it pays, `--draft {here}` always"
     if companion.kind in ("eagle3", "dflash"):
@@ -163,7 +166,8 @@ class ProgressLine:
     """One line that rewrites itself on a terminal; elsewhere a plain line every ten seconds."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._line = stream, TerminalLine(stream)
+        self._stream = stream
+        self._line = TerminalLine(stream)
         self._clock = clock
         self._next_s = 0.0
         self._last: tuple[str, str] = ("", "")
@@ -219,8 +223,9 @@ def text(progress: DownloadProgress, columns: int) -> str:
 
 
 def _amount(done_bytes: int, total_bytes: int) -> str:
-    unit, size = ("GB", 1e9) if total_bytes >= 1e9 else ("MB", 1e6)
-    return f"{done_bytes / size:.1f} of {total_bytes / size:.1f} {unit}"
+    if total_bytes >= 1e9:
+        return f"{done_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB"
+    return f"{done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
 
 
 def _rate(bytes_s: float) -> str:

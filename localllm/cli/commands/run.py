@@ -101,9 +101,8 @@ def run(
                 "the running server listens on a Unix socket, which agents can't use",
                 hint="add --url",
             )
-        home = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="localllm-run-"))
-        ).resolve()
+        kept = tempfile.TemporaryDirectory(prefix="localllm-run-")
+        home = Path(stack.enter_context(kept)).resolve()
         target = target_of(engine.base_url, engine.model, engine.api_key)
         recipe = recipe_of(target, home)
         assert recipe.run is not None
@@ -114,7 +113,13 @@ def run(
             command = sandboxed(command, folder, home)
             changed |= {"HOME": str(home), "TMPDIR": str(home)}
         recipe = _written(recipe, home)
-        _print_start(recipe, target.model, engine.base_url, changed, folder if sandbox else None)
+        _print_start(recipe, target.model, engine.base_url, changed)
+        if sandbox:
+            print(
+                f"  sandbox: writes in {folder} alone; a home of its own; the network is open",
+                file=sys.stderr,
+                flush=True,
+            )
         code = _started(command, changed, process.without)
     raise typer.Exit(code)
 
@@ -133,26 +138,31 @@ def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
 
 
 def _print_start(
-    recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str], writes: Path | None
+    recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str]
 ) -> None:
     assert recipe.run is not None
-    said = [f"{recipe.name} on {model} at {base_url}, for this process alone"]
-    said += [f"  variables: {', '.join(changed)}"] if changed else []
-    said += [f"  without: {', '.join(recipe.run.without)}"] if recipe.run.without else []
+    lines = [f"{recipe.name} on {model} at {base_url}, for this process alone"]
+    if changed:
+        lines.append(f"  variables: {', '.join(changed)}")
+    if recipe.run.without:
+        lines.append(f"  without: {', '.join(recipe.run.without)}")
     arguments = shlex.join(recipe.run.command[1:])
-    said += [f"  arguments: {arguments}"] if arguments else []
-    said += [f"  file: {file.path} (removed afterwards)" for file in recipe.files]
-    if writes is not None:
-        said.append(f"  sandbox: writes in {writes} alone; a home of its own; the network is open")
-    print("\n".join(said), file=sys.stderr, flush=True)
+    if arguments:
+        lines.append(f"  arguments: {arguments}")
+    for file in recipe.files:
+        lines.append(f"  file: {file.path} (removed afterwards)")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _leave_to_agent(_signal: int, _frame: object) -> None:
+    """Ignore Ctrl-C here. A handler, not SIG_IGN, which the agent would inherit."""
 
 
 def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequence[str]) -> int:
     """Run it to its end; its exit code. Ctrl-C is the agent's."""
 
     kept = {name: value for name, value in os.environ.items() if name not in without}
-    # a handler, not SIG_IGN, which the agent would inherit
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    before = signal.signal(signal.SIGINT, _leave_to_agent)
     try:
         code = subprocess.run(command, env={**kept, **changed}, check=False).returncode
     except OSError as e:
@@ -184,46 +194,46 @@ def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
     """`command` in bubblewrap or sandbox-exec: it reads what its user may but keys and passwords,
     and writes below `folder` and `home` alone."""
 
-    hidden = [place for place in (Path.home() / name for name in _SECRETS) if place.exists()]
+    places = [Path.home() / name for name in _SECRETS]
+    hidden = [place for place in places if place.exists()]
     bwrap = shutil.which("bwrap")
     if bwrap is not None:
-        base = [
-            "--ro-bind",
-            "/",
-            "/",
-            "--dev",
-            "/dev",
-            "--proc",
-            "/proc",
-            "--tmpfs",
-            "/tmp",
-            "--unshare-pid",
-        ]
-        masks = [
-            word
-            for place in hidden
-            for word in (
-                ["--tmpfs", str(place)]
-                if place.is_dir()
-                else ["--ro-bind", "/dev/null", str(place)]
-            )
-        ]
-        writes = [word for place in (folder, home) for word in ("--bind", str(place), str(place))]
-        return [
-            bwrap,
-            *base,
-            *masks,
-            *writes,
-            "--chdir",
-            str(folder),
-            "--die-with-parent",
-            "--",
-            *command,
-        ]
+        return [bwrap, *_bwrap_options(folder, home, hidden), "--", *command]
     sandbox_exec = shutil.which("sandbox-exec") or "sandbox-exec"
-    places = " ".join(
-        f"(subpath {json.dumps(str(p.resolve()))})" for p in (folder, home, Path("/dev"))
-    )
-    secrets = "".join(f"(deny file-read* (subpath {json.dumps(str(p))}))" for p in hidden)
-    profile = f"(version 1)(allow default)(deny file-write*)(allow file-write* {places}){secrets}"
-    return [sandbox_exec, "-p", profile, *command]
+    return [sandbox_exec, "-p", _sandbox_profile(folder, home, hidden), *command]
+
+
+def _bwrap_options(folder: Path, home: Path, hidden: Sequence[Path]) -> list[str]:
+    options = [
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--tmpfs",
+        "/tmp",
+        "--unshare-pid",
+    ]
+    for place in hidden:
+        if place.is_dir():
+            options += ["--tmpfs", str(place)]
+        else:
+            options += ["--ro-bind", "/dev/null", str(place)]
+    for place in (folder, home):
+        options += ["--bind", str(place), str(place)]
+    return [*options, "--chdir", str(folder), "--die-with-parent"]
+
+
+def _sandbox_profile(folder: Path, home: Path, hidden: Sequence[Path]) -> str:
+    """The rules of macOS' sandbox-exec."""
+    writable = [_subpath(place.resolve()) for place in (folder, home, Path("/dev"))]
+    rules = f"(allow default)(deny file-write*)(allow file-write* {' '.join(writable)})"
+    for place in hidden:
+        rules += f"(deny file-read* {_subpath(place)})"
+    return f"(version 1){rules}"
+
+
+def _subpath(place: Path) -> str:
+    return f"(subpath {json.dumps(str(place))})"

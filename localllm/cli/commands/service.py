@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json, print_json
+from localllm.cli.commands.shared import Json, print_json, print_lines
 from localllm.cli.setting_options import takes
 from localllm.errors import UsageError
 from localllm.settings import Settings
@@ -63,8 +63,10 @@ def install(
     service = service_of(models or [], settings, kind.name, memory_gb)
     if dry_run:
         for path, text in kind.files(service).items():
-            print(f"<!-- {path} -->" if path.suffix in (".plist", ".xml") else f"# {path}")
-            print(text)
+            if path.suffix in (".plist", ".xml"):
+                print(f"<!-- {path} -->\n{text}")
+            else:
+                print(f"# {path}\n{text}")
         return
     # What would end the server at its start is said here, not in its log.
     router_of(models or [], (), settings)
@@ -74,8 +76,8 @@ def install(
             pass
     if left_out := settings_of_this_terminal():
         print(
-            f"not for the service, set here alone: {', '.join(left_out)} (`localllm config set` "
-            "keeps one)",
+            f"not for the service, set here alone: {', '.join(left_out)} "
+            "(`localllm config set` keeps one)",
             file=sys.stderr,
         )
     asked_s = time.time()
@@ -99,10 +101,15 @@ def status(as_json: Json = False, manager: ManagerName = None) -> None:
 
     state = manager_named(manager).state()
     address = next((server.address for server in running() if server.pid == state.pid), None)
-    told = {**asdict(state), "address": address}
-    print_json(told) if as_json else print("\n".join(state_lines(state, address)))
-    if not state.running:
-        raise typer.Exit(6 if state.installed else 3)
+    if as_json:
+        print_json({**asdict(state), "address": address})
+    else:
+        print_lines(state_lines(state, address))
+    if state.running:
+        return
+    if state.installed:
+        raise typer.Exit(6)
+    raise typer.Exit(3)
 
 
 @app.command()

