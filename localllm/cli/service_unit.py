@@ -156,9 +156,7 @@ def state_lines(state: State, address: str | None) -> list[str]:
         lines.append(f"process         {state.pid}")
     if state.memory_bytes is not None:
         memory = gb(state.memory_bytes, 2)
-        lines.append(
-            f"memory          {memory}, the model's file in it as far as it was read"
-        )
+        lines.append(f"memory          {memory}, the model's file in it as far as it was read")
     if state.restarts is not None:
         lines.append(f"restarts        {state.restarts}")
     if state.last_exit and not state.running:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -80,14 +79,21 @@ def chat(
         raise UsageError(
             "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
         )
-    attached = list(chain.from_iterable(_texts(path) for path in attach or ()))
+    attached = []
+    for path in attach or ():
+        attached += _texts(path)
     check_room(attached, settings.value("context") or None)
     question = None
     if prompt is not None or not at_a_terminal():
         question = _question(prompt, bool(attached))
     plain = plain or os.environ.get("TERM") == "dumb"
-    drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
-    sampling = {name: value for name, value in drawn.items() if value is not None}
+    sampling: dict[str, float | int | str] = {}
+    if temperature is not None:
+        sampling["temperature"] = temperature
+    if seed is not None:
+        sampling["seed"] = seed
+    if max_tokens is not None:
+        sampling["max_tokens"] = max_tokens
     wanted = Wanted(model, settings, url, api_key, own)
     try:
         with ExitStack() as stack:
@@ -124,27 +130,34 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 def _question(prompt: str | None, attached: bool) -> str:
     """The question from the command line and what is piped in, which goes first."""
 
-    if prompt is not None and not is_text(prompt):
+    if prompt is None:
+        question = _piped(asks=True)
+    elif is_text(prompt):
+        question = f"{_piped(asks=False)}\n\n{prompt.strip()}".strip()
+    else:
         raise UsageError("the question holds bytes that are no UTF-8 text", hint="type it in UTF-8")
-
-    piped = ""
-    if sys.stdin is not None and not (prompt is not None and sys.stdin.isatty()):
-        if sys.stdin.isatty():
-            print("type the question and end it with Ctrl-D", file=sys.stderr)
-        try:
-            piped = sys.stdin.buffer.read().decode("utf-8-sig").strip()
-        except UnicodeDecodeError as e:
-            raise UsageError(
-                "what is piped in is not UTF-8 text",
-                hint="convert it first, for example with iconv",
-            ) from e
-    question = "\n\n".join(part for part in (piped, (prompt or "").strip()) if part)
-    if not question and attached:
+    if question:
+        return question
+    if attached:
         raise UsageError(
             "--attach needs a question",
             hint='for example: localllm chat --attach notes.txt "Summarise this"',
         )
-    if not question:
-        question = FIRST_QUESTION
-        print(f"no question was given, so this one: {question}", file=sys.stderr)
-    return question
+    print(f"no question was given, so this one: {FIRST_QUESTION}", file=sys.stderr)
+    return FIRST_QUESTION
+
+
+def _piped(*, asks: bool) -> str:
+    """The text that is piped in. `asks`: a terminal is asked for it."""
+    if sys.stdin is None:
+        return ""
+    if sys.stdin.isatty():
+        if not asks:
+            return ""
+        print("type the question and end it with Ctrl-D", file=sys.stderr)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").strip()
+    except UnicodeDecodeError as e:
+        raise UsageError(
+            "what is piped in is not UTF-8 text", hint="convert it first, for example with iconv"
+        ) from e

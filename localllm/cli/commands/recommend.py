@@ -167,25 +167,10 @@ def recommend(
         page.out(cluster.answer(device, link, model, workload, as_json=as_json))
         return
     no_network = bool(settings.value("offline"))
-    asks_one = (
-        sees,
-        as_list,
-        as_json,
-        explain,
-        at,
-        compare,
-        plot,
-        names,
-        everything,
-        model,
-        bandwidth,
-        ram,
-        vram_headroom is not None,
-        headroom is not None,
-        parallel > 1,
-        min_speed,
-        settings.given(_PLACING),
-    )
+    of_list = (as_list, as_json, explain, at, compare, plot, names, everything)
+    of_machine = (bandwidth, ram, vram_headroom is not None, headroom is not None)
+    of_models = (model, sees, parallel > 1, min_speed, settings.given(_PLACING))
+    asks_one = (*of_list, *of_machine, *of_models)
     if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
         import gc
 
@@ -216,12 +201,14 @@ def recommend(
     query = PlanQuery(machine, workload, overrides, catalog, everything, explain, as_json)
     if plot:
         query.roofline(names)
-    elif names:
+        return
+    if names:
         query.side_by_side(names)
-    elif model is not None:
+        return
+    if model is not None:
         query.for_model(*describe(model, catalog, offline=no_network))
-    else:
-        query.for_machine()
+        return
+    query.for_machine()
 
 
 def _open_screen(
