@@ -28,20 +28,21 @@ from localllm_catalog.types import (
 )
 
 # The keys of a [[models]] table; tests/catalog/family_schema.py says what each holds.
-MODEL_KEYS = frozenset({
-    "id", "family", "name", "hf_repo", "release_date", "licence", "params", "active",
-    "architecture",
-    "modality", "purposes", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab",
-    "context",
-    "tied", "pattern", "layer_list", "sliding", "full", "shared_kv_layers", "shared_kv_ffn",
-    "per_layer_embedding", "lookup", "mla",
-    "recurrent", "experts", "attention_gate", "ffn_matrices", "residual_streams", "split_blocks",
-    "mtp_layers", "vision_params",
-    "image_tokens",
-    "mtp_params", "params_note", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim",
-    "sampling",
-    "drafts", "companions", "external_drafts", "quality", "notes", "sources", *Format, "_file",
-})  # fmt: skip
+_ABOUT_IT = {
+    "id", "family", "name", "hf_repo", "release_date", "licence", "architecture", "modality",
+    "purposes", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling", "drafts",
+    "companions", "external_drafts", "quality", "notes", "params_note", "sources", "_file",
+}  # fmt: skip
+_SHAPES = {
+    "params", "active", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab",
+    "context", "tied", "experts", "attention_gate", "ffn_matrices", "residual_streams",
+    "per_layer_embedding", "lookup", "mtp_layers", "mtp_params", "vision_params", "image_tokens",
+}  # fmt: skip
+_LAYERS = {
+    "pattern", "layer_list", "sliding", "full", "mla", "recurrent", "shared_kv_layers",
+    "shared_kv_ffn", "split_blocks",
+}  # fmt: skip
+MODEL_KEYS = _ABOUT_IT.union(_SHAPES, _LAYERS, Format)
 
 # Where facts come from, by the labels that tables cite them with: title, url, date and kind
 # (measured, self-reported, estimate).
@@ -51,7 +52,7 @@ Sources = Mapping[str, Mapping[str, str]]
 def build_model(raw: Mapping[str, Any], sources: Sources) -> Model:
     """One raw table as a Model with its variants. Raises BadCatalogError naming what is missing or
     wrong."""
-    unknown = sorted(raw.keys() - MODEL_KEYS)
+    unknown = sorted(raw.keys() - MODEL_KEYS - {*mixer.words()})
     if unknown:
         near = difflib.get_close_matches(unknown[0], MODEL_KEYS, n=1)
         if near:
@@ -84,78 +85,118 @@ def _companion(entry: Mapping[str, Any]) -> Companion:
 
 
 def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
-    reasoning = raw.get("reasoning", {})
-    total = int(raw["params"])
+    """The model without its variants."""
+    model = _with_extras(_shaped(raw), raw)
     sampling = raw.get("sampling", {})
+    second = sampling.get("non_thinking")
+    purposes = cast("list[Purpose]", raw.get("purposes", ["chat"]))
+    quality = _quality(raw.get("quality", {}), sources)
+    return replace(
+        model,
+        release_date=raw.get("release_date", ""),
+        licence=raw.get("licence", ""),
+        hf_repo=raw.get("hf_repo", ""),
+        modality=tuple(raw.get("modality", ("text",))),
+        purposes=tuple(purposes),
+        sampling=_sampling(sampling),
+        sampling_non_thinking=None if second is None else _sampling(second),
+        quality=tuple(quality),
+        notes=raw.get("notes", ""),
+        params_note=raw.get("params_note", ""),
+    )
+
+
+def _number(table: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """A whole number that a table may leave out."""
+    return int(table.get(key, default))
+
+
+def _shaped(raw: Mapping[str, Any]) -> Model:
+    """The model's name and shapes."""
+    total = int(raw["params"])
+    active = _number(raw, "active", total)
     return Model(
         id=raw["id"],
         name=raw["name"],
         family=raw["family"],
         params_total=total,
-        params_active=int(raw.get("active", total)),
+        params_active=active,
         layers=build_layers(raw),
         hidden_size=int(raw["hidden"]),
-        intermediate_size=int(raw.get("ffn", 0)),
+        intermediate_size=_number(raw, "ffn"),
         n_heads=int(raw["heads"]),
         head_dim=int(raw["head_dim"]),
         vocab_size=int(raw["vocab"]),
         native_context=int(raw["context"]),
+    )
+
+
+def _with_extras(model: Model, raw: Mapping[str, Any]) -> Model:
+    """`model` with its experts, tables, towers and draft heads, and with its tokens' facts."""
+    model = replace(
+        model,
         tied_embeddings=bool(raw.get("tied", False)),
-        experts=_experts(raw["experts"]) if "experts" in raw else None,
+        experts=_experts(raw),
         architecture=raw.get("architecture", "dense"),
-        release_date=raw.get("release_date", ""),
-        licence=raw.get("licence", ""),
-        modality=tuple(raw.get("modality", ("text",))),
-        purposes=tuple(cast("list[Purpose]", raw.get("purposes", ["chat"]))),
+        ffn_matrices=_number(raw, "ffn_matrices", 3),
+        residual_streams=_number(raw, "residual_streams", 1),
+        attention_gate=bool(raw.get("attention_gate", False)),
+        q_rank=_number(raw.get("mla", {}), "q_rank"),
+    )
+    lookup = raw.get("lookup", {})
+    per_layer = _number(raw, "per_layer_embedding") * len(model.layers) * model.vocab_size
+    vision = _number(raw, "vision_params")
+    model = replace(
+        model,
+        lookup_params=per_layer + _number(lookup, "params"),
+        lookup_rows=_number(lookup, "rows", 1),
+        lookup_bits=float(lookup.get("bits", 0.0)),
+        extra_params=vision + _number(raw, "mtp_params"),
+        vision_params=vision,
+        image_tokens=_image_tokens(raw),
+        mtp_layers=_number(raw, "mtp_layers"),
+    )
+    reasoning = raw.get("reasoning", {})
+    companions = tuple(_companion(entry) for entry in raw.get("companions", ()))
+    return replace(
+        model,
         tokenizer_family=raw.get("tokenizer", ""),
         tokenizer_pre=raw.get("tokenizer_pre", ""),
         calls_tools=bool(raw.get("tools", False)),
         reasoning_kind=reasoning.get("kind", "none"),
         fim=dict(raw.get("fim", {})),
-        sampling=_sampling(sampling),
-        sampling_non_thinking=_sampling(sampling["non_thinking"])
-        if "non_thinking" in sampling
-        else None,
-        mtp_layers=int(raw.get("mtp_layers", 0)),
         drafts=tuple(raw.get("drafts", ())),
-        companions=tuple(_companion(entry) for entry in raw.get("companions", ())),
-        quality=tuple(_quality(raw.get("quality", {}), sources)),
-        hf_repo=raw.get("hf_repo", ""),
-        notes=raw.get("notes", ""),
-        extra_params=int(raw.get("vision_params", 0)) + int(raw.get("mtp_params", 0)),
-        vision_params=int(raw.get("vision_params", 0)),
-        image_tokens=_image_tokens(raw["image_tokens"]) if "image_tokens" in raw else None,
-        lookup_params=int(raw.get("per_layer_embedding", 0))
-        * int(raw["layers"])
-        * int(raw["vocab"])
-        + int(raw.get("lookup", {}).get("params", 0)),
-        lookup_rows=int(raw.get("lookup", {}).get("rows", 1)),
-        lookup_bits=float(raw.get("lookup", {}).get("bits", 0.0)),
-        ffn_matrices=int(raw.get("ffn_matrices", 3)),
-        residual_streams=int(raw.get("residual_streams", 1)),
-        attention_gate=bool(raw.get("attention_gate", False)),
-        q_rank=int(raw.get("mla", {}).get("q_rank", 0)),
-        params_note=raw.get("params_note", ""),
+        companions=companions,
     )
 
 
-def _image_tokens(facts: Mapping[str, Any]) -> ImageTokens:
-    if int(facts["least"]) > int(facts["most"]):
-        raise BadCatalogError(f"an image can't be from {facts['least']} to {facts['most']} tokens")
-    return ImageTokens(int(facts["least"]), int(facts["most"]), int(facts.get("side", 0)))
+def _image_tokens(raw: Mapping[str, Any]) -> ImageTokens | None:
+    if "image_tokens" not in raw:
+        return None
+    facts = raw["image_tokens"]
+    least = int(facts["least"])
+    most = int(facts["most"])
+    if least > most:
+        raise BadCatalogError(f"an image can't be from {least} to {most} tokens")
+    return ImageTokens(least, most, _number(facts, "side"))
 
 
-def _experts(facts: Mapping[str, Any]) -> Experts:
-    if int(facts["active"]) > int(facts["count"]):
-        raise BadCatalogError(f"{facts['active']} of {facts['count']} experts can't be active")
+def _experts(raw: Mapping[str, Any]) -> Experts | None:
+    if "experts" not in raw:
+        return None
+    facts = raw["experts"]
+    count = int(facts["count"])
+    active = int(facts["active"])
+    if active > count:
+        raise BadCatalogError(f"{active} of {count} experts can't be active")
     return Experts(
-        n_experts=int(facts["count"]),
-        n_active=int(facts["active"]),
+        n_experts=count,
+        n_active=active,
         intermediate=int(facts["ffn"]),
-        n_shared=int(facts.get("shared", 0)),
-        shared_intermediate=int(facts.get("shared_ffn", 0)),
-        n_dense_layers=int(facts.get("dense_layers", 0)),
-        latent_size=int(facts.get("latent", 0)),
+        n_shared=_number(facts, "shared"),
+        shared_intermediate=_number(facts, "shared_ffn"),
+        n_dense_layers=_number(facts, "dense_layers"),
+        latent_size=_number(facts, "latent"),
     )
 
 
@@ -166,9 +207,10 @@ def _sampling(facts: Mapping[str, Any]) -> SamplingDefaults:
 def _quality(table: Mapping[str, Mapping[str, float]], sources: Sources) -> Iterator[Quality]:
     for label, scores in table.items():
         source = sources[label]
+        where = f"{source['title']} {source.get('url', '')}".strip()
+        kind = source.get("kind", "")
         for benchmark, score in scores.items():
-            where = f"{source['title']} {source.get('url', '')}".strip()
-            yield Quality(benchmark, float(score), source["date"], where, source.get("kind", ""))
+            yield Quality(benchmark, float(score), source["date"], where, kind)
 
 
 # --- variants -------------------------------------------------------------------------------------
@@ -182,17 +224,21 @@ def _with_variants(model: Model, raw: Mapping[str, Any], sources: Sources) -> Mo
     return replace(model, variants=tuple(variants))
 
 
+def _source_title(table: Mapping[str, Any], sources: Sources) -> str:
+    if "source" not in table:
+        return ""
+    return sources[table["source"]]["title"]
+
+
 def _gguf_variants(
     model: Model, tables: Iterable[Mapping[str, Any]], sources: Sources
 ) -> Iterator[Variant]:
+    # The vision tower lies in a file of its own.
+    seeing = model.vision_params
+    heads_share = (model.extra_params - seeing) / (model.params_total - seeing)
     for table in tables:
-        if "source" in table:
-            source = sources[table["source"]]["title"]
-        else:
-            source = ""
-        seeing = model.vision_params  # lies in a file of its own
-        share = (model.extra_params - seeing) / (model.params_total - seeing)
-        heads = share if table.get("heads") else 0.0
+        source = _source_title(table, sources)
+        heads = heads_share if table.get("heads") else 0.0
         for quant, size in table.get("bytes", {}).items():
             yield _gguf(table, quant, int(size), True, source, heads)
         for quant, size in table.get("about", {}).items():
@@ -209,25 +255,31 @@ def _gguf(
     table: Mapping[str, Any], quant: str, size: int, exact: bool, source: str, heads: float = 0.0
 ) -> Variant:
     mtp_bytes = round(heads * size)
-    names = table.get("files", {}).get(quant)
-    if names is None:
-        if "file" in table:
-            names = [table["file"].replace("{quant}", quant)]
-        else:
-            names = []
+    projector = table.get("mmproj", "")
+    if projector:
+        check_file(projector)
     return Variant(
         Format.GGUF,
         quant,
         check_repo(table["repo"]),
-        tuple(check_file(name) for name in names),
+        _file_names(table, quant),
         size,
         exact,
-        mmproj_file=check_file(table["mmproj"]) if "mmproj" in table else "",
-        mmproj_bytes=int(table.get("mmproj_bytes", 0)),
+        mmproj_file=projector,
+        mmproj_bytes=_number(table, "mmproj_bytes"),
         source=source,
         weights_bytes=size - mtp_bytes if mtp_bytes else 0,
         mtp_bytes=mtp_bytes,
     )
+
+
+def _file_names(table: Mapping[str, Any], quant: str) -> tuple[str, ...]:
+    listed = table.get("files", {}).get(quant)
+    if listed is not None:
+        return tuple(check_file(name) for name in listed)
+    if "file" not in table:
+        return ()
+    return (check_file(table["file"].replace("{quant}", quant)),)
 
 
 def _mlx_variants(
@@ -236,15 +288,11 @@ def _mlx_variants(
     for table in tables:
         repo = check_repo(table["repo"])
         quant = table["quant"]
+        source = _source_title(table, sources)
         size = table.get("bytes", table.get("about"))
         if size is None:
             size = shapes.estimate_mlx_bytes(model, quant)
             source = ESTIMATED
-        else:
-            if "source" in table:
-                source = sources[table["source"]]["title"]
-            else:
-                source = ""
         yield Variant(Format.MLX, quant, repo, (), int(size), "bytes" in table, source=source)
 
 

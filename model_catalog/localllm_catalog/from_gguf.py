@@ -109,7 +109,9 @@ def _place(name: str, n_layers: int) -> str:
 def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
     """The tensors that every token's step reads (of experts a part): no MTP blocks, and no table
     that is looked up by rows but the one that is the output matrix too."""
-    looked_up = {"per_layer_token_embd.weight"} | (set() if facts.tied else {"token_embd.weight"})
+    looked_up = {"per_layer_token_embd.weight"}
+    if not facts.tied:
+        looked_up.add("token_embd.weight")
     return [
         t
         for t in header.tensors
@@ -119,31 +121,31 @@ def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
 
 def _variant(header: GgufHeader, facts: Facts, blocks: list[BlockTensors], repo: str) -> Variant:
     count = facts.number("expert_count", 0)
-    used = facts.per_layer("expert_used_count", 0)
+    share = 1.0
     if count:
-        share = min(1.0, sum(used[: facts.n_layers]) / facts.n_layers / count)
-    else:
-        share = 1.0
+        used = facts.per_layer("expert_used_count", 0)[: facts.n_layers]
+        share = min(1.0, sum(used) / facts.n_layers / count)
     n_bytes: Counter[str] = Counter()
     for tensor in header.tensors:
         n_bytes[_place(tensor.name, facts.n_layers)] += tensor.n_bytes
         if facts.tied and tensor.name == "token_embd.weight":
             n_bytes["tied"] += tensor.n_bytes
-    active = (
-        round(t.n_bytes * share) if t.is_expert else t.n_bytes for t in _streamed(header, facts)
-    )
+    active_bytes = 0
+    for tensor in _streamed(header, facts):
+        if tensor.is_expert:
+            active_bytes += round(tensor.n_bytes * share)
+        else:
+            active_bytes += tensor.n_bytes
     names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
     return Variant(
         Format.GGUF,
-        quant_of(names[0])
-        or architectures.FILE_TYPES.get(header.integer("general.file_type", -1))
-        or _main_type(header),
+        quant_of(names[0]) or _stated_quant(header),
         repo,
         names if repo else header.files,
         header.file_bytes,
         exact=True,
         weights_bytes=n_bytes["layer"] + n_bytes["input"] + n_bytes["output"],
-        active_bytes=sum(active),
+        active_bytes=active_bytes,
         source="the file's own header",
         mtp_bytes=n_bytes["mtp"],
         layer_bytes=tuple(block.n_bytes() for block in blocks),
@@ -152,20 +154,24 @@ def _variant(header: GgufHeader, facts: Facts, blocks: list[BlockTensors], repo:
     )
 
 
-def _main_type(header: GgufHeader) -> str:
-    """The type of most of the bytes: of a file that says nothing of itself."""
+def _stated_quant(header: GgufHeader) -> str:
+    """The quant that the header states, else the type of most of the bytes."""
+    stated_type = header.integer("general.file_type", -1)
+    if stated_type in architectures.FILE_TYPES:
+        return architectures.FILE_TYPES[stated_type]
     n_bytes: Counter[str] = Counter()
     for tensor in header.tensors:
         n_bytes[tensor.type] += tensor.n_bytes
-    return max(n_bytes, key=lambda name: n_bytes[name], default="unknown")
+    if not n_bytes:
+        return "unknown"
+    ((main_type, _),) = n_bytes.most_common(1)
+    return main_type
 
 
 def _vocabulary(header: GgufHeader, facts: Facts) -> int:
-    embedding = next(
-        (tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None
-    )
-    if embedding is not None and len(embedding.shape) == 2:
-        return embedding.shape[1]
+    for tensor in header.tensors:
+        if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
+            return tensor.shape[1]
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, SkippedArray):
         return tokens.count
@@ -181,42 +187,13 @@ def _model(
     variant: Variant,
     blocks: list[BlockTensors],
 ) -> Model:
-    name = shown(
-        header.text("general.name")
-        or header.text("general.basename")
-        or PurePosixPath(header.files[0]).stem
-    )
-    template = header.text("tokenizer.chat_template")
     experts = _experts(facts, blocks)
-    if experts is not None:
-        of, used = (experts.n_experts, experts.n_active)
-    else:
-        of, used = (1, 1)
-    pre = shown(header.text("tokenizer.ggml.pre"))
-    lookup = sum(
-        tensor.n_elements
-        for tensor in header.tensors
-        if tensor.name == "per_layer_token_embd.weight"
-    )
-    purposes: tuple[Purpose, ...]
-    if facts.kind == "model":
-        purposes = ("chat",)
-    else:
-        purposes = ("embedding",)
-    query = next(
-        (block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors),
-        None,
-    )
-    plain_width = max(facts.heads, default=0) * facts.head_dim_k
-    return Model(
-        id=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
-        name=name,
-        family=shown(header.text("general.basename").lower() or facts.arch),
+    model = Model(
+        id="",
+        name="",
+        family="",
         params_total=sum(tensor.n_elements for tensor in header.tensors),
-        params_active=sum(
-            t.n_elements * used // of if t.is_expert else t.n_elements
-            for t in _streamed(header, facts)
-        ),
+        params_active=_active_params(header, facts, experts),
         layers=layers,
         hidden_size=facts.hidden,
         intermediate_size=max(facts.ffn, default=0),
@@ -224,32 +201,81 @@ def _model(
         head_dim=facts.head_dim_k,
         vocab_size=_vocabulary(header, facts),
         native_context=facts.number("context_length", 0, maximum=MAX_TOKENS),
+        variants=(variant,),
+    )
+    is_gated = any(".ffn_gate" in tensor.name for tensor in header.tensors)
+    model = replace(
+        model,
         tied_embeddings=facts.tied,
         experts=experts,
         architecture=describe(layers, experts),
+        mtp_layers=facts.n_mtp,
+        lookup_params=_lookup_params(header),
+        lookup_rows=facts.lookup_rows(),
+        residual_streams=facts.number("hyper_connection.count", 1, minimum=1, maximum=64),
+        ffn_matrices=3 if is_gated else 2,
+        attention_gate=_has_gated_queries(facts, blocks),
+        q_rank=facts.number("attention.q_lora_rank", 0),
+    )
+    if not mixer.knows(facts.arch):
+        warning = (
+            f"the architecture {facts.arch!r} is not known here: it is planned as attention on "
+            "every layer, and its KV may be more or less"
+        )
+        model = replace(model, shape_warning=warning)
+    return _with_names(model, header, facts)
+
+
+def _with_names(model: Model, header: GgufHeader, facts: Facts) -> Model:
+    """`model` with its names, and with what its chat template and its tokenizer state."""
+    base = header.text("general.basename")
+    name = shown(header.text("general.name") or base or PurePosixPath(header.files[0]).stem)
+    template = header.text("tokenizer.chat_template")
+    pre = shown(header.text("tokenizer.ggml.pre"))
+    purpose: Purpose = "chat" if facts.kind == "model" else "embedding"
+    return replace(
+        model,
+        id=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
+        name=name,
+        family=shown(base.lower() or facts.arch),
         licence=shown(header.text("general.license")),
-        purposes=purposes,
+        purposes=(purpose,),
         tokenizer_family=architectures.TOKENIZERS.get(pre, pre),
         tokenizer_pre=pre,
         calls_tools=stated.calls_tools(template),
         reasoning_kind=stated.reasoning_kind(template),
         sampling=stated.sampling_of_header(header.metadata),
-        mtp_layers=facts.n_mtp,
-        variants=(variant,),
-        lookup_params=lookup,
-        lookup_rows=facts.lookup_rows(),
-        residual_streams=facts.number("hyper_connection.count", 1, minimum=1, maximum=64),
-        ffn_matrices=3 if any(".ffn_gate" in tensor.name for tensor in header.tensors) else 2,
-        attention_gate=query is not None
-        and len(query.shape) == 2
-        and query.shape[1] == 2 * plain_width,
-        q_rank=facts.number("attention.q_lora_rank", 0),
-        shape_warning=""
-        if mixer.knows(facts.arch)
-        else f"the architecture {facts.arch!r} is not known here: it is planned as attention on "
-        "every layer, "
-        "and its KV may be more or less",
     )
+
+
+def _active_params(header: GgufHeader, facts: Facts, experts: Experts | None) -> int:
+    """Parameters that one token's step reads."""
+    total = 0
+    for tensor in _streamed(header, facts):
+        if tensor.is_expert and experts is not None:
+            total += tensor.n_elements * experts.n_active // experts.n_experts
+        else:
+            total += tensor.n_elements
+    return total
+
+
+def _lookup_params(header: GgufHeader) -> int:
+    """Parameters of the tables of which a token reads a row, apart from the tokens' embedding."""
+    return sum(
+        tensor.n_elements
+        for tensor in header.tensors
+        if tensor.name == "per_layer_token_embd.weight"
+    )
+
+
+def _has_gated_queries(facts: Facts, blocks: list[BlockTensors]) -> bool:
+    """Whether the first query matrix makes a gate as well: it is twice as wide as the heads."""
+    width = max(facts.heads, default=0) * facts.head_dim_k
+    for block in blocks:
+        query = block.tensors.get("attn_q.weight")
+        if query is not None:
+            return len(query.shape) == 2 and query.shape[1] == 2 * width
+    return False
 
 
 def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:

@@ -107,15 +107,15 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     heads = _heads(facts, hidden)
     if not heads or not hidden:
         raise BadHeaderError("a model needs attention heads and a hidden size")
-    name = (
-        shown(str(config.get("_name_or_path") or repo or facts.type)).rstrip("/").rpartition("/")[2]
-        or "model"
-    )
-    raw: dict[str, Any] = {
+    path = shown(str(config.get("_name_or_path") or repo or facts.type))
+    name = path.rstrip("/").rpartition("/")[2] or "model"
+    table: dict[str, Any] = {
         "id": re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
         "name": name,
         "type": facts.type,
         "repo": repo,
+    }
+    table |= {
         "layers": n_layers,
         "hidden": hidden,
         "ffn": facts.number("intermediate_size", "n_inner", default=4 * hidden),
@@ -124,6 +124,8 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
         "head_dim": facts.number("head_dim", "attention_head_dim", default=hidden // heads),
         "vocab": facts.number("vocab_size"),
         "context": facts.number("max_position_embeddings", "n_positions", default=0),
+    }
+    table |= {
         "tied": bool(facts.get("tie_word_embeddings")),
         "attention_gate": facts.type in _GATED_QUERIES,
         "ffn_matrices": 2 if facts.type in _PLAIN_FFN else 3,
@@ -132,15 +134,15 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
         "shared_kv_layers": facts.number("num_kv_shared_layers", default=0),
         "mtp_layers": facts.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
     }
-    if raw["shared_kv_layers"] > n_layers:
+    if table["shared_kv_layers"] > n_layers:
         raise BadHeaderError("more layers share their KV than there are")
     if facts.type.startswith("gemma4"):
-        raw["per_layer_embedding"] = facts.number("hidden_size_per_layer_input", default=0)
+        table["per_layer_embedding"] = facts.number("hidden_size_per_layer_input", default=0)
         if facts.get("use_double_wide_mlp"):
-            raw["shared_kv_ffn"] = 2 * raw["ffn"]
-    raw["pattern"] = mixer.read_config(_layer_words(facts, n_layers), facts, raw)
-    _add_experts(raw, facts)
-    return raw
+            table["shared_kv_ffn"] = 2 * table["ffn"]
+    table["pattern"] = mixer.read_config(_layer_words(facts, n_layers), facts, table)
+    _add_experts(table, facts)
+    return table
 
 
 def _overridden(layers: tuple[Layer, ...], facts: Config) -> tuple[Layer, ...]:
@@ -168,9 +170,9 @@ def _heads(facts: Config, hidden: int) -> int:
         return 1
     if facts.type == "rwkv7":
         return hidden // max(1, facts.number("head_dim"))
-    return facts.number(
-        "num_attention_heads", "n_head", *(("num_heads",) if facts.type in MAMBAS else ())
-    )
+    if facts.type in MAMBAS:
+        return facts.number("num_attention_heads", "n_head", "num_heads")
+    return facts.number("num_attention_heads", "n_head")
 
 
 def _layer_words(facts: Config, n_layers: int) -> list[str]:
@@ -224,15 +226,14 @@ def _add_experts(raw: dict[str, Any], facts: Config) -> None:
         default=0,
     )
     n_shared = facts.number("n_shared_experts", default=1 if shared else 0)
+    n_dense = facts.number("first_k_dense_replace", "num_dense_layers", default=0)
     raw["experts"] = {
         "count": count,
         "active": active,
         "ffn": width,
         "shared": n_shared,
         "shared_ffn": shared,
-        "dense_layers": min(
-            facts.number("first_k_dense_replace", "num_dense_layers", default=0), raw["layers"]
-        ),
+        "dense_layers": min(n_dense, raw["layers"]),
         "latent": facts.number("moe_latent_size", default=0),
         "beside_dense": facts.type.startswith("gemma4"),
     }
@@ -244,8 +245,8 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
     if facts:
         keys = ("count", "active", "ffn", "shared", "shared_ffn", "dense_layers", "latent")
         experts = Experts(*(int(facts[key]) for key in keys))
-    known = raw["type"] in _KNOWN_PLAIN or set(raw["pattern"]) != {"full"}
-    return Model(
+    per_layer = raw.get("per_layer_embedding", 0)
+    model = Model(
         id=raw["id"],
         name=raw["name"],
         family=raw["type"],
@@ -258,21 +259,25 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
         head_dim=raw["head_dim"],
         vocab_size=raw["vocab"],
         native_context=raw["context"],
+        hf_repo=raw["repo"],
+    )
+    model = replace(
+        model,
         tied_embeddings=raw["tied"],
         experts=experts,
         architecture=describe(layers, experts),
         calls_tools=stated.calls_tools(template),
         reasoning_kind=stated.reasoning_kind(template),
         mtp_layers=raw["mtp_layers"],
-        hf_repo=raw["repo"],
         ffn_matrices=raw["ffn_matrices"],
         attention_gate=raw["attention_gate"],
         q_rank=raw.get("mla", {}).get("q_rank", 0),
-        lookup_params=raw.get("per_layer_embedding", 0) * raw["layers"] * raw["vocab"],
-        shape_warning=""
-        if known
-        else f"the model type {raw['type']!r} is not known: KV may be less",
+        lookup_params=per_layer * raw["layers"] * raw["vocab"],
     )
+    if raw["type"] in _KNOWN_PLAIN or set(raw["pattern"]) != {"full"}:
+        return model
+    warning = f"the model type {raw['type']!r} is not known: KV may be less"
+    return replace(model, shape_warning=warning)
 
 
 # Formats of other programs, by quant_method (QuantizationMethod of
@@ -286,14 +291,16 @@ _OUR_MODES = frozenset({"", Format.MLX, "affine", "mxfp4", "mxfp8", "nvfp4", "bi
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    tables = [config]
     text = config.get("text_config")
-    tables = (config, text if isinstance(text, Mapping) else {})
-    found = (
-        t.get(key)
-        for key in ("quantization", "quantization_config", "compression_config")
-        for t in tables
-    )
-    return next((section for section in found if isinstance(section, Mapping) and section), None)
+    if isinstance(text, Mapping):
+        tables.append(text)
+    for key in ("quantization", "quantization_config", "compression_config"):
+        for table in tables:
+            section = table.get(key)
+            if isinstance(section, Mapping) and section:
+                return section
+    return None
 
 
 def foreign_format(config: Mapping[str, Any]) -> str:
@@ -327,7 +334,9 @@ def quant_of(config: Mapping[str, Any]) -> str:
         return "bf16"
     bits = section.get("bits")
     group = section.get("group_size", 64)
-    name = f"{bits}bit" if group == 64 else f"{bits}bit-g{group}"
+    name = f"{bits}bit"
+    if group != 64:
+        name = f"{name}-g{group}"
     mlx_bits(name)
     return name
 
