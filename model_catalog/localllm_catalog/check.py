@@ -76,7 +76,9 @@ def _files(model: Model) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Prints what is wrong to stderr and returns 1, or a one-line summary and 0."""
-    user_dir = Path(arguments[0]) if arguments else None
+    user_dir = None
+    if arguments:
+        user_dir = Path(arguments[0])
     try:
         found = list(problems(user_dir))
     except CatalogError as error:
@@ -87,10 +89,8 @@ def main(arguments: list[str]) -> int:
     models = catalog.load(user_dir).models
     families = {model.family for model in models}
     variants = sum(len(model.variants) for model in models)
-    print(
-        f"catalog: {len(models)} models in {len(families)} families, {variants} variants, all "
-        "consistent"
-    )
+    counts = f"{len(models)} models in {len(families)} families, {variants} variants"
+    print(f"catalog: {counts}, all consistent")
     return 0
 
 

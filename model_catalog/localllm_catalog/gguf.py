@@ -16,6 +16,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 
 from localllm_catalog.byte_sources import ByteSource, FileSource, OpenSource
@@ -184,8 +185,8 @@ def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSo
     stated = parts[0].integer("split.tensors.count", len(tensors))
     if len({tensor.name for tensor in tensors}) != len(tensors) or stated != len(tensors):
         raise BadHeaderError(
-            f"{names[0]}: the splits hold {len(tensors)} tensors, {stated} different ones are "
-            "announced"
+            f"{names[0]}: the splits hold {len(tensors)} tensors, "
+            f"{stated} different ones are announced"
         )
     size = sum(part.file_bytes for part in parts)
     return replace(parts[0], tensors=tensors, files=tuple(names), file_bytes=size)
@@ -231,13 +232,8 @@ class _Cursor:
 
     def too_long(self, what: str) -> BadHeaderError:
         if self.limit < self.source.size:
-            return BadHeaderError(
-                f"{what} runs past the first {MAX_HEADER_BYTES >> 20} MiB, which "
-                "no "
-                "real "
-                "header "
-                "does"
-            )
+            most = f"{MAX_HEADER_BYTES >> 20} MiB"
+            return BadHeaderError(f"{what} runs past the first {most}, which no real header does")
         return BadHeaderError(
             f"{what} runs past the end of the file ({self.source.size} bytes)",
             "it may be cut short",
@@ -453,26 +449,24 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _unknown_type(name: str, type_id: int) -> BadHeaderError:
-    signs = (
-        (
-            type_id in REMOVED_TYPE_IDS,
-            f"is in a format llama.cpp gave up (type {type_id})",
-            "get a newer file",
-        ),
-        (
-            type_id in _OF_IK_LLAMA,
-            f"is in a format of ik_llama.cpp's (type {type_id})",
+    if type_id in REMOVED_TYPE_IDS:
+        return BadHeaderError(
+            f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file"
+        )
+    if type_id in _OF_IK_LLAMA:
+        return BadHeaderError(
+            f"{name} is in a format of ik_llama.cpp's (type {type_id})",
             "run it with that program, or take another quant",
-        ),
-        (True, f"has the unknown tensor type {type_id}", "a newer localllm may know it"),
+        )
+    return BadHeaderError(
+        f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it"
     )
-    return next(BadHeaderError(f"{name} {what}", hint) for is_so, what, hint in signs if is_so)
 
 
 def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
     names: set[str] = set()
     end = 0
-    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+    for tensor in sorted(tensors, key=attrgetter("offset")):
         if tensor.name in names:
             raise BadHeaderError(f"the tensor {tensor.name} is there twice")
         names.add(tensor.name)

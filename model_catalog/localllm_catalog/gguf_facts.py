@@ -20,26 +20,23 @@ MAX_TOKENS = 1 << 40
 _OLLAMAS_NAMES = frozenset({"gptoss", "mllama", "qwen25vl"})
 _OLLAMAS_TENSORS = ("v.", "mm.", "mtp.", "a.", "s.")
 _NOT_OURS = (
-    "run it with Ollama, or fetch a GGUF file of the model from the hub (`localllm "
-    "recommend` "
-    "names some)"
+    "run it with Ollama, or fetch a GGUF file of the model from the hub "
+    "(`localllm recommend` names some)"
 )
 
 
 def _ollamas_own(header: GgufHeader) -> str:
-    """What of a header is laid out as Ollama alone does, "" for one that is llama.cpp's."""
+    """The part of a header that is laid out as only Ollama does it; "" for a llama.cpp header."""
     arch = header.architecture
-    inside = next((t.name for t in header.tensors if t.name.startswith(_OLLAMAS_TENSORS)), "")
+    if arch in _OLLAMAS_NAMES:
+        return f"the architecture {arch!r}"
+    for tensor in header.tensors:
+        if tensor.name.startswith(_OLLAMAS_TENSORS):
+            return f"{tensor.name} beside the language model's tensors"
     sections = header.metadata.get(f"{arch}.rope.dimension_sections")
-    signs = (
-        (arch in _OLLAMAS_NAMES, f"the architecture {arch!r}"),
-        (bool(inside), f"{inside} beside the language model's tensors"),
-        (
-            isinstance(sections, tuple) and len(sections) == 3,
-            "3 rope sections where llama.cpp has 4",
-        ),
-    )
-    return next((what for is_so, what in signs if is_so), "")
+    if isinstance(sections, tuple) and len(sections) == 3:
+        return "3 rope sections where llama.cpp has 4"
+    return ""
 
 
 class Facts:

@@ -105,24 +105,39 @@ def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
     """What a GGUF header says its file is. `n_tensors` are those of all parts; where there are
     some, `metadata` may end before the tokenizer."""
     arch = str(metadata.get("general.architecture") or "")
-    stated = _OF_TYPE.get(str(metadata.get("general.type") or ""))
-    blocks = metadata.get(f"{arch}.block_count")
+    kind = _OF_TYPE.get(str(metadata.get("general.type") or ""))
+    if kind is not None:
+        return kind
+    if any(key.startswith("imatrix.") for key in metadata):
+        return "imatrix"
+    if "adapter.type" in metadata or arch == "controlvector":
+        return "adapter"
+    if arch in _OF_ARCHITECTURE:
+        return _OF_ARCHITECTURE[arch]
+    if n_tensors == 0 and "tokenizer.ggml.tokens" in metadata:
+        return "vocabulary"
+    if _is_drafter(metadata, arch):
+        return "drafter"
+    return _model_kind(metadata, arch)
+
+
+def _is_drafter(metadata: Mapping[str, object], arch: str) -> bool:
+    """Whether the file drafts for another model: by its architecture's name, or because all of its
+    blocks predict further tokens."""
+    if arch.endswith(("-assistant", "-mtp", "-draft")):
+        return True
+    n_blocks = metadata.get(f"{arch}.block_count")
+    return bool(n_blocks) and n_blocks == metadata.get(f"{arch}.nextn_predict_layers")
+
+
+def _model_kind(metadata: Mapping[str, object], arch: str) -> Kind:
+    """Whether a model ranks, embeds or writes."""
     pooling = metadata.get(f"{arch}.pooling_type", _POOLING_NONE)
-    ranks = pooling == _POOLING_RANK or f"{arch}.classifier.output_labels" in metadata
-    # The first that is so.
-    signs: tuple[tuple[bool, Kind], ...] = (
-        (stated is not None, stated or "model"),
-        (any(key.startswith("imatrix.") for key in metadata), "imatrix"),
-        ("adapter.type" in metadata or arch == "controlvector", "adapter"),
-        (arch in _OF_ARCHITECTURE, _OF_ARCHITECTURE.get(arch, "model")),
-        (arch.endswith(("-assistant", "-mtp", "-draft")), "drafter"),
-        (n_tensors == 0 and "tokenizer.ggml.tokens" in metadata, "vocabulary"),
-        (bool(blocks) and blocks == metadata.get(f"{arch}.nextn_predict_layers"), "drafter"),
-        (ranks, "reranker"),
-        (pooling != _POOLING_NONE or arch in architectures.NO_CACHE, "embedding"),
-        (True, "model"),
-    )
-    return next(kind for is_so, kind in signs if is_so)
+    if pooling == _POOLING_RANK or f"{arch}.classifier.output_labels" in metadata:
+        return "reranker"
+    if pooling != _POOLING_NONE or arch in architectures.NO_CACHE:
+        return "embedding"
+    return "model"
 
 
 # --- by its place ---------------------------------------------------------------------------------
@@ -174,11 +189,11 @@ def among(files: Mapping[str, int]) -> dict[str, Kind]:
     largest = max((_weights(name, sizes[name]) for name in plain), default=0.0)
     shortest = min((sizes[name] for name in plain), default=0)
     for name, (kind, wherever) in claims.items():
-        is_small = (
-            _weights(name, sizes[name]) < _SMALL_SHARE * largest
-            or sizes[name] < _SHORT_SHARE * shortest
-        )
-        if kind != "model" and (is_small or (wherever and name not in plain)):
+        if kind == "model":
+            continue
+        is_light = _weights(name, sizes[name]) < _SMALL_SHARE * largest
+        is_short = sizes[name] < _SHORT_SHARE * shortest
+        if is_light or is_short or (wherever and name not in plain):
             found[name] = kind
     return found
 
@@ -253,11 +268,11 @@ def projector_words(name: str) -> tuple[str, ...]:
 
 def model_words(name: str) -> tuple[str, ...]:
     """The words of a model file's name before its quant, which those of its other quants share."""
-    quant = quant_of(name).lower().replace("_", "-")
     words = _words(name)
-    return tuple(
-        word for word in (words.replace(quant, "-") if quant else words).split("-") if word
-    )
+    quant = quant_of(name).lower().replace("_", "-")
+    if quant:
+        words = words.replace(quant, "-")
+    return tuple(word for word in words.split("-") if word)
 
 
 def own_projectors(
@@ -269,26 +284,31 @@ def own_projectors(
     Among several models it is the one its name says; a name that says none counts in a repository
     (`one_repo`), whose files belong together, and nowhere else.
     """
-    if projectors:
-        kinds = {model_words(name) for name in models}
-    else:
-        kinds = set()
-    spoken = {name: projector_words(name) for name in projectors}
-    if len(kinds) == 1:
-        # One word ("p2", "vision") may be anything; several are a model's name.
-        return [
-            p for p, words in spoken.items() if one_repo or len(words) < 2 or _named(words, kinds)
-        ]
+    if not projectors:
+        return []
+    kinds = {model_words(name) for name in models}
     own = model_words(model)
-    return [
-        p for p, words in spoken.items() if (own in _named(words, kinds) if words else one_repo)
-    ]
+    found = []
+    for name in projectors:
+        words = projector_words(name)
+        if len(kinds) == 1:
+            # One word ("p2", "vision") may be anything; several are a model's name.
+            is_own = one_repo or len(words) < 2 or bool(_named(words, kinds))
+        elif words:
+            is_own = own in _named(words, kinds)
+        else:
+            is_own = one_repo
+        if is_own:
+            found.append(name)
+    return found
 
 
 def _named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
     """The model that a projector's words mean: the one called so, else the only one whose name
     begins so (a publisher's name before it does not count)."""
-    spelled = [words, words[1:]] if len(words) > 1 else [words]
+    spelled = [words]
+    if len(words) > 1:
+        spelled.append(words[1:])
     for said in spelled:
         if said in models:
             return {said}

@@ -52,45 +52,58 @@ class Mixture:
     ln_ppl_ratio: float | None = None
 
 
+# Numbers one by one.
+_PLAIN_TYPES = (
+    TensorType("F32", 0, 1, 4),
+    TensorType("F16", 1, 1, 2),
+    TensorType("I8", 24, 1, 1),
+    TensorType("I16", 25, 1, 2),
+    TensorType("I32", 26, 1, 4),
+    TensorType("I64", 27, 1, 8),
+    TensorType("F64", 28, 1, 8),
+    TensorType("BF16", 30, 1, 2),
+)
+# Blocks of 32 with one scale.
+_LEGACY_TYPES = (
+    TensorType("Q4_0", 2, 32, 18),
+    TensorType("Q4_1", 3, 32, 20),
+    TensorType("Q5_0", 6, 32, 22),
+    TensorType("Q5_1", 7, 32, 24),
+    TensorType("Q8_0", 8, 32, 34),
+    TensorType("Q8_1", 9, 32, 40),
+)
+# Super-blocks of 256.
+_K_TYPES = (
+    TensorType("Q2_K", 10, 256, 84),
+    TensorType("Q3_K", 11, 256, 110),
+    TensorType("Q4_K", 12, 256, 144),
+    TensorType("Q5_K", 13, 256, 176),
+    TensorType("Q6_K", 14, 256, 210),
+    TensorType("Q8_K", 15, 256, 292),
+)
+# Weights from code books.
+_IQ_TYPES = (
+    TensorType("IQ2_XXS", 16, 256, 66),
+    TensorType("IQ2_XS", 17, 256, 74),
+    TensorType("IQ3_XXS", 18, 256, 98),
+    TensorType("IQ1_S", 19, 256, 50),
+    TensorType("IQ4_NL", 20, 32, 18),
+    TensorType("IQ3_S", 21, 256, 110),
+    TensorType("IQ2_S", 22, 256, 82),
+    TensorType("IQ4_XS", 23, 256, 136),
+    TensorType("IQ1_M", 29, 256, 56),
+)
+# Ternary, microscaling and one- and two-bit formats.
+_LATER_TYPES = (
+    TensorType("TQ1_0", 34, 256, 54),
+    TensorType("TQ2_0", 35, 256, 66),
+    TensorType("MXFP4", 39, 32, 17),
+    TensorType("NVFP4", 40, 64, 36),
+    TensorType("Q1_0", 41, 128, 18),
+    TensorType("Q2_0", 42, 64, 18),
+)
 GGUF_TYPES: dict[str, TensorType] = {
-    t.name: t
-    for t in (
-        TensorType("F32", 0, 1, 4),
-        TensorType("F16", 1, 1, 2),
-        TensorType("Q4_0", 2, 32, 18),
-        TensorType("Q4_1", 3, 32, 20),
-        TensorType("Q5_0", 6, 32, 22),
-        TensorType("Q5_1", 7, 32, 24),
-        TensorType("Q8_0", 8, 32, 34),
-        TensorType("Q8_1", 9, 32, 40),
-        TensorType("Q2_K", 10, 256, 84),
-        TensorType("Q3_K", 11, 256, 110),
-        TensorType("Q4_K", 12, 256, 144),
-        TensorType("Q5_K", 13, 256, 176),
-        TensorType("Q6_K", 14, 256, 210),
-        TensorType("Q8_K", 15, 256, 292),
-        TensorType("IQ2_XXS", 16, 256, 66),
-        TensorType("IQ2_XS", 17, 256, 74),
-        TensorType("IQ3_XXS", 18, 256, 98),
-        TensorType("IQ1_S", 19, 256, 50),
-        TensorType("IQ4_NL", 20, 32, 18),
-        TensorType("IQ3_S", 21, 256, 110),
-        TensorType("IQ2_S", 22, 256, 82),
-        TensorType("IQ4_XS", 23, 256, 136),
-        TensorType("I8", 24, 1, 1),
-        TensorType("I16", 25, 1, 2),
-        TensorType("I32", 26, 1, 4),
-        TensorType("I64", 27, 1, 8),
-        TensorType("F64", 28, 1, 8),
-        TensorType("IQ1_M", 29, 256, 56),
-        TensorType("BF16", 30, 1, 2),
-        TensorType("TQ1_0", 34, 256, 54),
-        TensorType("TQ2_0", 35, 256, 66),
-        TensorType("MXFP4", 39, 32, 17),
-        TensorType("NVFP4", 40, 64, 36),
-        TensorType("Q1_0", 41, 128, 18),
-        TensorType("Q2_0", 42, 64, 18),
-    )
+    t.name: t for t in (*_PLAIN_TYPES, *_LEGACY_TYPES, *_K_TYPES, *_IQ_TYPES, *_LATER_TYPES)
 }
 GGUF_TYPE_BY_ID: dict[int, TensorType] = {t.id: t for t in GGUF_TYPES.values()}
 
@@ -138,58 +151,68 @@ def _mix(
     return Mixture(name, file_bits, base, embed or base, head, reference, ppl, ln)
 
 
+# By their bits, the fewest first.
+_ONE_AND_TWO_BITS = (
+    _mix("IQ1_S", 2.0042, "IQ1_S", "Q2_K"),
+    _mix("IQ1_M", 2.146, "IQ1_M", "Q2_K"),
+    _mix("IQ2_XXS", 2.3824, "IQ2_XXS", "Q2_K"),
+    _mix("IQ2_XS", 2.5882, "IQ2_XS", "Q2_K"),
+    _mix("IQ2_S", 2.7403, "IQ2_XS", "IQ3_S", ln=0.5013),
+    _mix("IQ2_M", 2.9294, "IQ2_S", "IQ3_S", ln=0.3428),
+    _mix("Q2_K_S", 2.9697, "Q2_K", "", 3.1836),
+    _mix("Q2_K", 3.1593, "Q2_K", "", 3.5199),
+)
+_THREE_BITS = (
+    _mix("IQ3_XXS", 3.2548, "IQ3_XXS", "IQ3_S"),
+    _mix("IQ3_XS", 3.4977, "IQ3_XXS", "IQ3_S"),
+    _mix("IQ3_S", 3.6606, "IQ3_S"),
+    _mix("IQ3_M", 3.7628, "IQ3_S", ln=0.0868),
+    _mix("Q3_K_S", 3.6429, "Q3_K", "", 1.6321),
+    _mix("Q3_K_M", 3.996, "Q3_K", "", 0.6569, ln=0.0917),
+    _mix("Q3_K_L", 4.2979, "Q3_K", "", 0.5562, ln=0.0707),
+)
+_FOUR_BITS = (
+    _mix("IQ4_XS", 4.4597, "IQ4_XS", ln=0.037),
+    _mix("IQ4_NL", 4.6818, "IQ4_NL", ln=0.037),
+    # file bits computed: 4.5 with the output matrix in Q6_K
+    _mix("Q4_0", 4.64, "Q4_0", "", 0.4685),
+    # file bits computed: 5.0 with the output matrix in Q6_K
+    _mix("Q4_1", 5.11, "Q4_1", "", 0.4511),
+    _mix("Q4_K_S", 4.6672, "Q4_K", "", 0.2689, ln=0.0354),
+    _mix("Q4_K_M", 4.8944, "Q4_K", "", 0.1754, ln=0.0311),
+)
+_FIVE_BITS_AND_MORE = (
+    # file bits computed: 5.5 with the output matrix in Q6_K
+    _mix("Q5_0", 5.57, "Q5_0", "", 0.1316),
+    # file bits computed: 6.0 with the output matrix in Q6_K
+    _mix("Q5_1", 6.04, "Q5_1", "", 0.1062),
+    _mix("Q5_K_S", 5.5704, "Q5_K", "", 0.1049, ln=0.0071),
+    _mix("Q5_K_M", 5.7036, "Q5_K", "", 0.0569, ln=0.0061),
+    _mix("Q6_K", 6.5633, "Q6_K", "", 0.0217, ln=0.0011),
+    _mix("Q8_0", 8.5008, "Q8_0", "", 0.0026, ln=0.0002, head="Q8_0"),
+    _mix("F16", 16.0005, "F16", head="F16"),
+    _mix("BF16", 16.0005, "BF16", head="BF16"),
+)
+# Unsloth Dynamic and MXFP4 mixtures: file bytes over text weights of Qwen3.6-35B-A3B (PyPI
+# rigma 0.12.2 and https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05;
+# the latter rounded to 0.1 GiB).
+_DYNAMIC = (
+    _mix("UD-Q2_K_XL", 2.837, "Q2_K", reference=_QWEN),
+    _mix("UD-Q3_K_M", 3.84, "Q3_K", reference=_QWEN),
+    _mix("UD-Q3_K_XL", 3.888, "Q3_K", reference=_QWEN),
+    _mix("UD-IQ4_XS", 4.09, "IQ4_XS", reference=_QWEN),
+    _mix("UD-Q4_K_M", 5.109, "Q4_K", reference=_QWEN),  # 5.373 on Gemma 4 26B-A4B
+    _mix("UD-Q4_K_XL", 5.161, "Q4_K", reference=_QWEN),
+    _mix("UD-Q5_K_M", 6.1, "Q5_K", reference=_QWEN),
+    _mix("UD-Q5_K_XL", 6.15, "Q5_K", reference=_QWEN),
+    _mix("UD-Q6_K", 6.77, "Q6_K", reference=_QWEN),
+    _mix("UD-Q6_K_XL", 7.36, "Q6_K", reference=_QWEN, head="Q8_0"),
+    _mix("UD-Q8_K_XL", 8.87, "Q8_0", reference=_QWEN, head="Q8_0"),
+    _mix("MXFP4_MOE", 5.01, "MXFP4", "Q8_0", reference=_QWEN, head="Q8_0"),
+)
 MIXTURES: dict[str, Mixture] = {
     m.name: m
-    for m in (
-        _mix("IQ1_S", 2.0042, "IQ1_S", "Q2_K"),
-        _mix("IQ1_M", 2.146, "IQ1_M", "Q2_K"),
-        _mix("IQ2_XXS", 2.3824, "IQ2_XXS", "Q2_K"),
-        _mix("IQ2_XS", 2.5882, "IQ2_XS", "Q2_K"),
-        _mix("IQ2_S", 2.7403, "IQ2_XS", "IQ3_S", ln=0.5013),
-        _mix("IQ2_M", 2.9294, "IQ2_S", "IQ3_S", ln=0.3428),
-        _mix("Q2_K_S", 2.9697, "Q2_K", "", 3.1836),
-        _mix("Q2_K", 3.1593, "Q2_K", "", 3.5199),
-        _mix("IQ3_XXS", 3.2548, "IQ3_XXS", "IQ3_S"),
-        _mix("IQ3_XS", 3.4977, "IQ3_XXS", "IQ3_S"),
-        _mix("IQ3_S", 3.6606, "IQ3_S"),
-        _mix("IQ3_M", 3.7628, "IQ3_S", ln=0.0868),
-        _mix("Q3_K_S", 3.6429, "Q3_K", "", 1.6321),
-        _mix("Q3_K_M", 3.996, "Q3_K", "", 0.6569, ln=0.0917),
-        _mix("Q3_K_L", 4.2979, "Q3_K", "", 0.5562, ln=0.0707),
-        _mix("IQ4_XS", 4.4597, "IQ4_XS", ln=0.037),
-        _mix("IQ4_NL", 4.6818, "IQ4_NL", ln=0.037),
-        # file bits computed: 4.5 with the output matrix in Q6_K
-        _mix("Q4_0", 4.64, "Q4_0", "", 0.4685),
-        # file bits computed: 5.0 with the output matrix in Q6_K
-        _mix("Q4_1", 5.11, "Q4_1", "", 0.4511),
-        _mix("Q4_K_S", 4.6672, "Q4_K", "", 0.2689, ln=0.0354),
-        _mix("Q4_K_M", 4.8944, "Q4_K", "", 0.1754, ln=0.0311),
-        # file bits computed: 5.5 with the output matrix in Q6_K
-        _mix("Q5_0", 5.57, "Q5_0", "", 0.1316),
-        # file bits computed: 6.0 with the output matrix in Q6_K
-        _mix("Q5_1", 6.04, "Q5_1", "", 0.1062),
-        _mix("Q5_K_S", 5.5704, "Q5_K", "", 0.1049, ln=0.0071),
-        _mix("Q5_K_M", 5.7036, "Q5_K", "", 0.0569, ln=0.0061),
-        _mix("Q6_K", 6.5633, "Q6_K", "", 0.0217, ln=0.0011),
-        _mix("Q8_0", 8.5008, "Q8_0", "", 0.0026, ln=0.0002, head="Q8_0"),
-        _mix("F16", 16.0005, "F16", head="F16"),
-        _mix("BF16", 16.0005, "BF16", head="BF16"),
-        # Unsloth Dynamic and MXFP4 mixtures: file bytes over text weights of Qwen3.6-35B-A3B (PyPI
-        # rigma 0.12.2 and https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05;
-        # the latter rounded to 0.1 GiB).
-        _mix("UD-Q2_K_XL", 2.837, "Q2_K", reference=_QWEN),
-        _mix("UD-Q3_K_M", 3.84, "Q3_K", reference=_QWEN),
-        _mix("UD-Q3_K_XL", 3.888, "Q3_K", reference=_QWEN),
-        _mix("UD-IQ4_XS", 4.09, "IQ4_XS", reference=_QWEN),
-        _mix("UD-Q4_K_M", 5.109, "Q4_K", reference=_QWEN),  # 5.373 on Gemma 4 26B-A4B
-        _mix("UD-Q4_K_XL", 5.161, "Q4_K", reference=_QWEN),
-        _mix("UD-Q5_K_M", 6.1, "Q5_K", reference=_QWEN),
-        _mix("UD-Q5_K_XL", 6.15, "Q5_K", reference=_QWEN),
-        _mix("UD-Q6_K", 6.77, "Q6_K", reference=_QWEN),
-        _mix("UD-Q6_K_XL", 7.36, "Q6_K", reference=_QWEN, head="Q8_0"),
-        _mix("UD-Q8_K_XL", 8.87, "Q8_0", reference=_QWEN, head="Q8_0"),
-        _mix("MXFP4_MOE", 5.01, "MXFP4", "Q8_0", reference=_QWEN, head="Q8_0"),
-    )
+    for m in (*_ONE_AND_TWO_BITS, *_THREE_BITS, *_FOUR_BITS, *_FIVE_BITS_AND_MORE, *_DYNAMIC)
 }
 
 # Weights, and of those the token embedding, of the models the mixtures' bits were read from (both

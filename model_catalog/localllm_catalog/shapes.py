@@ -93,9 +93,9 @@ def count_params(model: Model) -> tuple[int, int]:
     """
     embedding = model.vocab_size * model.hidden_size
     total, active = trunk_params(model)
-    total += (
-        embedding * (1 if model.tied_embeddings else 2) + model.extra_params + model.lookup_params
-    )
+    total += embedding + model.extra_params + model.lookup_params
+    if not model.tied_embeddings:
+        total += embedding
     return total, active + embedding
 
 
@@ -142,10 +142,9 @@ def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
     formats become on this model, whose rows may be too short for their blocks."""
     mix = quants.MIXTURES[quant]
     row = model.hidden_size
+    narrow = model.intermediate_size
     if model.experts:
         narrow = model.experts.intermediate
-    else:
-        narrow = model.intermediate_size
     # Rows are hidden_size long in all matrices of a feed-forward but its last, whose rows are its
     # width.
     last = 1 / model.ffn_matrices
@@ -165,12 +164,11 @@ def _row_bits(quant: str, row: int) -> float:
         return bits
     base = float(quants.GGUF_TYPES[mix.base].bits)
     high = float(quants.GGUF_TYPES["Q6_K"].bits)
+    raised = 1.0
     if base < high:
-        raised = max(0.0, (bits - base) / (high - base))
-    else:
-        raised = 1.0
+        raised = min(1.0, max(0.0, (bits - base) / (high - base)))
     low = float(quants.GGUF_TYPES[plain].bits)
-    return low + min(1.0, raised) * (float(quants.GGUF_TYPES["Q8_0"].bits) - low)
+    return low + raised * (float(quants.GGUF_TYPES["Q8_0"].bits) - low)
 
 
 def estimate_mlx_bytes(model: Model, quant: str) -> int:

@@ -46,18 +46,22 @@ def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
     kept: dict[str, Any] = {}
     for name, value in named.items():
         _, _, least, most = _STATED[name]
-        number = (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        if number and least <= value <= most and (name != "top_k" or value == int(value)):
+        if not _is_number(value) or not least <= value <= most:
+            continue
+        if name != "top_k":
             # A header holds 32-bit floats: 0.6 comes as 0.6000000238, and is meant as 0.6.
-            if name == "top_k":
-                kept[name] = int(value)
-            else:
-                kept[name] = round(float(value), 6)
+            kept[name] = round(float(value), 6)
+        elif value == int(value):
+            kept[name] = int(value)
     if kept:
         return SamplingDefaults(**kept, source=source)
     return SamplingDefaults()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 # A tag named for thinking, in any family's spelling, or gpt-oss's channel of it.

@@ -147,9 +147,8 @@ class ImageTokens:
         if not self.side_px:
             return f"{self.most:,} tokens an image, whatever its size"
         return (
-            f"a token for {self.side_px} × {self.side_px} pixels, {self.least:,} to "
-            f"{self.most:,} "
-            "an image"
+            f"a token for {self.side_px} × {self.side_px} pixels, "
+            f"{self.least:,} to {self.most:,} an image"
         )
 
 
@@ -167,9 +166,10 @@ class Companion:
 
     @property
     def url(self) -> str:
-        return f"https://huggingface.co/{self.repo}" + (
-            f"/blob/main/{self.file}" if self.file else ""
-        )
+        repo_url = f"https://huggingface.co/{self.repo}"
+        if not self.file:
+            return repo_url
+        return f"{repo_url}/blob/main/{self.file}"
 
 
 @dataclass(frozen=True, slots=True)
