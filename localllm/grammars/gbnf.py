@@ -105,8 +105,10 @@ class _GbnfReader:
             self._pieces.append(_NOTHING)
 
     def _take(self, kind: str, found: re.Match[str]) -> None:
-        if (kind == "head") == bool(self._name):
-            raise self._wrong(f"expected {'the end of the line' if self._name else 'a rule'}")
+        if kind == "head" and self._name:
+            raise self._wrong("expected the end of the line")
+        if kind != "head" and not self._name:
+            raise self._wrong("expected a rule")
         said = found[kind]
         if kind == "head":
             self._name = said
@@ -139,13 +141,18 @@ class _GbnfReader:
         if kind == "name":
             self._named.append(said)
             return [("rule", said)]
-        return [_ANY if kind == "mark" else self._letters(said)]
+        if kind == "mark":
+            return [_ANY]
+        return [self._letters(said)]
 
     def _code(self, letter: str) -> str:
         """Every code is spelled out: signs between brackets mean something there."""
-        code = ord(_ESCAPES.get(letter[-1], letter[-1]) if letter[1:] else letter)
-        if letter[2:]:
+        if len(letter) > 2:
             code = int(letter[2:], 16)
+        elif len(letter) == 2:
+            code = ord(_ESCAPES.get(letter[1], letter[1]))
+        else:
+            code = ord(letter)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
             raise self._wrong("no letter has this code")
         return f"\\x{{{code:06X}}}"
@@ -171,15 +178,16 @@ class _GbnfReader:
         low, high = _SIGNS.get(found[0], (0, None))
         if least is not None:
             low = int(least)
-            high = int(most or least) if most or not comma else None
+            high = None
+            if most or not comma:
+                high = int(most or least)
         if max(low, high or 0) > _MOST_REPEATS or (high is not None and high < low):
             raise self._wrong("too many repetitions, or fewer at most than at least")
-        times: Piece = ("mark", f"{{{low},{'' if high is None else high}}}")
-        repeated = [_OPEN, *self._pieces[self._item :], _CLOSE, times]
         if high == 0:
             self._pieces[self._item :] = [_NOTHING]
-        else:
-            self._pieces[self._item :] = repeated
+            return
+        times = f"{{{low},}}" if high is None else f"{{{low},{high}}}"
+        self._pieces[self._item :] = [_OPEN, *self._pieces[self._item :], _CLOSE, ("mark", times)]
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -203,9 +211,13 @@ def _with_terminals(pieces: Sequence[Piece], terminals: dict[Sequence[Piece], st
     parts: list[Piece] = []
     at = 0
     while at < len(pieces):
-        run = next((r for r in terminals if pieces[at : at + len(r)] == r), pieces[at : at + 1])
-        parts.append(("item", terminals[run]) if run in terminals else pieces[at])
-        at += len(run)
+        run = next((r for r in terminals if pieces[at : at + len(r)] == r), None)
+        if run is None:
+            parts.append(pieces[at])
+            at += 1
+        else:
+            parts.append(("item", terminals[run]))
+            at += len(run)
     return parts
 
 
@@ -217,24 +229,32 @@ def _terminals(rules: Rules, expressions: Expressions) -> dict[Sequence[Piece], 
             expression = expressions.of(run)
             if expression is None or run in good:
                 continue
-            rest = [_with_terminals(other, {run: ""}) for other in rules.values()]
-            others = {said for other in rest for kind, said in other if kind == "item" and said}
-            first = run[0][1]
-            if (
-                first not in others
-                and _never_both(expression, f"{expression}(?s:.)+")
-                and (not others or _never_both(first, "|".join(others)))
-            ):
+            if _may_be_terminal(run, expression, rules):
                 good[run] = expression
     return good
+
+
+def _may_be_terminal(run: Sequence[Piece], expression: str, rules: Rules) -> bool:
+    """Whether no other terminal begins like this run, and it ends where it matches."""
+    others: set[str] = set()
+    for pieces in rules.values():
+        for kind, said in _with_terminals(pieces, {run: ""}):
+            if kind == "item" and said:
+                others.add(said)
+    first = run[0][1]
+    if first in others or not _never_both(expression, f"{expression}(?s:.)+"):
+        return False
+    return not others or _never_both(first, "|".join(others))
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     """From a letter to a later one beside it, with a repetition between them."""
     for first, (kind, said) in enumerate(pieces):
+        if kind != "item" or not said:
+            continue
         depth = 0
         repeats = False
-        for last in range(first + 1, len(pieces) if kind == "item" and said else 0):
+        for last in range(first + 1, len(pieces)):
             kind_of, mark = pieces[last]
             repeats |= kind_of == "mark" and mark.startswith("{")
             depth += (pieces[last] == _OPEN) - (pieces[last] == _CLOSE)

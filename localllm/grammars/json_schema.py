@@ -45,10 +45,12 @@ def held(schema: Any) -> dict[str, Any]:
     if refused:
         reasons = ", ".join(f"{word} is {why_not(word)}" for word in sorted(refused))
         raise UnsupportedError(f"the json_schema can't be enforced: {reasons}")
-    whole = {"allOf": [kept]} if isinstance(kept, bool) else kept
-    own = whole.get(_OPTIONS)
-    options = {"whitespace_pattern": SPACE, **(own if isinstance(own, dict) else {})}
-    return {**whole, _OPTIONS: options}
+    if isinstance(kept, bool):
+        kept = {"allOf": [kept]}
+    options: dict[str, Any] = {"whitespace_pattern": SPACE}
+    if isinstance(kept.get(_OPTIONS), dict):
+        options |= kept[_OPTIONS]
+    return {**kept, _OPTIONS: options}
 
 
 def schemas_in(lark: str) -> str:
@@ -89,10 +91,10 @@ def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None
 def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     refused: set[str] = set()
     schema = as_taken(_of_no_place(text), refused)
+    if isinstance(schema, bool):
+        return schema, ()
     if not isinstance(schema, dict):
-        if isinstance(schema, bool):
-            return (schema, ())
-        return (True, ("schema",))
+        return True, ("schema",)
     check = _loosely_checked(schema)
     # One property that breaks costs the others nothing.
     if check.error and '"$ref"' not in text and isinstance(schema.get("properties"), dict):
@@ -137,8 +139,10 @@ def _of_no_place(text: str) -> Any:
 
 def _loosely_checked(schema: Any) -> GrammarCheck:
     """What llguidance says of it within another one, as those of tools are."""
+    if isinstance(schema, bool):
+        return GrammarCheck("")
     if not isinstance(schema, dict):
-        return GrammarCheck("" if isinstance(schema, bool) else "this is no schema")
+        return GrammarCheck("this is no schema")
     return check_schema(json.dumps({"$ref": "x", **documents({"x": schema}), **LENIENT}))
 
 

@@ -25,30 +25,31 @@ class Reason:
     sentence: str
 
 
-# Signs of llguidance's messages (1.9.1, parser/src/json), the first that is there.
-_SIGNS = (
-    ("oneOf", Reason(("oneOf",), "oneOf is not supported where its alternatives may meet")),
-    (
-        "min/maxProperties",
-        Reason(
-            ("minProperties", "maxProperties"),
-            "minProperties and maxProperties are not supported beside optional properties",
-        ),
+# Words of a schema that llguidance's messages (1.9.1, parser/src/json) blame, and the messages that
+# blame none: the first sign that is in a message decides.
+_WORD_SIGNS = {
+    "oneOf": ("oneOf is not supported where its alternatives may meet", "oneOf"),
+    "min/maxProperties": (
+        "minProperties and maxProperties are not supported beside optional properties",
+        "minProperties",
+        "maxProperties",
     ),
-    (
-        "patternProperty",
-        Reason(("patternProperties",), "patternProperties is not supported where patterns meet"),
+    "patternProperty": (
+        "patternProperties is not supported where patterns meet",
+        "patternProperties",
     ),
-    ("circular references", Reason(("$ref",), "$ref is not supported where it leads to itself")),
-    ("Resource '", Reason(("$ref",), "$ref is not supported where it leads out of the schema")),
-    ("Pointer '", Reason(("$ref",), "$ref is not supported where it leads nowhere")),
-    ("Anchor '", Reason(("$ref",), "$ref is not supported where it leads nowhere")),
-    ("regex parse error", Reason(("pattern",), "pattern is not supported in this form")),
-    ("recursion limit", Reason((), "it is nested more than about 120 levels deep")),
-    ("stack level", Reason((), "its parts lead to one another more than 128 levels deep")),
-    ("schema too large", Reason((), "it comes to more than 50,000 parts")),
-    ("panic", Reason((), "it is too large: of what may follow at one place, or of its rules")),
-)
+    "circular references": ("$ref is not supported where it leads to itself", "$ref"),
+    "Resource '": ("$ref is not supported where it leads out of the schema", "$ref"),
+    "Pointer '": ("$ref is not supported where it leads nowhere", "$ref"),
+    "Anchor '": ("$ref is not supported where it leads nowhere", "$ref"),
+    "regex parse error": ("pattern is not supported in this form", "pattern"),
+}
+_SIZE_SIGNS = {
+    "recursion limit": "it is nested more than about 120 levels deep",
+    "stack level": "its parts lead to one another more than 128 levels deep",
+    "schema too large": "it comes to more than 50,000 parts",
+    "panic": "it is too large: of what may follow at one place, or of its rules",
+}
 
 
 def reason_of(message: str) -> Reason:
@@ -57,19 +58,23 @@ def reason_of(message: str) -> Reason:
     unknown = _NOT_KNOWN.search(message)
     if unknown is not None:
         words = tuple(re.findall(r'"([^"]+)"', unknown[1]))
-        return Reason(
-            words, f"{', '.join(words)} {'are' if len(words) > 1 else 'is'} not supported"
-        )
-    for sign, reason in _SIGNS:
+        if len(words) > 1:
+            return Reason(words, f"{', '.join(words)} are not supported")
+        return Reason(words, f"{', '.join(words)} is not supported")
+    for sign, (sentence, *blamed_words) in _WORD_SIGNS.items():
         if sign in message:
-            return reason
-    blamed = _BLAMED.search(message)
+            return Reason(tuple(blamed_words), sentence)
+    for sign, sentence in _SIZE_SIGNS.items():
+        if sign in message:
+            return Reason((), sentence)
+    line = "no reason given"
     if message.strip():
         line = message.strip().splitlines()[0]
-    else:
-        line = "no reason given"
-    words = (blamed[1] or blamed[2],) if blamed is not None else ()
-    return Reason(words, line.rpartition("failed to compile JSON schema: ")[2])
+    sentence = line.rpartition("failed to compile JSON schema: ")[2]
+    blamed = _BLAMED.search(message)
+    if blamed is None:
+        return Reason((), sentence)
+    return Reason((blamed[1] or blamed[2],), sentence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +90,15 @@ def check_schema(schema: str) -> GrammarCheck:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(schema)
-        wrong, said = on_deep_stack(
-            schema, lambda: LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits)
+
+    def validate() -> tuple[bool, list[str]]:
+        result: tuple[bool, list[str]] = LLMatcher.validate_grammar_with_warnings(
+            LLMatcher.grammar_from_json_schema(schema), None, limits=limits
         )
+        return result
+
+    try:
+        wrong, said = on_deep_stack(schema, validate)
     except (UnsupportedError, ValueError) as e:
         return GrammarCheck(str(e))
     if wrong:
@@ -102,10 +111,10 @@ def why_stuck(message: str) -> str:
     reason = reason_of(message).sentence
     if "max is" in reason or "too " in reason:
         return (
-            f"the grammar is too much work here ({reason}): an object has at most about 500 "
-            "optional properties"
+            f"the grammar is too much work here ({reason}): "
+            "an object has at most about 500 optional properties"
         )
     return (
-        "the answer came to where its grammar, or what is left of it by logit_bias, allows "
-        "nothing more"
+        "the answer came to where its grammar, or what is left of it by logit_bias, "
+        "allows nothing more"
     )

@@ -62,14 +62,12 @@ def as_taken(node: Any, refused: set[str]) -> Any:
 
 def _inside(word: str, value: Any, refused: set[str]) -> Any:
     if word in NAMED and isinstance(value, dict):
-        if word == "patternProperties":
-            names = [_escapable(name) for name in value]
-        else:
-            names = [*value]
-        return {
-            name: as_taken(inner, refused)
-            for name, inner in zip(names, value.values(), strict=True)
-        }
+        taken = {}
+        for name, inner in value.items():
+            if word == "patternProperties":
+                name = _escapable(name)
+            taken[name] = as_taken(inner, refused)
+        return taken
     if word in _SCHEMAS:
         return as_taken(value, refused)
     if word == "pattern" and isinstance(value, str):
@@ -95,12 +93,15 @@ def _not_as_written(out: dict[str, Any]) -> list[str]:
         expression = EXPRESSIONS.get(str(out.pop("format")))
         if expression is not None and "pattern" in out:
             return ["pattern"]
-        out.update({} if expression is None else {"pattern": _escapable(expression)})
-    for word in (*_UPPER, *_LOWER):
-        bound = out.get(word, 0)
-        # Nothing beyond may be written, whatever else would be right.
-        if _is_number(bound) and (bound > _LARGEST if word in _UPPER else bound < -_LARGEST):
-            out[word] = _LARGEST if word in _UPPER else -_LARGEST
+        if expression is not None:
+            out["pattern"] = _escapable(expression)
+    # Nothing beyond a bound may be written, whatever else would be right.
+    for word in _UPPER:
+        if _is_number(out.get(word)) and out[word] > _LARGEST:
+            out[word] = _LARGEST
+    for word in _LOWER:
+        if _is_number(out.get(word)) and out[word] < -_LARGEST:
+            out[word] = -_LARGEST
     return [word for word, (is_wrong, _) in _WRONG.items() if word in out and is_wrong(out[word])]
 
 
@@ -111,6 +112,10 @@ def _is_number(value: Any) -> bool:
 def _is_no_bound(value: Any) -> bool:
     """In draft 4 an exclusive bound is true where the plain one is meant."""
     return not isinstance(value, bool) and not (_is_number(value) and abs(value) <= _LARGEST)
+
+
+def _is_beyond_regular(pattern: Any) -> bool:
+    return isinstance(pattern, str) and bool(_BEYOND_REGULAR.search(pattern))
 
 
 def _is_no_type(value: Any) -> bool:
@@ -129,8 +134,10 @@ def _has_many_remainders(divisor: Any) -> bool:
 
 def _is_inexact(value: Any) -> bool:
     """Whether some number in `value` is one that llguidance would write as another."""
-    if isinstance(value, (list, dict)):
-        return any(map(_is_inexact, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(_is_inexact(inner) for inner in value)
     if not _is_number(value) or abs(value) <= _EXACT:
         return False
     return not abs(value) <= _LARGEST or int(float(value)) != value
@@ -138,17 +145,17 @@ def _is_inexact(value: Any) -> bool:
 
 # Words that llguidance may hold otherwise than they are written: whether it would so hold what one
 # says, and why that is refused.
-_WRONG: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys((*_UPPER, *_LOWER), (_is_no_bound, "beyond 2^62, or no number")),
-    **dict.fromkeys(("const", "enum"), (_is_inexact, "not supported with integers beyond 2^53")),
+_WRONG: dict[str, tuple[Callable[[Any], bool], str]] = {}
+for _word in (*_UPPER, *_LOWER):
+    _WRONG[_word] = (_is_no_bound, "beyond 2^62, or no number")
+for _word in ("const", "enum"):
+    _WRONG[_word] = (_is_inexact, "not supported with integers beyond 2^53")
+_WRONG |= {
     "multipleOf": (
         _has_many_remainders,
         f"not supported with more than {_MOST_REMAINDERS:,} remainders",
     ),
-    "pattern": (
-        lambda value: isinstance(value, str) and bool(_BEYOND_REGULAR.search(value)),
-        "not supported",
-    ),
+    "pattern": (_is_beyond_regular, "not supported"),
     "type": (_is_no_type, "not supported"),
 }
 

@@ -44,7 +44,9 @@ def grammar_text(kind: str, source: str, token_ids: Callable[[], Mapping[str, in
             source = f"start: %json {json.dumps(json.loads(source))}"
         if kind in ("json_schema", "lark", "gbnf"):
             lark = schemas_in(lark_of(source))
-            named = token_ids() if "<" in lark else {}
+            named: Mapping[str, int] = {}
+            if "<" in lark:
+                named = token_ids()
             return str(LLMatcher.grammar_from_lark(_with_tokens(lark, named)))
     except ValueError as e:
         raise UnsupportedError(f"the {kind} can't be read: {e}") from e
@@ -60,7 +62,10 @@ def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
     enforced."""
     from llguidance import LLMatcher
 
-    matcher = on_deep_stack(text, lambda: LLMatcher(tokenizer, text, log_level=0))
+    def make() -> Any:
+        return LLMatcher(tokenizer, text, log_level=0)
+
+    matcher = on_deep_stack(text, make)
     if matcher.is_error():
         raise UnsupportedError(
             f"the {kind} can't be enforced: {reason_of(matcher.get_error()).sentence}"
@@ -74,7 +79,7 @@ def _with_tokens(lark: str, token_ids: Mapping[str, int]) -> str:
     <|message|>, <|start|> and <|constrain|>."""
 
     def by_id(found: re.Match[str]) -> str:
-        token = token_ids.get(found[1]) if found[1] else None
+        token = token_ids.get(found[1])
         if token is None:
             return found[0]
         return f"<[{token}]>"
@@ -94,7 +99,9 @@ class _Bytes:
         self.tokens = [spelled.get(i) or next(words, b"") for i in range(n_vocab)]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
+        if isinstance(text, str):
+            text = text.encode()
+        return list(text)
 
 
 def _trial(setup: Mapping[str, Any]) -> Callable[[Any], tuple[str, str]]:
@@ -105,9 +112,13 @@ def _trial(setup: Mapping[str, Any]) -> Callable[[Any], tuple[str, str]]:
         llguidance.TokenizerWrapper(vocabulary), eos_token=setup["eog"], slices=[]
     )
 
+    def token_ids() -> Mapping[str, int]:
+        named: Mapping[str, int] = setup["named"]
+        return named
+
     def tried(grammar: tuple[str, str]) -> tuple[str, str]:
         kind, source = grammar
-        text = grammar_text(kind, source, lambda: setup["named"])
+        text = grammar_text(kind, source, token_ids)
         matcher = matcher_of(tokenizer, kind, text)
         matcher.compute_bitmask()
         matcher.compute_ff_tokens()

@@ -77,9 +77,14 @@ class ModelRouter:
 
     def elsewhere(self) -> Sequence[RemoteModel]:
         """The models of upstreams whose names no model here has."""
-        here = {model.name.lower() for model in self.list()}
-        remote = self.upstreams.models() if self.upstreams is not None else []
-        return [model for model in remote if model.name.lower() not in here]
+        if self.upstreams is None:
+            return []
+        installed = self._installed_names()
+        return [
+            remote
+            for remote in self.upstreams.models()
+            if not (self._names.named(remote.name) or installed.named(remote.name))
+        ]
 
     def named_here(self, typed: str) -> Sequence[ServedModel]:
         """The models of this server's list that have this name. Never reads the disk, as each
@@ -94,7 +99,9 @@ class ModelRouter:
         if self.upstreams is not None:
             rules[Rule.UPSTREAM] = self.upstreams.named
         model = find(typed, rules).first
-        return model if isinstance(model, RemoteModel) else None
+        if isinstance(model, RemoteModel):
+            return model
+        return None
 
     def workers(self) -> Sequence[ModelWorker]:
         """Every worker once, however many names share it."""

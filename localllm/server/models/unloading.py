@@ -29,8 +29,10 @@ class KeepAlive:
         """`model` stays loaded for `seconds` after its last request (0: until the running ones end;
         infinity: until memory is short, for only the server's owner may pin a model)."""
         self._stop(model)
-        if math.isinf(seconds):
-            model.idle_s = 0.0 if model.owners_idle_s == 0 else math.inf
+        if math.isinf(seconds) and model.owners_idle_s == 0:
+            model.idle_s = 0.0
+        elif math.isinf(seconds):
+            model.idle_s = math.inf
         else:
             model.idle_s = seconds or model.owners_idle_s
             self._waiting[model.name] = asyncio.create_task(self._unload_after(model, seconds))
@@ -59,24 +61,24 @@ async def unload_idle(
     models: ModelRouter,
     *,
     idle_s: float,
-    pressed: Callable[[], bool] = lambda: False,
+    pressed: Callable[[], bool] | None = None,
     pressed_idle_s: float = 60.0,
 ) -> None:
     """Runs until cancelled. Unloads a model after `idle_s` seconds without a request (its own
     `idle_s` where it has one; 0 never), or after `pressed_idle_s` while `pressed()`: memory is
     short. A client's infinity means never only where the server's own `idle_s` is 0."""
     models.idle_s = idle_s
-    shortest_s = min(
-        filter(None, [idle_s, *(worker.idle_s for worker in models.workers())]), default=math.inf
-    )
+    times_s = [idle_s, *(worker.idle_s for worker in models.workers())]
+    shortest_s = min((time_s for time_s in times_s if time_s), default=math.inf)
     pause = min(_MAX_PAUSE_S, shortest_s / _CHECKS_PER_PERIOD)
     while True:
         await asyncio.sleep(pause)
-        short = pressed()
+        is_short = pressed is not None and pressed()
         for model in models.workers():
-            own_s = idle_s if model.idle_s is None else model.idle_s
-            pinned = not own_s or (math.isinf(own_s) and not idle_s)
-            limit_s = min(own_s, pressed_idle_s) if short else own_s
+            limit_s = idle_s if model.idle_s is None else model.idle_s
+            pinned = not limit_s or (math.isinf(limit_s) and not idle_s)
+            if is_short:
+                limit_s = min(limit_s, pressed_idle_s)
             if model.loaded and not pinned and model.silent_s >= limit_s:
                 log.info("unloading %s after %.0f s without a request", model.name, model.silent_s)
                 await model.unload()

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from localllm.engine.messages import Sampling
@@ -68,7 +69,7 @@ class ModelAdmission:
                 )
             while not await self.fits(model):
                 idle = [m for m in self._admitted if m.loaded and not m.in_use]
-                victim = min(idle, key=lambda m: m.last_used_s, default=None)
+                victim = min(idle, key=attrgetter("last_used_s"), default=None)
                 if victim is None:
                     raise BusyError(await self._why(model), retry_after_s=_RETRY_AFTER_S)
                 log.info("unloading %s to make room for %s", victim.name, model.name)
@@ -83,10 +84,8 @@ class ModelAdmission:
 
     async def fits(self, model: ModelWorker) -> bool:
         """Whether `model` could be loaded now without unloading another."""
-        alone = model in self._admitted or not self._admitted
-        if alone:
-            room_bytes = self.limit_bytes
-        else:
+        room_bytes = self.limit_bytes
+        if self._admitted and model not in self._admitted:
             room_bytes = await self._room_bytes()
         return has_room(model.facts.needs_bytes, room_bytes)
 
@@ -239,10 +238,9 @@ class ModelWorker:
         loop = asyncio.get_running_loop()
         async with self._lock:
             if loop.time() - self._planned_s >= _PLAN_TTL_S:
+                spare_bytes = 0
                 if self.admission is not None:
                     spare_bytes = self.admission.idle_bytes
-                else:
-                    spare_bytes = 0
                 found = await asyncio.to_thread(self._plan, spare_bytes)
                 await self.host.close()  # it may have crashed
                 self.host = found.host
@@ -273,8 +271,7 @@ class ModelWorker:
             await asyncio.wait({self._load})
         if self._load is None:
             self._load = asyncio.create_task(self._begin())
-            # Waiters get its exception; without any it would be reported as never retrieved.
-            self._load.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._load.add_done_callback(_retrieve_exception)
         task = self._load
         self._waiters += 1
         try:
@@ -294,10 +291,9 @@ class ModelWorker:
             self.notice = ""
             engine = await self.host.engine()
         except BaseException as e:
+            self.failure = None
             if isinstance(e, LocalLLMError):
                 self.failure = LocalLLMError(e.message, hint=e.hint)
-            else:
-                self.failure = None
             self._release()
             raise
         else:
@@ -353,3 +349,9 @@ class ModelWorker:
         if self._load is not None:
             self._load.cancel()
         await self.host.close()
+
+
+def _retrieve_exception(task: asyncio.Task[EngineClient]) -> None:
+    """Waiters get a load's exception; without any it would be reported as never retrieved."""
+    if not task.cancelled():
+        task.exception()

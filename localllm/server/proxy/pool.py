@@ -65,11 +65,8 @@ def conversation_key(body: Mapping[str, Any]) -> bytes | None:
         return None
     head = sent[:_HEAD]
     if isinstance(sent, list) and isinstance(sent[0], dict):
-        said = (
-            i
-            for i, message in enumerate(sent)
-            if message.get("role") not in ("system", "developer")
-        )
+        roles = (message.get("role") for message in sent)
+        said = (i for i, role in enumerate(roles) if role not in ("system", "developer"))
         head = sent[: next(said, 0) + 1]
     elif isinstance(sent, list) and "prompt" not in body:
         return None  # texts to embed
@@ -84,7 +81,9 @@ def by_preference(nodes: Sequence[PoolNode], key: bytes | None, now_s: float) ->
         failed = now_s - node.failed_s < _FAILED_S
         if key is None:
             return failed, node.active, b""
-        crowding = node.active if node.active > least + _CROWDED else 0
+        crowding = 0
+        if node.active > least + _CROWDED:
+            crowding = node.active
         return failed, crowding, blake2b(key + node.name.encode()).digest()
 
     return sorted(nodes, key=rank)
@@ -115,12 +114,10 @@ class PoolFront:
             await self._forward(scope, receive, send)
 
     def _metrics(self) -> str:
-        active = metric(
-            "localllm_pool_active",
-            "gauge",
-            [(labels(box=node.name), node.active) for node in self.nodes],
-        )
-        return "\n".join([*active, *used_lines(self._accounts.visible_to(caller()))]) + "\n"
+        by_node = [(labels(box=node.name), node.active) for node in self.nodes]
+        active = metric("localllm_pool_active", "gauge", by_node)
+        used = used_lines(self._accounts.visible_to(caller()))
+        return "\n".join([*active, *used]) + "\n"
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = b""
@@ -132,7 +129,9 @@ class PoolFront:
             key = conversation_key(body)
             meter = meter_for(scope["path"], body)
             stored = stored or bool(body.get("previous_response_id"))
-        refused = (*_REFUSED, _NOT_FOUND) if stored else _REFUSED
+        refused: tuple[int, ...] = _REFUSED
+        if stored:
+            refused = (*_REFUSED, _NOT_FOUND)
         nodes = by_preference(self.nodes, key, time.monotonic())
 
         async def ask() -> bool:
@@ -159,7 +158,9 @@ class PoolFront:
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         if not path.startswith("/"):
             raise RequestError("the path of a request begins with a slash")
-        url = node.url + path + (f"?{query}" if query else "")
+        url = node.url + path
+        if query:
+            url += f"?{query}"
         return ProxyRequest(
             node.name,
             url,

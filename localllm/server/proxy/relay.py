@@ -9,6 +9,7 @@ streams at once).
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -65,10 +66,9 @@ class ProxyRequest:
             "accept": self.accept,
             "accept-encoding": "identity",
         }
-        return {
-            **headers,
-            **({"authorization": f"Bearer {self.key}", **self.whose} if self.key else {}),
-        }
+        if self.key:
+            headers |= {"authorization": f"Bearer {self.key}", **self.whose}
+        return headers
 
 
 class UpstreamClient:
@@ -85,6 +85,9 @@ class UpstreamClient:
             total=None, sock_connect=_CONNECT_S, sock_read=outgoing.silence_s
         )
         try:
+            certificates: ssl.SSLContext | bool = True
+            if outgoing.url.startswith("https:"):
+                certificates = trusted_certificates()
             answer = await self._open_session().request(
                 outgoing.method,
                 URL(outgoing.url, encoded=True),
@@ -92,7 +95,7 @@ class UpstreamClient:
                 headers=outgoing.headers(),
                 timeout=timeout,
                 allow_redirects=False,
-                ssl=trusted_certificates() if outgoing.url.startswith("https:") else True,
+                ssl=certificates,
             )
         except (aiohttp.ClientError, TimeoutError) as e:
             raise upstream_error(outgoing, e) from e
@@ -100,8 +103,8 @@ class UpstreamClient:
         try:
             if 300 <= answer.status < 400:
                 raise UpstreamError(
-                    f"the server {outgoing.name} sends requests on to another address, which is "
-                    "not followed",
+                    f"the server {outgoing.name} sends requests on to another address, "
+                    "which is not followed",
                     hint="name the address itself in the settings",
                 )
             yield answer
@@ -116,9 +119,8 @@ class UpstreamClient:
         async with self.open(outgoing) as answer:
             if answer.status in refused:
                 return False
-            if is_stream(answer):
-                body = None
-            else:
+            body = None
+            if not is_stream(answer):
                 body = await read_body(answer, outgoing)
             headers = _relayed_headers(answer, outgoing.name)
             if body is not None:
@@ -141,13 +143,9 @@ class UpstreamClient:
                 answered = json.loads(await read_body(answer, outgoing))
         except (UpstreamError, ValueError):
             return []
-        if isinstance(answered, dict):
-            data = answered.get("data")
-        else:
-            data = None
-        if isinstance(data, list):
-            return [e for e in data if isinstance(e, dict)]
-        return []
+        if not isinstance(answered, dict) or not isinstance(answered.get("data"), list):
+            return []
+        return [entry for entry in answered["data"] if isinstance(entry, dict)]
 
     def _open_session(self) -> aiohttp.ClientSession:
         """The session; aiohttp wants it created inside a running loop."""

@@ -83,7 +83,9 @@ class Upstream:
                 param="model",
             )
         root = self.base_url.rstrip("/")
-        return (root.removesuffix("/v1") if below.startswith("/api/") else root) + below
+        if below.startswith("/api/"):
+            root = root.removesuffix("/v1")
+        return root + below
 
 
 @dataclass(frozen=True, slots=True)

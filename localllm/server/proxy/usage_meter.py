@@ -58,7 +58,8 @@ class UsageMeter:
         """The request is over; `left`: the client disconnected early. What was not reported is
         charged by estimate: the prompt by its length, a stream by its frames, each of which has a
         token or more."""
-        if self._account is None or not (left if self._costs is None else self._costs):
+        costs = left if self._costs is None else self._costs
+        if self._account is None or not costs:
             return
         counts = {name: int(n) for name, n in _COUNT.findall(self._seen)}
         prompt = max(counts.get(name, 0) for name in _PROMPT)
@@ -66,10 +67,9 @@ class UsageMeter:
         read = counts.get(_CACHE_READ, 0)
         if prompt:
             prompt += read + counts.get(_CACHE_WRITTEN, 0)
+        counted = written or self._frames
         if left:
             counted = max(written, self._frames)
-        else:
-            counted = written or self._frames
         cached = counts.get(b"cached_tokens") or read
         self._account.charge(prompt or self._prompt_estimate, cached, counted)
 
@@ -80,10 +80,9 @@ def meter_for(path: str, body: dict[str, Any]) -> UsageMeter:
     account = caller()
     if not account.name or path.rstrip("/").endswith(_COUNTING):
         return UsageMeter()
-    texts = (
-        body.get(k) for k in ("messages", "input", "prompt", "system", "instructions", "tools")
-    )
-    return UsageMeter(account, sum(map(_characters, texts)) // _CHARACTERS_PER_TOKEN)
+    parts = ("messages", "input", "prompt", "system", "instructions", "tools")
+    n_characters = sum(_characters(body.get(part)) for part in parts)
+    return UsageMeter(account, n_characters // _CHARACTERS_PER_TOKEN)
 
 
 def _characters(value: object) -> int:
