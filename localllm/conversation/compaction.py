@@ -91,9 +91,7 @@ class _Replay:
         if oldest and oldest[0].turn < self._turn:
             return oldest
         rounds = [unit for unit in oldest if not unit.asks]
-        if len(rounds) > 1:
-            return rounds[:1]
-        return []
+        return rounds[:1] if len(rounds) > 1 else []
 
     def add(self, index: int, message: Mapping[str, Any], cost: MessageCost) -> None:
         """One message more; whatever it pushes out is dropped."""
@@ -142,7 +140,8 @@ class _Replay:
                 unit.dropped = True
                 self.dropped.update(unit.indices)
                 self._tokens -= unit.tokens
-                self._passing -= unit.passing if unit.turn == self._turn else 0
+                if unit.turn == self._turn:
+                    self._passing -= unit.passing
             self._kept = [unit for unit in self._kept if not unit.dropped]
             going = self.next_to_go()
 
@@ -170,10 +169,8 @@ def compact(
 
 def note(count: int) -> str:
     if count == 1:
-        said = "1 earlier message was"
-    else:
-        said = f"{count} earlier messages were"
-    return f"[{said} left out to fit the context]"
+        return "[1 earlier message was left out to fit the context]"
+    return f"[{count} earlier messages were left out to fit the context]"
 
 
 def _with_notes(
@@ -187,15 +184,17 @@ def _with_notes(
             missing += 1
             continue
         plain = dict(message)
-        if plain["role"] != "system":
-            question = plain if plain["role"] == "user" else spoken
-            if missing and question is None:
-                kept.append({"role": "user", "content": note(missing)})
-                missing = 0
-            elif missing and question is not None and question["role"] == "user":
-                parts = [note(missing), question["content"]]
-                question["content"] = "\n\n".join(parts if question is plain else parts[::-1])
-                missing = 0
-            spoken = plain
         kept.append(plain)
+        if plain["role"] == "system":
+            continue
+        if missing and plain["role"] == "user":
+            plain["content"] = f"{note(missing)}\n\n{plain['content']}"
+            missing = 0
+        elif missing and spoken is None:
+            kept.insert(-1, {"role": "user", "content": note(missing)})
+            missing = 0
+        elif missing and spoken is not None and spoken["role"] == "user":
+            spoken["content"] = f"{spoken['content']}\n\n{note(missing)}"
+            missing = 0
+        spoken = plain
     return kept

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,18 +58,16 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
 
 def _decoded(sent: str, kind: str) -> bytes:
     """The bytes of a file in base64, or in a data URL of it."""
-    head = ";base64"
-    comma = ","
+    is_base64 = True
     encoded = sent
     if sent[:5].lower() == "data:":
         head, comma, encoded = sent.partition(",")
+        is_base64 = bool(comma) and head.lower().endswith(";base64")
     if len(encoded) > MOST_BYTES * 4 // 3 + 4:
         raise UnsupportedError(f"{kind} of {MOST_BYTES} bytes at most are read")
-    try:
-        if comma and head.lower().endswith(";base64"):
+    if is_base64:
+        with suppress(ValueError):
             return base64.b64decode(encoded, validate=True)
-    except ValueError:
-        pass
     raise UnsupportedError(f"{kind} are read from base64, or a data URL of it")
 
 
@@ -76,25 +75,25 @@ def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:
     """(the file's name, its data as it was sent or "", whether it is said to be a PDF): OpenAI's `file`
     and `input_file`, Anthropic's `document`."""
     inner: Any = part.get("file", part.get("source"))
-    fields: Mapping[str, Any]
-    if isinstance(inner, Mapping):
-        fields = inner
-    else:
-        fields = part
+    fields: Mapping[str, Any] = inner if isinstance(inner, Mapping) else part
     name = fields.get("filename", part.get("filename", part.get("title")))
-    data = fields.get("file_data", fields.get("data") if fields.get("type") == "base64" else None)
-    if isinstance(name, str):
-        said = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH]
-    else:
-        said = ""
-    sent = data if isinstance(data, str) else ""
-    says_pdf = sent[:40].lower().startswith(f"data:{_PDF_TYPE};")
-    return said, sent, says_pdf or fields.get("media_type") == _PDF_TYPE
+    if not isinstance(name, str):
+        name = ""
+    name = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH]
+    data = fields.get("file_data")
+    if "file_data" not in fields and fields.get("type") == "base64":
+        data = fields.get("data")
+    if not isinstance(data, str):
+        data = ""
+    says_pdf = data[:40].lower().startswith(f"data:{_PDF_TYPE};")
+    return name, data, says_pdf or fields.get("media_type") == _PDF_TYPE
 
 
 def fenced(name: str, text: str) -> str:
     """A file's text with its name before it, between fences that it does not have itself."""
-    longest = max((len(run) for run in re.findall(r"^`{3,}", text, re.MULTILINE)), default=2)
+    longest = max(map(len, re.findall(r"^`{3,}", text, re.MULTILINE)), default=2)
     fence = "`" * (longest + 1)
-    end = "" if text.endswith("\n") or not text else "\n"
-    return f"{f'File {name}' if name else 'File'}:\n{fence}\n{text}{end}{fence}"
+    title = f"File {name}" if name else "File"
+    if text and not text.endswith("\n"):
+        text += "\n"
+    return f"{title}:\n{fence}\n{text}{fence}"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,7 @@ class History:
     raises HistoryError."""
 
     def __init__(self, path: Path | str | None = None) -> None:
-        if path is not None:
-            self.path = Path(path)
-        else:
-            self.path = paths.data_dir() / "conversations.db"
+        self.path = Path(path or paths.data_dir() / "conversations.db")
         self._lock = threading.RLock()
         try:
             paths.private_dir(self.path.parent)
@@ -96,9 +94,8 @@ class History:
             if version > history_schema.VERSION:
                 self._db.close()
                 raise HistoryError(
-                    f"the conversations were written by a newer release (schema {version}, this "
-                    "one reads "
-                    f"{history_schema.VERSION})",
+                    "the conversations were written by a newer release "
+                    f"(schema {version}, this one reads {history_schema.VERSION})",
                     hint="upgrade localllm, or move conversations.db away to start a new one",
                 )
             history_schema.prepare(self._db)
@@ -144,19 +141,11 @@ class History:
         with self.transaction() as db:
             _change(db, _TOUCH, now, conv_id)
             if parent is None:
-                parent = int(
-                    db.execute(
-                        "SELECT head_id FROM conversations WHERE id = ?", (conv_id,)
-                    ).fetchone()[0]
-                )
+                parent = self._head(db, conv_id)
             elif parent and not self._has(db, conv_id, parent):
                 raise TurnGoneError("the turn before this one was removed in another window")
-            n = self._insert(
-                db,
-                conv_id,
-                parent,
-                StoredMessage(0, role, content, reasoning, meta or {}, complete, now),
-            )
+            message = StoredMessage(0, role, content, reasoning, meta or {}, complete, now)
+            n = self._insert(db, conv_id, parent, message)
             if role != "system":
                 db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (n, conv_id))
             return n
@@ -168,9 +157,11 @@ class History:
         with self.transaction() as db:
             _change(db, _TOUCH, time.time(), conv_id)
             head = 0
-            for t in sorted(turns, key=lambda t: t.id):
-                places[t.id] = self._insert(db, conv_id, places.get(t.parent_id, 0), t)
-                head = head if t.role == "system" else places[t.id]
+            for turn in sorted(turns, key=attrgetter("id")):
+                parent = places.get(turn.parent_id, 0)
+                places[turn.id] = self._insert(db, conv_id, parent, turn)
+                if turn.role != "system":
+                    head = places[turn.id]
             db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (head, conv_id))
         return places
 
@@ -185,21 +176,15 @@ class History:
     ) -> None:
         """Replace a streaming message's text so far; `complete=True` closes it. `None` keeps what
         is stored."""
+        meta_json = None if meta is None else json.dumps(meta)
         with self.transaction() as db:
             (conv_id,) = _row(
                 db, "message", message_id, "SELECT conversation_id FROM messages WHERE id = ?"
             )
             db.execute(
-                "UPDATE messages SET content = ?, reasoning = COALESCE(?, reasoning), meta = "
-                "COALESCE(?, meta),"
-                " complete = ? WHERE id = ?",
-                (
-                    content,
-                    reasoning,
-                    None if meta is None else json.dumps(meta),
-                    int(complete),
-                    message_id,
-                ),
+                "UPDATE messages SET content = ?, reasoning = COALESCE(?, reasoning),"
+                " meta = COALESCE(?, meta), complete = ? WHERE id = ?",
+                (content, reasoning, meta_json, int(complete), message_id),
             )
             _change(db, _TOUCH, time.time(), conv_id)
 
@@ -207,19 +192,17 @@ class History:
         """Every message of all branches by age, and the id of the head (0: nothing was said
         yet)."""
         with self._locked("read") as db:
-            (head,) = _row(
-                db, "conversation", conv_id, "SELECT head_id FROM conversations WHERE id = ?"
-            )
+            head = self._head(db, conv_id)
             rows = db.execute(
-                "SELECT id, role, content, reasoning, meta, complete, created_s, parent_id FROM "
-                "messages"
-                " WHERE conversation_id = ? ORDER BY id",
+                "SELECT id, role, content, reasoning, meta, complete, created_s, parent_id"
+                " FROM messages WHERE conversation_id = ? ORDER BY id",
                 (conv_id,),
             ).fetchall()
-        return [
+        messages = [
             StoredMessage(r[0], r[1], r[2], r[3], json.loads(r[4]), bool(r[5]), r[6], r[7])
             for r in rows
-        ], head
+        ]
+        return messages, head
 
     def messages(self, conv_id: str) -> list[StoredMessage]:
         """The branch that ends at the head, in order, with the system prompts that were set along
@@ -230,9 +213,12 @@ class History:
         while head in by_id and head not in along:
             along.add(head)
             head = by_id[head].parent_id
-        return [
-            m for m in everything if (m.parent_id in along if m.role == "system" else m.id in along)
-        ]
+        branch = []
+        for message in everything:
+            place = message.parent_id if message.role == "system" else message.id
+            if place in along:
+                branch.append(message)
+        return branch
 
     def versions(self, conv_id: str, parent: int, role: str) -> list[int]:
         """The ids of the turns that follow `parent`, oldest first: the versions of one turn."""
@@ -254,16 +240,13 @@ class History:
 
     def get(self, conv_id: str) -> ConversationSummary:
         with self._locked("read") as db:
-            return ConversationSummary(
-                *_row(db, "conversation", conv_id, _SUMMARY + " WHERE c.id = ?")
-            )
+            row = _row(db, "conversation", conv_id, _SUMMARY + " WHERE c.id = ?")
+        return ConversationSummary(*row)
 
     def holds(self, conv_id: str) -> bool:
         with self._locked("read") as db:
-            return (
-                db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone()
-                is not None
-            )
+            row = db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone()
+        return row is not None
 
     def list(self, query: str | None = None, limit: int = 50) -> list[ConversationSummary]:
         """The newest first; `query` keeps those whose title or turns contain all its words,
@@ -305,10 +288,7 @@ class History:
             conv_id, parent = _row(db, "message", message_id, about)
             gone = [r[0] for r in db.execute(_BELOW, (message_id, conv_id)).fetchall()]
             db.executemany("DELETE FROM messages WHERE id = ?", [(n,) for n in gone])
-            head = db.execute(
-                "SELECT head_id FROM conversations WHERE id = ?", (conv_id,)
-            ).fetchone()[0]
-            if head in gone:
+            if self._head(db, conv_id) in gone:
                 db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (parent, conv_id))
             return len(gone)
 
@@ -328,22 +308,19 @@ class History:
 
     @staticmethod
     def _insert(db: sqlite3.Connection, conv_id: str, parent: int, m: StoredMessage) -> int:
+        values = (conv_id, parent, m.role, m.content, m.reasoning, json.dumps(m.meta))
         cursor = db.execute(
-            "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, "
-            "complete, created_s)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                conv_id,
-                parent,
-                m.role,
-                m.content,
-                m.reasoning,
-                json.dumps(m.meta),
-                int(m.complete),
-                m.created_s,
-            ),
+            "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta,"
+            " complete, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*values, int(m.complete), m.created_s),
         )
         return int(cursor.lastrowid or 0)
+
+    @staticmethod
+    def _head(db: sqlite3.Connection, conv_id: str) -> int:
+        """The id of the newest turn that is shown; 0 for none. Raises NotFoundError."""
+        sql = "SELECT head_id FROM conversations WHERE id = ?"
+        return int(_row(db, "conversation", conv_id, sql)[0])
 
     @staticmethod
     def _has(db: sqlite3.Connection, conv_id: str, message_id: int) -> bool:
@@ -388,15 +365,14 @@ def _row(db: sqlite3.Connection, what: str, key: str | int, sql: str) -> tuple[A
 
 _SUMMARY = (
     "SELECT c.id, c.title, c.model, c.created_s, c.updated_s,"
-    " (SELECT COUNT(*) FROM messages m WHERE m.conversation_id = c.id AND m.role <> 'system'), "
-    "c.titled"
-    " FROM conversations c"
+    " (SELECT COUNT(*) FROM messages m WHERE m.conversation_id = c.id AND m.role <> 'system'),"
+    " c.titled FROM conversations c"
 )
 _TOUCH = "UPDATE conversations SET updated_s = ? WHERE id = ?"
 _NEWEST = " ORDER BY c.updated_s DESC, c.rowid DESC LIMIT ?"
 # UNION without ALL: a row that names itself, or a circle, ends it.
 _BELOW = (
-    "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT m.id FROM messages m JOIN below b ON "
-    "m.parent_id = b.id"
-    " WHERE m.conversation_id = ? AND m.role <> 'system') SELECT id FROM below"
+    "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT m.id FROM messages m"
+    " JOIN below b ON m.parent_id = b.id WHERE m.conversation_id = ? AND m.role <> 'system')"
+    " SELECT id FROM below"
 )

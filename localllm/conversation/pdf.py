@@ -13,6 +13,7 @@ import base64
 import importlib.util
 import io
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +57,17 @@ def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
     a model sees them."""
     child = LimitedChild("localllm.conversation.pdf", _LIMITS)
     until_s = time.monotonic() + whole_s
+
+    def has_time() -> bool:
+        return time.monotonic() < until_s
+
     question = [base64.b64encode(data).decode(), MOST_PICTURES if pictures else 0]
     try:
-        pages = child.ask(question, wanted=lambda: time.monotonic() < until_s)
+        pages = child.ask(question, wanted=has_time)
     except RefusedError as e:
         return Pdf(problem=e.message)
     except ChildError as e:
-        if time.monotonic() >= until_s:
+        if not has_time():
             return Pdf(problem=f"the PDF could not be read within {whole_s:.0f} seconds")
         return Pdf(problem=f"the PDF is damaged, or too much to read: {e.message}")
     finally:
@@ -87,8 +92,9 @@ def pages_of(data: bytes, pictures: int) -> list[dict[str, str]]:
                 raise ValueError("the PDF has no pages")
             return _read(document, pictures)
     except pypdfium2.PdfiumError as e:
-        secret = "password" in str(e).lower()
-        raise ValueError(f"the PDF {'wants a password' if secret else 'is damaged'}") from e
+        if "password" in str(e).lower():
+            raise ValueError("the PDF wants a password") from e
+        raise ValueError("the PDF is damaged") from e
 
 
 def _read(document: Any, pictures: int) -> list[dict[str, str]]:
@@ -121,5 +127,14 @@ def _picture(page: Any) -> str:
     return base64.b64encode(made.getvalue()).decode()
 
 
+def _answer(question: list[Any]) -> list[dict[str, str]]:
+    encoded, pictures = question
+    return pages_of(base64.b64decode(encoded), pictures)
+
+
+def _answerer(setup: object) -> Callable[[list[Any]], list[dict[str, str]]]:
+    return _answer
+
+
 if __name__ == "__main__":
-    serve(lambda _: lambda question: pages_of(base64.b64decode(question[0]), question[1]))
+    serve(_answerer)

@@ -39,7 +39,7 @@ class ReasoningCache:
         JSON arguments)."""
         if not reasoning or len(reasoning) > _MAX_CHARS:
             return
-        key = _key(asked, text, [(n, _canonical(a)) for n, a in calls])
+        key = _key(asked, text, calls)
         self._chars += len(reasoning) - len(self._kept.pop(key, ""))
         self._kept[key] = reasoning
         while len(self._kept) > _MAX_ENTRIES or self._chars > _MAX_CHARS:
@@ -52,10 +52,8 @@ class ReasoningCache:
         for message in messages:
             plain = dict(message)
             if plain["role"] == "assistant" and not plain.get("reasoning_content"):
-                calls = [
-                    (c["function"]["name"], _canonical(c["function"]["arguments"]))
-                    for c in plain.get("tool_calls", ())
-                ]
+                functions = [call["function"] for call in plain.get("tool_calls", ())]
+                calls = [(function["name"], function["arguments"]) for function in functions]
                 known = self._kept.get(_key(asked, plain["content"], calls))
                 if known is not None:
                     plain["reasoning_content"] = known
@@ -67,13 +65,15 @@ class ReasoningCache:
 def _canonical(arguments: Any) -> str:
     if isinstance(arguments, str):
         parsed = json_store.parsed(arguments)
-    else:
-        parsed = arguments
-    return json.dumps(arguments if parsed is None else parsed, sort_keys=True)
+        if parsed is not None:
+            arguments = parsed
+    return json.dumps(arguments, sort_keys=True)
 
 
-def _key(asked: str, text: str, calls: Sequence[tuple[str, str]]) -> str:
-    said = json.dumps([asked.strip(), text.strip(), list(calls)])
+def _key(asked: str, text: str, calls: Sequence[tuple[str, Any]]) -> str:
+    """The key of an answer to `asked`; `calls` as (name, arguments as an object or JSON)."""
+    plain_calls = [(name, _canonical(arguments)) for name, arguments in calls]
+    said = json.dumps([asked.strip(), text.strip(), plain_calls])
     return hashlib.sha256(said.encode()).hexdigest()
 
 
@@ -88,6 +88,7 @@ def without_changing_lines(
         plain = dict(message)
         if plain["role"] == "system":
             plain["content"], count = _BILLING.subn("", plain["content"])
-            found = ("billing-header",) if count else found
+            if count:
+                found = ("billing-header",)
         cleaned.append(plain)
     return cleaned, found

@@ -31,9 +31,19 @@ class ReplyParser:
         self._thought = format.thinking
         self._pending = format.lead
         self._reader: CallReader | None = None  # of what is open besides text
-        self._ranges = dict(d for d in format.drops if isinstance(d, tuple))
-        self._drops = [d if isinstance(d, str) else d[0] for d in format.drops]
-        self._ends = {str(d) for d in format.drops if isinstance(d, TurnEnd)} | set(format.ends)
+        self._one_call = not format.parallel
+        self._ranges: dict[str, str] = {}  # opening to closing marker
+        self._drops: list[str] = []
+        self._ends = set(format.ends)
+        for drop in format.drops:
+            if isinstance(drop, tuple):
+                opening, closing = drop
+                self._ranges[opening] = closing
+                self._drops.append(opening)
+            else:
+                self._drops.append(drop)
+            if isinstance(drop, TurnEnd):
+                self._ends.add(str(drop))
         self._ended = False
         # the current section has shown nothing: its leading newlines are separators
         self._fresh = True
@@ -70,7 +80,9 @@ class ReplyParser:
             half = _partial(held, self._markers())
             if half > _BRACKETS:
                 held = held[: len(held) - half].rstrip()
-        self._show(held.rstrip() if self._thought or self.calls else held, out)
+        if self._thought or self.calls:
+            held = held.rstrip()
+        self._show(held, out)
         return out
 
     def _read(self, text: str, out: list[Delta]) -> None:
@@ -91,17 +103,14 @@ class ReplyParser:
         markers = self._markers()
         at, marker = _first(text, markers)
         keep = _partial(text, markers)
-        if marker is not None and any(
-            len(m) > len(marker) and m.startswith(text[at:]) for m in markers
-        ):
-            marker = None  # a longer marker may still come of it
+        if marker is not None and _longer_may_come(text[at:], marker, markers):
+            marker = None
             keep = len(text) - at
         if marker is None:
-            # Space before a marker belongs to neither side: it waits with what may become one.
+            shown = text
             if markers:
+                # Space before a marker belongs to neither side: it waits for the marker.
                 shown = text[: len(text) - keep].rstrip()
-            else:
-                shown = text
             self._pending = text[len(shown) :]
             self._show(shown, out)
             return None
@@ -165,11 +174,7 @@ class ReplyParser:
             if isinstance(delta, CallStart):
                 self.calls = delta.index + 1
                 self._thinking = False
-            if (
-                not self._format.parallel
-                and isinstance(delta, CallStart | CallArguments)
-                and delta.index
-            ):
+            if isinstance(delta, CallStart | CallArguments) and delta.index and self._one_call:
                 continue
             out.append(delta)
 
@@ -181,6 +186,11 @@ def _first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
         return len(text), None
     at, _, found = min(places)
     return at, found
+
+
+def _longer_may_come(text: str, marker: str, markers: Sequence[str]) -> bool:
+    """Whether `text`, which begins with `marker`, may still become a longer marker."""
+    return any(len(m) > len(marker) and m.startswith(text) for m in markers)
 
 
 def _partial(text: str, markers: Sequence[str]) -> int:
@@ -223,9 +233,8 @@ class _PossibleCall(CallReader):
     def __init__(self, reply: ReplyFormat, calls: int, gap: str, opened: str) -> None:
         """`opened` is the marker that was seen behind so many calls, and behind the space `gap`."""
         assert reply.think is not None
-        self._parser = ReplyParser(
-            replace(reply, think=None, thinking=False, parallel=True, lead="")
-        )
+        outside = replace(reply, think=None, thinking=False, parallel=True, lead="")
+        self._parser = ReplyParser(outside)
         self._parser.calls = calls
         self._closing = reply.think[1]
         self._n_read = 0  # of `raw`; half a closing marker waits
@@ -238,11 +247,9 @@ class _PossibleCall(CallReader):
 
     def feed(self, text: str) -> list[Delta]:
         self._raw += text
-        at = self._raw.find(self._closing, self._n_read)
-        self._closed = at >= 0
-        if self._closed:
-            end = at
-        else:
+        end = self._raw.find(self._closing, self._n_read)
+        self._closed = end >= 0
+        if not self._closed:
             end = len(self._raw) - _partial(self._raw, [self._closing])
         self._keep(self._parser.feed(self._raw[self._n_read : end]))
         self._n_read = end
@@ -254,9 +261,7 @@ class _PossibleCall(CallReader):
     def close(self, cut: bool) -> list[Delta]:
         """The reply ended. What a cut left half is not shown."""
         if cut:
-            if self._parser.in_call:
-                return []
-            return self._deltas
+            return [] if self._parser.in_call else self._deltas
         if not self._closed:
             self._keep(self._parser.feed(self._raw[self._n_read :]))
         self._keep(self._parser.close())

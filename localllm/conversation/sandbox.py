@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -157,11 +157,12 @@ def _tojson(
     """JSON as Hugging Face's chat templates expect it: not HTML-escaped, key order kept."""
     if isinstance(value, Iterator):  # what `map` and `select` give
         value = list(value)
+    pair: Any = tuple(separators) if separators else None
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
-        separators=tuple(separators) if separators else None,  # type: ignore[arg-type]
+        separators=pair,
         sort_keys=sort_keys,
         default=_plain,
     )
@@ -175,5 +176,13 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"it writes a {type(value).__name__} as JSON")
 
 
+def _answer(question: Mapping[str, Any]) -> str:
+    return render(**question)
+
+
+def _answerer(setup: object) -> Callable[[Mapping[str, Any]], str]:
+    return _answer
+
+
 if __name__ == "__main__":
-    serve(lambda _: lambda question: render(**question))
+    serve(_answerer)

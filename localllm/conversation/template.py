@@ -156,9 +156,13 @@ class ChatTemplate:
         next ones that are not much shorter until it is quick again. One conversation at a time is
         slow."""
         n_chars = sum(len(str(message)) for message in question["messages"])
+
+        def is_quick() -> bool:
+            return n_chars < self._slow_chars
+
         try:
-            if n_chars < self._slow_chars:
-                return _SHARED.ask(question, wanted=lambda: n_chars < self._slow_chars)
+            if is_quick():
+                return _SHARED.ask(question, wanted=is_quick)
         except RefusedError:
             raise
         except ChildError:
