@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from textual.app import SuspendNotSupported
@@ -48,11 +49,7 @@ _EDITORS = ("notepad",) if os.name == "nt" else ("sensible-editor", "nano", "vi"
 async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None:
     """/editor, Ctrl+G: the message in the editor; what is saved there comes back into the input.
     Raises UsageError where there is none."""
-    editor = (
-        os.environ.get("VISUAL")
-        or os.environ.get("EDITOR")
-        or next(filter(shutil.which, _EDITORS), "")
-    )
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or _installed_editor()
     if not editor:
         raise UsageError(
             "no editor is known here", hint="set EDITOR, for example: export EDITOR=nano"
@@ -61,7 +58,7 @@ async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None
         file = Path(folder) / "message.md"
         file.write_text(screen.query_one(Composer).text, encoding="utf-8")
         # Ctrl+C is the editor's meanwhile. A handler, for to ignore a signal is inherited.
-        before = signal.signal(signal.SIGINT, lambda *_: None)
+        before = signal.signal(signal.SIGINT, _leave_to_editor)
         try:
             with screen.app.suspend():
                 done = subprocess.run([*_words(editor), str(file)]).returncode
@@ -75,6 +72,17 @@ async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None
     if done:
         raise UsageError(f"{editor} ended with {done}: the message is as it was")
     screen.query_one(Composer).replace_text(text)
+
+
+def _installed_editor() -> str:
+    for editor in _EDITORS:
+        if shutil.which(editor):
+            return editor
+    return ""
+
+
+def _leave_to_editor(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: the editor has the signal too."""
 
 
 def _words(editor: str) -> list[str]:

@@ -180,7 +180,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self.transcript.page(pages)
 
     async def on_more_turns_wanted(self, event: MoreTurnsWanted) -> None:
-        await (self.window.show_earlier() if event.step < 0 else self.window.show_later())
+        if event.step < 0:
+            await self.window.show_earlier()
+        else:
+            await self.window.show_later()
         self._frames.show_all()
 
     def action_select(self) -> None:
@@ -225,15 +228,14 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         if what in ("copy", "code"):
             return
         if what == "version":
-            versions = {v.id for v in self.chat.session.versions(turn)}
-        else:
-            versions = set()
-        views = (view for view in self.transcript.views if view.turn_id in versions)
-        if what == "version":
             # What follows the version is seen too, as far as it fits.
             end = partial(self.transcript.scroll_end, animate=False, immediate=True)
             self.transcript.call_after_refresh(end)
-        self.transcript.select(next(views, None))
+            versions = {v.id for v in self.chat.session.versions(turn)}
+            views = (view for view in self.transcript.views if view.turn_id in versions)
+            self.transcript.select(next(views, None))
+            return
+        self.transcript.select(None)
         if what == "remove":
             self.transcript.action_select(-1)
 
@@ -292,7 +294,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._frames.show_all()
 
     async def show_session(self, at: int, before: str | None) -> None:
-        self._drafts.save(before, self.composer.text if self._draft is None else self._draft)
+        draft = self._draft
+        if draft is None:
+            draft = self.composer.text
+        self._drafts.save(before, draft)
         self._draft = None
         await self._show_session(at)
         if at:
@@ -370,21 +375,21 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         await shown.remove()
         await self.redraw()  # an empty retry keeps the earlier answer
         await self.transcript.query(ChatNote).remove()
-        if error is None:
-            if stream.reason == "stopped":
-                how = "Stopped before the answer began"
-            else:
-                how = "The model gave an empty answer"
+        if error is None and stream.reason == "stopped":
             await self.show_note(
-                f"{how}: /retry asks again, /edit changes the question, /drop removes it"
+                "Stopped before the answer began: /retry asks again, /edit changes the question, "
+                "/drop removes it"
+            )
+        elif error is None:
+            await self.show_note(
+                "The model gave an empty answer: /retry asks again, /edit changes the question, "
+                "/drop removes it"
             )
 
     def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
-        if (
-            isinstance(shown, AnswerView)
-            and shown.is_attached
-            and turn.id in self.chat.session.all_turns
-        ):
+        if not isinstance(shown, AnswerView) or not shown.is_attached:
+            return
+        if turn.id in self.chat.session.all_turns:
             shown.show_place(turn.id, self.chat.session.place(turn))
 
     def submit_queued(self, text: str) -> None:
@@ -403,24 +408,22 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     def copy(self, text: str, what: str) -> None:
         self.app.copy_to_clipboard(text)
-        if self._copy_with_tool(text):
-            how = ""
-        else:
-            how = " (through the terminal)"
-        self.notify(f"copied {what}, {len(text):,} characters{how}", timeout=3)
+        note = f"copied {what}, {len(text):,} characters"
+        if not self._copy_with_tool(text):
+            note += " (through the terminal)"
+        self.notify(note, timeout=3)
 
     def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
         start(self, what, group, exit_on_error=group == "answer")
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
-        command = None if name.endswith("!") else commands.known(name)
-        if command is None or not command.screen:
+        command = commands.known(name)
+        if command is None or not command.screen or name.endswith("!"):
             return False
         module, _, function = command.screen.partition(":")
         # read when it is asked for: the chat is there sooner
-        await getattr(import_module(f"localllm_tui.screens.{module}"), function)(
-            self, self.chat, argument
-        )
+        run = getattr(import_module(f"localllm_tui.screens.{module}"), function)
+        await run(self, self.chat, argument)
         return True
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ class Approval(Dialog[bool], keys=APPROVAL):
     KEYS: ClassVar[KeyContext] = "approving"
 
     def __init__(self, about: str, *said: str) -> None:
-        super().__init__(about, *map(printable, said))
+        super().__init__(about, *(printable(text) for text in said))
 
     def action_yes(self) -> None:
         self.dismiss(True)
@@ -110,7 +110,8 @@ async def approved(app: App[Any], about: str, *texts: str) -> bool:
 
 
 async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:
-    await screen.app.push_screen(HelpScreen("keys and commands", *map(_key_table, help_sections())))
+    tables = [_key_table(section) for section in help_sections()]
+    await screen.app.push_screen(HelpScreen("keys and commands", *tables))
 
 
 async def open_glass(screen: Screen[Any], _: ChatController, __: str) -> None:

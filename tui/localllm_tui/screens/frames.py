@@ -4,9 +4,8 @@ the status and the panel."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from textual.css.query import NoMatches
@@ -60,21 +59,20 @@ class ChatFrames:
         text = self._screen.query_one(Composer).text.strip()
         if chat.answering or (chat.editing is not None and chat.editing.role == "assistant"):
             return
-        if commands.parse(text) is not None:
-            typed = ""
-        else:
+        typed = ""
+        if commands.parse(text) is None:
             typed = commands.question(text)
+        asked = None
         if typed or chat.attached:
             asked = chat.would_send(typed)
-        else:
-            asked = None
         session = chat.session
-        count = partial(chat.client.count, chat.model)
         if session.counted:
             self._counted = session.used_tokens
         else:
-            self._counted = await count(session.context())
-        self._with_input = None if asked is None else await count(asked)
+            self._counted = await chat.client.count(chat.model, session.context())
+        self._with_input = None
+        if asked is not None:
+            self._with_input = await chat.client.count(chat.model, asked)
         self.show_all()
 
     def show_all(self) -> None:
@@ -108,10 +106,11 @@ class ChatFrames:
         context = self._context
         names = [name for name, _ in chat.attached]
         costs = cost_words(self._with_input, chat.listed.n_ctx)
+        head = title(context, names, costs)
         self._more_below = self.more_below
-        box.border_title = frame_title(
-            title(context, names, costs) + (" · ↓ more below" if self._more_below else "")
-        )
+        if self._more_below:
+            head += " · ↓ more below"
+        box.border_title = frame_title(head)
         self.show_head()
         room = self._screen.app.size.width - 8
         box.border_subtitle = frame_title(footer(context, box.text, room, bool(chat.queued)))
@@ -130,33 +129,27 @@ class ChatFrames:
             box.border_subtitle = fitted(hints("found"), self._screen.app.size.width - 8)
         if selected.turn_id == self.removing and self.removing in turns:
             follows = len(turns) - 1 - turns.index(self.removing)
-            with_it = f" and the {follows} after it" if follows else ""
-            box.border_title = f"D again removes this turn{with_it} for good"
+            box.border_title = "D again removes this turn for good"
+            if follows:
+                box.border_title = f"D again removes this turn and the {follows} after it for good"
 
     def show_head(self) -> None:
         chat = self._chat
         width = self._screen.app.size.width
-        loading = chat.loading_words
+        waits = [chat.loading_words]
+        if chat.pulls is not None:
+            waits.append(chat.pulls.words())
+        busy = any(waits)
+        parts = [*waits, self._branch()]
         engine = chat.client.engine
-        listed = chat.listed
         if engine is not None and engine.where:
-            attached = f"attached to {engine.where}"
-        else:
-            attached = ""
-        how = sampling.words(listed.sampling, chat.client.sampling)
-        pulling = chat.pulls.words() if chat.pulls is not None else ""
-        preset = listed.has_system and not chat.session.system
-        parts = [
-            loading,
-            pulling,
-            self._branch(),
-            attached,
-            how,
-            "tools on" if chat.tools.on else "",
-            "the preset's system prompt" if preset else "",
-            self._reads(),
-        ]
-        busy = bool(loading or pulling)
+            parts.append(f"attached to {engine.where}")
+        parts.append(sampling.words(chat.listed.sampling, chat.client.sampling))
+        if chat.tools.on:
+            parts.append("tools on")
+        if chat.listed.has_system and not chat.session.system:
+            parts.append("the preset's system prompt")
+        parts.append(self._reads())
         head = self._screen.query_one(HeadLine)
         head.show(parts, chat.session.system, busy=busy, width=width, title=chat.session.title)
 
@@ -171,33 +164,26 @@ class ChatFrames:
 
     def _branch(self) -> str:
         """Which version of the newest turn that has several is shown; "" where none has."""
-        places = (
-            self._chat.session.place(turn)
-            for turn in reversed(self._chat.session.turns[-TURNS_SHOWN:])
-        )
-        at, of = next((place for place in places if place[1] > 1), (1, 1))
-        if of > 1:
-            return f"version {at} of {of}"
+        session = self._chat.session
+        for turn in reversed(session.turns[-TURNS_SHOWN:]):
+            at, of = session.place(turn)
+            if of > 1:
+                return f"version {at} of {of}"
         return ""
 
     def show_numbers(self) -> None:
         chat = self._chat
         session = self._chat.session
-        counted = self._counted
+        used = session.used_tokens
+        meta: Mapping[str, Any] = {}
         if chat.streaming is not None:
             meter = chat.streaming.meter
-            # until the server counts
             meta = meter.meta()
-            used = meter.used or session.used_tokens + meter.tokens
-        else:
-            if session.last_answer is not None:
-                meta = session.last_answer.meta
-            else:
-                meta = {}
-            if session.counted or counted is None:
-                used = session.used_tokens
-            else:
-                used = counted
+            used = meter.used or used + meter.tokens  # the sum until the server counts
+        elif session.last_answer is not None:
+            meta = session.last_answer.meta
+        if chat.streaming is None and not session.counted and self._counted is not None:
+            used = self._counted
         self._screen.query_one(StatusLine).show(
             model=chat.model, used=used, n_ctx=chat.listed.n_ctx, meta=meta
         )
@@ -214,8 +200,12 @@ def footer(context: KeyContext, typed: str, width: int, queued: bool) -> str:
     """
     if context in ("writing", "editing") and commands.offered(typed):
         context = "commands"
-    more = {"answering": " · sent when this answer ends" if queued else "", "writing": " · F1 help"}
-    return fitted(hints(context) + more.get(context, ""), width)
+    said = hints(context)
+    if context == "answering" and queued:
+        said += " · sent when this answer ends"
+    elif context == "writing":
+        said += " · F1 help"
+    return fitted(said, width)
 
 
 def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
@@ -225,10 +215,9 @@ def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
         return "answering"
     if context == "selecting":
         return "a turn is selected"
-    if context == "writing":
-        said = "message"
-    else:
-        said = "changing what was said"
+    said = "message" if context == "writing" else "changing what was said"
     if attached:
         said += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
-    return said + (f" · {costs}" if costs else "")
+    if costs:
+        said += f" · {costs}"
+    return said

@@ -95,7 +95,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         """`known` are plans made before, shown until they are made again; those made here join
         them."""
         super().__init__()
-        self._known = {} if known is None else known
+        self._known: dict[PlanRequest, PlanList] = known if known is not None else {}
         self._service = pulls.service
         self._pulls = pulls
         self.rows = ModelRows(pulls, current)
@@ -129,7 +129,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     "wait",
                     "T",
                     WAITS_S,
-                    lambda s: f"at most {s} s" if s else "however long",
+                    _wait_words,
                     value=int(request.longest_wait_s),
                     name="wait",
                 )
@@ -138,7 +138,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     "machine",
                     "M",
                     machines,
-                    lambda m: m or "this one",
+                    _machine_words,
                     value=request.machine,
                     name="device",
                     scale=False,
@@ -147,7 +147,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     "memory",
                     "G",
                     MEMORIES_GB,
-                    lambda n: f"{n} GB" if n else "as it has",
+                    _memory_words,
                     value=int(request.memory_gb),
                     name="memory",
                 )
@@ -230,7 +230,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         request = self._asked()
         if not self.planning or self._replan_asked or request in self._known:
             return
-        arrived = sorted(self._arrived, key=lambda choice: -choice.plan["score"])
+        arrived = sorted(self._arrived, key=_score, reverse=True)
         so_far = PlanList("", tuple(arrived), complete=False)
         if arrived and so_far != self.rows.planned:
             self._request = request
@@ -250,19 +250,18 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         was = self._highlighted_key()
         self._write("#columns", self.rows.head(self._columns))
         self._write("#summary", in_lines(self.rows.summary(), self._columns))
-        rows = self.rows.rows(self._columns, self.query_one("#filter", Input).value.lower().split())
-        listed.set_options(
-            [
-                Option(Content.styled(row.line, "$hint" if row.late else ""), id=row.key)
-                for row in rows
-            ]
-        )
+        words = self.query_one("#filter", Input).value.lower().split()
+        rows = self.rows.rows(self._columns, words)
+        options = []
+        for row in rows:
+            line = Content.styled(row.line, "$hint" if row.late else "")
+            options.append(Option(line, id=row.key))
+        listed.set_options(options)
         ids = [row.key for row in rows]
-        if rows:
-            if was in ids:
-                listed.highlighted = ids.index(was)
-            else:
-                listed.highlighted = min(at or 0, len(rows) - 1)
+        if was in ids:
+            listed.highlighted = ids.index(was)
+        elif rows:
+            listed.highlighted = min(at or 0, len(rows) - 1)
         self._show_details()
 
     def _write(self, where: str, text: str) -> None:
@@ -283,32 +282,31 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         return self.rows.model(self._highlighted_key())
 
     def _show_details(self) -> None:
-        lines: list[str] = []
+        keys = hints("models")
+        if self.rows.shows_disk:
+            removable = self._model is not None and self._model.ours
+            keys = hints("on disk", without="" if removable else "models.remove")
+        self._write("#keys", in_lines(keys, self._columns))
+        most = min(_MOST_DETAILS, self.size.height // _ROWS_PER_DETAIL)
+        self._write("#details", "\n".join(self._details()[:most]))
+
+    def _details(self) -> list[str]:
+        """The lines about what is highlighted."""
         choice = self._choice
-        model = self._model
-        if model is None or not model.ours:
-            without = "models.remove"
-        else:
-            without = ""
-        said = hints("on disk" if self.rows.shows_disk else "models", without=without)
-        self._write("#keys", in_lines(said, self._columns))
         if choice is not None:
-            lines = plan_details(
-                choice, self._columns, self._pulls.get(choice.ref), self.rows.planned.accounts
-            )
-        elif model is not None:
-            lines = disk_details(
-                model,
-                self._fits.get(model.path, "" if self.rows.shows_disk else "Enter uses it"),
-                self._columns,
-            )
-            if model.path not in self._fits and self.rows.shows_disk:
-                start(self, partial(self._weigh, model), "fit")
-        elif not self.rows.of_files:
-            lines = ["nothing fits: a shorter context or another purpose may"]
-        self._write(
-            "#details", "\n".join(lines[: min(_MOST_DETAILS, self.size.height // _ROWS_PER_DETAIL)])
-        )
+            pull = self._pulls.get(choice.ref)
+            return plan_details(choice, self._columns, pull, self.rows.planned.accounts)
+        model = self._model
+        if model is None:
+            if self.rows.of_files:
+                return []
+            return ["nothing fits: a shorter context or another purpose may"]
+        if model.path in self._fits:
+            return disk_details(model, self._fits[model.path], self._columns)
+        if not self.rows.shows_disk:
+            return disk_details(model, "Enter uses it", self._columns)
+        start(self, partial(self._weigh, model), "fit")
+        return disk_details(model, "", self._columns)
 
     async def _weigh(self, model: InstalledModel) -> None:
         try:
@@ -342,8 +340,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self.dismiss(model.name)
         if choice is None:
             return
-        pull = self._pulls.get(choice.ref)
-        name = choice.installed or (pull.name if pull is not None else "")
+        name = choice.installed
+        if not name and choice.ref in self._pulls:
+            name = self._pulls[choice.ref].name
         if name:
             self.dismiss(name)
         elif self._request.machine:
@@ -384,7 +383,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     def _ask(self, which: str, *, asked: bool) -> None:
         box = self.query_one(which, Input)
         box.set_class(asked, "-asked")
-        (box if asked else self.query_one(OptionList)).focus()
+        if asked:
+            box.focus()
+        else:
+            self.query_one(OptionList).focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if event.input.id == "filter":
@@ -421,9 +423,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     def action_stop(self) -> None:
         """Stop the download of the plan, else the newest."""
         running = [pull.ref for pull in self._pulls.running()]
-        chosen = self._choice.ref if self._choice is not None else ""
-        for ref in [chosen] if chosen in running else running[-1:]:
-            self._pulls.stop(ref)
+        if self._choice is not None and self._choice.ref in running:
+            self._pulls.stop(self._choice.ref)
+        elif running:
+            self._pulls.stop(running[-1])
 
     def action_remove(self) -> None:
         """Remove files; asks by wanting the key twice."""
@@ -459,6 +462,22 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self.notify(f"removed {model.name}: {byte_size(freed)} freed", markup=False)
         await self._look_at_disk()
         self._replan()
+
+
+def _wait_words(seconds: int) -> str:
+    return f"at most {seconds} s" if seconds else "however long"
+
+
+def _machine_words(machine: str) -> str:
+    return machine or "this one"
+
+
+def _memory_words(size_gb: int) -> str:
+    return f"{size_gb} GB" if size_gb else "as it has"
+
+
+def _score(choice: PlanChoice) -> float:
+    return float(choice.plan["score"])
 
 
 async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,18 +82,19 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
             return
         if chosen.turn_id:
             self.found("a turn is removed in its conversation: Enter opens it there")
-        elif self._removing != chosen:
+            return
+        if self._removing != chosen:
             self._removing = chosen
             title = elide(one_line(self.history.get(chosen.conversation_id).title), 40)
             self.found(f"press Ctrl+X again to remove “{title}” for good")
-        else:
-            try:
-                self.history.delete(chosen.conversation_id)
-            except LocalLLMError as e:
-                self._removing = None
-                self.found(e.message)
-            else:
-                self.fill(self.query_one(Input).value)
+            return
+        try:
+            self.history.delete(chosen.conversation_id)
+        except LocalLLMError as e:
+            self._removing = None
+            self.found(e.message)
+            return
+        self.fill(self.query_one(Input).value)
 
     # -- what is listed ----------------------------------------------------------------------------
 
@@ -113,71 +114,71 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
     def _conversations(self, query: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
         found = self.history.list(query.strip() or None, limit=LISTED)
         hits: dict[str, list[Hit]] = defaultdict(list)
-        for hit in self.history.search(query) if query.strip() else ():
-            hits[hit.conversation_id].append(hit)
+        if query.strip():
+            for hit in self.history.search(query):
+                hits[hit.conversation_id].append(hit)
         rows = []
         for summary in found:
             rows.append((_line(summary, self.width), TurnPlace(summary.id)))
             for hit in hits[summary.id][:HITS_SHOWN]:
                 line = RichText("  ").append_text(_hit(hit, self.width - 2))
                 rows.append((line, TurnPlace(summary.id, hit.message_id, query)))
-        nothing = "nothing found" if query else "no conversations yet"
-        return rows, how_many(len(found), "conversation") if found else nothing
+        if found:
+            return rows, how_many(len(found), "conversation")
+        return rows, "nothing found" if query else "no conversations yet"
 
     def _turns(self, query: str, conv_id: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
+        rows = []
         if not query.strip():
-            asked = [t for t in self.history.tree(conv_id)[0] if t.role == "user"]
-            lines = [
-                (
-                    RichText(elide(one_line(typed_in(t)[:400]), self.width)),
-                    TurnPlace(conv_id, t.id),
-                )
-                for t in asked
-            ]
-            return lines, "type what to find, or choose a question"
-        hits = [
-            h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id
-        ]
-        rows = [
-            (_hit(hit, self.width), TurnPlace(conv_id, hit.message_id, query))
-            for hit in hits[:LISTED]
-        ]
-        return rows, how_many(len(hits), "turn") if hits else "nothing found"
+            for turn in self.history.tree(conv_id)[0]:
+                if turn.role == "user":
+                    line = RichText(elide(one_line(typed_in(turn)[:400]), self.width))
+                    rows.append((line, TurnPlace(conv_id, turn.id)))
+            return rows, "type what to find, or choose a question"
+        found = self.history.search(query, limit=10 * LISTED)
+        hits = [hit for hit in found if hit.conversation_id == conv_id]
+        for hit in hits[:LISTED]:
+            rows.append((_hit(hit, self.width), TurnPlace(conv_id, hit.message_id, query)))
+        if hits:
+            return rows, how_many(len(hits), "turn")
+        return rows, "nothing found"
 
     def _preview(self, place: TurnPlace | None) -> None:
-        """The highlighted conversation's end, or the highlighted turn."""
-        said = RichText()
-        if place is not None:
-            try:
-                about = self.history.get(place.conversation_id)
-                turns = self.history.messages(place.conversation_id)[-2:]
-                if place.turn_id:
-                    everything, _ = self.history.tree(place.conversation_id)
-                    turns = [t for t in everything if t.id == place.turn_id]
-            except LocalLLMError:
-                return  # it was removed meanwhile, in another window
-            at = time.strftime(
-                "%d %b %Y, %H:%M", time.localtime(turns[-1].created_s if turns else about.updated_s)
-            )
-            facts = f"{one_line(about.model)} · {at} · {how_many(about.n_messages, 'message')}"
-            said.append(elide(facts, self.width), "bold")
-            for turn in turns:
-                said.append(
-                    "\n"
-                    + elide(
-                        self._excerpt(turn, place.words.split()), 4 // len(turns) * (self.width - 8)
-                    )
-                )
-        self.query_one("#preview", Static).update(said)
+        """Show the end of the highlighted conversation, or the highlighted turn."""
+        if place is None:
+            self.query_one("#preview", Static).update("")
+            return
+        try:
+            about = self.history.get(place.conversation_id)
+            turns = self.history.messages(place.conversation_id)[-2:]
+            if place.turn_id:
+                everything, _ = self.history.tree(place.conversation_id)
+                turns = [t for t in everything if t.id == place.turn_id]
+        except LocalLLMError:
+            return  # it was removed meanwhile, in another window
+        said_s = turns[-1].created_s if turns else about.updated_s
+        at = time.strftime("%d %b %Y, %H:%M", time.localtime(said_s))
+        facts = f"{one_line(about.model)} · {at} · {how_many(about.n_messages, 'message')}"
+        said = RichText(elide(facts, self.width), "bold")
+        shown = RichText("\n").join([said, *self._excerpts(turns, place.words.split())])
+        self.query_one("#preview", Static).update(shown)
+
+    def _excerpts(self, turns: Sequence[StoredMessage], words: Sequence[str]) -> Iterator[RichText]:
+        """Each turn in four lines, or two turns in two each."""
+        for turn in turns:
+            cells = 4 // len(turns) * (self.width - 8)
+            yield RichText(elide(self._excerpt(turn, words), cells))
 
     def _excerpt(self, turn: StoredMessage, words: Sequence[str]) -> str:
         """A turn in a line, from a little before the last of these words where that is further
         in."""
-        who = "You: " if turn.role == "user" else "Answer: "
+        who = "You" if turn.role == "user" else "Answer"
         text = one_line(typed_in(turn))
         at_word = max([text.lower().find(word.lower()) for word in words], default=0)
-        start = at_word - self.width // 2 if at_word > self.width else 0
-        return who + ("…" if start else "") + text[start : start + 2_000]
+        if at_word <= self.width:
+            return f"{who}: {text[:2_000]}"
+        start = at_word - self.width // 2
+        return f"{who}: …{text[start : start + 2_000]}"
 
 
 def _line(summary: ConversationSummary, width: int) -> RichText:

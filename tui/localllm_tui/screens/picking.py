@@ -92,16 +92,14 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
     def show(self, rows: Sequence[tuple[RichText, T]], summary: str) -> None:
         """List these lines, each with what it stands for, and the `summary` of what was found."""
         self.values = [value for _, value in rows]
-        self.options.set_options([Option(line) for line, _ in rows])
+        self.options.set_options(Option(line) for line, _ in rows)
         self.options.highlighted = 0 if rows else None
         self.found(summary)
 
     @property
     def highlighted(self) -> T | None:
         at = self.options.highlighted
-        if at is not None:
-            return self.values[at]
-        return None
+        return self.values[at] if at is not None else None
 
     def choose(self, value: T) -> None:
         self.dismiss(value)
@@ -185,8 +183,9 @@ class FilePicker(Picker[str]):
 
     def _line(self, name: str) -> RichText:
         cost, _ = self._costs.get(name, ("", True))
-        shown = elide(one_line(name), self.width - len(cost) - 2)
-        return RichText(shown + " " * max(2, self.width - len(cost) - cell_len(shown)) + cost)
+        room = self.width - len(cost)
+        shown = elide(one_line(name), room - 2)
+        return RichText(shown + " " * max(2, room - cell_len(shown)) + cost)
 
 
 LISTED = 200
@@ -202,12 +201,10 @@ class AskedPicker(Picker[str]):
         self._history = history
 
     def fill(self, query: str) -> None:
-        asked = [*self._history.asked(query, limit=LISTED)]
-        if asked:
-            said = how_many(len(asked), "question")
-        else:
-            said = "nothing like it was asked"
-        self.show([(RichText(elide(one_line(q), self.width)), q) for q in asked], said)
+        rows = []
+        for question in self._history.asked(query, limit=LISTED):
+            rows.append((RichText(elide(one_line(question), self.width)), question))
+        self.show(rows, how_many(len(rows), "question") if rows else "nothing like it was asked")
 
 
 async def open_asked(screen: Screen[Any], chat: ChatController, words: str) -> None:

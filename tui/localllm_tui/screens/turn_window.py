@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import takewhile
 
 from textual.widget import Widget
 
@@ -49,7 +48,9 @@ class TurnWindow:
         self._end_at(self._first + TURNS_SHOWN)
 
     def _end_at(self, last: int) -> None:
-        self.last = last if last < len(self._turns) else None
+        self.last = None
+        if last < len(self._turns):
+            self.last = last
 
     def view(self, turn_id: int) -> TurnView | None:
         return next((v for v in self._transcript.views if v.turn_id == turn_id), None)
@@ -57,9 +58,8 @@ class TurnWindow:
     async def draw(self, until: int = 0) -> None:
         """Show the session's current branch, `until` the turn of this id, and then nothing below
         it; turns that are on screen already stay."""
-        if self._first >= len(self._turns) or (
-            self.last is not None and self.last >= len(self._turns)
-        ):
+        end = max(self._first, self.last or 0)
+        if end >= len(self._turns):
             self.choose()
         wanted = self._turns[self._first : self.last]
         below = self._after_turns()
@@ -76,11 +76,13 @@ class TurnWindow:
 
     def _unchanged(self, wanted: Sequence[StoredMessage]) -> list[TurnView]:
         """The views that show the first of these turns already."""
-        pairs = zip(self._transcript.views, wanted, strict=False)
-        keep = [*takewhile(lambda pair: pair[0].turn_id == pair[1].id, pairs)]
-        for view, turn in keep:
+        keep = []
+        for view, turn in zip(self._transcript.views, wanted, strict=False):
+            if view.turn_id != turn.id:
+                break
             view.show_place(turn.id, self._chat.session.place(turn))
-        return [view for view, _ in keep]
+            keep.append(view)
+        return keep
 
     def _views(self, turns: Sequence[StoredMessage]) -> list[Widget]:
         sent = {t.id for t in self._chat.session.sent_turns}
@@ -98,28 +100,24 @@ class TurnWindow:
 
     def _welcome(self) -> list[Widget]:
         chat = self._chat
-        engine = self._chat.client.engine
+        engine = chat.client.engine
+        elsewhere = ""
         if engine is not None and not is_here(engine):
             elsewhere = engine.where
-        else:
-            elsewhere = ""
         recent: Sequence[ConversationSummary] = ()
         with suppress(LocalLLMError):
             recent = chat.history.list(limit=EARLIER_SHOWN)
-        note = ChatNote(
-            wording.welcome(chat.model, chat.options.greeting, recent, elsewhere),
-            markdown=True,
-        )
+        welcome = wording.welcome(chat.model, chat.options.greeting, recent, elsewhere)
+        note = ChatNote(welcome, markdown=True)
         if chat.first_run is None:
             return [note]
         return [note, FirstRunPage(chat.first_run)]
 
     async def ensure_shown(self, turn_id: int) -> None:
         """Make sure this turn is among those on screen (0: the last one)."""
+        missing = self.last is not None
         if turn_id:
             missing = self.view(turn_id) is None
-        else:
-            missing = self.last is not None
         if missing:
             self.choose(turn_id)
             await self.draw()
@@ -182,10 +180,9 @@ class TurnWindow:
         whichever branch. False where nothing was searched for."""
         if not self._ids or self._transcript.show_found(step):
             return bool(self._ids)
+        at = 0
         if turn_id in self._ids:
             at = (self._ids.index(turn_id) + step) % len(self._ids)
-        else:
-            at = 0
         words = self._words
         ids = self._ids
         view = self.view(ids[at])

@@ -130,9 +130,9 @@ class AnswerView(TurnView):
     def _may_draw(self) -> bool:
         cpu_s, at_s = self._drawn
         passed_s = time.monotonic() - at_s
-        return (
-            passed_s >= DRAW_AT_LEAST_EVERY_S or time.thread_time() - cpu_s <= DRAW_SHARE * passed_s
-        )
+        if passed_s >= DRAW_AT_LEAST_EVERY_S:
+            return True
+        return time.thread_time() - cpu_s <= DRAW_SHARE * passed_s
 
     def _draw_thought(self, *, done: bool) -> None:
         new = self._pending_thought
@@ -144,7 +144,10 @@ class AnswerView(TurnView):
 
     def _set_reasoning_title(self, *, done: bool) -> None:
         words = len(self._thought.source.split())
-        self._thinking.title = f"{'Thought' if done else 'Thinking…'} ({words:,} words, Ctrl+T)"
+        if done:
+            self._thinking.title = f"Thought ({words:,} words, Ctrl+T)"
+        else:
+            self._thinking.title = f"Thinking… ({words:,} words, Ctrl+T)"
 
 
 class ToolFold(Collapsible):
@@ -154,18 +157,15 @@ class ToolFold(Collapsible):
     """
 
     def __init__(self, ran: Mapping[str, Any]) -> None:
-        name, arguments, result = (
-            str(ran.get(part, "")) for part in ("name", "arguments", "result")
-        )
-        if ran.get("allowed"):
-            said = f"{len(result):,} characters"
-        else:
-            said = "did not run"
-        call = one_line(f"{name} {arguments}")
+        arguments = str(ran.get("arguments", ""))
+        result = str(ran.get("result", ""))
+        call = elide(one_line(f"{ran.get('name', '')} {arguments}"), 60)
         inside = Static(printable(f"{arguments}\n→ {result}"), markup=False)
         # Collapsible asks for a string, and takes what needs no parsing: there is no escape that
         # Textual always undoes.
-        head = frame_title(f"tool: {elide(call, 60)} · {said}")
+        head = frame_title(f"tool: {call} · did not run")
+        if ran.get("allowed"):
+            head = frame_title(f"tool: {call} · {len(result):,} characters")
         super().__init__(inside, title=head, **FOLDED)  # type: ignore[arg-type]
 
     def on_mount(self) -> None:

@@ -66,9 +66,8 @@ _BEHIND_INLINE = 0.1
 def palette(variables: Mapping[str, str]) -> Console:
     """A console whose theme maps the names of `STYLES` to a theme's variables."""
     behind = _grounds(variables)
-    styles = {
-        name: _style(variables, look, tuple(behind.values())) for name, look in STYLES.items()
-    }
+    grounds = tuple(behind.values())
+    styles = {name: _style(variables, look, grounds) for name, look in STYLES.items()}
     styles["code.block"] = Style()
     for name in styles.keys() & behind.keys():
         styles[name] += Style(bgcolor=_rich(behind[name]))
@@ -79,9 +78,9 @@ def palette(variables: Mapping[str, str]) -> Console:
 def _grounds(variables: Mapping[str, str]) -> dict[str, Color]:
     """What stands behind text, by the style that has it there ("": the screen's background); none
     where the colours are the terminal's own, of which there are no shades."""
-    behind, front, warning = (
-        _colour(variables, name) for name in ("background", "foreground", "warning")
-    )
+    behind = _colour(variables, "background")
+    front = _colour(variables, "foreground")
+    warning = _colour(variables, "warning")
     if behind is None or behind.ansi is not None or front is None or warning is None:
         return {}
     grounds = {
@@ -114,9 +113,7 @@ def _colour(variables: Mapping[str, str], name: str) -> Color | None:
 
 
 def _rich(colour: Color | None) -> RichColor | None:
-    if colour is not None:
-        return colour.rich_color
-    return None
+    return colour.rich_color if colour is not None else None
 
 
 def highlighted(code: str, language: str) -> Text:

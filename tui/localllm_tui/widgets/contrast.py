@@ -29,15 +29,19 @@ def readable(colour: Color, grounds: tuple[Color, ...], least: float = READABLE)
     """`colour`, or as little lighter or darker as it can be read on each of these."""
     if colour.ansi is not None or any(ground.ansi is not None for ground in grounds):
         return colour  # the terminal's own: it has chosen them
-    towards = max(
-        (Color(0, 0, 0), Color(255, 255, 255)),
-        key=lambda end: min(contrast(end, g) for g in grounds),
-    )
+    towards = Color(0, 0, 0)
+    white = Color(255, 255, 255)
+    if _least_contrast(white, grounds) > _least_contrast(towards, grounds):
+        towards = white
     for step in range(41):
         moved = colour.blend(towards, step / 40)
         if all(contrast(moved, ground) >= least for ground in grounds):
             return moved
     return towards
+
+
+def _least_contrast(colour: Color, grounds: tuple[Color, ...]) -> float:
+    return min(contrast(colour, ground) for ground in grounds)
 
 
 def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
@@ -51,20 +55,21 @@ def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
     if foreground.ansi is not None or accent.ansi is not None:
         return {"hint": foreground.css, "accent-text": accent.css, "scrollbar": "ansi_bright_black"}
     grounds += (grounds[0].blend(foreground, SELECTED),)
-    thumb, thumb_used = (grounds[0].blend(foreground, share).hex for share in (0.25, 0.45))
+    thumb_used = grounds[0].blend(foreground, 0.45).hex
     cursor = grounds[1].blend(accent, 0.3)
+    on_cursor = readable(foreground, (cursor,)).hex
     found = {
         "hint": readable(foreground.blend(grounds[0], 0.35), grounds).hex,
         "accent-text": readable(accent, grounds).hex,
-        "scrollbar": thumb,
+        "scrollbar": grounds[0].blend(foreground, 0.25).hex,
         "scrollbar-hover": thumb_used,
         "scrollbar-active": thumb_used,
         # One accent: cursors of lists have it as well, whether the keys go there or to an input
         # above.
         "block-cursor-background": cursor.hex,
         "block-cursor-blurred-background": cursor.hex,
-        "block-cursor-foreground": readable(foreground, (cursor,)).hex,
-        "block-cursor-blurred-foreground": readable(foreground, (cursor,)).hex,
+        "block-cursor-foreground": on_cursor,
+        "block-cursor-blurred-foreground": on_cursor,
         "border": variables["accent"],
     }
     return found | {f"scrollbar-{part}": grounds[0].hex for part in _TROUGHS}

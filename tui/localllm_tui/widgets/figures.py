@@ -31,10 +31,10 @@ class StatusLine(Widget):
             self.refresh()
 
     def render(self) -> Text:
+        if self._numbers is None:
+            return Text("")
         width = max(_LEAST_COLUMNS, self.content_size.width)
-        return Text(
-            status_text(width, **self._numbers) if self._numbers is not None else "", no_wrap=True
-        )
+        return Text(status_text(width, **self._numbers), no_wrap=True)
 
 
 _HEAD_GAP = " · "
@@ -56,20 +56,22 @@ class HeadLine(Static):
     ) -> None:
         """Show these after the `title`, the last of them left out first, and the system prompt in
         what room is left of `width` cells; `busy`: something is waited for."""
-        if system:
-            prompt = "system: " + " ".join(printable(system).split())
-        else:
-            prompt = ""
+        room = width - 4
         title = elide(one_line(title), max(16, width // 3))
-        room = width - 4 - (cell_len(title) + len(_HEAD_GAP) if title else 0)
-        room -= (len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP)) if prompt else 0
+        if title:
+            room -= cell_len(title) + len(_HEAD_GAP)
+        prompt = ""
+        if system:
+            prompt = f"system: {one_line(system)}"
+            room -= len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP)
         shown_parts = [printable(part) for part in parts if part]
         least = 1 if busy else 0
         while len(shown_parts) > least and cell_len(_HEAD_GAP.join(shown_parts)) > room:
             shown_parts.pop()  # whole: half a fact is none
         said = elide(_HEAD_GAP.join(shown_parts), max(8, room))
         line = _HEAD_GAP.join(part for part in (said, prompt) if part)
-        shown = Text.assemble((title, "bold"), _HEAD_GAP if title and line else "", line)
+        gap = _HEAD_GAP if title and line else ""
+        shown = Text.assemble((title, "bold"), gap, line)
         self.set_class(busy, "-busy")
         self.display = bool(shown.plain)
         if shown != self.content:

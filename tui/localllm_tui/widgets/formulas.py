@@ -151,17 +151,18 @@ def as_unicode(latex: str) -> str:
         # whatever a library makes of what a model wrote: it is shown as it was written
         return ""
     said = printable(said.replace(_LOW, "_").replace(_HIGH, "^"))
-    lines = [
-        " ".join(_COLUMNS.sub(", ", _RELATION.sub(r" \1 ", line)).split())
-        for line in said.split("\n")
-    ]
-    return "\n".join(line for line in lines if line)
+    lines = []
+    for line in said.split("\n"):
+        spaced = _COLUMNS.sub(", ", _RELATION.sub(r" \1 ", line))
+        if spaced.strip():
+            lines.append(" ".join(spaced.split()))
+    return "\n".join(lines)
 
 
 def _with_scripts(latex: str) -> str:
     """Raised and lowered signs as Unicode where all of them have one, else in brackets; the
     innermost first."""
-    latex = _FUNCTIONS.sub(lambda found: f"{found[1]} {found[2]}" if found[1] else found[2], latex)
+    latex = _FUNCTIONS.sub(_set_apart, latex)
     for _ in range(_DEEPEST):
         before = latex
         latex = _SCRIPT.sub(_script, latex)
@@ -170,16 +171,26 @@ def _with_scripts(latex: str) -> str:
     return latex
 
 
+def _set_apart(found: re.Match[str]) -> str:
+    """A function's name with a space after the sign before it."""
+    if found[1]:
+        return f"{found[1]} {found[2]}"
+    return found[2]
+
+
 def _script(found: re.Match[str]) -> str:
-    inside = found[2] if found[2] is not None else found[3]
+    known = _LOWERED
+    mark = _LOW
     if found[1] == "^":
-        known, mark = (_RAISED, _HIGH)
-    else:
-        known, mark = (_LOWERED, _LOW)
+        known = _RAISED
+        mark = _HIGH
+    inside = found[2] if found[2] is not None else found[3]
     signs = [inside] if inside in known else [*inside.replace(" ", "")]
     if signs and all(sign in known for sign in signs):
         return _END + "".join(known[sign] for sign in signs)
-    return mark + (inside if _SIMPLE.fullmatch(inside) or found[2] is None else f"({inside})")
+    if found[2] is None or _SIMPLE.fullmatch(inside):
+        return mark + inside
+    return f"{mark}({inside})"
 
 
 @lru_cache(maxsize=1)
@@ -212,16 +223,14 @@ def _reader() -> tuple[Any, Any]:
     def unknown(node: Any) -> str:
         raise ValueError(node.macroname)
 
-    ours = [
-        MacroTextSpec(name, simplify_repl=fraction) for name in ("frac", "dfrac", "tfrac", "cfrac")
-    ]
-    ours += [MacroTextSpec("sqrt", simplify_repl=root)]
+    ours = [MacroTextSpec("sqrt", simplify_repl=root)]
+    for name in ("frac", "dfrac", "tfrac", "cfrac"):
+        ours.append(MacroTextSpec(name, simplify_repl=fraction))
     ours += [MacroTextSpec(name, said) for name, said in _SAID.items()]
+    taking = [std_macro(name, arguments) for name, arguments in _TAKING.items()]
     texts = get_default_latex_context_db()
-    walker = latexwalker.get_default_latex_context_db()
     texts.add_context_category("terminal", prepend=True, macros=ours)
     texts.set_unknown_macro_spec(MacroTextSpec("", simplify_repl=unknown))
-    walker.add_context_category(
-        "terminal", prepend=True, macros=[std_macro(*macro) for macro in _TAKING.items()]
-    )
+    walker = latexwalker.get_default_latex_context_db()
+    walker.add_context_category("terminal", prepend=True, macros=taking)
     return LatexNodes2Text(latex_context=texts, math_mode="text"), walker

@@ -14,9 +14,8 @@ async def done_at_once(widget: Widget, event: events.Key) -> bool:
     of "ab", Backspace, "c" on a slow machine the c was removed.
     """
     if event.is_printable:
-        bound = None
-    else:
-        bound = widget.screen.active_bindings.get(event.key)
+        return False
+    bound = widget.screen.active_bindings.get(event.key)
     if bound is None or bound.node is not widget or not bound.enabled:
         return False
     if bound.binding.action.startswith(("scroll_", "screen.")):

@@ -53,10 +53,9 @@ def _uncoloured(style: Style, background: Color) -> Style:
     ground = style.bgcolor
     if style.reverse or ground is None or ground.is_default:
         return style.without_color
-    apart = contrast(Color.from_rich_color(ground), background) >= _STANDS_OUT
-    if apart:
-        return style.without_color + Style(reverse=True)
-    return style.without_color
+    if contrast(Color.from_rich_color(ground), background) < _STANDS_OUT:
+        return style.without_color
+    return style.without_color + Style(reverse=True)
 
 
 # Cursors that are a shade, or a colour of the text: of another ground, NoColors reverses them.

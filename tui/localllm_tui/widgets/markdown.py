@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -81,7 +81,8 @@ class MarkdownRows:
 
     def _relayout(self) -> None:
         self._rows: list[MarkdownRow] = []
-        self._tail, self.finished = self.source, 0  # the text from the last block on
+        self._tail = self.source  # the text from the last block on
+        self.finished = 0
         # of the item that the tail begins with, where its list began before
         self._number: int | None = None
         self._fences = 0  # before the tail
@@ -127,11 +128,11 @@ class MarkdownRows:
     def _items(self, node: SyntaxTreeNode, begun: int | None) -> Iterator[_Piece]:
         """A piece for each item of a list; `begun`: the number of its first, where the list began
         before the tail."""
-        for k, item in enumerate(node.children):
-            number = (_first(node) if begun is None else begun) + k
+        first = _first(node) if begun is None else begun
+        for number, item in enumerate(node.children, first):
             rows = [*_item(node, item, number, self._width)]
-            later = k > 0 or begun is not None
-            yield _Piece(rows, _line(item), number if later else None)
+            begins_list = begun is None and number == first
+            yield _Piece(rows, _line(item), None if begins_list else number)
 
 
 def _line(node: SyntaxTreeNode) -> int:
@@ -160,12 +161,27 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Markdow
         for n, item in enumerate(node.children):
             yield from _item(node, item, _first(node) + n, width, depth)
     elif node.type == "blockquote":
-        yield from _led(
-            _stacked(node.children, width - 2, depth), Text("▌ ", "quote"), Text("▌ ", "quote")
-        )
+        bar = Text("▌ ", "quote")
+        yield from _led(_stacked(node.children, width - 2, depth), bar, bar)
     else:
-        leaf = _LEAVES.get(node.type)
-        yield from leaf(node, width) if leaf is not None else _wrapped(_inline(node), width)
+        yield from _leaf(node, width)
+
+
+def _leaf(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
+    """A block that holds no other blocks."""
+    if node.type == "heading":
+        return _wrapped(_inline(node, f"heading.{node.tag}"), width)
+    if node.type in ("fence", "code_block"):
+        return _code_block(node, width)
+    if node.type == "table":
+        return _table(node, width)
+    if node.type == "formula_block":
+        return _formula(node, width)
+    if node.type == "html_block":
+        return _wrapped(Text(node.content.rstrip()), width)
+    if node.type == "hr":
+        return iter([MarkdownRow(Text("─" * width, "rule"))])
+    return _wrapped(_inline(node), width)
 
 
 def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
@@ -177,8 +193,10 @@ def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
 
 def _formula(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     said = as_unicode(node.content) if node.content else ""
-    rows = _wrapped(Text(said or node.markup), max(1, width - 4 * bool(said)))
-    yield from _led(rows, Text("    "), Text("    ")) if said else rows
+    if not said:
+        return _wrapped(Text(node.markup), width)
+    margin = Text("    ")
+    return _led(_wrapped(Text(said), width - 4), margin, margin)
 
 
 def _stacked(
@@ -203,9 +221,9 @@ def _item(
         bullet = f"{number}. "
     else:
         bullet = f"{_BULLETS[depth % len(_BULLETS)]} "
-    inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [
-        MarkdownRow(Text(""))
-    ]
+    inside = [*_stacked(item.children, width - len(bullet), depth + 1, tight=True)]
+    if not inside:
+        inside = [MarkdownRow(Text(""))]
     box = boxes.get(inside[0].text.plain[:4])
     if box is not None:
         bullet = box.ljust(len(bullet))
@@ -246,10 +264,8 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
         style = "table.head" if part.type == "thead" else ""
         lines += [_cells(line, style) for line in part.children]
     widths = _columns(lines, width)
-    right = [
-        "right" in str(cell.attrs.get("style", ""))
-        for cell in node.children[0].children[0].children
-    ]
+    head = node.children[0].children[0]
+    right = ["right" in str(cell.attrs.get("style", "")) for cell in head.children]
     for n, line in enumerate(lines):
         cells = [_wrapped(cell, room) for cell, room in zip(line, widths, strict=True)]
         for rows in itertools.zip_longest(*cells, fillvalue=MarkdownRow(Text(""))):
@@ -262,14 +278,6 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
 
 def _cells(line: SyntaxTreeNode, style: str) -> list[Text]:
     return [_inline(cell, style) for cell in line.children]
-
-
-_LEAVES: dict[str, Callable[[SyntaxTreeNode, int], Iterator[MarkdownRow]]] = {
-    "heading": lambda node, width: _wrapped(_inline(node, f"heading.{node.tag}"), width),
-    "fence": _code_block, "code_block": _code_block, "table": _table, "formula_block": _formula,
-    "html_block": lambda node, width: _wrapped(Text(node.content.rstrip()), width),
-    "hr": lambda _, width: iter([MarkdownRow(Text("─" * width, "rule"))]),
-}  # fmt: skip
 
 
 def _padded(piece: Text, room: int, right: bool) -> Text:
@@ -297,7 +305,10 @@ def _cell_width(cell: Text) -> int:
 
 def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:
     """The rows of a text that may have lines of its own."""
-    for line in text.split("\n", allow_blank=True) if "\n" in text.plain else [text]:
+    lines = [text]
+    if "\n" in text.plain:
+        lines = [*text.split("\n", allow_blank=True)]
+    for line in lines:
         for n, piece in enumerate(line.wrap(_CONSOLE, max(1, width))):
             yield MarkdownRow(piece, soft=n > 0, fill=fill)
 
@@ -311,8 +322,9 @@ def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
 
 def _words(node: SyntaxTreeNode, text: Text) -> None:
     start = len(text)
-    if node.type in _SAID:
-        text.append(*_SAID[node.type](node))
+    said = _said(node)
+    if said is not None:
+        text.append(said, "code.inline" if node.type == "code_inline" else None)
     else:
         for child in node.children:
             _words(child, text)
@@ -323,13 +335,20 @@ def _words(node: SyntaxTreeNode, text: Text) -> None:
         text.stylize(Style(meta={"@click": ("link", (address,))}), start)
 
 
-# What a part of a line says, and its style.
-_SAID: dict[str, Callable[[SyntaxTreeNode], tuple[str] | tuple[str, str]]] = {
-    "text": lambda node: (re.sub(r"\s+", " ", node.content),),
-    "code_inline": lambda node: (node.content, "code.inline"),
-    "formula": lambda node: (as_unicode(node.content) or node.markup,),
-    "softbreak": lambda _: (" ",),
-    "hardbreak": lambda _: ("\n",),
-    "html_inline": lambda node: ("\n" if _BREAK.fullmatch(node.content) else node.content,),
-    "image": lambda node: (f"🖼  {node.content}".rstrip(),),
-}
+def _said(node: SyntaxTreeNode) -> str | None:
+    """The text of a part of a line; None if it consists of other parts."""
+    if node.type == "text":
+        return re.sub(r"\s+", " ", node.content)
+    if node.type == "code_inline":
+        return node.content
+    if node.type == "formula":
+        return as_unicode(node.content) or node.markup
+    if node.type == "softbreak":
+        return " "
+    if node.type == "hardbreak" or (node.type == "html_inline" and _BREAK.fullmatch(node.content)):
+        return "\n"
+    if node.type == "html_inline":
+        return node.content
+    if node.type == "image":
+        return f"🖼  {node.content}".rstrip()
+    return None

@@ -42,7 +42,9 @@ class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
         scale: bool = True,
     ) -> None:
         super().__init__("", id=name, markup=False)
-        self.label, self.values, self.words = f"{label} {key}", list(values), words
+        self.label = f"{label} {key}"
+        self.values = list(values)
+        self.words = words
         self.scale = scale
         self._at = self.values.index(value)
 
@@ -81,12 +83,11 @@ class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
         return max(_LEAST_TRACK, min(24, self.size.width - _LABEL - 2 - min(said, 18)))
 
     def _draw(self) -> None:
-        value = self.words(self.value)
+        drawn = f"‹ {self.words(self.value)} ›"
         if self.scale:
             track = self._track()
             knob = round(self._at / max(1, len(self.values) - 1) * (track - 1))
-            value = "━" * knob + "●" + "─" * (track - knob - 1) + f" {value}"
-        else:
-            value = f"‹ {value} ›"
+            line = "━" * knob + "●" + "─" * (track - knob - 1)
+            drawn = f"{line} {self.words(self.value)}"
         room = max(4, self.size.width - _LABEL)
-        self.update(f"{self.label:<{_LABEL}}{elide(value, room)}")
+        self.update(f"{self.label:<{_LABEL}}{elide(drawn, room)}")

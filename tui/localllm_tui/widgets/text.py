@@ -51,28 +51,19 @@ class GrowingText(Widget):
             self._found_now = now
             self._strips.clear()
             self.refresh()
-        if searched is not None and self.size.width:
-            rows = self.rows.at(self.size.width)
-        else:
-            rows = []
-        return [
-            y
-            for y, row in enumerate(rows)
-            if searched is not None and searched.search(row.text.plain)
-        ]
+        if searched is None or not self.size.width:
+            return []
+        rows = self.rows.at(self.size.width)
+        return [y for y, row in enumerate(rows) if searched.search(row.text.plain)]
 
     def add(self, new: str) -> None:
         first = self.rows.finished  # what is before it is not laid out again
         self.rows.add(new)
         for y in [y for y in self._strips if y >= first]:
             del self._strips[y]
-        if self.size.width:
-            taller = self.size.height != len(self.rows.at(self.size.width))
-        else:
-            taller = True
-        self.refresh(
-            Region(0, first, self.size.width, max(1, self.size.height - first)), layout=taller
-        )
+        width, height = self.size
+        taller = not width or height != len(self.rows.at(width))
+        self.refresh(Region(0, first, width, max(1, height - first)), layout=taller)
 
     # -- what Textual asks -------------------------------------------------------------------------
 
@@ -111,19 +102,15 @@ class GrowingText(Widget):
             text.highlight_regex(self._searched, "found.now" if y == self._found_now else "found")
         if selected is not None:
             text = text.copy()
-            (start, end) = selected
-            text.stylize(
-                self.screen.get_component_rich_style("screen--selection"),
-                start,
-                None if end == -1 else end,
-            )
+            start, end = selected
+            marked = self.screen.get_component_rich_style("screen--selection")
+            text.stylize(marked, start, None if end == -1 else end)
         # Rendering leaves out the style of the whole text.
         whole = base + self._look.get_style(text.style)
         segments = [*Segment.apply_style(text.render(self._look, end=""), whole)]
+        fill = base
         if row.fill:
-            fill = base + self._look.get_style(row.fill)
-        else:
-            fill = base
+            fill += self._look.get_style(row.fill)
         return Strip(segments).adjust_cell_length(width, fill).apply_offsets(0, y)
 
     # -- selecting and following links -------------------------------------------------------------
@@ -139,14 +126,11 @@ class GrowingText(Widget):
             if span is None or row.label:
                 continue
             start, end = span
-            begins = max(start, row.lead) if row.soft else start
-            if not said:
-                between = ""
-            elif row.soft:
-                between = " "
-            else:
-                between = "\n"
-            said += between + row.text.plain[begins : None if end == -1 else end].rstrip()
+            if row.soft:
+                start = max(start, row.lead)
+            if said:
+                said += " " if row.soft else "\n"
+            said += row.text.plain[start : None if end == -1 else end].rstrip()
         return said, "\n"
 
     def action_copy_code(self, number: int) -> None:

@@ -61,11 +61,9 @@ class TurnView(Vertical):
         rows = []
         for text in self.query(GrowingText):
             top = text.region.y - self.region.y
-            rows += [
-                top + y
-                for y in text.mark(searched, now - top if now >= 0 else -1)
-                if text.region.height
-            ]
+            found = text.mark(searched, now - top if now >= 0 else -1)
+            if text.region.height:
+                rows += [top + y for y in found]
         return rows
 
     def on_click(self, event: events.Click) -> None:
@@ -132,11 +130,10 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
 
     def search(self, words: str) -> None:
         """Mark each of these words in every turn; "": none any more."""
-        parts = "|".join(re.escape(word) for word in words.split())
-        if parts:
+        self.searched = None
+        if words.strip():
+            parts = "|".join(re.escape(word) for word in words.split())
             self.searched = re.compile(parts, re.IGNORECASE)
-        else:
-            self.searched = None
         for view in self._turns:
             view.mark(self.searched)
 
@@ -147,13 +144,9 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
         if view is None or self.searched is None:
             return False
         rows = view.mark(self.searched)
+        at = self._found_at + step
         if entering:
-            if step > 0:
-                at = 0
-            else:
-                at = len(rows) - 1
-        else:
-            at = self._found_at + step
+            at = 0 if step > 0 else len(rows) - 1
         if not 0 <= at < len(rows):
             return False
         self._found_at = at
@@ -199,10 +192,9 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
     def _want_more(self, step: int) -> None:
         """At either end, more turns are wanted; once for all the keys and wheel steps until they
         are there."""
+        at_end = self.scroll_y >= self.max_scroll_y
         if step < 0:
             at_end = self.scroll_y <= 0
-        else:
-            at_end = self.scroll_y >= self.max_scroll_y
         if at_end and not self._wanted_more:
             self._wanted_more = True
             self.post_message(MoreTurnsWanted(step))

@@ -55,11 +55,10 @@ class HiddenTurns(Static):
     """
 
     def __init__(self, hidden: int, step: int) -> None:
+        text = f"▾ {hidden:,} later turns: PageDown at the end shows more"
         if step < 0:
-            said = "▴ {:,} earlier turns: PageUp at the top"
-        else:
-            said = "▾ {:,} later turns: PageDown at the end"
-        super().__init__(f"{said.format(hidden)} shows more", markup=False)
+            text = f"▴ {hidden:,} earlier turns: PageUp at the top shows more"
+        super().__init__(text, markup=False)
         self.step = step
 
     def on_click(self) -> None:
@@ -75,7 +74,10 @@ class ChatNote(Vertical):
     """
 
     def __init__(self, text: str, *, markdown: bool = False) -> None:
-        super().__init__(GrowingText(text) if markdown else Static(printable(text), markup=False))
+        if markdown:
+            super().__init__(GrowingText(text))
+        else:
+            super().__init__(Static(printable(text), markup=False))
         self.text = text
 
 
@@ -88,8 +90,12 @@ class ErrorNote(Vertical):
     """
 
     def __init__(self, message: str, hint: str = "", next_steps: str = "") -> None:
-        lines = [f"Error: {message}", f"Hint: {hint}" if hint else "", next_steps]
-        super().__init__(*(Static(printable(line), markup=False) for line in lines if line))
+        lines = [f"Error: {message}"]
+        if hint:
+            lines.append(f"Hint: {hint}")
+        if next_steps:
+            lines.append(next_steps)
+        super().__init__(*(Static(printable(line), markup=False) for line in lines))
 
 
 def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionView | AnswerView:
@@ -97,9 +103,8 @@ def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionVi
     place = session.place(turn)
     if turn.role == "assistant":
         return AnswerView(turn, session.model, place)
-    return QuestionView(
-        turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1]
-    )
+    left_out = turn.id not in sent and turn is not session.turns[-1]
+    return QuestionView(turn, place=place, left_out=left_out)
 
 
 UNANSWERED = (
