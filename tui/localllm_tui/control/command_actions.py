@@ -43,7 +43,7 @@ async def resume_last(chat: ChatController, _: str) -> None:
     conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
-        await more(chat, "")
+        await on_last("more", chat)
         return
     found = [c for c in chat.history.list(limit=2) if c.id != chat.session.id]
     if not found:
@@ -74,36 +74,18 @@ async def retry(chat: ChatController, name: str) -> None:
     await chat.answer_again(model=name)
 
 
-async def more(chat: ChatController, _: str) -> None:
-    """Continue the last answer, which was stopped or cut."""
+async def on_last(what: str, chat: ChatController, _: str = "") -> None:
+    """Do what a key does on a selected turn: on the last one, for "edit" on the last question, for
+    "version" on the last answer, where it goes one back."""
     await chat.stop_answer()
-    await run_on_turn(chat, "more", _last_turn(chat.session))
-
-
-async def earlier(chat: ChatController, _: str) -> None:
-    """Show the version before of the last answer."""
-    await chat.stop_answer()
-    turn = chat.session.last_answer or _last_turn(chat.session)
-    await run_on_turn(chat, "version", turn, -1)
-
-
-async def edit(chat: ChatController, _: str) -> None:
-    """Change the last question."""
-    await chat.stop_answer()
-    await run_on_turn(chat, "edit", chat.session.last_question)
-
-
-async def branch(chat: ChatController, _: str) -> None:
-    """Go on in a new conversation with all turns."""
-    await chat.stop_answer()
-    await run_on_turn(chat, "branch", _last_turn(chat.session))
-
-
-def _last_turn(session: Session) -> StoredMessage:
-    """The last turn. Raises UsageError if nothing was asked."""
-    if session.turns:
-        return session.turns[-1]
-    return session.last_question
+    session = chat.session
+    if what == "edit" or not session.turns:
+        turn = session.last_question
+    elif what == "version" and session.last_answer is not None:
+        turn = session.last_answer
+    else:
+        turn = session.turns[-1]
+    await run_on_turn(chat, what, turn, -1)
 
 
 async def drop(chat: ChatController, _: str) -> None:
@@ -151,26 +133,14 @@ async def copy(chat: ChatController, what: str) -> None:
     chat.face.copy(*code_block(answer, int(number) if number else None, "the last answer"))
 
 
-async def save(chat: ChatController, name: str) -> None:
-    """Write the conversation to a new file."""
-    await _write(chat, name, "x")
-
-
-async def save_over(chat: ChatController, name: str) -> None:
-    """Write the conversation to a file, replacing its content."""
-    await _write(chat, name, "w")
-
-
-async def _write(chat: ChatController, name: str, mode: str) -> None:
-    """Write the conversation as JSON to a file that is named so, else as Markdown; `mode` as
-    `open` takes it."""
+async def save(chat: ChatController, name: str, mode: str = "x") -> None:
+    """Write the conversation to a file, a new one ("x") or in place of the content of one ("w"): as
+    JSON if the file is named so, else as Markdown."""
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()
-    if path.suffix.lower() == ".json":
-        text = to_json(chat.session)
-    else:
-        text = to_markdown(chat.session)
+    written_as = to_json if path.suffix.lower() == ".json" else to_markdown
+    text = written_as(chat.session)
     try:
         with path.open(mode, encoding="utf-8") as f:
             f.write(text)

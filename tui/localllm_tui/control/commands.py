@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from localllm.errors import UsageError
@@ -89,27 +90,30 @@ _TURNS = (
         "Retry the last answer", ("regenerate",)
     ),
     Command(
-        "more", actions.more, "go on with an answer that was stopped or cut",
+        "more", partial(actions.on_last, "more"), "go on with an answer that was stopped or cut",
         palette="Go on with the answer"
     ),
     Command(
-        "earlier", actions.earlier, "show the version before of the last answer",
+        "earlier", partial(actions.on_last, "version"),
+        "show the version before of the last answer",
         palette="Show the earlier version of the answer",
     ),
     Command(
-        "edit", actions.edit, "change the last question; the old one stays beside it",
+        "edit", partial(actions.on_last, "edit"),
+        "change the last question; the old one stays beside it",
         palette="Edit the last question"
     ),
     Command(
-        "branch", actions.branch, "go on in a conversation of its own, with all that was said",
+        "branch", partial(actions.on_last, "branch"),
+        "go on in a conversation of its own, with all that was said",
         palette="Branch here"
     ),
+)  # fmt: skip
+_TEXTS = (
     Command(
         "drop", actions.drop, "remove the last question, where it has no answer",
         palette="Remove the last question"
     ),
-)  # fmt: skip
-_TEXTS = (
     Command(
         "compact", actions.compact, "leave out the oldest messages once not all fit the context",
         "[off]", "Compact the conversation",
@@ -121,7 +125,7 @@ _TEXTS = (
     Command(
         "save", actions.save,
         "write the conversation to a file: Markdown or JSON (/save! overwrites)",
-        "FILE.md|.json", insist=actions.save_over
+        "FILE.md|.json", insist=partial(actions.save, mode="w")
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
     Command(

@@ -46,22 +46,25 @@ def _message(turn: StoredMessage) -> dict[str, Any]:
 
 def to_markdown(session: Session) -> str:
     """The branch that is shown, with the other versions of each turn folded."""
-    parts = [f"# {session.title or 'Conversation'}"]
+    return "\n\n".join(_parts(session)) + "\n"
+
+
+def _parts(session: Session) -> Iterable[str]:
+    yield f"# {session.title or 'Conversation'}"
     if session.system and not session.systems:
-        parts.append(_system(session.system))
-    parts += _systems_after(session, 0)
+        yield _system(session.system)
+    yield from _systems_after(session, 0)
     for turn in session.turns:
         if turn.role == "user":
-            parts.append("## You")
+            yield "## You"
         else:
-            parts.append(f"## {turn.meta.get('model') or session.model}")
-        parts += _body(turn)
+            yield f"## {turn.meta.get('model') or session.model}"
+        yield from _body(turn)
         versions = session.versions(turn)
         for n, other in enumerate(versions, 1):
             if other.id != turn.id:
-                parts.append(_folded(f"version {n} of {len(versions)}", _body(other)))
-        parts += _systems_after(session, turn.id)
-    return "\n\n".join(parts) + "\n"
+                yield _folded(f"version {n} of {len(versions)}", *_body(other))
+        yield from _systems_after(session, turn.id)
 
 
 def _systems_after(session: Session, turn_id: int) -> Iterable[str]:
@@ -80,14 +83,14 @@ def _system(text: str) -> str:
     return "## System\n\n(removed)"
 
 
-def _body(turn: StoredMessage) -> list[str]:
+def _body(turn: StoredMessage) -> Iterable[str]:
     reasoning = (turn.reasoning or "").strip()
     if reasoning:
-        return [_folded("thinking", [reasoning]), turn.content.strip()]
-    return [turn.content.strip()]
+        yield _folded("thinking", reasoning)
+    yield turn.content.strip()
 
 
-def _folded(title: str, parts: list[str]) -> str:
+def _folded(title: str, *parts: str) -> str:
     return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])
 
 

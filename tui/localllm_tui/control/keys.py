@@ -99,12 +99,10 @@ def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
     for name, keys in table.items():
         _remapped[name] = str(keys).replace(" ", "").lower()
     taken: dict[tuple[str, str], str] = {}
-    for entry in KEYS:
-        if not entry.action:
-            continue
+    for entry in [key for key in KEYS if key.action]:
         for one in entry.keys_now.split(","):
             other = taken.setdefault((entry.owner, one), entry.id)
-            if other != entry.id and (other in _remapped or entry.id in _remapped):
+            if other != entry.id and {other, entry.id} & _remapped.keys():
                 _remapped.clear()
                 raise UsageError(
                     f"[chat_keys] of config.toml has {one} do two things at once: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def status_text(
     history keeps with an answer (AnswerMeter.meta)."""
     model = one_line(model)
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
-        parts = _figures(used, n_ctx, meta, words, cells)
+        parts = [*_figures(used, n_ctx, meta, words, cells)]
         room = width - sum(cell_len(part) + len(_GAP) for part in parts)
         if room >= min(cell_len(model), least):
             return _GAP.join([elide(model, room), *parts])
@@ -142,26 +142,24 @@ _SHORT = ("ctx", "TTFT", "cached")
 
 def _figures(
     used: int, n_ctx: int | None, meta: Mapping[str, Any], words: bool, bar_cells: int
-) -> list[str]:
+) -> Iterator[str]:
     context, first_token, cached = _WORDS if words else _SHORT
-    parts = []
     if "tok_s" in meta:
-        parts.append(f"{meta['tok_s']:.1f} tok/s")
+        yield f"{meta['tok_s']:.1f} tok/s"
     if n_ctx:
         said = f"{context} {used:,}/{n_ctx:,}"
         if bar_cells:
             said += f" {bar(used, n_ctx, bar_cells)}"
         if words:
             said += f" {min(999, round(100 * used / n_ctx))}%"
-        parts.append(said)
+        yield said
     elif used:
-        parts.append(f"{context} {used:,}")
+        yield f"{context} {used:,}"
     if "ttft_s" in meta:
         digits = 2 if meta["ttft_s"] < 9.995 else 0
-        parts.append(f"{first_token} {meta['ttft_s']:.{digits}f} s")
+        yield f"{first_token} {meta['ttft_s']:.{digits}f} s"
     if "cached_tokens" in meta:
-        parts.append(f"{cached} {meta['cached_tokens']:,}")
-    return parts
+        yield f"{cached} {meta['cached_tokens']:,}"
 
 
 def cost_words(tokens: int | None, n_ctx: int | None) -> str:

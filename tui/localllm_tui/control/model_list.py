@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import textwrap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -241,33 +241,31 @@ def place_in(order: str, choice: PlanChoice) -> float:
 
 def plan_details(
     choice: PlanChoice, width: int, pull: Pull | None = None, accounts: Sequence[str] = ()
-) -> list[str]:
-    """What a plan comes to; `accounts` say what of the memory is left for a model."""
+) -> Iterator[str]:
+    """The lines about a plan; `accounts` say how much of each memory is left for a model."""
     plan = choice.plan
     used = byte_size(plan["memory"]["total_bytes"])
     limit = byte_size(plan["memory"]["limit_bytes"])
     fits = f"{plan['name']}: {_FITS[plan['fits']]}, {used} of {limit}"
-    lines = [f"{fits} with {plan['n_ctx']:,} tokens ({plan['kv_type']})"]
-    lines += textwrap.wrap(printable(plan["why"]), max(20, width))
-    lines.append(f"quality {_points(plan)}: {plan['quality']['basis']}")
+    yield f"{fits} with {plan['n_ctx']:,} tokens ({plan['kv_type']})"
+    yield from textwrap.wrap(printable(plan["why"]), max(20, width))
+    yield f"quality {_points(plan)}: {plan['quality']['basis']}"
     if pull is not None:
-        lines.append(pull.words())
+        yield pull.words()
     elif choice.installed:
-        lines.append("installed: Enter uses it here")
+        yield "installed: Enter uses it here"
     else:
-        lines.append(f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}")
-    lines += accounts[:1]
-    return [elide(line, width) for line in lines]
+        yield f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}"
+    yield from accounts[:1]
 
 
-def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
+def disk_details(model: InstalledModel, fit: str, width: int) -> Iterator[str]:
+    """The lines about a model's files on this disk; `fit` "": not known yet."""
     kept = f"kept by {model.owner}; not removed from here"
     if model.ours:
         kept = f"kept by {model.owner}; Delete twice removes them"
-    lines: list[str] = []
     for line in (fit or "weighing …", model.path, kept):
-        lines += textwrap.wrap(printable(line), max(20, width))
-    return lines
+        yield from textwrap.wrap(printable(line), max(20, width))
 
 
 def _rate(tok_s: float) -> str:

@@ -3,7 +3,7 @@ disk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from localllm.formatting import byte_size
@@ -27,6 +27,10 @@ class ModelRow:
     key: str
     line: str
     late: bool = False
+
+    def has_all(self, words: Sequence[str]) -> bool:
+        text = f"{self.key} {self.line}".lower()
+        return all(word in text for word in words)
 
 
 _NOTHING_YET = PlanList("", (), complete=False)
@@ -74,38 +78,30 @@ class ModelRows:
 
     def rows(self, width: int, words: Sequence[str]) -> list[ModelRow]:
         """The rows that have all of these words."""
-        if self.of_files:
-            rows = self._file_rows(width)
-        else:
-            rows = self._plan_rows(width)
-        for word in words:
-            rows = [row for row in rows if word in f"{row.key} {row.line}".lower()]
-        return rows
+        rows = self._file_rows(width) if self.of_files else self._plan_rows(width)
+        return [row for row in rows if row.has_all(words)]
 
-    def _file_rows(self, width: int) -> list[ModelRow]:
+    def _file_rows(self, width: int) -> Iterator[ModelRow]:
         """The files on this disk, the model in use first."""
-        in_use = []
-        others = []
-        for model in self.disk or ():
-            if model.name == self.current:
-                in_use.append(_file_row(model, "▸", width))
-            else:
-                others.append(_file_row(model, " ", width))
-        return in_use + others
+        for model in sorted(self.disk or (), key=self._is_another):
+            mark = " " if self._is_another(model) else "▸"
+            name = f"{mark} {one_line(model.name)}"
+            yield ModelRow(model.path, list_line(DISK_COLUMNS, width, name, disk_texts(model)))
 
-    def _plan_rows(self, width: int) -> list[ModelRow]:
-        rows = []
+    def _is_another(self, model: InstalledModel) -> bool:
+        return model.name != self.current
+
+    def _plan_rows(self, width: int) -> Iterator[ModelRow]:
         # another quant, or a model that others beat: no plan has it
         used = next((m for m in self.disk or () if m.name == self.current), None)
         if used is not None and not any(self._in_use(o) for o in self.ordered):
             texts = {"quant": used.quant, "memory": byte_size(used.size_bytes)}
             name = f"▸ {one_line(used.name)}"
-            rows.append(ModelRow(used.path, list_line(PLAN_COLUMNS, width, name, texts)))
+            yield ModelRow(used.path, list_line(PLAN_COLUMNS, width, name, texts))
         for choice in self.ordered:
             name = f"{self._mark(choice)} {one_line(choice.plan['name'])}"
             line = list_line(PLAN_COLUMNS, width, name, plan_texts(choice))
-            rows.append(ModelRow(choice.ref, line, choice in self.planned.too_slow))
-        return rows
+            yield ModelRow(choice.ref, line, choice in self.planned.too_slow)
 
     def _mark(self, choice: PlanChoice) -> str:
         """`▸` answers now, `●` is installed, `↓` on its way."""
@@ -140,8 +136,3 @@ class ModelRows:
             return "looking …"
         size = sum(model.size_bytes for model in self.disk)
         return f"{len(self.disk)} on this disk, {byte_size(size)}"
-
-
-def _file_row(model: InstalledModel, mark: str, width: int) -> ModelRow:
-    name = f"{mark} {one_line(model.name)}"
-    return ModelRow(model.path, list_line(DISK_COLUMNS, width, name, disk_texts(model)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,109 +157,104 @@ def panel_lines(
     speed = speed or AnswerSpeed()
     blocks = [_answer(physics, speed), _bandwidth(physics, speed), _token(physics, speed)]
     blocks += [_prompt(speed), _time(speed), _memory(physics.memory)]
-    text = "\n\n".join("\n".join(lines) for lines in blocks if lines)
-    return [line[:PANEL_WIDTH] for line in text.split("\n")]
+    texts = ["\n".join(lines) for lines in blocks]
+    joined = "\n\n".join(text for text in texts if text)
+    return [line[:PANEL_WIDTH] for line in joined.split("\n")]
 
 
-_ASSUMED = ["  the plan assumes a bandwidth:", "  `localllm device --measure` finds it"]
-
-
-def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    lines = ["THIS ANSWER"]
-    if speed.live is not None:
-        lines = ["THIS ANSWER, as it arrives" if speed.coming else "THIS ANSWER, as it arrived"]
+def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
+    if speed.live is None:
+        yield "THIS ANSWER"
+    elif speed.coming:
+        yield "THIS ANSWER, as it arrives"
+    else:
+        yield "THIS ANSWER, as it arrived"
     rate = speed.tok_s
     if rate is None:
-        lines.append("  nothing measured yet")
+        yield "  nothing measured yet"
     elif speed.coming:
-        lines.append(f"  now      {rate:>8.1f} tok/s")
+        yield f"  now      {rate:>8.1f} tok/s"
     else:
-        lines.append(f"  was      {rate:>8.1f} tok/s")
+        yield f"  was      {rate:>8.1f} tok/s"
     planned, low, high = physics.planned_tok_s
-    lines.append(f"  planned  {planned:>8.1f}  ({low:.0f} to {high:.0f})")
+    yield f"  planned  {planned:>8.1f}  ({low:.0f} to {high:.0f})"
     as_planned = rate is None or low <= rate <= high
     if physics.bandwidth_basis == "assumed" and not as_planned:
-        lines += _ASSUMED
+        yield "  the plan assumes a bandwidth:"
+        yield "  `localllm device --measure` finds it"
     if physics.power < 1:
-        lines.append(f"  paced to {physics.power:>8.0%} of the time")
-    return lines
+        yield f"  paced to {physics.power:>8.0%} of the time"
 
 
-def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    """The roof of decoding, as one bar: what of the memory's bandwidth the answer used."""
+def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
+    """The share of the memory's bandwidth that the answer used, as one bar."""
     achieved = speed.achieved_gbps(physics)
     roof = physics.bandwidth_gbps
-    limit = f"  roof     {physics.limit_tok_s(speed.depth):>8.1f} tok/s undrafted"
     if achieved is None or roof <= 0:
-        return [f"BANDWIDTH {roof:,.0f} GB/s", limit]
-    digits = 0 if achieved >= 10 else 1
-    head = f"BANDWIDTH {achieved:.{digits}f} of {roof:,.{digits}f} GB/s: {achieved / roof:.0%}"
-    used_mbps = round(min(achieved, roof) * 1e3)  # drafts and caches may go beyond the roof
-    drawn = bar(used_mbps, max(1, round(roof * 1e3)), PANEL_WIDTH - 2)
-    return [head, f"  {drawn}", limit]
+        yield f"BANDWIDTH {roof:,.0f} GB/s"
+    else:
+        digits = 0 if achieved >= 10 else 1
+        yield f"BANDWIDTH {achieved:.{digits}f} of {roof:,.{digits}f} GB/s: {achieved / roof:.0%}"
+        used_mbps = round(min(achieved, roof) * 1e3)  # drafts and caches may go beyond the roof
+        yield f"  {bar(used_mbps, max(1, round(roof * 1e3)), PANEL_WIDTH - 2)}"
+    yield f"  roof     {physics.limit_tok_s(speed.depth):>8.1f} tok/s undrafted"
 
 
-def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+def _token(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
     read: dict[str, float] = {}
     if physics.dense_bytes:
         read["weights"] = physics.dense_bytes
     if physics.routed_bytes:
         read["experts"] = physics.routed_bytes
     read["KV cache"] = physics.kv_bytes(speed.depth)
-    lines = [f"EACH TOKEN READS {memory_size(physics.token_bytes(speed.depth))}"]
+    yield f"EACH TOKEN READS {memory_size(physics.token_bytes(speed.depth))}"
     for (name, n), drawn in zip(read.items(), bars([*read.values()], _BAR), strict=True):
-        lines.append(f"  {name:<9}{memory_size(n):>9}  {drawn}")
-    lines.append(f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep")
-    return lines
+        yield f"  {name:<9}{memory_size(n):>9}  {drawn}"
+    yield f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep"
 
 
-def _prompt(speed: AnswerSpeed) -> list[str]:
+def _prompt(speed: AnswerSpeed) -> Iterator[str]:
     """What of this turn's prompt the prefix cache had, and how the rest was read."""
     took = speed.timings
     usage = speed.usage
     if speed.live is not None or speed.coming or not usage.prompt:
-        return []
-    rows = [
-        f"PROMPT {usage.cached:,} of {usage.prompt:,} from cache",
-        f"  {bar(usage.cached, usage.prompt, PANEL_WIDTH - 2)}",
-    ]
+        return
+    yield f"PROMPT {usage.cached:,} of {usage.prompt:,} from cache"
+    yield f"  {bar(usage.cached, usage.prompt, PANEL_WIDTH - 2)}"
     if took.prefill_s > 0 and took.prefilled > 1:
-        rows.append(f"  the rest at {took.prefilled / took.prefill_s:,.0f} tok/s")
+        yield f"  the rest at {took.prefilled / took.prefill_s:,.0f} tok/s"
     if speed.cache_miss:
         said = printable(f"not more: {speed.cache_miss}")
-        rows += textwrap.wrap(said, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")
-    return rows
+        yield textwrap.fill(said, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")
 
 
-def _time(speed: AnswerSpeed) -> list[str]:
+def _time(speed: AnswerSpeed) -> Iterator[str]:
     took = speed.timings
+    yield "TIME"
     if speed.live is not None and not speed.coming:
-        return ["TIME", "  not told of a stopped answer"]
-    if speed.coming or not speed.usage.prompt:
-        return ["TIME", "  told once the answer is complete"]
-    drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
-    rows = [
-        "TIME",
-        f"  queued   {took.queued_s:>7.2f} s  {drawn[0]}",
-        f"  prefill  {took.prefill_s:>7.2f} s  {drawn[1]}",
-        f"  decode   {took.decode_s:>7.2f} s  {drawn[2]}",
-    ]
-    if took.drafted:
-        rows.append(f"  drafts: {took.accepted:,} of {took.drafted:,} accepted")
-    return rows
+        yield "  not told of a stopped answer"
+    elif speed.coming or not speed.usage.prompt:
+        yield "  told once the answer is complete"
+    else:
+        drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
+        yield f"  queued   {took.queued_s:>7.2f} s  {drawn[0]}"
+        yield f"  prefill  {took.prefill_s:>7.2f} s  {drawn[1]}"
+        yield f"  decode   {took.decode_s:>7.2f} s  {drawn[2]}"
+        if took.drafted:
+            yield f"  drafts: {took.accepted:,} of {took.drafted:,} accepted"
 
 
-def _memory(needs: Mapping[str, Any]) -> list[str]:
+def _memory(needs: Mapping[str, Any]) -> Iterator[str]:
     total = float(needs.get("total_bytes") or 0)
     limit = float(needs.get("limit_bytes") or 0)
     if not total:
-        return []
+        return
     weights = float(needs.get("weights_bytes") or 0)
     kv = float(needs.get("kv_bytes") or 0)
-    lines = [f"MEMORY {memory_size(total)}"]
     if limit:
-        lines = [f"MEMORY {memory_size(total)} of {memory_size(limit)}"]
-        lines.append(f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}")
-    lines.append(f"  weights {memory_size(weights)}, KV {memory_size(kv)}")
-    lines.append(f"  buffers and state {memory_size(total - weights - kv)}")
-    return lines
+        yield f"MEMORY {memory_size(total)} of {memory_size(limit)}"
+        yield f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}"
+    else:
+        yield f"MEMORY {memory_size(total)}"
+    yield f"  weights {memory_size(weights)}, KV {memory_size(kv)}"
+    yield f"  buffers and state {memory_size(total - weights - kv)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
@@ -94,30 +94,26 @@ def _plain(text: str) -> str:
 
 def note_under(turn: StoredMessage) -> str:
     """The line under an answer: only what is out of the ordinary."""
+    return "; ".join(_notes(turn))
+
+
+def _notes(turn: StoredMessage) -> Iterator[str]:
     meta = turn.meta
-    notes = [_how_it_ended(turn)]
-    left_out = int(meta.get("left_out") or 0)
-    if left_out:
-        notes.append(f"the {left_out} oldest messages were left out to fit the context")
+    reason = meta.get("finish_reason")
+    if not turn.complete:
+        yield "the chat ended here before the answer did; /more goes on, /retry answers again"
+    elif reason == "stopped":
+        yield "stopped; /more goes on, /retry answers again"
+    elif reason == "length":
+        yield "cut at the token limit; /more goes on"
+    elif reason == "error":
+        yield "broke off; /more goes on, /retry answers again"
+    if meta.get("left_out"):
+        yield f"the {meta['left_out']} oldest messages were left out to fit the context"
     again = int(meta.get("reread_tokens") or 0)
     if again and meta.get("reread_why"):
-        notes.append(f"{again:,} tokens were read again: {meta['reread_why']}")
+        yield f"{again:,} tokens were read again: {meta['reread_why']}"
     elif again:
-        notes.append(f"{again:,} tokens were read again")
+        yield f"{again:,} tokens were read again"
     if meta.get("edited"):
-        notes.append("changed by you")
-    return "; ".join(note for note in notes if note)
-
-
-def _how_it_ended(turn: StoredMessage) -> str:
-    """Say why an answer is not complete; "" if it is."""
-    if not turn.complete:
-        return "the chat ended here before the answer did; /more goes on, /retry answers again"
-    match turn.meta.get("finish_reason"):
-        case "stopped":
-            return "stopped; /more goes on, /retry answers again"
-        case "length":
-            return "cut at the token limit; /more goes on"
-        case "error":
-            return "broke off; /more goes on, /retry answers again"
-    return ""
+        yield "changed by you"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -213,22 +213,24 @@ class InlineFace(LineFace):
     # -- the lines below ---------------------------------------------------------------------------
 
     def _status(self) -> str:
+        return " " + " · ".join(self._status_parts())[: max(10, self.page.columns - 2)]
+
+    def _status_parts(self) -> Iterator[str]:
         chat = self.chat
-        parts = [one_line(chat.model)]
+        yield one_line(chat.model)
         used = chat.session.used_tokens
         if used:
-            parts.append(f"{used:,} tokens")
+            yield f"{used:,} tokens"
         if chat.stream is not None and chat.stream.meter.tok_s:
-            parts.append(f"{chat.stream.meter.tok_s:.1f} tok/s")
+            yield f"{chat.stream.meter.tok_s:.1f} tok/s"
         if chat.attached:
-            parts.append("+ " + ", ".join(one_line(name) for name, _ in chat.attached))
+            yield "+ " + ", ".join(one_line(name) for name, _ in chat.attached)
         if chat.answering:
-            parts.append("Esc stops")
+            yield "Esc stops"
         if chat.answering and chat.queued:
-            parts.append("sent when this answer ends")
+            yield "sent when this answer ends"
         if chat.editing is not None:
-            parts.append("Enter asks again, the old version is kept")
-        return " " + " · ".join(parts)[: max(10, self.page.columns - 2)]
+            yield "Enter asks again, the old version is kept"
 
     def _offers(self, page: InlinePage) -> Sequence[Offer]:
         if self._picking is not None:

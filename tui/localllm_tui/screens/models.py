@@ -4,8 +4,9 @@ of it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from textual import events
@@ -288,25 +289,25 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             keys = hints("on disk", without="" if removable else "models.remove")
         self._write("#keys", in_lines(keys, self._columns))
         most = min(_MOST_DETAILS, self.size.height // _ROWS_PER_DETAIL)
-        self._write("#details", "\n".join(self._details()[:most]))
+        self._write("#details", "\n".join(islice(self._details(), most)))
 
-    def _details(self) -> list[str]:
-        """The lines about what is highlighted."""
+    def _details(self) -> Iterator[str]:
+        """The lines about the highlighted row."""
         choice = self._choice
+        model = self._model
         if choice is not None:
             pull = self._pulls.get(choice.ref)
-            return plan_details(choice, self._columns, pull, self.rows.planned.accounts)
-        model = self._model
-        if model is None:
-            if self.rows.of_files:
-                return []
-            return ["nothing fits: a shorter context or another purpose may"]
-        if model.path in self._fits:
-            return disk_details(model, self._fits[model.path], self._columns)
-        if not self.rows.shows_disk:
-            return disk_details(model, "Enter uses it", self._columns)
-        start(self, partial(self._weigh, model), "fit")
-        return disk_details(model, "", self._columns)
+            for line in plan_details(choice, self._columns, pull, self.rows.planned.accounts):
+                yield elide(line, self._columns)
+        elif model is not None:
+            fit = self._fits.get(model.path, "")
+            if model.path not in self._fits and self.rows.shows_disk:
+                start(self, partial(self._weigh, model), "fit")
+            elif model.path not in self._fits:
+                fit = "Enter uses it"
+            yield from disk_details(model, fit, self._columns)
+        elif not self.rows.of_files:
+            yield "nothing fits: a shorter context or another purpose may"
 
     async def _weigh(self, model: InstalledModel) -> None:
         try:
