@@ -40,6 +40,8 @@ DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "canc
 # gets.
 _ALONE = 60
 _STALLED = 600
+# Functions in the file of "copy".
+_FUNCTIONS = 7
 # How many stories are asked for: a model may have said all it has to say before the newcomer comes.
 _STORIES = 3
 # An answer of fewer tokens says nothing about speed.
@@ -77,15 +79,13 @@ class Scenarios:
 
     means: Mapping[str, str] = MEANS
 
-    def __init__(self, counter: Counter, tokens: Tokens | None, seed: int | None = None) -> None:
+    def __init__(self, counter: Counter, tokens: Tokens | None) -> None:
         self.counter = counter
         self.tokens = tokens
         self.tables: dict[str, RoundComparison] = {}
         self.round = 0
-        if seed is None:
-            seed = int(time.time())
-        self._first = seed
-        self._seed = seed
+        self._first = int(time.time())
+        self._seed = self._first
         self._lock = threading.Lock()
 
     def put(self, figure: RoundComparison, target: BenchTarget, value: float) -> None:
@@ -329,11 +329,11 @@ def unique(words: int, seed: int) -> str:
     return " ".join(f"w{(seed * 7919 + i * 104729) % 9973}" for i in range(words))
 
 
-def source_file(seed: int, functions: int = 7) -> str:
+def source_file(seed: int) -> str:
     """A Python file that no model has seen: about 36 to 55 tokens a function, by the tokenizer."""
     rng = random.Random(seed)
     lines = []
-    for i in range(functions):
+    for i in range(_FUNCTIONS):
         a, b = rng.sample(NAMES, 2)
         lines += [
             f"def {a}_{b}_{i}({a}: int, limit: int = {rng.randrange(10, 999)}) -> int:",

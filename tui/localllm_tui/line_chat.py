@@ -39,8 +39,7 @@ class LineFace(Face):
     option = "--plain"
     after_error = ""
 
-    def __init__(self, options: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
-        self._copy = copy
+    def __init__(self, options: ChatOptions) -> None:
         self.chat = ChatController(options, self)
 
     def note(self, text: str) -> None:
@@ -150,7 +149,7 @@ class LineFace(Face):
         self.note(f"was: {printable(typed_in(turn))}\ntype it anew:")
 
     def copy(self, text: str, what: str) -> None:
-        if self._copy(text):
+        if copy_with_tool(text):
             self.note(f"copied {what}")
         else:
             self.note("this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)")

@@ -57,6 +57,11 @@ class Command:
         return f"/{self.name} {self.argument}".rstrip()
 
     @property
+    def completed(self) -> str:
+        """The text that Tab completes to."""
+        return f"/{self.name} " if self.argument else f"/{self.name}"
+
+    @property
     def needs_argument(self) -> bool:
         """Whether the command does nothing without its argument."""
         return bool(self.argument) and not self.argument.startswith("[")

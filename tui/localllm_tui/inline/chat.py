@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.meter import file_cost
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import (
-    copy_with_tool,
     on_signals,
     one_line,
     printable,
@@ -104,15 +103,8 @@ class InlineFace(LineFace):
     option = "--inline"
     after_error = "\n"
 
-    def __init__(
-        self,
-        options: ChatOptions,
-        *,
-        reflows: bool = False,
-        typed: str = "",
-        copy: Callable[[str], bool] = copy_with_tool,
-    ) -> None:
-        super().__init__(options, copy)
+    def __init__(self, options: ChatOptions, *, reflows: bool, typed: str) -> None:
+        super().__init__(options)
         self._interrupted_s = float("-inf")
         self._picking: tuple[Sequence[str], asyncio.Future[int | None]] | None = None
         self._files: list[str] | None = None
@@ -241,11 +233,11 @@ class InlineFace(LineFace):
         return [self._of_command(command) for command in commands.offered(page.buffer.text)]
 
     def _of_command(self, command: commands.Command) -> Offer:
-        typed = f"/{command.name} " if command.argument else f"/{command.name}"
-        fill = partial(self.page.replace, typed)
-        if command.needs_argument:
-            return Offer(command.usage, command.help, fill, fill)
-        return Offer(command.usage, command.help, fill, partial(self._submit, f"/{command.name}"))
+        fill = partial(self.page.replace, command.completed)
+        run = fill
+        if not command.needs_argument:
+            run = partial(self._submit, f"/{command.name}")
+        return Offer(command.usage, command.help, fill, run)
 
     def _rows_to_pick(self, rows: Sequence[str], words: str) -> Sequence[Offer]:
         offers = []

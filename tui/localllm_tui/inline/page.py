@@ -62,9 +62,9 @@ class InlinePage:
         offers: Callable[[InlinePage], Sequence[Offer]],
         status: Callable[[], str],
         keys: KeyBindings,
-        asked: Sequence[str] = (),
-        reflows: bool = False,
-        typed: str = "",
+        asked: Sequence[str],
+        reflows: bool,
+        typed: str,
     ) -> None:
         """`asked` were asked before, newest last; `reflows`: the terminal breaks lines anew when it
         is made narrower."""

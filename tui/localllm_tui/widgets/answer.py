@@ -58,7 +58,7 @@ class AnswerView(TurnView):
     def compose(self) -> ComposeResult:
         yield Static(self.headline, classes="who", markup=False)
         yield Static(classes="progress", markup=False)
-        with Collapsible(title="Thinking", **FOLDED):
+        with Fold(title="Thinking", **FOLDED):
             yield self._thought
         for ran in self._ran:
             yield ToolFold(ran)
@@ -67,10 +67,7 @@ class AnswerView(TurnView):
 
     def on_mount(self) -> None:
         self._set_reasoning_title(done=True)
-        fold = self._thinking
-        fold.display = bool(self._thought.source)
-        for part in fold.walk_children(Widget):
-            part.can_focus = False  # a click folds; the keys stay with the input
+        self._thinking.display = bool(self._thought.source)
         self.progress("")
         self._show_line(".note", self._note)
 
@@ -150,7 +147,15 @@ class AnswerView(TurnView):
             self._thinking.title = f"Thinking… ({words:,} words, Ctrl+T)"
 
 
-class ToolFold(Collapsible):
+class Fold(Collapsible):
+    """A click folds it; the keys stay with the input."""
+
+    def on_mount(self) -> None:
+        for part in self.walk_children(Widget):
+            part.can_focus = False
+
+
+class ToolFold(Fold):
     DEFAULT_CSS = """
     ToolFold, ToolFold:ansi { border: none; padding: 0; margin: 0; background: transparent; height: auto; }
     ToolFold Contents { padding: 0 0 0 2; height: auto; }
@@ -167,7 +172,3 @@ class ToolFold(Collapsible):
         if ran.get("allowed"):
             head = frame_title(f"tool: {call} · {len(result):,} characters")
         super().__init__(inside, title=head, **FOLDED)  # type: ignore[arg-type]
-
-    def on_mount(self) -> None:
-        for part in self.walk_children(Widget):
-            part.can_focus = False  # a click folds; the keys stay with the input

@@ -169,7 +169,7 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
         chosen = self._chosen
         if chosen is not None and parse(self.text) != (chosen.name, ""):
             if chosen.needs_argument:
-                self.replace_text(f"/{chosen.name} ")
+                self.replace_text(chosen.completed)
                 return True
             self.replace_text(f"/{chosen.name}")
         self.post_message(QuestionSubmitted(self.text))
@@ -178,7 +178,7 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
     def _complete(self) -> bool:
         chosen = self._chosen
         if chosen is not None:
-            self.replace_text(f"/{chosen.name} " if chosen.argument else f"/{chosen.name}")
+            self.replace_text(chosen.completed)
         return True  # else Tab would move the focus
 
     def _browse(self, step: int) -> bool:

@@ -25,7 +25,7 @@ def _luminance(colour: Color) -> float:
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 
-def readable(colour: Color, grounds: tuple[Color, ...], least: float = READABLE) -> Color:
+def readable(colour: Color, grounds: tuple[Color, ...]) -> Color:
     """`colour`, or as little lighter or darker as it can be read on each of these."""
     if colour.ansi is not None or any(ground.ansi is not None for ground in grounds):
         return colour  # the terminal's own: it has chosen them
@@ -35,7 +35,7 @@ def readable(colour: Color, grounds: tuple[Color, ...], least: float = READABLE)
         towards = white
     for step in range(41):
         moved = colour.blend(towards, step / 40)
-        if all(contrast(moved, ground) >= least for ground in grounds):
+        if all(contrast(moved, ground) >= READABLE for ground in grounds):
             return moved
     return towards
 
