@@ -28,8 +28,9 @@ _LONG_S = 150.0
 
 @dataclass
 class ScenarioResult:
-    """What a run found: `means` of each scenario to a person, `tables`, what went wrong, what else
-    should be known, and how tokens were counted. `first`: whose ratios to the others are told."""
+    """The results of a run: each scenario with its meaning for a person, the tables, the errors,
+    the notes, and how tokens were counted. The ratios are those of the server `first` to the
+    others."""
 
     first: str
     targets: Sequence[BenchTarget]
@@ -75,8 +76,9 @@ class ScenarioResult:
 
 
 def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarget:
-    """The server at `url`, which may end in #MODEL and may leave /v1 away; without #MODEL its first
-    model. Raises UsageError for what is no address, BackendError where nothing answers."""
+    """The server at `url`. The URL may end in #MODEL and may omit /v1; without #MODEL, the server's
+    first model is used. Raises UsageError if `url` is no address, BackendError if no server answers
+    there."""
     address, _, model = url.partition("#")
     if "://" not in address:
         address = f"http://{address}"
@@ -139,9 +141,9 @@ def run(
     report: Callable[[str], None] = _silent,
     make: Callable[[Counter, Tokens | None], Scenarios] = Scenarios,
 ) -> ScenarioResult:
-    """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking
-    turns. What fails on one server is told in the end and stops nothing else; `report` hears each
-    step. Raises BackendError where one does not answer at all."""
+    """Run the scenarios `names` on all `targets`, `rounds` times. The servers take turns in
+    beginning a round. An error on one server is listed in the result and does not end the run;
+    `report` gets a line for each step. Raises BackendError if a server does not answer at all."""
     servers = [target.name for target in targets]
     if len(set(servers)) < len(servers):
         raise UsageError("a server is named twice", hint=", ".join(servers))
@@ -174,7 +176,7 @@ def run(
 
 
 def _timed(scenarios: Scenarios, name: str, target: BenchTarget) -> tuple[float, str]:
-    """The seconds that a scenario took there, and what went wrong ("": nothing)."""
+    """The seconds that a scenario took, and its error ("" if it succeeded)."""
     started = time.monotonic()
     try:
         scenarios.run(name, target)

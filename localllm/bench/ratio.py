@@ -1,5 +1,5 @@
-"""How everything here is compared: interleaved rounds, medians, ratios; single numbers on a shared
-machine lie."""
+"""Comparisons of servers over interleaved rounds: medians and ratios. A single number from a shared
+machine is not reliable."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Ratio:
 
 @dataclass
 class RoundComparison:
-    """Values per name over rounds, NaN where a round gave none; `better` says whether a larger or a
-    smaller value wins."""
+    """Values per name over rounds, NaN for a round without a value; `better` tells whether a larger
+    or a smaller value wins."""
 
     title: str
     unit: str
@@ -57,15 +57,15 @@ class RoundComparison:
         return [value for value in self.values.get(name, ()) if not math.isnan(value)]
 
     def median(self, name: str) -> float:
-        """Median over rounds; NaN where there is none."""
+        """Median over the rounds; NaN if no round has a value."""
         known = self.known(name)
         if known:
             return statistics.median(known)
         return math.nan
 
     def ratios(self, name: str, to: str) -> Ratio | None:
-        """The rounds' own ratios, of those rounds in which both gave a value; None where there is
-        no such round. What changes from round to round (the text, the neighbours) cancels out."""
+        """The ratio of each round in which both names have a value; None if there is no such round.
+        A change from round to round (the text, other load on the machine) cancels out."""
         pairs = zip(self.values.get(name, ()), self.values.get(to, ()), strict=False)
         found = tuple(a / b for a, b in pairs if b and not math.isnan(a / b))
         if found:
@@ -94,8 +94,8 @@ class RoundComparison:
         }
 
     def lines(self, first: str) -> list[str]:
-        """The title, and a line per name with its median and spread, and the ratio of `first` to
-        it: 80 columns where the names are addresses."""
+        """The title, and a line per name with its median, its spread and the ratio of `first` to
+        it. Lines have at most 80 columns if the names are addresses."""
         said = [f"{self.title} ({self.unit}, {self.better} is better)"]
         width = min(max(map(len, self.values), default=0), _LONGEST_NAME)
         for name in self.values:

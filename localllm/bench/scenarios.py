@@ -1,5 +1,5 @@
-"""What servers are put through: each scenario is something a person meets, run once on one server
-at a time."""
+"""The scenarios of the benchmark: each is a situation that users meet, run once on one server at a
+time."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ COPY = RoundComparison("copy-edit, one stream", "tok/s")
 
 
 class Scenarios:
-    """Each method runs one scenario once on one server and records its figures, under `tables`.
-    `tokens`: of messages, by the template (None: what was read twice can't be counted). `means`:
-    what can be run, and what each is to a person."""
+    """Each method runs one scenario once on one server and records its figures in `tables`.
+    `tokens` returns the tokens of messages by the template (None: tokens read twice can't be
+    counted). `means` names the scenarios and their meaning for a person."""
 
     means: Mapping[str, str] = MEANS
 
@@ -94,8 +94,8 @@ class Scenarios:
         table.add(target.name, value)
 
     def finished(self, rounds: int, names: Sequence[str]) -> list[RoundComparison]:
-        """The tables, with the servers in the order of `names`, and NaN for every round that gave
-        nothing."""
+        """The tables, with the servers in the order of `names`, and NaN for every round without a
+        value."""
         for table in self.tables.values():
             for name in names:
                 table.fill(name, rounds)
@@ -148,9 +148,8 @@ class Scenarios:
     run_eight = partialmethod(_streams, n=8)
 
     def run_copy(self, t: BenchTarget) -> None:
-        """A file repeated with one change. The same one for every server in a round: what a model
-        copies faithfully, and so how often a draft is right, is very different from file to
-        file."""
+        """Copy a file with one change. All servers get the same file in a round: how faithfully a
+        model copies, and so how often a draft is right, differs a lot between files."""
         body = {
             "prompt": copy_edit(self._first + self.round),
             "max_tokens": 320,
@@ -163,8 +162,8 @@ class Scenarios:
     # --- waiting ----------------------------------------------------------------------------------
 
     def run_stall(self, t: BenchTarget) -> None:
-        """A 3,000-token prompt beside a running stream: the stream's largest gap meanwhile, and the
-        newcomer's TTFT."""
+        """Send a 3,000-token prompt while a stream runs: the largest gap of the stream meanwhile,
+        and the TTFT of the new request."""
         pieces: list[int] = []
         for _ in range(_STORIES):
             too_short = self._stall(t)
@@ -207,9 +206,10 @@ class Scenarios:
         return None
 
     def per_token_s(self, gap: float, text: str) -> float:
-        """The gap before a piece, for each token of the character it is. One of several tokens
-        comes after as many steps, from every server: “ after two with SmolLM2's tokenizer. (Several
-        tokens at once that are words were stood still for.)"""
+        """The gap before a piece, divided by the tokens of the character in it. A character of
+        several tokens takes as many steps on every server: “ takes two with SmolLM2's tokenizer. A
+        piece of several tokens that are words does not count as several: the stream paused before
+        it."""
         one = text.strip()
         if len(one) != 1 or one.isascii():
             return gap
@@ -346,9 +346,9 @@ def source_file(seed: int) -> str:
 
 
 def copy_edit(seed: int) -> str:
-    """A file, and the beginning of its copy with one word changed: text to continue. The copy is
-    begun for the model, and shown once already: a small one left to itself writes something else,
-    which says nothing about drafting."""
+    """A file, and the beginning of its copy with one word changed: a text to continue. The copy is
+    begun for the model and shown once before: a small model without it writes another text, which
+    would not measure drafting."""
     text = source_file(seed)
     head = "\n".join(text.splitlines()[:5]).replace("def ", "async def ", 1)
     return f"{text}\n\n---\n\n{text}\n\n---\n\n{head}\n"

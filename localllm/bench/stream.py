@@ -30,9 +30,9 @@ _BEYOND_OPENAI = ("ignore_eos",)
 
 @dataclass
 class StreamedAnswer:
-    """What came back, and when; `first_at_s` by perf_counter. One entry of `gaps_s` and `later` for
-    every piece after the
-    first: the seconds before it, and its text."""
+    """A streamed answer and the times of its pieces; `first_at_s` is a value of perf_counter.
+    `gaps_s` and `later` have one entry for every piece after the first: the seconds before it, and
+    its text."""
 
     text: str = ""
     ttft_s: float = 0.0
@@ -49,7 +49,7 @@ class StreamedAnswer:
 
     @property
     def said_tokens(self) -> int | None:
-        """Tokens of the answer as the server counts them; None where it does not say."""
+        """Tokens of the answer as counted by the server; None if it sends no count."""
         said = self.usage.get("completion_tokens")
         if isinstance(said, int) and not isinstance(said, bool):
             return said
@@ -57,8 +57,7 @@ class StreamedAnswer:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that the server says it had computed before; None where it does not
-        say."""
+        """Prompt tokens that the server had in its cache; None if it sends no count."""
         details = self.usage.get("prompt_tokens_details")
         if not isinstance(details, dict):
             return None
@@ -66,8 +65,8 @@ class StreamedAnswer:
         return cached if isinstance(cached, int) else None
 
     def gaps_between(self, begun_s: float, ended_s: float) -> list[tuple[float, str]]:
-        """The gaps that any part of this time (perf_counter) falls into, each with the text behind
-        it."""
+        """The gaps that overlap this time (values of perf_counter), each with the text that
+        followed."""
         found = []
         at = self.first_at_s
         for gap, text in zip(self.gaps_s, self.later, strict=True):
@@ -77,8 +76,8 @@ class StreamedAnswer:
         return found
 
     def rate(self, tokens: int) -> float:
-        """Tokens per second after the first event, if `tokens` is what came in all; one event
-        brings several where drafts were accepted. Infinite where everything came at once."""
+        """Tokens per second after the first event, if the answer has `tokens` tokens in all; one event
+        brings several if drafts were accepted. Infinite if all pieces came at once."""
         spent = sum(self.gaps_s)
         if spent:
             return (tokens - 1) / spent
@@ -106,13 +105,12 @@ class BenchTarget:
 
     @property
     def root(self) -> str:
-        """The address without /v1, where llama-server and ours have their own paths."""
+        """The address without /v1: llama-server and localllm have their own paths there."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     def chat(self, messages: Messages, n: int, **more: Any) -> StreamedAnswer:
-        """One greedy streamed chat answer of at most `n` tokens, exactly as many where the server
-        knows ignore_eos.
-        `more`: as `stream` takes it. Raises BackendError."""
+        """One greedy streamed chat answer of at most `n` tokens, and of exactly `n` if the server
+        knows ignore_eos. `more`: as `stream` takes it. Raises BackendError."""
         body = {"messages": messages, "max_tokens": n, "temperature": 0, "ignore_eos": True}
         return self.stream(body, **more)
 
@@ -163,8 +161,8 @@ class BenchTarget:
         return []
 
     def wait_ready(self, most_s: float = _LOADING_S) -> None:
-        """Return once it has answered one token. Raises BackendError if it does not within `most_s`
-        seconds, and at once where it refuses the request as such."""
+        """Wait until the server has answered one token. Raises BackendError if it does not within
+        `most_s` seconds, and at once if it rejects the request."""
         end_s = time.monotonic() + most_s
         body = {
             "model": self.model,
@@ -191,8 +189,8 @@ class BenchTarget:
 
     @cached_property
     def _client(self) -> httpx.Client:
-        """A connection for each request, as by separate programs; of proxies that the environment
-        names it knows nothing."""
+        """A client that opens a connection for each request, as separate programs would, and
+        ignores the proxies of the environment."""
         headers = {}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"

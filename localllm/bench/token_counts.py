@@ -1,5 +1,5 @@
-"""What servers are measured by, counted here: tokens of texts, and prompt tokens that were computed
-a second time."""
+"""Counts of tokens: of the texts of answers, and of prompt tokens that a server computed a second
+time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ Tokens = Callable[[Messages], Sequence[int]]
 
 @dataclass
 class Counter:
-    """Counts the tokens of answers: what the server says it made, as far as its text bears it out.
-    The text's tokens are counted with the tokenizer of `of`, one of the servers; without one (None)
-    by the pieces in the stream, of which each is a token or several, and no more than its bytes.
+    """Counts the tokens of answers: the server's own count, limited by the tokens of the text that
+    arrived. The text is tokenized by `of`, one of the servers. Without a tokenizer (None), the
+    pieces of the stream are counted, and an answer has at most as many tokens as bytes.
 
-    `differing`: servers that said a tenth more than came, with both counts."""
+    `differing`: servers whose count is a tenth larger than that of the text, with both counts.
+    """
 
     of: BenchTarget | None
     differing: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def among(cls, targets: Sequence[BenchTarget]) -> Counter:
-        """With the tokenizer of the first server that lends one: they serve the same model."""
+        """A counter with the tokenizer of the first server that offers one: all serve the same
+        model."""
         return cls(next((t for t in targets if _lends(t)), None))
 
     def __str__(self) -> str:
@@ -46,15 +48,15 @@ class Counter:
         return min(said, most)
 
     def tokens_in(self, text: str) -> int | None:
-        """Tokens of `text`; None where no server lends its tokenizer."""
+        """Tokens of `text`; None if no server offers its tokenizer."""
         if self.of is None:
             return None
         return len(tokenized(self.of, text, special=False))
 
 
 class TokensRead:
-    """What one server has read so far. `tokens` makes of messages the tokens that its template
-    makes."""
+    """The prompts that one server has read so far. `tokens` returns the tokens of messages by the
+    server's template."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -82,8 +84,9 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def templated_tokens(targets: Sequence[BenchTarget]) -> Tokens | None:
-    """Tokens of messages, as the first server makes them that says how (llama-server and ours do:
-    the same model has the same template everywhere); None where none does."""
+    """A function that returns the tokens of messages by the chat template, from the first server
+    that offers it (llama-server and localllm do); None if no server does. The same model has the
+    same template on all servers."""
     question: Messages = [{"role": "user", "content": "Hi"}]
     for target in targets:
         try:
@@ -102,8 +105,8 @@ def _templated(target: BenchTarget, messages: Messages) -> list[int]:
 
 
 def tokenized(target: BenchTarget, text: str, *, special: bool = True) -> list[int]:
-    """The tokens of `text`; with `special` as those of a prompt, which begins with what prompts
-    begin with. Raises BackendError where the server lends no tokenizer."""
+    """The tokens of `text`; with `special` as those of a prompt, including the tokens that begin a
+    prompt. Raises BackendError if the server has no endpoint for its tokenizer."""
     body = {"content": text, "add_special": special, "parse_special": special}
     found = target.post(f"{target.root}/tokenize", body).get("tokens")
     if not isinstance(found, list):

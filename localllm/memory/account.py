@@ -1,5 +1,5 @@
-"""The account of one place where a model's bytes may lie: what it has, what is kept, what others
-have, what is left."""
+"""The account of one memory: its size, the reserved bytes, the bytes of other programs, and the
+rest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _MOST_HEADROOM_SHARE = 0.125
 
 
 def headroom_bytes(total_bytes: int | None) -> int:
-    """Bytes kept for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at most
-    an eighth.
+    """Bytes reserved for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at
+    most an eighth.
 
-    0 where the total is unknown: then only the plan decides."""
+    0 if the total is unknown: then only the plan decides.
+    """
     if not total_bytes:
         return 0
     wanted = max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes)
@@ -53,7 +54,7 @@ class Memory:
 
     @property
     def loadable_bytes(self) -> int:
-        """The most that may be loaded now: of a card less than is available, as its margin stays
+        """The most that may be loaded now: for a card less than is available, as its margin stays
         free."""
         return max(0, min(self.limit_bytes, self._not_taken_bytes))
 
@@ -78,11 +79,11 @@ class Memory:
 def shared_pool(
     total_bytes: int, available_bytes: int, source: str, headroom: int | None = None
 ) -> Memory:
-    """System memory, or one that CPU and GPU share (GB10, Jetson): all of it but the headroom, now
-    what is available but that.
+    """The account of system memory, or of a pool that CPU and GPU share (GB10, Jetson): all of it
+    but the headroom may be loaded.
 
     `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree). `headroom`:
-    bytes that are kept (None: by the machine's size).
+    reserved bytes (None: by the machine's size).
     """
     keep = headroom
     if keep is None:
@@ -94,8 +95,8 @@ def shared_pool(
 
 
 def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
-    """The account where `n_bytes` are kept, for whatever was assumed to be, beside what others
-    have."""
+    """The account with `n_bytes` reserved instead of the bytes that were assumed, in addition to
+    those of other programs."""
     keep = min(n_bytes, memory.total_bytes)
     limit = max(0, min(memory.limit_bytes + memory.system_bytes, memory.total_bytes) - keep)
     return replace(
@@ -108,7 +109,7 @@ def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
 
 
 def with_released(memory: Memory, n_bytes: int) -> Memory:
-    """The account when `n_bytes` that others have were free."""
+    """The account after other programs released `n_bytes`."""
     freed = min(max(n_bytes, 0), memory.others_bytes)
     return replace(
         memory,

@@ -52,8 +52,9 @@ def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "
 
 
 def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
-    """Raise DoesNotFitError unless `account` has room for `planned_bytes`. Unknown (0 planned, or
-    no account) trusts the plan; an account that keeps nothing for the system is no guard."""
+    """Raise DoesNotFitError unless `account` has room for `planned_bytes`. An unknown size (0
+    planned, or no account) passes: then the plan decides. So does an account that reserves nothing
+    for the system."""
     if not planned_bytes or account is None or not account.system_bytes:
         return
     free = account.available_bytes
@@ -71,8 +72,8 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
 def check_before_load(
     name: str, planned_bytes: int, headroom: int | None = None, available: Available | None = None
 ) -> None:
-    """`check_load` with what is free now. `headroom`: bytes (None: by the machine's size);
-    `available`: what is free (None: asked of the system)."""
+    """`check_load` against the memory that is free now. `headroom`: bytes (None: by the machine's
+    size); `available` returns the available bytes (None: read from the system)."""
     if not planned_bytes:
         return
     account = SystemMemory(process_and_children).account(headroom)
@@ -100,8 +101,9 @@ def _not_reported() -> None:
 
 @dataclass
 class MemoryGuard:
-    """The running engine's view: `look` now and then, then read `pressure` and `missing_bytes`.
-    `system_pressure`: the system's own word (macOS), which goes before what is available."""
+    """The view of a running engine: call `look` now and then, then read `pressure` and
+    `missing_bytes`. `system_pressure`: the system's own report (macOS), which takes precedence over
+    the available bytes."""
 
     available: Available
     headroom_bytes: int
@@ -111,7 +113,7 @@ class MemoryGuard:
     _next_look_s: float = float("-inf")
 
     def look(self, now_s: float, *, force: bool = False) -> bool:
-        """Read what is available, at most four times a second unless forced; True if it was
+        """Read the available memory, at most four times a second unless forced; True if it was
         read."""
         if self.headroom_bytes <= 0 or (now_s < self._next_look_s and not force):
             return False
@@ -135,7 +137,7 @@ class MemoryGuard:
 
     @property
     def free_bytes(self) -> int | None:
-        """What can be taken above the headroom, as last seen; None while nobody knows."""
+        """Bytes above the headroom at the last look; None if they are unknown."""
         if self.pressure != "none":
             return 0
         if self.available_bytes is None:
@@ -143,7 +145,7 @@ class MemoryGuard:
         return max(0, self.available_bytes - self.headroom_bytes)
 
     def why(self) -> str:
-        """The state in one sentence, for an error."""
+        """The state in one sentence, for an error message."""
         return (
             f"this machine has {gb(self.available_bytes or 0, 2)} of memory left and "
             f"{gb(self.headroom_bytes, 2)} are kept for the system"
@@ -160,8 +162,8 @@ class MemoryGuard:
 
 
 def guard_of(available: Available | None, headroom: int | None) -> MemoryGuard:
-    """A guard over what is `available` (None: asked of the system). `headroom`: bytes (None: by the
-    machine's size)."""
+    """A guard of the memory that `available` returns (None: of the system's). `headroom`: bytes
+    (None: by the machine's size)."""
     system = SystemMemory()
     if headroom is None:
         headroom = headroom_bytes(system.total_bytes)

@@ -68,7 +68,8 @@ def meminfo(text: str) -> MemInfo | None:
 
 
 def _number(text: str) -> int:
-    """The number that is all of `text`; 0 where it is none, or one that nobody has."""
+    """The number that `text` consists of; 0 if it is no number, or has more digits than a real
+    figure."""
     digits = text.strip("\x00 \t\r\n")
     if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
         return int(digits)
@@ -76,7 +77,7 @@ def _number(text: str) -> int:
 
 
 def _numbers(text: str) -> Iterator[tuple[str, int]]:
-    """The first number behind each name, where there is one and it is none below zero."""
+    """The first number after each name, if there is one that is not negative."""
     for line in text.splitlines():
         name, _, rest = line.replace(":", " ").strip().partition(" ")
         value = rest.split()
@@ -106,12 +107,14 @@ class ControlGroup:
         return tuple(f"{self.folder}/{name}" for name in names)
 
     def limit(self, read: ReadText) -> tuple[int, str] | None:
-        """Its smallest limit in bytes, and the file that says it; None where it has none."""
+        """The group's smallest limit in bytes, and the file that has it; None if it has no
+        limit."""
         limits = [(_number(read(file)), file) for file in self.files[2:]]
         return min((limit for limit in limits if 0 < limit[0] < _UNLIMITED), default=None)
 
     def free_bytes(self, read: ReadText) -> int | None:
-        """What is left of its limit, caches apart; None where it has none."""
+        """Free bytes below the group's limit, caches not counted as used; None if it has no
+        limit."""
         limited = self.limit(read)
         if limited is None:
             return None
@@ -151,8 +154,8 @@ def files_to_read(own_groups: str) -> list[str]:
 
 
 class LinuxMemory:
-    """The memory of this process: the machine's, or what its container leaves. Which groups are
-    limited is asked once: a look then reads nothing for the others."""
+    """The memory of this process: the machine's, or the part that its container allows. The limited
+    groups are found once, so a look reads no files of the others."""
 
     def __init__(self, read: ReadText = read_text) -> None:
         self._read = read
@@ -161,12 +164,12 @@ class LinuxMemory:
         ]
 
     def machine(self) -> MemInfo | None:
-        """The whole machine's; None where it does not say."""
+        """The memory of the whole machine; None if the kernel does not report it."""
         return meminfo(self._read(MEMINFO))
 
     def smallest_limit(self) -> tuple[int, str] | None:
-        """The smallest limit below the machine's own memory, and the file that says it; None where
-        nothing limits us."""
+        """The smallest limit below the machine's own memory, and the file that has it; None if this
+        process is not limited."""
         machine = self.machine()
         limits = (group.limit(self._read) for group in self._groups)
         smallest = min((limit for limit in limits if limit is not None), default=None)
@@ -186,10 +189,10 @@ class LinuxMemory:
     def available_bytes(
         self, users: Iterable[int] = (), machine_bytes: int | None = None
     ) -> int | None:
-        """What can be taken now without swapping. The files that the processes `users` have mapped
+        """Bytes that can be taken now without swapping. The mapped files of the processes `users`
         count as taken: the kernel reports a page of mapped weights as available, yet taking it
-        would make the next token wait for the disk.
-        `machine_bytes`: what the machine has free, where that is not MemAvailable."""
+        would make the next token wait for the disk. `machine_bytes`: free bytes of the machine, if
+        that is not MemAvailable."""
         if machine_bytes is None:
             machine = self.machine()
             if machine is None or machine.available_bytes is None:

@@ -134,7 +134,7 @@ def parse_print(text: str) -> State:
 
 
 def _integer(text: str) -> int | None:
-    """The integer at the beginning of `text`; None if there is none: "(never exited)"."""
+    """The integer at the beginning of `text`; None if there is none, as in "(never exited)"."""
     found = re.match(r"-?\d+", text)
     if found is None:
         return None

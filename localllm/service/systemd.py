@@ -59,8 +59,8 @@ class Systemd:
         return units
 
     def install(self, service: Service) -> list[Path]:
-        """Write the units and start them; what listened before is stopped first where that
-        changes."""
+        """Write the units and start them. If the socket changes, the service and the old socket are
+        stopped first."""
         self._ask("is-system-running", may_fail=True)  # says so at once where nobody answers
         units = self.files(service)
         socket = self.folder / SOCKET
@@ -82,7 +82,7 @@ class Systemd:
         return changed
 
     def restart(self) -> None:
-        """The socket stays open meanwhile: whoever asks then waits for the new server."""
+        """Restart the service. Its socket stays open: new connections wait for the new server."""
         self._ask("reset-failed", SERVICE, may_fail=True)
         self._ask("restart", SERVICE)
 
@@ -101,8 +101,8 @@ class Systemd:
         return parse_show(self._ask("show", SERVICE, f"--property={','.join(_PROPERTIES)}").stdout)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
-        """The journal: what the server wrote, and what systemd says of it (`+` is "or",
-        journalctl(1))."""
+        """The command that shows the journal: the server's messages, and systemd's about it (`+` is
+        "or", journalctl(1))."""
         words = ["journalctl", f"--lines={lines}", "--no-pager"]
         words += ["--quiet", "--output=short-iso"]  # quiet: no word on other users' messages
         if follow:

@@ -73,8 +73,7 @@ _LONGEST_S = 90
 
 
 def call(command: Sequence[str]) -> CommandResult:
-    """Run `command` and wait for it. Raises ServiceError where there is no such program, and when
-    it hangs."""
+    """Run `command` and wait for it. Raises ServiceError if the program does not exist or hangs."""
     try:
         return subprocess.run(
             command,
@@ -91,7 +90,7 @@ def call(command: Sequence[str]) -> CommandResult:
 
 
 def output_of(answer: CommandResult) -> str:
-    """What a program wrote, errors before anything else."""
+    """The output of a program: its errors, or its standard output if there are none."""
     return (answer.stderr or answer.stdout).strip()
 
 

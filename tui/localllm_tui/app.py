@@ -46,8 +46,8 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         light: bool = False,
         typed: str = "",
     ) -> None:
-        """`light`: so is the terminal's background. `typed`: what was typed before the chat could
-        take it."""
+        """`light`: the terminal has a light background. `typed`: text that was typed before the
+        chat had an input."""
         super().__init__()
         self._fitting = self.fitting_theme(light=light)
         self.page = ChatScreen(options, copy, typed)
@@ -76,16 +76,16 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         json_store.keep(self._preferences, {"theme": theme.name})
 
     def _woken(self) -> None:
-        """After a SIGSTOP, which no program hears of: a shell had the terminal meanwhile. Begin
-        with it anew."""
+        """Take the terminal again after a SIGSTOP, which no program can handle: a shell had it
+        meanwhile."""
         if self._driver is not None:
             self._driver.suspend_application_mode()
             self._driver.resume_application_mode()
             self.call_later(self.refresh, layout=True)
 
     def notify_elsewhere(self, text: str) -> None:
-        """Tell somebody who looks at another window, where the terminal says which one is in
-        front."""
+        """Notify a user who looks at another window, if the terminal reports which window has the
+        focus."""
         if not self.app_focus and self._driver is not None:
             self._driver.write("\a" if self._told_elsewhere else notice(text))
             self._told_elsewhere = True
@@ -112,7 +112,7 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         self.notify("Ctrl+C again quits", timeout=QUIT_WITHIN_S)
 
     async def action_end_of_input(self) -> None:
-        """Quit where nothing is typed; in a text the key removes the next character, as
+        """Quit if the input is empty; in a text the key removes the next character, as
         everywhere."""
         await self.page.composer.keys_handled()
         focused = self.focused

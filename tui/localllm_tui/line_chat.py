@@ -43,7 +43,7 @@ class LineFace(Face):
         self.chat = ChatController(options, self)
 
     def note(self, text: str) -> None:
-        """Print what is no part of the conversation."""
+        """Print a note that is not part of the conversation."""
         print(text, file=sys.stderr)
 
     def show(self, text: str) -> None:
@@ -255,7 +255,8 @@ class WrappedLines:
         self._word = ""  # its end has not come yet
 
     def add(self, text: str) -> str:
-        """What can be written now; a word waits until it is whole, or as long as a line."""
+        """Returns the text that can be written now: without the last word until it is complete, or
+        as long as a line."""
         if not self._columns:
             return text
         *whole, self._word = re.split(r"(\s)", self._word + text)
@@ -265,7 +266,7 @@ class WrappedLines:
         return written
 
     def end(self) -> str:
-        """The word that was waited for."""
+        """Returns the last word."""
         word = self._word
         self._word = ""
         return self._placed(word)

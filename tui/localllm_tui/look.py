@@ -1,5 +1,5 @@
-"""What holds for the look of every app here: colours that can be read, thin scrollbars, lines
-without control characters."""
+"""The common look of the apps: readable colours, thin scrollbars, lines without control
+characters."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class LookApp(App[T]):
         return filters
 
     def fitting_theme(self, *, light: bool) -> str:
-        """The theme for a terminal of which nothing but its background is known: its own colours
-        where it has 16."""
+        """The theme for a terminal with a light or dark background: its own colours if it has
+        16."""
         if self.console.color_system in ("standard", "windows"):
             return "ansi-light" if light else "ansi-dark"
         return "textual-light" if light else "textual-dark"

@@ -19,9 +19,9 @@ _CALL_S = 120.0
 
 @dataclass(slots=True)
 class McpHost:
-    """Implements control.interfaces.ToolHost. The program gets the few variables of the environment
-    that the SDK passes on, and `env`; what it writes on standard error is dropped, since the screen
-    is there."""
+    """Implements control.interfaces.ToolHost. The program gets the few environment variables that
+    the SDK passes on, and `env`; its standard error is dropped, because the screen uses the
+    terminal."""
 
     name: str
     command: str

@@ -1,4 +1,4 @@
-"""What the parts of the screen tell it: they know nothing of what comes of it."""
+"""Messages from the parts of the screen to the screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MoreTurnsWanted(Message):
 
 @dataclass
 class FilesWanted(Message):
-    """An @ was typed where a word begins: a file is to be chosen."""
+    """An @ was typed at the beginning of a word: a file is to be chosen."""
 
 
 @dataclass

@@ -1,1 +1,2 @@
-"""The chat without a screen: what is asked, kept, counted and said, whichever face shows it."""
+"""The chat without a screen: questions, history, token counts and messages, for each face that
+shows them."""

@@ -37,7 +37,7 @@ REREAD_SHARE = 0.25
 
 
 class AnswerDisplay(Protocol):
-    """What shows an answer as it comes."""
+    """Shows an answer while it streams."""
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
         """Show a piece of the answer or of the thinking."""
@@ -74,7 +74,7 @@ class AnswerStream:
         return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
 
     async def run(self, stream: AsyncGenerator[StreamEvent, None], shown: AnswerDisplay) -> None:
-        """Take all of `stream`. Whatever ends it (an error and a cancellation are raised on), the
+        """Read all of `stream`. However it ends (errors and cancellations are raised again), the
         answer is closed."""
         try:
             async with aclosing(stream) as events:
@@ -125,11 +125,11 @@ class AnswerStream:
 
 
 class PendingAnswer(AnswerStream):
-    """An answer that is kept as it comes. Nothing is stored, and no other version touched, before
-    its first text.
+    """An answer that is written to disk while it streams. The first write, and any change of
+    another version, happens with its first text.
 
-    `unsaved`: the disk does not have all of it, which ends no answer; `refused` is what the disk
-    said of the last write.
+    `unsaved`: the disk does not have all of it; the answer continues all the same. `refused`: the
+    error of the last write.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ class PendingAnswer(AnswerStream):
         continues: bool = False,
         model: str = "",
     ) -> None:
-        """The answer to a question (None: the last one), beside those it has; `to` may be one of
-        these. `model`: of another model than the conversation's.
+        """The answer to a question (None: the last one), as another version of the answers it has;
+        `to` may be one of these. `model`: another model than the conversation's.
 
-        `continues`: more of the answer there is, which was stopped, cut or broken off. Raises
-        UsageError when nothing was asked, or there is nothing to go on with.
+        `continues`: continue the answer that was stopped, cut or broken off. Raises UsageError if
+        nothing was asked, or if no answer can be continued.
         """
         super().__init__()
         begun = _to_go_on_with(session, to) if continues else None
@@ -179,7 +179,7 @@ class PendingAnswer(AnswerStream):
 
     @property
     def turn(self) -> StoredMessage | None:
-        """The answer as it is; None where nothing came. Its id is 0 while the disk lacks it."""
+        """The answer so far; None if it has no text. Its id is 0 until it is on disk."""
         if not self.unsaved:
             return self._stored
         return StoredMessage(0, "assistant", self.text, self.reasoning, self._meta or {})
@@ -192,8 +192,8 @@ class PendingAnswer(AnswerStream):
         self.save_if_due()
 
     def save_if_due(self) -> None:
-        """Write what is unsaved, if it is time: every SAVE_EVERY_S seconds, later where the disk
-        refuses (call it from a timer: a stream may stall)."""
+        """Write the unsaved text if it is time: every SAVE_EVERY_S seconds, later after a failed
+        write. Call it from a timer too: a stream may stall."""
         if self.session.now() >= self._next_save_s:
             with suppress(LocalLLMError):
                 self.save()
@@ -215,14 +215,14 @@ class PendingAnswer(AnswerStream):
             self.finish(meta)
 
     def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
-        """Write the last of it with `meta`. None when nothing came."""
+        """Write the rest of the answer with `meta`. None if it has no text."""
         self._meta = meta
         self.unsaved = self._grown
         return self.save()
 
     def save(self) -> StoredMessage | None:
-        """Write what is unsaved now; returns the turn. Raises LocalLLMError, and is then due
-        later."""
+        """Write the unsaved text now; returns the turn. After a LocalLLMError, which is raised, the
+        next write is due later."""
         if not self.unsaved:
             return self._stored
         began_s = self.session.now()
@@ -250,8 +250,8 @@ class PendingAnswer(AnswerStream):
         return self.session.append("assistant", self.text, parent=parent, **more)
 
     def _reread(self) -> dict[str, Any]:
-        """Tokens the prefix cache should have served but that were prefilled again, and why; only
-        where they are many."""
+        """Tokens that were prefilled again although the prefix cache should have had them, and the
+        reason; empty unless they are many."""
         usage = self.meter.usage
         if usage is None:
             return {}

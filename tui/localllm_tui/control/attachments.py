@@ -1,5 +1,5 @@
-"""What goes with a question: text files, PDFs and images, how they stand in its text, and what they
-cost in tokens."""
+"""Attachments of a question: text files, PDFs and images, how they are written in its text, and
+their tokens."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ MOST_OF_A_FOLDER = 200
 
 
 def read_files(path: Path) -> tuple[list[tuple[str, str]], int]:
-    """(name, text) of a file, or of the texts below a folder, but what git ignores; and how many
-    files were left out, being none.
+    """(name, text) of a file, or of each text file below a folder, except those that git ignores;
+    and the number of files that are no text.
 
-    Raises UsageError for too many files or bytes, and where there is no text.
+    Raises UsageError for too many files or bytes, and if the folder has no text files.
     """
     folder = path.expanduser()
     if not folder.is_dir():
@@ -139,7 +139,7 @@ _MARKED = re.compile(r"!\[([^\]\n]*)\]\((data:image/[a-z]+;base64,[A-Za-z0-9+/=]
 
 
 def data_url(data: bytes) -> str:
-    """The file as a data: URL where it is an image that servers read; else ""."""
+    """The file as a data: URL if it is an image that servers read; else ""."""
     image = _IMAGE.match(data)
     if image is None:
         return ""
@@ -179,7 +179,7 @@ def _in_parts(message: Mapping[str, Any], *, items: bool) -> Mapping[str, Any]:
 
 
 def typed_in(question: StoredMessage) -> str:
-    """What a person typed for `question`, without the files that went along."""
+    """The text that was typed for `question`, without the attached files."""
     return str(question.meta.get("typed", question.content))
 
 
@@ -196,8 +196,8 @@ def code_blocks(markdown: str) -> list[str]:
 
 
 def code_block(markdown: str, number: int | None, whose: str) -> tuple[str, str]:
-    """The code block of this number (None: the last), and what it is in words. Raises UsageError
-    where `whose` has no such block."""
+    """The code block of this number (None: the last), and its name in words. Raises UsageError if
+    `whose` has no such block."""
     blocks = code_blocks(markdown)
     if not blocks:
         raise UsageError(f"{whose} has 0 code blocks")
@@ -240,8 +240,8 @@ _GIT_WITHIN_S = 2.0
 
 
 def files_below(folder: Path) -> list[str]:
-    """The files below `folder`, as paths from there: what git knows and does not ignore, else all
-    that is not hidden."""
+    """The files below `folder`, as relative paths: those that git does not ignore, or without git
+    those that are not hidden."""
     try:
         known = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard", "-z"],
@@ -297,10 +297,10 @@ _LONGEST_DROP = 100_000
 
 
 def dropped_files(pasted: str) -> list[Path]:
-    """The files that a terminal typed the paths of because they were dropped on it; none where
-    `pasted` is other text.
+    """The files whose paths a terminal typed because they were dropped on it; empty if `pasted` is
+    other text.
 
-    Terminals quote them, put a backslash before spaces, or give file:// addresses.
+    Terminals quote the paths, put a backslash before spaces, or give file:// addresses.
     """
     text = pasted.strip()
     if len(text) > _LONGEST_DROP or "\0" in text:

@@ -1,4 +1,4 @@
-"""Where the characters that people see begin and end: an emoji of seven code points is one of them,
+"""The bounds of characters as people see them: an emoji of seven code points is one character, and
 so is a flag."""
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ _LOOK_CHARS = 128
 
 
 def before(text: str, at: int) -> int:
-    """Where the character that ends at `at` (or has `at` within it) begins; 0 at the beginning."""
+    """The index at which the character begins that ends at `at` or contains it; 0 at the
+    beginning."""
     if at < 2 or text[at - 2 : at].isascii():
         return max(0, at - 1)
     start = max(0, at - _LOOK_CHARS)
@@ -16,7 +17,8 @@ def before(text: str, at: int) -> int:
 
 
 def after(text: str, at: int) -> int:
-    """Where the character that begins at `at` ends; the end of the text there."""
+    """The index at which the character ends that begins at `at`; the length of the text at its
+    end."""
     if text[at : at + 2].isascii():
         return min(len(text), at + 1)
     return next((end for _, end in _characters(text, at)), len(text))

@@ -38,11 +38,12 @@ TITLE_AFTER_S = 20.0
 
 
 class ChatController:
-    """One conversation and who answers it. What happens is shown by `face`.
+    """One conversation and the model that answers it. `face` shows the events.
 
-    `listed` is what the server says of the model. `attached` are files for the next question, `editing` the turn that it will stand beside,
-    `queued` a question that waits for the answer to end.
-    `titles_after_s`: a title is generated after so much quiet (None: never). `plans`: made so far.
+    `listed`: the server's entry for the model. `attached`: files for the next question. `editing`:
+    the turn that gets another version. `queued`: a question that waits for the answer to end.
+    `titles_after_s`: seconds without activity until a title is generated (None: never). `plans`:
+    the plans made so far.
     """
 
     def __init__(self, options: ChatOptions, face: Face) -> None:
@@ -155,11 +156,10 @@ class ChatController:
     async def answer_again(
         self, to: StoredMessage | None = None, *, continues: bool = False, model: str = ""
     ) -> None:
-        """Ask for another answer to a question (None: the last), or to that of an answer;
-        `continues`: for more of it;
-        `model`: of another model, this once.
+        """Ask for another answer to a question (None: the last), or to the question of an answer.
+        `continues`: continue that answer; `model`: use another model, this once.
 
-        Raises UsageError when nothing was asked, or there is nothing to go on with.
+        Raises UsageError if nothing was asked, or if no answer can be continued.
         """
         self._save_answer()
         await self._start_answer(
@@ -196,7 +196,7 @@ class ChatController:
         self.face.changed()
 
     async def _count_prompt(self, stream: PendingAnswer) -> None:
-        """Tell the meter of an answer on its way how long the prompt is; the server does so only at
+        """Count the prompt of a running answer for its meter; the server reports the length only at
         the end."""
         tokens = await self.client.count(stream.model, stream.messages)
         if tokens and not stream.closed and not stream.meter.prompt_tokens:
@@ -255,15 +255,15 @@ class ChatController:
         await self._warn_of_full_context()
 
     def _save_answer(self) -> None:
-        """Write what the disk refused of the newest answer. Raises LocalLLMError where it still
-        refuses."""
+        """Write the text of the newest answer that is not on disk. Raises LocalLLMError if the
+        write fails again."""
         if self.stream is not None:
             self.stream.save()
         self._tell_of_disk()
 
     def _tell_of_disk(self) -> None:
-        """Say once that the disk refuses the newest answer, which goes on, and once that it has
-        it."""
+        """Notify once if the newest answer can't be written, which does not end it, and once it is
+        on disk."""
         stream = self.stream
         if stream is None:
             return
@@ -294,8 +294,8 @@ class ChatController:
             await self.face.show_note(note)
 
     async def _ask_notice(self) -> None:
-        """Ask again what the server says of the model: it may know it only once the model is
-        loaded, and has a notice about how it runs after an answer or two, or never."""
+        """Read the model's entry again: some of it is known only after the model is loaded, and a
+        notice about its performance only after an answer or two."""
         if not self._notice_asks:
             return
         self._notice_asks -= 1
@@ -349,8 +349,8 @@ class ChatController:
         self.face.changed(recount=True)
 
     def begin(self) -> None:
-        """Start the engine, where there is one to be started, and learn what it offers once it is
-        there."""
+        """Start the engine, if the chat has its own, and read the server's list of models once it
+        is loaded."""
         if self.client.engine is not None and not self.client.ready:
             self.client.engine.start()
         self.face.run_beside(self._learn_once_loaded, "models")
@@ -371,8 +371,8 @@ class ChatController:
     # -- what a timer does -------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do what is due, a few times a second: save, report downloads and the engine, generate a
-        title in a quiet moment."""
+        """Do the regular work, a few times a second: save, report downloads and the engine,
+        generate a title in a quiet moment."""
         self._report_downloads()
         if self.stream is not None:
             self.stream.save_if_due()
@@ -404,7 +404,7 @@ class ChatController:
 
     @property
     def quiet_s(self) -> float:
-        """For how long nothing was typed or answered."""
+        """Seconds since something was typed or answered."""
         return time.monotonic() - self._quiet_since_s
 
     async def leave(self) -> None:

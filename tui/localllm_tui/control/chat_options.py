@@ -1,4 +1,4 @@
-"""What a chat is begun with: who answers, where it is kept, and what is offered besides."""
+"""The options with which a chat starts."""
 
 from __future__ import annotations
 

@@ -59,13 +59,11 @@ _CONTEXT_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """One line of /v1/models;
-    `n_ctx` in tokens, None where the server does not say.
-    `physics`: what a token costs and the machine can do, from a server that plans
-    (localllm/planner/serialise.py).
-    `notice`: what its users should know about how it runs now, as a sentence.
-    `sampling` is what a request gets that says none;
-    `has_system`: a conversation without a system prompt gets the preset's."""
+    """One entry of /v1/models. `n_ctx`: tokens, None if the server does not list it. `physics`: the
+    cost of a token and the speed of the machine, from a server that plans
+    (localllm/planner/serialise.py). `notice`: a sentence for the users about how the model runs
+    now. `sampling`: the defaults of a request. `has_system`: the preset adds its system prompt to a
+    conversation without one."""
 
     name: str
     n_ctx: int | None = None
@@ -77,9 +75,9 @@ class ListedModel:
 
 @dataclass
 class ChatClient:
-    """Talks to `base_url` (…/v1). `sampling` is sent with every request (temperature, seed,
-    max_tokens, truncation). What `engine` is behind it, where it is known: requests wait for it to
-    be loaded.
+    """A client of the server at `base_url` (…/v1). `sampling` is sent with every request
+    (temperature, seed, max_tokens, truncation). `engine`: the engine of this server if it is known;
+    requests wait until it is loaded.
 
     `transport` replaces the network, as httpx allows. Use as an async context manager, or call
     `aclose`.
@@ -159,7 +157,7 @@ class ChatClient:
             ) from e
 
     async def models(self) -> list[ListedModel]:
-        """What the server offers. Raises LocalLLMError."""
+        """The models of the server. Raises LocalLLMError."""
         response = await self._get("models")
         if response.status_code != 200:
             raise _error(response.status_code, response.content)
@@ -171,12 +169,13 @@ class ChatClient:
             ) from e
 
     async def listed(self, name: str) -> ListedModel:
-        """What the server says of the model of this name. Raises LocalLLMError."""
+        """The server's entry for this model; one without details if it is not listed. Raises
+        LocalLLMError."""
         return next((m for m in await self.models() if m.name == name), ListedModel(name))
 
     async def model(self, name: str) -> ListedModel | None:
-        """What the server calls `name`, also where it was installed since the list was made; None
-        where it has no such model. Raises ServerUnreachableError."""
+        """The server's entry for `name`, even if it was installed after the list was made; None if
+        there is no such model. Raises ServerUnreachableError."""
         response = await self._get(f"models/{quote(name, safe='')}")
         if response.status_code != 200:
             return None
@@ -186,13 +185,13 @@ class ChatClient:
             return None
 
     async def count(self, model: str, messages: Sequence[Mapping[str, Any]]) -> int | None:
-        """The number of tokens of `messages` for `model`; None where the server can't count."""
+        """The number of tokens of `messages` for `model`; None if the server can't count."""
         return (await self.counted(model, messages))[0]
 
     async def counted(
         self, model: str, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[int | None, str]:
-        """`count`, and the server's reason where it refuses these messages."""
+        """`count`, and the server's reason if it rejects these messages."""
         if not self._counts or not self.ready:
             return None, ""
         import httpx
@@ -230,13 +229,12 @@ class ChatClient:
         """Ask `model` to continue `messages`; ends after exactly one AnswerDone, or raises
         LocalLLMError.
 
-        `compact` lets the server leave out the oldest messages when not all fit; MessagesLeftOut
-        tells how many.
-        `continues`: the last message is an answer, and more of it is wanted. `sampling` goes before
-        the client's own. `tools` are offered: what the model asks for comes as ToolCalls before
-        AnswerDone.
+        `compact` lets the server leave out the oldest messages if not all fit; MessagesLeftOut
+        gives their number. `continues`: the last message is an answer to be continued. `sampling`
+        takes precedence over the client's own. `tools` are offered to the model: its calls come as
+        ToolCalls before AnswerDone.
 
-        Closing the iterator closes the connection, which is how the server learns to stop.
+        Closing the iterator closes the connection, and the server then stops.
         """
         body: dict[str, Any] = {**self.sampling, **(sampling or {})}
         body["model"] = model
@@ -286,7 +284,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
 
 @dataclass(slots=True)
 class _AnswerSoFar:
-    """What the lines of a stream have said of the answer as a whole."""
+    """The state of an answer after the lines of its stream so far."""
 
     reason: str | None = None
     usage: AnswerUsage | None = None
@@ -308,7 +306,7 @@ class _AnswerSoFar:
             yield WaitNote(_SAID.get(text, text))
 
     def chunk(self, data: str) -> Iterator[StreamEvent]:
-        """The events of a chunk as it stands in a line; none of one without data."""
+        """The events of a chunk of the stream; none for an empty one."""
         try:
             chunk = json.loads(data or "{}")
         except ValueError as e:
@@ -435,8 +433,8 @@ _SPOT = re.compile(
 
 
 def of_a_person(message: str) -> str:
-    """A server's message without the places in a request's body, which nobody who chats has
-    written."""
+    """A server's error message without the positions in the request's body, which the user did not
+    write."""
     return _SPOT.sub("", message)
 
 

@@ -1,5 +1,5 @@
-"""What each slash command and each key on a selected turn does; raises LocalLLMError before
-anything is changed."""
+"""The actions of the slash commands and of the keys on a selected turn. Each raises LocalLLMError
+before it changes anything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from localllm_tui.control.terminal import one_line
 
 
 async def new(chat: ChatController, _: str) -> None:
-    """Start an empty conversation with the same system prompt, and say so."""
+    """Start an empty conversation with the same system prompt, and show a note about that
+    prompt."""
     system = chat.session.system
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
@@ -39,7 +40,7 @@ async def new(chat: ChatController, _: str) -> None:
 
 
 async def resume_last(chat: ChatController, _: str) -> None:
-    """Continue the answer on screen where it was stopped or cut; else open the newest other
+    """Continue the answer on screen if it was stopped or cut; else open the newest other
     conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
@@ -67,7 +68,7 @@ async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
 
 async def retry(chat: ChatController, name: str) -> None:
     """Answer the last question again, by the model of this name ("": the one in use); the earlier
-    answer stays beside it."""
+    answer remains as another version."""
     if name:
         await _model_named(chat, name)
     await chat.stop_answer()
@@ -75,8 +76,8 @@ async def retry(chat: ChatController, name: str) -> None:
 
 
 async def on_last(what: str, chat: ChatController, _: str = "") -> None:
-    """Do what a key does on a selected turn: on the last one, for "edit" on the last question, for
-    "version" on the last answer, where it goes one back."""
+    """Do the action of a turn's key: "edit" on the last question, "version" one back from the last
+    answer, others on the last turn."""
     await chat.stop_answer()
     session = chat.session
     if what == "edit" or not session.turns:
@@ -89,7 +90,7 @@ async def on_last(what: str, chat: ChatController, _: str = "") -> None:
 
 
 async def drop(chat: ChatController, _: str) -> None:
-    """Remove the last question, where it has no answer."""
+    """Remove the last question if it has no answer."""
     await chat.stop_answer()
     chat.session.drop_question()
     await chat.face.redraw()
@@ -250,7 +251,7 @@ async def model(chat: ChatController, name: str) -> None:
 
 
 async def _model_named(chat: ChatController, name: str) -> ListedModel:
-    """What the server says of the model of this name. Raises UsageError where it has none."""
+    """The server's entry for this model. Raises UsageError if it has no such model."""
     models = {m.name: m for m in await chat.client.models()}
     found = models.get(name) or await chat.client.model(name)  # it may be new, or an alias
     if found is None:
@@ -259,8 +260,8 @@ async def _model_named(chat: ChatController, name: str) -> ListedModel:
 
 
 async def run_shell(chat: ChatController, command: str) -> None:
-    """Send what a command prints along with the next question, shown first; asks before the first
-    of a chat."""
+    """Attach the output of a shell command to the next question, and show it; asks before the first
+    command of a chat."""
     if not command:
         raise UsageError("/run needs a command", hint="for example !git diff")
     if not chat.runs_commands and not await chat.face.approve(
@@ -287,7 +288,7 @@ async def set_sampling(chat: ChatController, text: str) -> None:
 
 
 async def switch_tools(chat: ChatController, what: str) -> None:
-    """/tools: on, off, or which there are."""
+    """Switch tools on or off, and list them."""
     word, _, name = what.partition(" ")
     if word not in ("", "on", "off"):
         raise UsageError(
@@ -313,7 +314,7 @@ async def leave(chat: ChatController, _: str) -> None:
 async def run_on_turn(
     chat: ChatController, what: str, turn: StoredMessage, argument: int = 0
 ) -> None:
-    """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
+    """Do the action `what` of a key on `turn`. Raises LocalLLMError if it can't be done."""
     if what == "copy":
         chat.face.copy(typed_in(turn), "the question" if turn.role == "user" else "the answer")
         return

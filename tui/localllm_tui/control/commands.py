@@ -31,14 +31,13 @@ CommandAction: TypeAlias = Callable[[ChatController, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`name` without its slash and what it runs; `argument` as F1 shows it ("" for none).
+    """A slash command: `name` without its slash, `run` its action, `argument` as F1 shows it (""
+    for none).
 
-    `palette`: its title there, "" to stay out of it.
-    `insist` is run for the name with a "!".
-    `screen`: the function of localllm_tui.screens that a chat with a screen calls instead
-    ("module:function"). `plain`: it works without a screen, in the face's own way where `run` is
-    None.
-    `keys` run it without an argument, named as the toolkit does.
+    `palette`: its title in the command palette ("": not listed). `insist`: the action of the name
+    with a "!". `screen`: the function of localllm_tui.screens that a full-screen chat calls instead
+    ("module:function"). `plain`: it works without a screen; if `run` is None, the face has its own
+    action. `keys`: keys that run it without an argument, as Textual names them.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Command:
 
     @property
     def needs_argument(self) -> bool:
-        """Whether the command does nothing without its argument."""
+        """Whether the command requires its argument."""
         return bool(self.argument) and not self.argument.startswith("[")
 
 
@@ -227,8 +226,7 @@ def parse(text: str) -> tuple[str, str] | None:
 
 
 async def submit(chat: ChatController, text: str) -> None:
-    """Do what was typed: a command; else a question, sent now or once the answer in progress has
-    ended."""
+    """Run a typed command, or send a question: now, or after the answer in progress has ended."""
     command = parse(text)
     if command is not None:
         await run_and_report(chat, *command)
@@ -240,7 +238,7 @@ async def submit(chat: ChatController, text: str) -> None:
 
 
 async def run_and_report(chat: ChatController, name: str, argument: str) -> None:
-    """Do what a command says, in the face's own way where it has one, or say why not."""
+    """Run a command, by the face's own action if it has one, and show an error if it fails."""
     await chat.reporting(_run(chat, name, argument))
     chat.face.changed()
 
@@ -273,8 +271,8 @@ def question(text: str) -> str:
 
 
 def offered(typed: str) -> list[Command]:
-    """The commands to offer for a half-typed one: those that begin so, then those with it anywhere
-    in their names."""
+    """The commands to offer for an incomplete one: those whose names begin with it, then those
+    whose names contain it."""
     if not re.fullmatch(r"/[a-z-]*", typed):
         return []
     found = [c for c in COMMANDS if typed[1:] in c.name]

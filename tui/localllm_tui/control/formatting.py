@@ -23,7 +23,7 @@ def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
 
 
 def elide(text: str, cells: int) -> str:
-    """`text` in at most `cells` terminal cells, with … where something was cut."""
+    """`text` in at most `cells` terminal cells, with … in place of the rest."""
     if cell_len(text) <= cells:
         return text
     while text and cell_len(text) > cells - 1:
@@ -72,7 +72,7 @@ def how_many(n: int, what: str) -> str:
 
 
 def title_of(text: str) -> str:
-    """A conversation's title: the first line of its first question, cut at a word where that is
+    """A conversation's title: the first line of its first question, cut after a word if
     possible."""
     line = next((part.strip() for part in text.splitlines() if part.strip()), "Untitled")
     if len(line) <= TITLE_CHARS:

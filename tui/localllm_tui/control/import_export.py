@@ -68,8 +68,8 @@ def _parts(session: Session) -> Iterable[str]:
 
 
 def _systems_after(session: Session, turn_id: int) -> Iterable[str]:
-    """The system prompts that were set after a turn; those set on a branch that is not shown stand
-    at the beginning."""
+    """The system prompts that were set after a turn. Those set on a branch that is not shown are at
+    the beginning."""
     shown = {t.id for t in session.turns}
     for prompt in session.systems:
         after = prompt.parent_id if prompt.parent_id in shown else 0

@@ -1,5 +1,4 @@
-"""What the command line hands to the chat: an engine, a model service, tool hosts, and how the chat
-is opened."""
+"""Interfaces between the command line and the chat: an engine, a model service, tool hosts."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 1
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What models to plan for: `machine` "" is this one, `memory_gb` 0 all it has, `longest_wait_s`
-    0 no limit."""
+    """A request for plans: `machine` "" is this one, `memory_gb` 0 is all its memory,
+    `longest_wait_s` 0 is no limit."""
 
     purpose: str = "chat"
     context: int = 0
@@ -62,10 +61,10 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanList:
-    """What fits, best first: `machine` in a line; `too_slow` fit but answer too late. `left_out`:
-    how many others there are, by why they are left out ("too large"). `accounts`: what of each
-    memory is left for a model, a line each. `guessed`: the speed of the memory is assumed. `complete`:
-    nothing more comes."""
+    """The plans that fit, best first: `machine` in a line; `too_slow` fit but answer too late.
+    `left_out`: the number of other models by the reason ("too large"). `accounts`: the memory left
+    for a model, a line for each memory. `guessed`: the speed of the memory is assumed. `complete`:
+    all models are planned."""
 
     machine: str
     choices: tuple[PlanChoice, ...]
@@ -101,7 +100,7 @@ class PullProgress:
 
 
 def unheard(_: object) -> None:
-    """For who waits for a whole answer, and not for its parts."""
+    """Ignore the parts of an answer: a callback of callers that wait for all of it."""
 
 
 class ModelService(Protocol):
@@ -141,7 +140,7 @@ class EngineProgress:
     down: bool = False
 
     def words(self, model: str) -> str:
-        """In a few words; "" where there is nothing to wait for."""
+        """The state in a few words; "" unless the model is being loaded."""
         if self.state != "loading":
             return ""
         if self.share > 0:

@@ -20,14 +20,12 @@ KeyContext: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`keys` as Textual names them and `label` as users do; `owner` is the part of the screen they
-    belong to.
+    """A key: `keys` as Textual names them and `label` as users do; `owner` is the part of the
+    screen that handles it.
 
-    `action` is the owner's ("" where Textual does it by itself); `priority`: handled before the
-    focused widget;
-    `caught`: the owner takes it before TextArea writes the key or moves the cursor. `help` is for
-    F1 ("": not listed).
-    `hints`: what the frames say of the key, by context.
+    `action`: an action of the owner ("": Textual has its own); `priority`: handled before the
+    focused widget; `caught`: the owner handles it before TextArea writes it or moves the cursor.
+    `help`: the text in F1 ("": not listed). `hints`: the texts in the frames, by context.
     """
 
     owner: str
@@ -83,8 +81,8 @@ def label_of(keys: str) -> str:
 
 
 def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
-    """Take keys from config.toml's table: names as `Key.id` has them. Raises UsageError for a name
-    that nothing has, a key that is no text, and one that would do two things in one place."""
+    """Take keys from config.toml's table: names as `Key.id` has them. Raises UsageError for an
+    unknown name, for a key that is no text, and for a key with two actions in one place."""
     known = [*dict.fromkeys(key.id for key in keys_of_all if key.id)]
     for name, keys in table.items():
         if name not in known:

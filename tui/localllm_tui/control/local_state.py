@@ -1,4 +1,4 @@
-"""Drafts of unsent messages, which the chat keeps beside the conversations, one per window."""
+"""Drafts of unsent messages, kept in files next to the history, one for each window."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Drafts:
                 return
 
     def _take(self, place: int) -> sqlite3.Connection | None:
-        """The lock of a place: a database, which SQLite locks on every system, until it is closed;
-        None where another window has it, or the disk refuses."""
+        """The lock of a place, held until it is closed: a database, because SQLite can lock it on
+        every system. None if another window has the place, or if the disk fails."""
         with ExitStack() as opened, suppress(OSError, sqlite3.Error):
             locks = paths.private_dir(self.folder.with_name(self.folder.name + ".open"))
             held = sqlite3.connect(locks / str(place), timeout=0, isolation_level=None)

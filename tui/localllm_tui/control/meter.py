@@ -50,8 +50,8 @@ class AnswerMeter:
         self._deltas += 1
 
     def reading(self, done: int, total: int) -> str:
-        """How far the prompt is read, in words: tokens, and after a moment the rate, how long it
-        took and how long it will."""
+        """The progress of the prefill in words: tokens, and after a moment the rate, the time so
+        far and the time left."""
         self.prompt_tokens = total
         now = self._now()
         if self._reading is None:
@@ -121,9 +121,9 @@ class AnswerMeter:
 def status_text(
     width: int, model: str, used: int, n_ctx: int | None, meta: Mapping[str, Any]
 ) -> str:
-    """The status line in at most `width` cells: words where there is room, short names where there
-    is not. `used` tokens of the context, and of how many (None: not known); `meta` is what the
-    history keeps with an answer (AnswerMeter.meta)."""
+    """The status line in at most `width` cells, with short names in a narrow one. `used` tokens of
+    a context of `n_ctx` (None: unknown); `meta` as the history keeps it with an answer
+    (AnswerMeter.meta)."""
     model = one_line(model)
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
         parts = [*_figures(used, n_ctx, meta, words, cells)]
@@ -163,7 +163,8 @@ def _figures(
 
 
 def cost_words(tokens: int | None, n_ctx: int | None) -> str:
-    """What sending costs, for the input's frame; "" where that is not known (None)."""
+    """The tokens that a request would have, for the input's frame; "" if they are unknown
+    (None)."""
     if tokens is None:
         return ""
     if n_ctx is None:
@@ -214,9 +215,9 @@ async def check_fits(
 async def file_cost(
     client: ChatClient, model: str, path: Path, n_ctx: int | None
 ) -> tuple[str, bool]:
-    """What attaching a file costs, or why it can't go along, in a few words ("" where the server
-    can't count); and whether it can. Counted by the server, unless it can't fit whatever the
-    tokenizer."""
+    """The tokens of a file, or the reason why it can't be attached, in a few words ("" if the
+    server can't count); and whether it can be attached. The server counts, except if the file can't
+    fit with any tokenizer."""
     try:
         files, _ = await asyncio.to_thread(read_files, path)
         check_room(files, n_ctx)

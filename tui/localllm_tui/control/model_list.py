@@ -48,7 +48,7 @@ class Pull:
 
     @property
     def next_steps(self) -> str:
-        """What one can do once it has ended."""
+        """The next steps after it has ended."""
         if self.done:
             return f": /model {self.name} uses it"
         if self.error is not None:
@@ -104,7 +104,7 @@ class Pulls(dict[str, Pull]):
         return pull
 
     def stop(self, ref: str) -> None:
-        """Stop at the next progress report; what has arrived stays."""
+        """Stop at the next progress report; the downloaded part remains."""
         if ref in self:
             self[ref].stopping.set()
 
@@ -113,7 +113,7 @@ class Pulls(dict[str, Pull]):
             self.stop(ref)
 
     def words(self) -> str:
-        """The running downloads, in a line; "" where there are none."""
+        """The running downloads in a line; "" if there are none."""
         running = self.running()
         if not running:
             return ""
@@ -157,7 +157,7 @@ def context_words(tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a list, `cells` wide, shown where a line has at least `from_width` cells."""
+    """A column of a list, `cells` wide, shown if a line has at least `from_width` cells."""
 
     head: str
     cells: int
@@ -209,8 +209,8 @@ def disk_texts(model: InstalledModel) -> dict[str, str]:
 
 
 def list_line(columns: Sequence[Column], width: int, name: str, texts: Mapping[str, str]) -> str:
-    """A line of a list: a name behind two cells of marks, and of these columns, whose texts go by
-    their heads, those that there is room for."""
+    """A line of a list: two cells of marks and a name, then those columns that fit. `texts` are by
+    the heads of the columns."""
     shown = [column for column in columns if width >= column.from_width]
     taken = sum(column.cells + 1 for column in shown)
     cells = 2 + min(_MOST_NAME, max(_LEAST_NAME, width - 2 - taken))
@@ -289,8 +289,8 @@ _GUESSED = "By an assumed speed (`localllm device --measure` finds it). One key 
 
 @dataclass(slots=True)
 class FirstRun:
-    """What the page of the first run offers beside the `starter`: plans to pull, None while they
-    are made. `guessed`: they go by a speed of memory that is assumed."""
+    """The page of the first run: plans to pull in place of the `starter`, None until they are made.
+    `guessed`: they assume a speed of the memory."""
 
     starter: str
     pulls: Pulls
@@ -298,7 +298,7 @@ class FirstRun:
     guessed: bool = False
 
     async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
-        """Plan what this machine could run; what is planned joins `plans`."""
+        """Plan the models that this machine could run, and add the plans to `plans`."""
         request = PlanRequest()
         found = PlanList("", ())
         with suppress(LocalLLMError):
@@ -308,7 +308,7 @@ class FirstRun:
 
     @property
     def best(self) -> list[PlanChoice]:
-        """What is offered, a key each: the best that are not the starter."""
+        """The best plans that are not the starter, one for each key."""
         larger = []
         for choice in self.choices or ():
             model = choice.ref.partition(":")[0]
@@ -317,8 +317,7 @@ class FirstRun:
         return larger[: len(FIRST_RUN_KEYS)]
 
     def lines(self) -> list[str]:
-        """The page; as many lines while it is planned as there will be: nothing moves when they
-        come."""
+        """The lines of the page. It has as many lines before the plans are made as after."""
         if self.choices is None:
             dots = [f"  {key}  …" for key in FIRST_RUN_KEYS]
             return [STARTER, "", "Planning what this machine could run …", *dots, _ALL_MODELS]

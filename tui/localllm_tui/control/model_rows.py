@@ -1,5 +1,5 @@
-"""What the screen of models lists: the plans that fit this machine or another, or the files on this
-disk."""
+"""The rows of the screen of models: the plans that fit this machine or another, or the files on
+this disk."""
 
 from __future__ import annotations
 

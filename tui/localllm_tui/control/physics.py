@@ -1,5 +1,5 @@
-"""What a token costs in bytes and FLOPs against what an answer took, from the server's own figures;
-and the panel that shows it."""
+"""The bytes that a token reads and the bandwidth that an answer used, from the server's figures;
+and the panel that shows them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from localllm_tui.control.terminal import printable
 @dataclass(frozen=True, slots=True)
 class ModelPhysics:
     """A served model on its machine, from the `physics` of /v1/models
-    (localllm/planner/serialise.py). `kv_points`: (depth, bytes read); `planned_tok_s`: what decoding
-    comes to, at least and at most;
-    `power`: the share of the time that is computed in; `bandwidth_basis`: how the bandwidth is
-    known."""
+    (localllm/planner/serialise.py). `kv_points`: (depth, bytes read); `planned_tok_s`: the planned
+    decoding speed, its least and its most; `power`: the share of the time in which the model
+    computes; `bandwidth_basis`: the source of the bandwidth."""
 
     bandwidth_gbps: float
     dense_bytes: int
@@ -39,7 +38,7 @@ class ModelPhysics:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
-        """Parsed from the server's JSON; None where that is missing or different."""
+        """Parse the server's JSON; None if it is missing or different."""
         try:
             weights = said["weights"]
             plan = said["decode_tok_s"]
@@ -93,7 +92,7 @@ class AnswerSpeed:
 
     @property
     def depth(self) -> float:
-        """Mean context behind the answer's tokens."""
+        """Mean context length of the answer's tokens."""
         return self.usage.prompt + self.usage.completion / 2
 
     @property
@@ -214,7 +213,7 @@ def _token(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
 
 
 def _prompt(speed: AnswerSpeed) -> Iterator[str]:
-    """What of this turn's prompt the prefix cache had, and how the rest was read."""
+    """The part of this turn's prompt that came from the prefix cache, and the speed of the rest."""
     took = speed.timings
     usage = speed.usage
     if speed.live is not None or speed.coming or not usage.prompt:

@@ -1,4 +1,4 @@
-"""How answers are drawn, in plain words, and changed while one chats."""
+"""The sampling settings in plain words, and their changes during a chat."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HEAT = ((0.0, "always the likeliest word"), (0.35, "steady"), (0.75, "balanced"
 
 
 def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    """The sampling in force: what was `chosen` in this chat over the model's `own`; "" where
-    neither says anything."""
+    """The sampling settings in words: those `chosen` in this chat over the model's `own`; "" if
+    there are none."""
     now = {**own, **chosen}
     said = []
     heat = now.get("temperature")

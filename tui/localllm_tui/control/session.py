@@ -48,7 +48,7 @@ class Session:
                 self.set_system(system)
 
     def _forget(self) -> None:
-        """Be a conversation in which nothing was said."""
+        """Become an empty conversation."""
         self.id: str | None = None  # in the history; None before anything was said
         self.title = ""
         self.titled = 0  # who made the title: ConversationSummary
@@ -128,13 +128,13 @@ class Session:
 
     @property
     def compacts(self) -> bool:
-        """Whether compaction is on: the oldest messages may be left out of a request that is too
-        long. Nothing is removed here."""
+        """Whether compaction is on: then a request that is too long is sent without the oldest
+        messages. They remain in the conversation."""
         return any(t.meta.get("compact") for t in self.all_turns.values())
 
     def set_compacts(self, on: bool) -> None:
-        """Allow or forbid compaction; kept with the conversation. Raises UsageError when nothing
-        was asked."""
+        """Allow or forbid compaction, for this conversation. Raises UsageError if nothing was
+        asked."""
         for turn in [t for t in self.all_turns.values() if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
             self.rewrite(replace(turn, meta=meta))
@@ -158,8 +158,8 @@ class Session:
     ) -> StoredMessage:
         """Store a question. `attached` are files as (name, text).
 
-        `instead`: as another version of this question, with its files; the old one is removed where
-        nothing followed it.
+        `instead`: store it as another version of this question, with its files; the old version is
+        removed if it has no answer.
         """
         files = ""
         names: list[str] = []
@@ -191,7 +191,7 @@ class Session:
         return self.append("assistant", text, meta=meta, parent=answer.parent_id)
 
     def drop_question(self) -> None:
-        """Remove the last question. Raises UsageError where it was answered, or nothing was
+        """Remove the last question. Raises UsageError if it was answered, or if nothing was
         asked."""
         old = self.last_question
         if not self.unanswered:
@@ -217,7 +217,7 @@ class Session:
             self._forget()
 
     def fail_question(self) -> None:
-        """Mark the last question as failed: it is not sent again unless it is retried."""
+        """Mark the last question as failed: later requests leave it out unless it is retried."""
         old = self.last_question
         if self.unanswered:
             failed = replace(old, meta={**old.meta, "failed": True})
@@ -228,13 +228,13 @@ class Session:
     def context(
         self, last: StoredMessage | None = None, instead: StoredMessage | None = None
     ) -> list[dict[str, str]]:
-        """The messages of the conversation as the model gets them; up to `last` and with it, where
-        a question is to be answered or an answer goes on. `instead`: as if the turn stood in the
-        place of this one.
+        """The messages of the conversation as the model gets them; up to and including `last`, if a
+        question is to be answered or an answer continued. `instead`: `last` takes the place of this
+        turn.
 
-        Questions that got no answer are joined with the next: many templates insist on alternating
-        roles. Those that failed are left out, so that one question too long does not spoil what
-        comes after it.
+        Questions without an answer are joined with the next one: many templates require alternating
+        roles. Failed questions are left out, so that one that is too long does not affect later
+        ones.
         """
         turns = self.sent_turns
         if last is not None:
@@ -266,8 +266,8 @@ class Session:
         instead: StoredMessage | None = None,
         alone: bool = False,
     ) -> list[dict[str, str]]:
-        """The messages if this were asked now; `instead`: as a version of this question; `alone`:
-        without the earlier turns."""
+        """The messages of a request with this question; `instead`: as a version of this question;
+        `alone`: without the earlier turns."""
         files = ""
         if instead is not None:
             files, _ = files_of(instead)
@@ -297,8 +297,8 @@ class Session:
         return not stopped_itself or bool(turn.meta.get("edited"))
 
     def other_version(self, turn: StoredMessage, step: int) -> StoredMessage:
-        """Show the version `step` places after `turn`, cyclically, and what followed it. Raises
-        UsageError where there is no other."""
+        """Show the version `step` places after `turn`, cyclically, and the turns that follow it.
+        Raises UsageError if there is no other version."""
         versions = self.versions(turn)
         if len(versions) == 1:
             hint = "/retry makes one" if turn.role == "assistant" else "/edit makes one"
@@ -308,7 +308,8 @@ class Session:
         return other
 
     def place(self, turn: StoredMessage) -> tuple[int, int]:
-        """Which of how many versions `turn` is, counted from 1."""
+        """The number of this version of the turn, counted from 1, and the number of its
+        versions."""
         versions = [v.id for v in self.versions(turn)]
         return versions.index(turn.id) + 1, len(versions)
 
@@ -333,15 +334,15 @@ class Session:
         return title
 
     def rename(self, title: str, *, titled: int = 2) -> None:
-        """Change the title; `titled`: by a model (1) or the user (2). Raises NotFoundError where it
-        is not on disk."""
+        """Change the title; `titled`: by a model (1) or the user (2). Raises NotFoundError if the
+        conversation is not on disk."""
         self.history.rename(self.id or "", title, titled=titled)
         self.title = title
         self.titled = titled
 
     @property
     def last_question(self) -> StoredMessage:
-        """The newest question. Raises UsageError when nothing was asked."""
+        """The newest question. Raises UsageError if nothing was asked."""
         asked = next((t for t in reversed(self.turns) if t.role == "user"), None)
         if asked is None:
             raise UsageError("nothing was asked yet", hint="type a question and press Enter")
@@ -405,8 +406,7 @@ class Session:
         return places
 
     def rewrite(self, turn: StoredMessage) -> StoredMessage:
-        """Write a turn that was changed in its place. Raises NotFoundError where another window
-        removed it."""
+        """Write a changed turn in its place. Raises NotFoundError if another window removed it."""
         self.history.update_partial(
             turn.id, turn.content, reasoning=turn.reasoning, meta=turn.meta, complete=turn.complete
         )
@@ -414,6 +414,6 @@ class Session:
         return turn
 
     def _remember(self, turn: StoredMessage) -> None:
-        """Have a turn as it is now in memory."""
+        """Replace a turn in memory by its new state."""
         self.all_turns[turn.id] = turn
         self.turns = [turn if turn.id == old.id else old for old in self.turns]

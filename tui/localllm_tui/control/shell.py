@@ -1,4 +1,5 @@
-"""What a command on this machine prints, bounded in time and length, for a question to hold."""
+"""The output of a shell command on this machine, limited in time and length, as an attachment of a
+question."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ _QUIET = {
 
 
 async def output_of(command: str, within_s: float = WITHIN_S) -> str:
-    """What `command` prints in the shell, both streams; a line at the end says where it failed,
-    took too long or said too much.
+    """The output of `command` in the shell, both streams; its last line tells whether the command
+    failed, took too long or printed too much.
 
-    All it started ends with it, also when the caller is cancelled. Raises UsageError where it can't
-    be run.
+    All processes that it started end with it, also if the caller is cancelled. Raises UsageError if
+    the command can't be run.
     """
     try:
         process = await asyncio.create_subprocess_shell(

@@ -1,4 +1,4 @@
-"""What comes of an answer while it streams: small events, and the figures at its end."""
+"""The events of an answer's stream, and the figures at its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class WaitNote:
-    """What the server is doing before it answers (queued, loading)."""
+    """The server's state before it answers (queued, loading)."""
 
     note: str
 
@@ -48,8 +48,8 @@ class MessagesLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimings:
-    """Where an answer's time went, as the server measured it: seconds, prompt tokens prefilled,
-    decode steps, and tokens drafted and accepted."""
+    """The times of an answer as the server measured them, in seconds, with the prompt tokens
+    prefilled, the decode steps, and the tokens drafted and accepted."""
 
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -62,8 +62,8 @@ class AnswerTimings:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDone:
-    """The answer is complete: OpenAI's finish reason, usage and timings where the server sent them,
-    and the server's reason why not more of the prompt was cached."""
+    """The answer is complete: OpenAI's finish reason, the usage and timings if the server sent
+    them, and the server's reason why not more of the prompt was cached."""
 
     reason: str
     usage: AnswerUsage | None

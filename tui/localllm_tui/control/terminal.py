@@ -1,4 +1,4 @@
-"""The terminal and the process behind it: control characters, clipboard and signals."""
+"""The terminal and its process: control characters, clipboard and signals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def one_line(text: str) -> str:
 
 
 def copy_with_tool(text: str) -> bool:
-    """Put `text` on the clipboard with the system's tool; False when there is none, or it fails."""
+    """Put `text` on the clipboard with the system's tool; False if there is none, or if it
+    fails."""
     for command in _CLIPBOARD_TOOLS:
         with suppress(OSError, subprocess.SubprocessError):
             # one that is not here is an OSError
@@ -74,8 +75,9 @@ def copy_with_tool(text: str) -> bool:
 
 
 def notice(text: str) -> str:
-    """What tells somebody who looks at another window: the bell, a notification (OSC 9, iTerm2's,
-    which others took up), and the window's title, whose earlier one is kept (XTWINOPS 22)."""
+    """The codes that notify a user who looks at another window: the bell, a notification (OSC 9,
+    iTerm2's, which other terminals adopted), and the window's title, after saving the earlier one
+    (XTWINOPS 22)."""
     said = one_line(text)
     return f"\a\x1b]9;{said}\x1b\\\x1b[22;2t\x1b]2;{said}\x1b\\"
 
@@ -107,12 +109,12 @@ _REFLOWING = (
 
 
 class TerminalQuestion:
-    """Something the terminal is asked: what it says comes while other things are done, and `answer`
-    waits for the rest of it.
+    """A question to the terminal. Its answer arrives while the program does other work, and
+    `answer` waits for the rest of it.
 
-    Behind the question goes one that every terminal answers (DA1), so that those that do not know
-    the first cost no wait. Not while a screen is open, which would take the answers for keys. What
-    is typed meanwhile is not echoed: `answer` gives it back.
+    A second question follows that every terminal answers (DA1), so that a terminal that does not
+    know the first costs no wait. Not for use while a screen is open, which would read the answers
+    as keys. Keys that are typed meanwhile are not echoed: `answer` returns them.
     """
 
     def __init__(self, question: str) -> None:
@@ -132,8 +134,8 @@ class TerminalQuestion:
                 sys.stdout.flush()
 
     def answer(self) -> tuple[str, str]:
-        """What came until the terminal's attributes did, or no more does; and what of it was typed.
-        The terminal is then as it was before."""
+        """Returns the terminal's answers up to its attributes (DA1), and the keys that were typed
+        meanwhile. The terminal is then in its earlier mode."""
         import select
 
         if self._fd >= 0:
@@ -162,8 +164,8 @@ class TerminalQuestion:
 
 
 def reflows_lines() -> tuple[bool, str]:
-    """Whether the terminal breaks lines anew when its window is made narrower, rather than cut them
-    off as xterm does; and what was typed while it was asked what it is (XTVERSION)."""
+    """Whether the terminal wraps lines again when its window becomes narrower, rather than cut them
+    off as xterm does; and the keys typed while it was asked for its version (XTVERSION)."""
     said, typed = TerminalQuestion("\x1b[>q").answer()
     found = _VERSION.search(said)
     if found is not None:
@@ -177,8 +179,8 @@ def ask_background() -> TerminalQuestion:
 
 
 def is_light(said: str) -> bool:
-    """Whether the answer to OSC 11 in `said` is a light colour (its luma is over a half); False
-    where there is none."""
+    """Whether the answer to OSC 11 in `said` is a light colour (its luma is over a half); False if
+    there is no answer."""
     found = _BACKGROUND.search(said)
     if found is None:
         return False
@@ -192,8 +194,8 @@ _AWAKE_AFTER_S = 0.1
 def on_signals(
     leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object] | None = None
 ) -> None:
-    """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is for a SIGCONT after
-    a SIGSTOP."""
+    """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is called for a
+    SIGCONT after a SIGSTOP."""
     loop = asyncio.get_running_loop()
     gone = False
     leaving: asyncio.Task[Any] | None = None
@@ -222,8 +224,8 @@ def on_signals(
 
 
 def _write_nowhere() -> None:
-    """What is still written to a terminal that hung up goes nowhere: an error would end the
-    screen's writing thread, and with nobody who reads its queue the chat would wait for ever."""
+    """Send later output to /dev/null after the terminal hung up. An error would end the screen's
+    writing thread; the chat would then wait for its queue for ever."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for fd in (1, 2):
@@ -233,10 +235,10 @@ def _write_nowhere() -> None:
 
 
 def _wake_only_from_sleep(otherwise: Callable[[], object]) -> None:
-    """Have SIGCONT reach Textual only after a SIGTSTP; `otherwise` is called.
+    """Let SIGCONT reach Textual only after a SIGTSTP; after others `otherwise` is called.
 
-    Textual restarts on every one, with another input thread that nothing ends; and a closed window
-    sends one after its SIGHUP to programs that never slept.
+    Textual restarts at every SIGCONT, with another input thread that never ends. A closed window
+    sends one after its SIGHUP, to programs that were not stopped.
     """
     sleep = signal.getsignal(signal.SIGTSTP)
     wake = signal.getsignal(signal.SIGCONT)

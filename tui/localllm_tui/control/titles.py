@@ -58,8 +58,8 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
 
 
 def clean(text: str, turns: list[StoredMessage]) -> str | None:
-    """The title in a model's answer; None where it is something else: another answer to the
-    question, or words that nobody said in the conversation, as small models make them up."""
+    """The title in a model's answer; None if the text is another answer to the question, or has
+    words that do not occur in the conversation, as small models make them up."""
     line = next((part.strip() for part in printable(text).splitlines() if part.strip()), "")
     line = re.sub(r"^(#+|[-*]|title:|\*\*title:?\*\*)\s*", "", line, flags=re.IGNORECASE)
     line = re.sub(r"[*_`\"“”„«»]+", "", line).strip().rstrip(".:;, ")
@@ -74,7 +74,7 @@ def clean(text: str, turns: list[StoredMessage]) -> str | None:
 
 
 def _was_said(title: str, turns: list[StoredMessage]) -> bool:
-    """Whether each longer word of a title, or its beginning, stands in the conversation."""
+    """Whether each longer word of a title, or its beginning, occurs in the conversation."""
     heard = "\n".join(turn.content for turn in turns).casefold()
     words = [word for word in re.findall(r"\w+", title.casefold()) if len(word) >= _LEAST_LETTERS]
     return all(word[:_COMPARED_LETTERS] in heard for word in words)

@@ -123,8 +123,8 @@ class ToolBox:
 
 
 def approval_texts(call: ToolCall, spec: ToolSpec) -> tuple[str, str, str]:
-    """What a person is asked before a call: the question, the tool, and all of the arguments, one a
-    line."""
+    """The texts of the approval of a call: the question, the tool, and all of the arguments, one on
+    each line."""
     about = " ".join(spec.description.split())
     arguments = json.dumps(json.loads(call.arguments or "{}"), indent=2, ensure_ascii=False)
     named = f"{spec.host}: {spec.name}"

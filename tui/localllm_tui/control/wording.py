@@ -1,4 +1,4 @@
-"""What the chat says: its welcome, its warnings, the line under an answer."""
+"""Texts of the chat: the welcome, warnings, the line under an answer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _plain(text: str) -> str:
 
 
 def note_under(turn: StoredMessage) -> str:
-    """The line under an answer: only what is out of the ordinary."""
+    """The line under an answer: only exceptional facts."""
     return "; ".join(_notes(turn))
 
 

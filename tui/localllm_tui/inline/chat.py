@@ -50,8 +50,8 @@ _AT = re.compile(r"(?:^|\s)@(\S*)$")
 
 
 class InlineAnswer(AnswerDisplay):
-    """An answer as it comes: finished blocks are written for good, the last one stands above the
-    input."""
+    """An answer while it streams: finished blocks are written to the scrollback, the last block is
+    drawn above the input."""
 
     def __init__(self, page: InlinePage, look: Console) -> None:
         self._page = page
@@ -97,8 +97,8 @@ class InlineAnswer(AnswerDisplay):
 
 
 class InlineFace(LineFace):
-    """The chat of `--plain` on a page: what it prints goes above the input, and one can type while
-    an answer comes."""
+    """The chat of `--plain` with an input at the bottom: its output goes above the input, and the
+    user can type while an answer streams."""
 
     option = "--inline"
     after_error = "\n"

@@ -1,5 +1,5 @@
-"""The lines at the bottom of a terminal that change, and the scrollback above them, where each line
-is written once."""
+"""The changing lines at the bottom of a terminal, and the scrollback above them, where each line is
+written once."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Offer:
 
 
 class InlinePage:
-    """What is typed, the menu above the status line, and the tail of an answer. `write` puts lines
-    above them for good."""
+    """The input, the menu above the status line, and the unfinished end of an answer. `write` adds
+    lines to the scrollback above them."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class InlinePage:
         reflows: bool,
         typed: str,
     ) -> None:
-        """`asked` were asked before, newest last; `reflows`: the terminal breaks lines anew when it
-        is made narrower."""
+        """`asked`: earlier questions, newest last; `reflows`: the terminal wraps lines again when
+        it becomes narrower."""
         self._submit = submit
         self._offers = offers
         self._status = status
@@ -139,8 +139,8 @@ class InlinePage:
         self.changed()
 
     def keep_terminal_over_sleep(self) -> None:
-        """Give the terminal back at a SIGTSTP and take it again at a SIGCONT, also after a SIGSTOP,
-        which nobody hears of."""
+        """Release the terminal at a SIGTSTP and take it again at a SIGCONT, also after a SIGSTOP,
+        which a program can't handle."""
         try:
             import termios
 
@@ -213,7 +213,8 @@ class InlinePage:
         self._drawn = (screen, self.columns) if screen is not None else None
 
     def _erase_all(self, leave_alternate_screen: bool = True) -> None:
-        """As the renderer does, and the rows that a terminal made more of as it became narrower."""
+        """Erase as the renderer does, and the rows that the terminal added when it became
+        narrower."""
         if self._drawn is not None and self._reflows:
             screen, drawn_at = self._drawn
             if self.columns < drawn_at:

@@ -1,1 +1,1 @@
-"""What fills the terminal: the chat, and what comes on top of it."""
+"""The screens of the terminal: the chat, and the dialogs on top of it."""

@@ -1,5 +1,5 @@
-"""What runs beside the screen: work that an exit in between leaves no trace of, !COMMAND, and the
-editor that $VISUAL or $EDITOR names, which has the terminal meanwhile."""
+"""Work that runs concurrently with the screen and ends with it, !COMMAND, and the editor of $VISUAL
+or $EDITOR, which gets the terminal meanwhile."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def start(
     exclusive: bool = True,
     exit_on_error: bool = False,
 ) -> Worker[None]:
-    """Run `what` for as long as `node` lives; `exclusive`: in place of the rest of its group. What
-    it raises ends it alone, unless `exit_on_error`.
+    """Run `what` while `node` exists; `exclusive`: in place of other work of its group. An error
+    ends only this work, unless `exit_on_error`.
 
-    Takes the function and not its coroutine: one that an exit keeps from being started would be
-    warned of.
+    Takes the function, not its coroutine: Python would warn of a coroutine that an exit prevents
+    from starting.
     """
     return node.run_worker(what, group=group, exclusive=exclusive, exit_on_error=exit_on_error)
 
@@ -47,8 +47,8 @@ _EDITORS = ("notepad",) if os.name == "nt" else ("sensible-editor", "nano", "vi"
 
 
 async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None:
-    """/editor, Ctrl+G: the message in the editor; what is saved there comes back into the input.
-    Raises UsageError where there is none."""
+    """/editor, Ctrl+G: open the message in the editor; the saved text becomes the input. Raises
+    UsageError if there is no editor."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or _installed_editor()
     if not editor:
         raise UsageError(
@@ -82,7 +82,7 @@ def _installed_editor() -> str:
 
 
 def _leave_to_editor(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the editor has the signal too."""
+    """Ignore Ctrl+C: the editor gets the signal too."""
 
 
 def _words(editor: str) -> list[str]:
@@ -92,7 +92,7 @@ def _words(editor: str) -> list[str]:
 
 
 async def run_beside(_: Screen[Any], chat: ChatController, command: str) -> None:
-    """/run, !COMMAND: beside what else goes on, until it ends or Esc stops it."""
+    """/run, !COMMAND: run it concurrently with the chat, until it ends or Esc stops it."""
 
     async def work() -> None:
         await chat.reporting(command_actions.run_shell(chat, command))

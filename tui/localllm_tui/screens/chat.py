@@ -1,5 +1,4 @@
-"""The chat's screen: the face of a chat on all of the terminal, with its keys; what is around the
-conversation its helpers draw."""
+"""The full screen of a chat, with its keys. Helpers draw the lines around the conversation."""
 
 from __future__ import annotations
 
@@ -118,7 +117,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
     # -- what is typed -----------------------------------------------------------------------------
 
     def on_key(self, event: events.Key) -> None:
-        """What was typed before there was an input comes here, after `on_mount`."""
+        """Insert characters that were typed before the input existed: they arrive after
+        `on_mount`."""
         if event.is_printable and event.character and self.focused in (None, self.composer):
             self.composer.insert(event.character)
 
@@ -157,8 +157,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self._frames.show_state()
 
     async def interrupted(self) -> bool:
-        """Take Ctrl+C: copy what is selected, else clear the input, else stop the answer. False
-        where there was none."""
+        """Handle Ctrl+C: copy the selection, else clear the input, else stop the answer. False if
+        there was nothing to do."""
         await self.composer.keys_handled()
         selected = self.get_selected_text() or self.composer.selected_text
         if selected:
@@ -199,7 +199,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._frames.show_state()
 
     async def action_turn(self, what: str, argument: int = 0) -> None:
-        """Do what a key says with the turn that is selected; remove it if that is asked twice."""
+        """Do a key's action on the selected turn; remove it only if the key is pressed twice."""
         view = self.transcript.selected
         frames = self._frames
         turns = [t for t in self.chat.session.turns if view is not None and t.id == view.turn_id]
@@ -220,7 +220,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         frames.show_state()
 
     async def _run_on_turn(self, what: str, turn: StoredMessage, argument: int) -> None:
-        """Do it, and select the version that took the turn's place, else go back to the input."""
+        """Do the action of a key on a turn. Then select the version that took the turn's place,
+        else go back to the input."""
         try:
             await command_actions.run_on_turn(self.chat, what, turn, argument)
         except LocalLLMError as e:

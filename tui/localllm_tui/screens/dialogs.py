@@ -1,5 +1,5 @@
-"""What opens on top of the chat and is closed by a key: help, texts and tables, an approval; and
-the panel beside it."""
+"""Dialogs on top of the chat that a key closes: help, texts and tables, an approval; and the panel
+of figures."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class Approval(Dialog[bool], keys=APPROVAL):
 
 
 async def approved(app: App[Any], about: str, *texts: str) -> bool:
-    """Ask the user whether what the `texts` say may be done. To cancel this (the answer is stopped) closes
-    the dialog."""
+    """Ask the user to approve the action in `texts`. Cancelling this coroutine (the answer is
+    stopped) closes the dialog."""
     dialog = Approval(about, *texts)
     answers = asyncio.Queue[bool | None]()
     await app.push_screen(dialog, answers.put_nowait)

@@ -47,8 +47,8 @@ class ChatFrames:
         return self._screen.query_one(Transcript)
 
     def count(self, *, anew: bool = False) -> None:
-        """Ask what the conversation and what is typed cost, once nothing has changed for a moment;
-        `anew`: the last count no longer holds."""
+        """Count the tokens of the conversation and of the input after a moment without changes;
+        `anew`: the last count is no longer valid."""
         if anew:
             self._counted = self._with_input = None
         start(self._screen, self._count, "count")
@@ -82,7 +82,7 @@ class ChatFrames:
 
     @property
     def more_below(self) -> bool:
-        """Whether turns lie below what is on screen."""
+        """Whether there are turns below the visible part."""
         return self._window.last is not None or self._transcript.more_below
 
     def show_if_scrolled(self) -> None:
@@ -117,7 +117,7 @@ class ChatFrames:
         self._show_selected(box)
 
     def _show_selected(self, box: Composer) -> None:
-        """What was found in the selected turn; and keep the warning about the next D while its turn
+        """Show the hit in the selected turn, and keep the warning about the next D while its turn
         is selected."""
         selected = self._transcript.selected
         turns = [turn.id for turn in self._chat.session.turns]
@@ -154,7 +154,8 @@ class ChatFrames:
         head.show(parts, chat.session.system, busy=busy, width=width, title=chat.session.title)
 
     def _reads(self) -> str:
-        """What a token of the newest answer read; "" before one, or where the panel says so."""
+        """The bytes that a token of the newest answer read; "" before the first answer, or if the
+        panel shows them."""
         physics = self._chat.listed.physics
         speed = self._chat.speed
         panel = self._screen.query_one(GlassPanel).has_class("wanted")
@@ -163,7 +164,8 @@ class ChatFrames:
         return f"each token reads {memory_size(physics.token_bytes(speed.depth))}"
 
     def _branch(self) -> str:
-        """Which version of the newest turn that has several is shown; "" where none has."""
+        """The version that is shown of the newest turn with several versions; "" if no turn has
+        several."""
         session = self._chat.session
         for turn in reversed(session.turns[-TURNS_SHOWN:]):
             at, of = session.place(turn)
@@ -194,7 +196,7 @@ class ChatFrames:
 
 
 def footer(context: KeyContext, typed: str, width: int, queued: bool) -> str:
-    """The line under the input: the key hints, those of the menu where `typed` opens it.
+    """The line under the input: the key hints, or those of the menu if `typed` opens it.
 
     `queued`: a question waits for the answer to end.
     """
@@ -209,8 +211,8 @@ def footer(context: KeyContext, typed: str, width: int, queued: bool) -> str:
 
 
 def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
-    """The line above the input: what is written there, with which files, and what sending it
-    costs."""
+    """The line above the input: the kind of text, the attached files, and the tokens of the
+    request."""
     if context == "answering":
         return "answering"
     if context == "selecting":

@@ -1,5 +1,5 @@
-"""The screen of models: what would fit as the sliders move, what is on this disk, and bringing more
-of it."""
+"""The screen of models: the plans that fit for the settings of the sliders, the files on this disk,
+and downloads."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self.planning = False
 
     async def _answer(self, what: Callable[..., T], *given: object) -> T | None:
-        """What the service says; None where it refuses, which is told in passing."""
+        """The service's result; None if it raises an error, which is shown as a notification."""
         try:
             return await asyncio.to_thread(what, *given)
         except LocalLLMError as e:
@@ -334,7 +334,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     # -- keys --------------------------------------------------------------------------------------
 
     def on_option_list_option_selected(self) -> None:
-        """Use what is installed, pull what is not."""
+        """Use an installed model, or pull one that is not."""
         choice = self._choice
         model = self._model
         if model is not None:
@@ -374,7 +374,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self.query_one(f"#{which}", Slider).action_next()
 
     def action_ask(self, which: str) -> None:
-        """Have another machine typed, or words that the list is to have."""
+        """Open the input for another machine, or for words that the rows must have."""
         self._ask(f"#{which}", asked=True)
 
     def on_input_changed(self, event: Input.Changed) -> None:

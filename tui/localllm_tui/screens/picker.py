@@ -1,4 +1,4 @@
-"""The panel of conversations, and the words found in them; what is chosen is opened at that turn."""
+"""The panel of conversations and of the words found in them; Enter opens the chosen turn."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
             yield RichText(elide(self._excerpt(turn, words), cells))
 
     def _excerpt(self, turn: StoredMessage, words: Sequence[str]) -> str:
-        """A turn in a line, from a little before the last of these words where that is further
-        in."""
+        """A turn in a line. If the last of these words is far from its beginning, the line begins
+        shortly before that word."""
         who = "You" if turn.role == "user" else "Answer"
         text = one_line(typed_in(turn))
         at_word = max([text.lower().find(word.lower()) for word in words], default=0)
@@ -206,7 +206,7 @@ async def open_conversations(screen: ChatScreen, chat: ChatController, words: st
 
 
 async def open_find(screen: ChatScreen, chat: ChatController, words: str) -> None:
-    """/find, Ctrl+F: what was said in this one. Raises UsageError where that is nothing."""
+    """/find, Ctrl+F: search this conversation. Raises UsageError if it is empty."""
     if chat.session.id is None:
         raise UsageError("nothing was said yet")
     await _open(screen, chat, ConversationPicker(chat.history, words, only=chat.session.id))

@@ -1,5 +1,5 @@
-"""What is picked by typing a part of it: any list, the files below a folder, what was asked
-before."""
+"""Lists from which the user picks by typing a part of a row: files below a folder, earlier
+questions."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         self.fill(self._typed)
 
     def found(self, said: str) -> None:
-        """Say what was found under the list."""
+        """Show the number of rows, or another text, under the list."""
         self.query_one("#found", Static).update(said)
 
     def fill(self, query: str) -> None:
-        """List what this finds."""
+        """List the rows that this query finds."""
         raise NotImplementedError
 
     def show(self, rows: Sequence[tuple[RichText, T]], summary: str) -> None:
-        """List these lines, each with what it stands for, and the `summary` of what was found."""
+        """List these lines, each with its value, and the `summary` of the result."""
         self.values = [value for _, value in rows]
         self.options.set_options(Option(line) for line, _ in rows)
         self.options.highlighted = 0 if rows else None

@@ -1,5 +1,5 @@
-"""Which turns of a conversation are on screen (a hundred would take seconds to lay out), and what
-was searched for in them."""
+"""The turns of a conversation that are on screen (laying out a hundred would take seconds), and the
+search in them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class TurnWindow:
         return next((v for v in self._transcript.views if v.turn_id == turn_id), None)
 
     async def draw(self, until: int = 0) -> None:
-        """Show the session's current branch, `until` the turn of this id, and then nothing below
-        it; turns that are on screen already stay."""
+        """Show the session's current branch; with `until`, only the turns up to the one of this id.
+        Turns that are on screen already remain."""
         end = max(self._first, self.last or 0)
         if end >= len(self._turns):
             self.choose()
@@ -89,7 +89,7 @@ class TurnWindow:
         return [view_of(self._chat.session, t, sent) for t in turns]
 
     def _after_turns(self) -> list[Widget]:
-        """What stands below the turns."""
+        """The widgets below the turns."""
         if not self._turns:
             return self._welcome()
         if self.last is not None:
@@ -123,7 +123,7 @@ class TurnWindow:
             await self.draw()
 
     async def show_later(self) -> None:
-        """Turns below the last one shown come in."""
+        """Show later turns below the last one."""
         if self.last is not None:
             self._end_at(self.last + TURNS_SHOWN)
             self._transcript.release()
@@ -131,7 +131,7 @@ class TurnWindow:
         self._transcript.call_after_refresh(self._transcript.more_came)
 
     async def show_earlier(self) -> None:
-        """Turns above the first one shown come in, and what was on screen stays where it is."""
+        """Show earlier turns above the first one. The visible part does not move."""
         transcript = self._transcript
         if not self._first:
             transcript.more_came()
@@ -169,15 +169,15 @@ class TurnWindow:
         self._transcript.call_after_refresh(self._transcript.show_found, step, entering=True)
 
     def words_at(self, turn_id: int) -> str:
-        """Which of the hits this turn is, in words; "" for none."""
+        """The number of this turn among the hits, in words; "" if it has no hit."""
         if turn_id not in self._ids:
             return ""
         at = f"{self._ids.index(turn_id) + 1} of {len(self._ids)}"
         return f"found “{elide(one_line(self._words), 30)}”: turn {at}"
 
     async def show_next(self, turn_id: int, step: int) -> bool:
-        """Go to the next hit (-1: the one before): in this turn, else in the next that has one, on
-        whichever branch. False where nothing was searched for."""
+        """Go to the next hit (-1: the one before): in this turn, else in the next turn that has
+        one, on any branch. False if there is no search."""
         if not self._ids or self._transcript.show_found(step):
             return bool(self._ids)
         at = 0

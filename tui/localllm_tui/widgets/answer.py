@@ -44,7 +44,7 @@ class AnswerView(TurnView):
     """
 
     def __init__(self, turn: StoredMessage, model: str, place: tuple[int, int] = (1, 1)) -> None:
-        """An answer as far as it goes; `model` gives it where the turn does not say."""
+        """An answer, complete or not; `model` is its model if the turn does not name one."""
         super().__init__(str(turn.meta.get("model") or model), turn.id, place)
         self._answer = GrowingText(printable(turn.content))
         self._thought = GrowingText(printable(turn.reasoning or ""), plain=True, classes="thinking")
@@ -148,7 +148,7 @@ class AnswerView(TurnView):
 
 
 class Fold(Collapsible):
-    """A click folds it; the keys stay with the input."""
+    """A fold for the mouse: the keyboard focus stays with the input."""
 
     def on_mount(self) -> None:
         for part in self.walk_children(Widget):

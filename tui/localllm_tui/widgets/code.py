@@ -1,4 +1,4 @@
-"""Colours of an answer by the theme's names: what code and the marks of Markdown look like."""
+"""The colours of code and Markdown in an answer, from the theme."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def palette(variables: Mapping[str, str]) -> Console:
 
 
 def _grounds(variables: Mapping[str, str]) -> dict[str, Color]:
-    """What stands behind text, by the style that has it there ("": the screen's background); none
-    where the colours are the terminal's own, of which there are no shades."""
+    """The background colours of text, by style ("": the screen's background); none if the
+    terminal's own colours are used, which have no shades."""
     behind = _colour(variables, "background")
     front = _colour(variables, "foreground")
     warning = _colour(variables, "warning")
@@ -117,7 +117,7 @@ def _rich(colour: Color | None) -> RichColor | None:
 
 
 def highlighted(code: str, language: str) -> Text:
-    """Code with its styles; as it is where nobody knows the language."""
+    """Code with its styles; without styles if the language is unknown."""
     from pygments.lexers import get_lexer_by_name  # most answers have no code
     from pygments.util import ClassNotFound
 

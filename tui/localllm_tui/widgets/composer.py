@@ -35,8 +35,8 @@ _NAME_CELLS = 22
 
 
 class SlashMenu(OptionList, can_focus=False):
-    """Hidden while there is nothing to offer. The keys stay with the input, which asks what is
-    chosen."""
+    """The menu of commands, hidden while it is empty. The input keeps the keys and asks for the
+    highlighted command."""
 
     DEFAULT_CSS = """
     SlashMenu {
@@ -49,7 +49,8 @@ class SlashMenu(OptionList, can_focus=False):
     _offered: Sequence[Command] = ()
 
     def offer(self, typed: str) -> Command | None:
-        """Offer what fits this text; returns the highlighted command, None where nothing does."""
+        """Offer the commands that fit this text; returns the highlighted one, None if no command
+        fits."""
         found = offered(typed)
         if found != self._offered:
             self._offered = found
@@ -161,8 +162,8 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
 
     @property
     def _chosen(self) -> Command | None:
-        """What the menu has chosen of what it offers for this very text: keys may come faster than
-        it hears of changes."""
+        """The command that the menu highlights for the current text: keys may arrive before the
+        menu's update."""
         return self.menu.offer(self.text)
 
     def _send(self) -> bool:

@@ -26,7 +26,8 @@ def _luminance(colour: Color) -> float:
 
 
 def readable(colour: Color, grounds: tuple[Color, ...]) -> Color:
-    """`colour`, or as little lighter or darker as it can be read on each of these."""
+    """`colour`, made lighter or darker only as far as it must be to be readable on each of
+    these."""
     if colour.ansi is not None or any(ground.ansi is not None for ground in grounds):
         return colour  # the terminal's own: it has chosen them
     towards = Color(0, 0, 0)
@@ -45,9 +46,9 @@ def _least_contrast(colour: Color, grounds: tuple[Color, ...]) -> float:
 
 
 def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of a theme's variables those that text here is written in: `hint` for what explains,
-    `accent-text` for what leads the eye, each readable on the background and panels of the theme.
-    And scrollbars, cursors and frames, which have nothing but its greys and its accent."""
+    """The theme variables that the apps add or change: `hint` for explanations and `accent-text`
+    for emphasis, each readable on the background and the panels of the theme; and scrollbars,
+    cursors and frames in its greys and its accent."""
     grounds = tuple(Color.parse(variables[name]) for name in ("background", "surface"))
     foreground = Color.parse(variables["foreground"])
     accent = Color.parse(variables["accent"])

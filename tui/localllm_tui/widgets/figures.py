@@ -1,5 +1,5 @@
 """The figures around the conversation: the status line below it, the head line above it, the panel
-beside it."""
+at its right."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LaTeX between dollars and in \\(…\\) as Unicode: what is a formula in Markdown, and what it looks
-like in a terminal."""
+"""LaTeX between dollars and in \\(…\\) as Unicode: the formulas of Markdown, and their text in a
+terminal."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _inline_rule(state: StateInline, silent: bool) -> bool:
 
 
 def _block_rule(state: StateBlock, first: int, last: int, silent: bool) -> bool:
-    """Lines from $$ or \\[ to their end, or to a free line: what is not ended yet stands as it
-    is."""
+    """A block from $$ or \\[ to its end, or to an empty line. A block without its end is not drawn
+    as a formula yet."""
     begun = _line_of(state, first)
     end = _ENDS.get(begun[:2], "")
     if state.is_code_block(first) or not end or not _begins_block(begun, end):
@@ -133,15 +133,15 @@ def _begins_block(line: str, end: str) -> bool:
 
 
 def is_formula(said: str) -> bool:
-    """Whether what stands between dollars is a formula, not the words between two prices: a sign of
-    one and no words, or one letter."""
+    """Whether the text between dollars is a formula, not the words between two prices: it has an
+    operator and no words, or is one letter."""
     bare = _GROUP.sub("", _NAME.sub("", said))
     return bool(_LETTER.fullmatch(said) or (_SIGNS.search(said) and not _WORD.search(bare)))
 
 
 @lru_cache(maxsize=256)
 def as_unicode(latex: str) -> str:
-    """LaTeX as Unicode; "" for what is too long, or can't be said so."""
+    """LaTeX as Unicode; "" if it is too long or can't be converted."""
     if len(latex) > LONGEST:
         return ""
     try:
@@ -160,7 +160,7 @@ def as_unicode(latex: str) -> str:
 
 
 def _with_scripts(latex: str) -> str:
-    """Raised and lowered signs as Unicode where all of them have one, else in brackets; the
+    """Superscripts and subscripts as Unicode if all their signs have one, else in brackets; the
     innermost first."""
     latex = _FUNCTIONS.sub(_set_apart, latex)
     for _ in range(_DEEPEST):
@@ -195,7 +195,7 @@ def _script(found: re.Match[str]) -> str:
 
 @lru_cache(maxsize=1)
 def _reader() -> tuple[Any, Any]:
-    """What makes text of LaTeX, and what its macros take."""
+    """The converter of LaTeX to text, and the arguments of its macros."""
     from pylatexenc import latexwalker
     from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
     from pylatexenc.macrospec import std_macro

@@ -1,4 +1,4 @@
-"""What is typed is taken in its order, Backspace and arrows too."""
+"""Inputs that handle keys in the order in which they are typed, Backspace and arrows too."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from textual.widgets import Input, OptionList
 
 
 async def done_at_once(widget: Widget, event: events.Key) -> bool:
-    """Do at once what a key is bound to in this widget; False where that is nothing.
+    """Run the widget's own action of a key at once; False if it has none.
 
-    Textual does it when the key has come up to the app, and what is typed meanwhile overtakes it:
-    of "ab", Backspace, "c" on a slow machine the c was removed.
+    Textual runs it after the event has bubbled up to the app, and characters typed meanwhile come
+    first: of "ab", Backspace, "c" on a slow machine the c was removed.
     """
     if event.is_printable:
         return False

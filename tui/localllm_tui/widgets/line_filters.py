@@ -1,5 +1,5 @@
-"""Text from models, tools and files is shown, never obeyed: frames without markup, lines without
-control characters; NO_COLOR."""
+"""Text from models, tools and files is shown, never interpreted: frames without markup, lines
+without control characters; NO_COLOR."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def frame_title(text: str) -> Content:
 
 
 class NoColors(LineFilter):
-    """Removes colours from each style; bold, dim, underline and reverse stay. What a colour alone
-    marks, a cursor of any list or a selection, stands on another ground than the rest: it is
-    reversed."""
+    """Removes colours from each style; bold, dim, underline and reverse remain. Text on another
+    background, such as a cursor of a list or a selection, is reversed, because only a colour marks
+    it."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [

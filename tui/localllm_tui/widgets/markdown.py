@@ -1,9 +1,8 @@
-"""Markdown as rows of text at a width, so that what an answer said before costs nothing while it
-goes on.
+"""Markdown as rows of text at a width. A longer answer costs no more per frame than a short one.
 
 Textual's own Markdown is a widget for each block, item and cell, and every frame looks at all of
 them: at 8,000 characters a frame took 130 ms, at 100,000 it took 300. Here a finished block is laid
-out once, and what is drawn are the rows on screen.
+out once, and only the rows on screen are drawn.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class MarkdownRow:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is laid out at once: its rows, the line of the tail it begins at, and which item of a
-    list it is, but the first."""
+    """A part of the text that is laid out at once: its rows, the line of the tail at which it
+    begins, and the number of a list's item unless it is the first."""
 
     rows: list[MarkdownRow]
     line: int
@@ -126,7 +125,7 @@ class MarkdownRows:
             yield from pieces
 
     def _items(self, node: SyntaxTreeNode, begun: int | None) -> Iterator[_Piece]:
-        """A piece for each item of a list; `begun`: the number of its first, where the list began
+        """A piece for each item of a list; `begun`: the number of the first item, if the list began
         before the tail."""
         first = _first(node) if begun is None else begun
         for number, item in enumerate(node.children, first):
@@ -202,7 +201,7 @@ def _formula(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
 def _stacked(
     nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False
 ) -> Iterator[MarkdownRow]:
-    """Blocks below each other, a free row between them."""
+    """Blocks below each other, with an empty row between them."""
     for n, node in enumerate(nodes):
         if n and not (tight and node.type in (*_LISTS, "paragraph")):
             yield MarkdownRow(Text(""))
@@ -232,7 +231,7 @@ def _item(
 
 
 def _led(rows: Iterable[MarkdownRow], first: Text, others: Text) -> Iterator[MarkdownRow]:
-    """The rows behind what leads each of them."""
+    """The rows, each after its lead."""
     for n, row in enumerate(rows):
         lead = first if n == 0 else others
         yield replace(row, text=Text.assemble(lead, row.text), lead=len(lead) + row.lead)

@@ -18,8 +18,9 @@ _LEAST_TRACK = 4
 
 
 class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
-    """Posts Moved when its value changes. `key` moves it from anywhere on its screen, and stands
-    beside its label; a `scale` goes from little to much, other values have no order."""
+    """A choice of one value. Posts Moved when the value changes. `key` moves it from any widget of
+    its screen and is shown after its label; a `scale` goes from little to much, other values have
+    no order."""
 
     DEFAULT_CSS = """
     Slider { height: 1; width: 1fr; }
@@ -62,7 +63,7 @@ class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
         self._to(max(0, min(len(self.values) - 1, self._at + step)))
 
     def action_next(self) -> None:
-        """The next value; behind the last the first."""
+        """Choose the next value; after the last the first."""
         self._to((self._at + 1) % len(self.values))
 
     def _to(self, at: int) -> None:

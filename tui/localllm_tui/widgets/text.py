@@ -1,5 +1,5 @@
-"""A long text as one widget: however much there is above it, a frame draws the rows on screen and
-lays out its last block."""
+"""A long text as one widget: a frame draws only the rows on screen and lays out only the last
+block."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class GrowingText(Widget):
         return self.rows.source
 
     def mark(self, searched: re.Pattern[str] | None, now: int = -1) -> list[int]:
-        """Mark what was searched for, most of all in the row `now`; returns the rows that have
-        it."""
+        """Mark the hits of the search, and emphasize the row `now`; returns the rows with hits."""
         if (searched, now) != (self._searched, self._found_now):
             self._searched = searched
             self._found_now = now

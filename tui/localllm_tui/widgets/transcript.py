@@ -56,8 +56,8 @@ class TurnView(Vertical):
             self.call_after_refresh(self.mark, self.parent.searched)
 
     def mark(self, searched: re.Pattern[str] | None, now: int = -1) -> list[int]:
-        """Mark what was searched for, most of all in the row `now` of this view; returns its rows
-        that have it."""
+        """Mark the hits of the search, and emphasize the row `now` of this view; returns its rows
+        with hits."""
         rows = []
         for text in self.query(GrowingText):
             top = text.region.y - self.region.y
@@ -138,8 +138,8 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
             view.mark(self.searched)
 
     def show_found(self, step: int, *, entering: bool = False) -> bool:
-        """Go to the next row (-1: the one before) of the selected turn that has what was searched
-        for; `entering` the turn, to its first or last. False where there is none."""
+        """Go to the next row (-1: the one before) of the selected turn that has a hit; `entering`
+        the turn, to its first or last hit. False if there is none."""
         view = self.selected
         if view is None or self.searched is None:
             return False
@@ -190,8 +190,8 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
             self.anchor()
 
     def _want_more(self, step: int) -> None:
-        """At either end, more turns are wanted; once for all the keys and wheel steps until they
-        are there."""
+        """Ask for more turns at either end; once for all keys and wheel steps until they are on
+        screen."""
         at_end = self.scroll_y >= self.max_scroll_y
         if step < 0:
             at_end = self.scroll_y <= 0
@@ -200,12 +200,12 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
             self.post_message(MoreTurnsWanted(step))
 
     def more_came(self) -> None:
-        """What was wanted is on screen."""
+        """The turns that were asked for are on screen."""
         self._wanted_more = False
 
     @property
     def more_below(self) -> bool:
-        """Whether something lies below what is on screen."""
+        """Whether there is text below the visible part."""
         return self.max_scroll_y - self.scroll_y >= 1
 
     def page(self, pages: int) -> None:

@@ -1,4 +1,4 @@
-"""What stands between the answers: questions, notes of the chat itself, errors, the page of the
+"""The other parts of the transcript: questions, notes of the chat itself, errors, the page of the
 first run."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class QuestionView(TurnView):
     def __init__(
         self, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False
     ) -> None:
-        """A stored question: what was typed, and the names of the files. `left_out`: it failed, and
-        is not sent on."""
+        """A stored question: its typed text, and the names of its files. `left_out`: it failed, and
+        is not sent to the model."""
         super().__init__("You", turn.id, place)
         self._said = typed_in(turn)
         self.left_out = left_out
@@ -48,7 +48,7 @@ class QuestionView(TurnView):
 
 
 class HiddenTurns(Static):
-    """Stands for the turns before the first one shown (`step` -1), or after the last."""
+    """A line in place of the turns before the first one shown (`step` -1), or after the last."""
 
     DEFAULT_CSS = """
     HiddenTurns { padding: 0 2; color: $hint; margin-top: 1; }
@@ -66,7 +66,7 @@ class HiddenTurns(Static):
 
 
 class ChatNote(Vertical):
-    """Something the chat itself says, as Markdown or plain text; kept out of the conversation."""
+    """A message of the chat itself, as Markdown or plain text; not part of the conversation."""
 
     DEFAULT_CSS = """
     ChatNote { margin-top: 1; padding-left: 2; max-width: 104; }
