@@ -48,10 +48,9 @@ class KvFormat:
     def planes(self, keys: Any, values: Any) -> tuple[Any, ...]:
         if not self.bits:
             return keys, values
-        return (
-            *mx.quantize(keys, group_size=self.group_size, bits=self.bits),
-            *mx.quantize(values, group_size=self.group_size, bits=self.bits),
-        )
+        of_keys = mx.quantize(keys, group_size=self.group_size, bits=self.bits)
+        of_values = mx.quantize(values, group_size=self.group_size, bits=self.bits)
+        return (*of_keys, *of_values)
 
 
 class RowOffsets:
@@ -105,14 +104,14 @@ class RowOffsets:
         return self._once("index", self._index, n)
 
     def _index(self, n: int) -> Any:
-        return mx.array(self.used())[:, None, None, None] + mx.arange(n)[None, None, :, None]
+        first = mx.array(self.used())[:, None, None, None]
+        return first + mx.arange(n)[None, None, :, None]
 
     def span(self, n: int) -> tuple[int, int]:
         """The slots [first, last) that any of the next `n` tokens of any row may attend to."""
         used = self.used()
-        if self.window is None:
-            first = 0
-        else:
+        first = 0
+        if self.window is not None:
             first = max(0, min(used) + 1 - self.window)
         return first, max(used) + n
 
@@ -126,10 +125,11 @@ class RowOffsets:
         first, last = self.span(n)
         if window is not None and last - first <= window:
             window = None
-        if window is None and len(set(used)) == 1 and (n == 1 or not return_array):
-            if n == 1 or self.sees_ahead:
+        if window is None and len(set(used)) == 1:
+            if n == 1 or (self.sees_ahead and not return_array):
                 return None
-            return "causal"
+            if not return_array:
+                return "causal"
         queries = self._index(n)
         slots = mx.arange(first, last)[None, None, None]
         mask = (slots <= queries) | self.sees_ahead
@@ -194,13 +194,24 @@ class Attention:
 
     def _set_half(self, which: int, value: Any) -> None:
         n = len(self.planes) // 2
-        if self.form.bits:
-            self.planes[n * which : n * which + n] = value
-        else:
-            self.planes[n * which : n * which + n] = [value]
+        begin = n * which
+        self.planes[begin : begin + n] = value if self.form.bits else [value]
 
-    keys = property(lambda self: self._half(0), lambda self, value: self._set_half(0, value))
-    values = property(lambda self: self._half(1), lambda self, value: self._set_half(1, value))
+    @property
+    def keys(self) -> Any:
+        return self._half(0)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._set_half(0, value)
+
+    @property
+    def values(self) -> Any:
+        return self._half(1)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._set_half(1, value)
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask for `n` new tokens in every row."""
@@ -219,10 +230,10 @@ class Attention:
             for plane, piece in zip(self.planes, new, strict=True):
                 plane[..., index : index + n, :] = piece
         else:
-            self.planes = [
-                mx.put_along_axis(plane, index, piece, axis=2)
-                for plane, piece in zip(self.planes, new, strict=True)
-            ]
+            written = []
+            for plane, piece in zip(self.planes, new, strict=True):
+                written.append(mx.put_along_axis(plane, index, piece, axis=2))
+            self.planes = written
         self.written = n
         return self.keys_and_values()
 
@@ -255,11 +266,9 @@ class Attention:
         rebuilt = []
         for i, like in enumerate(tail[0] if tail else self._planes or ()):
             rows, heads, _, width = like.shape
+            held = [pieces[i] for pieces in tail]
             if self._planes and n_kept:
-                held = [self._planes[i][..., :n_kept, :]]
-            else:
-                held = []
-            held += [pieces[i] for pieces in tail]
+                held.insert(0, self._planes[i][..., :n_kept, :])
             n_free = slots - sum(int(piece.shape[2]) for piece in held)
             room = mx.zeros((rows, heads, n_free, width), dtype=like.dtype)
             rebuilt.append(mx.concatenate([*held, room], axis=2))
@@ -286,24 +295,25 @@ class Attention:
 
     def share(self, other: Attention) -> None:
         """Have `other`'s buffers. MLX arrays never change: the first to write gets its own copy."""
-        # `[...]` makes a second handle; assigning into one handle leaves the other with the old
-        # contents.
         if other.planes is None:
             self.planes = None
-        else:
-            self.planes = [p[...] for p in other.planes]
+            return
+        # `[...]` makes a second handle; assigning into one handle leaves the other with the old
+        # contents.
+        self.planes = [plane[...] for plane in other.planes]
 
     def fill(self, rows: Sequence[Sequence[Any]]) -> None:
         """Become the batch of `rows` (each a list of planes [1, heads, used, width]), with room for
         a token more."""
-        slots = rounded(max(int(pieces[0].shape[2]) for pieces in rows) + 1, self.phase)
+        longest = max(int(pieces[0].shape[2]) for pieces in rows)
+        slots = rounded(longest + 1, self.phase)
         stacked = []
         for pieces in zip(*rows, strict=True):
             _, heads, _, width = pieces[0].shape
             # Written in place: padding each row and then joining them would copy everything once
             # more.
-            whole = mx.zeros((len(pieces), heads, slots, width), dtype=pieces[0].dtype)
+            plane = mx.zeros((len(pieces), heads, slots, width), dtype=pieces[0].dtype)
             for i, piece in enumerate(pieces):
-                whole[i : i + 1, :, : int(piece.shape[2]), :] = piece
-            stacked.append(whole)
+                plane[i : i + 1, :, : int(piece.shape[2]), :] = piece
+            stacked.append(plane)
         self.planes = stacked

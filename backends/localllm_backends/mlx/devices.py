@@ -8,19 +8,21 @@ python -m localllm_backends.mlx.devices        (prints one JSON object, exits wi
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from localllm_backends.program import print_answers
 
 
-def _device() -> dict[str, Any]:
+def _answers() -> Iterator[dict[str, Any]]:
     import mlx.core as mx
 
-    total = mx.sum(mx.ones((64, 64)) @ mx.ones((64, 64))).item()
+    ones = mx.ones((64, 64))
+    total = mx.sum(ones @ ones).item()
     if total != 64**3:
         sys.exit(f"64 x 64 ones times as many gave a sum of {total}, not {64**3}")
-    return {"device": str(mx.default_device()), "info": dict(mx.device_info())}
+    yield {"device": str(mx.default_device()), "info": dict(mx.device_info())}
 
 
 if __name__ == "__main__":
-    sys.exit(print_answers(lambda: [_device()]))
+    sys.exit(print_answers(_answers))

@@ -26,7 +26,8 @@ class EmbeddingReader:
         self._shifts = shifts
         self._text = model.language_model.model
         probe = self._text.embed_tokens(mx.zeros((1, 1), dtype=mx.int32))
-        self._dtype, self._width = probe.dtype, int(probe.shape[-1])
+        self._dtype = probe.dtype
+        self._width = int(probe.shape[-1])
         self._rows: Any = None
         self._places: Any = None
         # What the wrapped parts ask for while the model is called: where the tokens of an image
@@ -45,8 +46,9 @@ class EmbeddingReader:
         # How many frequencies of a head are of a token's time, height and width.
         section = list(rope_config.get("mrope_section", ()))
         layers = self._text.layers
-        # Others are recurrent, and know no positions.
-        for layer in [x for x in layers if hasattr(x, "self_attn")]:
+        for layer in layers:
+            if not hasattr(layer, "self_attn"):
+                continue  # a recurrent layer knows no positions
             rope = layer.self_attn.rope
             if type(rope) is not nn.RoPE:
                 raise LoadError(f"images at positions of a {type(rope).__name__} are not read")
@@ -54,17 +56,15 @@ class EmbeddingReader:
                 rope.dims, base=rope.base, mrope_section=section, style=style
             )
             layer.self_attn.rope = _placed(rope, in_rows, self)
-        for i in range(len(config["vision_config"].get("deepstack_visual_indexes") or ())):
+        n_added = len(config["vision_config"].get("deepstack_visual_indexes") or ())
+        for i in range(n_added):
             layers[i] = _added_to(layers[i], i, self)
 
     def give(self, rows: Any, places: Any) -> None:
         """Let the next tokens be these `rows` of embeddings [tokens, width], at those `places`
         [3, tokens] (None: in one row)."""
         self._rows = mx.array(rows)[None].astype(self._dtype)
-        if places is None:
-            self._places = None
-        else:
-            self._places = mx.array(places)[:, None]
+        self._places = None if places is None else mx.array(places)[:, None]
 
     def clear(self) -> None:
         self._rows = None
@@ -88,12 +88,12 @@ class EmbeddingReader:
         if self._places is not None:
             self.places = self._places[..., :n]
             self._places = self._places[..., n:]
-        for leaf in cache if self._ahead else ():
-            rows = leaf.rows
+        seeing = [leaf.rows for leaf in cache] if self._ahead else []
+        for rows in seeing:
             rows.sees_ahead = self._ahead == "everywhere" or rows.window is not None
         logits = self._model(ids, cache=cache, input_embeddings=now)
-        for leaf in cache if self._ahead else ():
-            leaf.rows.sees_ahead = False
+        for rows in seeing:
+            rows.sees_ahead = False
         self.clear()
         self._rows = later if later.shape[1] else None
         return logits
@@ -105,7 +105,9 @@ def _placed(rope: Any, in_rows: Any, reader: EmbeddingReader) -> Callable[..., A
     def rotated(x: Any, offset: Any = 0) -> Any:
         if reader.places is not None:
             return in_rows.apply_rotary(x, x, reader.places)[0]
-        return rope(x, offset=offset if reader.shift is None else offset + reader.shift)
+        if reader.shift is not None:
+            offset = offset + reader.shift
+        return rope(x, offset=offset)
 
     return rotated
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from localllm_backends.contract import LoadError
 from localllm_backends.fingerprints import add_samples
-from localllm_backends.reasons import first_reason
 
 
 def checkpoint_folder(path: str) -> Path:
@@ -28,22 +27,16 @@ def check_folder(path: str) -> Path:
     """The checkpoint's folder; LoadError naming what is missing in it."""
     folder = checkpoint_folder(path)
     name = folder.name
-    reason = first_reason(
-        [
-            (not folder.exists(), f"there is no folder {name!r} at that path"),
-            (not folder.is_dir(), f"{name!r} is a file, not an MLX checkpoint folder"),
-            (
-                not (folder / "config.json").is_file(),
-                f"{name!r} has no config.json: it is not an MLX checkpoint folder",
-            ),
-            (
-                not weight_files(folder),
-                f"{name!r} has no model*.safetensors: weights in other formats are not read",
-            ),
-        ]
-    )
-    if reason:
-        raise LoadError(reason)
+    if not folder.exists():
+        raise LoadError(f"there is no folder {name!r} at that path")
+    if not folder.is_dir():
+        raise LoadError(f"{name!r} is a file, not an MLX checkpoint folder")
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"{name!r} has no config.json: it is not an MLX checkpoint folder")
+    if not weight_files(folder):
+        raise LoadError(
+            f"{name!r} has no model*.safetensors: weights in other formats are not read"
+        )
     return folder
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -83,18 +83,20 @@ class KvExport:
         """What the leaves of the state hold behind all tokens of `line`; of a window what the next
         token sees."""
         self.stepper.recompute(line)
-        starts = [
-            max(line.batch.rows[window].starts[line.row], line.length - (window - 1))
-            for window in self._layout.windows
-        ]
+        starts = []
+        for window in self._layout.windows:
+            held_from = line.batch.rows[window].starts[line.row]
+            seen_from = line.length - (window - 1)
+            starts.append(max(held_from, seen_from))
         blob = Blob(0, line.length, starts, line.images)
         recurrent = iter(self.stepper.recurrent_state(line))
         for i in self._state:
-            held = self._layout.leaves[i]
-            first = self._first(blob, held.window)
-            blob.leaves.append(
-                next(recurrent) if held.n_arrays else line.planes_of(i, first, line.length)
-            )
+            leaf = self._layout.leaves[i]
+            if leaf.n_arrays:
+                blob.leaves.append(next(recurrent))
+            else:
+                first = self._first(blob, leaf.window)
+                blob.leaves.append(line.planes_of(i, first, line.length))
         return blob
 
     def _first(self, blob: Blob, window: int | None) -> int:
@@ -104,17 +106,23 @@ class KvExport:
         return blob.starts[self._layout.windows.index(window)]
 
     def _header(self, blob: Blob) -> bytes:
-        span = {name: getattr(blob, name) for name in ("start", "stop", "starts", "images")}
-        header = json.dumps({"of": self.identity, **span}).encode()
+        fields = {
+            "of": self.identity,
+            "start": blob.start,
+            "stop": blob.stop,
+            "starts": blob.starts,
+            "images": blob.images,
+        }
+        header = json.dumps(fields).encode()
         return _HEADER_BYTES.pack(len(header)) + header
 
     def _pack(self, blob: Blob) -> bytes:
         # NumPy has no bfloat16 and needs none: arrays travel as bytes.
-        bodies: list[Any] = [
-            mx.contiguous(a).view(mx.uint8) for a in chain.from_iterable(blob.leaves)
-        ]
+        bodies: list[Any] = []
+        for array in chain.from_iterable(blob.leaves):
+            bodies.append(mx.contiguous(array).view(mx.uint8))
         mx.eval(bodies)
-        return b"".join([self._header(blob), *(memoryview(b) for b in bodies)])
+        return b"".join([self._header(blob), *(memoryview(body) for body in bodies)])
 
     # --- in ---------------------------------------------------------------------------------------
 
@@ -130,8 +138,10 @@ class KvExport:
         if not block.start <= start < stop <= block.stop:
             raise BackendFailure("this is not an exported KV block of these tokens")
         line.leave_batch()
+        begin = start - block.start
+        end = stop - block.start
         for i, arrays in zip(self._kept, block.leaves, strict=True):
-            pieces = [a[:, :, start - block.start : stop - block.start] for a in arrays]
+            pieces = [array[:, :, begin:end] for array in arrays]
             line.leaves[i].write(pieces, start - line.start_of(i))
         # Until their state comes.
         for leaf in [line.leaves[i] for i in self._state]:
@@ -157,7 +167,8 @@ class KvExport:
         for i, arrays in zip(self._state, block.leaves, strict=True):
             leaf = line.leaves[i]
             if isinstance(leaf, Attention):
-                leaf.planes, leaf.rows.starts = None, [self._first(block, leaf.rows.window)]
+                leaf.planes = None
+                leaf.rows.starts = [self._first(block, leaf.rows.window)]
                 leaf.write(arrays, 0)
             else:
                 leaf.cache = arrays
@@ -176,13 +187,8 @@ class KvExport:
             header["images"] = [(int(end), int(fewer)) for end, fewer in header["images"]]
             blob = Blob(**header)
             for i in which:
-                held = self._layout.leaves[i]
                 arrays = []
-                n_tokens = blob.stop - self._first(blob, held.window)
-                for like in self.shapes.leaves[i]:
-                    shape = list(like.shape)
-                    if not held.n_arrays:
-                        shape[2] = n_tokens
+                for like, shape in self._arrays_of(blob, i):
                     n_bytes = math.prod(shape) * like.dtype.size
                     body = np.frombuffer(view[at : at + n_bytes], np.uint8)
                     at += n_bytes
@@ -193,3 +199,14 @@ class KvExport:
             return blob
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as e:
             raise BackendFailure(f"this is not an exported KV block, or a damaged one: {e}") from e
+
+    def _arrays_of(self, blob: Blob, i: int) -> Iterator[tuple[Any, list[int]]]:
+        """An array of each type, and the shape that it has for the tokens of `blob`, of leaf number
+        `i`."""
+        leaf = self._layout.leaves[i]
+        n_tokens = blob.stop - self._first(blob, leaf.window)
+        for like in self.shapes.leaves[i]:
+            shape = list(like.shape)
+            if not leaf.n_arrays:
+                shape[2] = n_tokens
+            yield like, shape

@@ -39,7 +39,8 @@ def usable_bytes(
     free = device.get("free_memory")
     total = device.get("total_memory")
     if isinstance(free, int) and isinstance(total, int) and total > 0:
-        return max(0, min(free + held_bytes, total - active_bytes) - _MARGIN_BYTES)
+        usable = min(free + held_bytes, total - active_bytes)
+        return max(0, usable - _MARGIN_BYTES)
     return max(0, available_bytes + held_bytes - _MARGIN_BYTES)
 
 

@@ -10,7 +10,6 @@ qwen3_next_mtp and mimo_mtp).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +65,19 @@ class MtpModule(nn.Module):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any], model: Any) -> None:
         super().__init__()
         text = {**config.get("text_config", config), **_ONE_LAYER}
-        kin = type(model)(
-            type(model.args).from_dict(
-                {**config, "text_config": text} if "text_config" in config else text
-            )
-        )
-        whole = getattr(model, "language_model", model)
-        self._kind, self._sanitize = str(config["model_type"]), getattr(kin, "sanitize", dict)
+        one_layer = text
+        if "text_config" in config:
+            one_layer = {**config, "text_config": text}
+        kin = type(model)(type(model.args).from_dict(one_layer))
+        language_model = getattr(model, "language_model", model)
+
+        def of_head() -> Any:
+            return language_model
+
         # Not as a member: its weights are no part of the head's.
-        self._whole: Callable[[], Any] = lambda: whole
+        self._language_model = of_head
+        self._kind = str(config["model_type"])
+        self._sanitize = getattr(kin, "sanitize", dict)
         width = int(text["hidden_size"])
         eps = text["rms_norm_eps"]
         self.width = width
@@ -92,12 +95,15 @@ class MtpModule(nn.Module):  # type: ignore[misc]
                 if theirs in name:
                     found[ours + name.partition(theirs)[2]] = value
                     break
-        changed = self._sanitize(found).items()
-        return {k.removeprefix("language_model."): v for k, v in changed if "conv1d" not in k}
+        own = {}
+        for name, value in self._sanitize(found).items():
+            if "conv1d" not in name:
+                own[name.removeprefix("language_model.")] = value
+        return own
 
     def tap(self, hand_on: Callable[[Any], None]) -> None:
         """Have the model hand on its hidden rows of every call."""
-        trunk = self._whole().model
+        trunk = self._language_model().model
         norm = trunk.norm
 
         def tapped(x: Any) -> Any:
@@ -109,7 +115,7 @@ class MtpModule(nn.Module):  # type: ignore[misc]
 
     def __call__(self, tokens: Any, rows: Any, cache: Any) -> Any:
         """Hidden rows behind `tokens` [lines, n], given the model's hidden rows before them."""
-        known = self._whole().model.embed_tokens(tokens)
+        known = self._language_model().model.embed_tokens(tokens)
         parts = [
             self.embed_norm["input_layernorm"](known),
             self.hidden_norm["input_layernorm"](rows.astype(known.dtype)),
@@ -118,14 +124,15 @@ class MtpModule(nn.Module):  # type: ignore[misc]
             parts.reverse()
         x = self.join(mx.concatenate(parts, axis=-1))
         [layer] = self.model["layers"]
-        return self.model["norm"](layer(x, create_attention_mask(x, cache), cache))
+        out = layer(x, create_attention_mask(x, cache), cache)
+        return self.model["norm"](out)
 
     def logits(self, hidden: Any) -> Any:
         """By the model's own output matrix."""
-        whole = self._whole()
-        if "lm_head" in whole:
-            return whole.lm_head(hidden)
-        return whole.model.embed_tokens.as_linear(hidden)
+        model = self._language_model()
+        if "lm_head" in model:
+            return model.lm_head(hidden)
+        return model.model.embed_tokens.as_linear(hidden)
 
 
 def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
@@ -133,31 +140,36 @@ def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
     where it has none that runs here."""
     kind = str(config.get("model_type", ""))
     if kind not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
         raise LoadError(
-            f"draft heads of {kind!r} models can't run on MLX here; those of "
-            f"{', '.join(_FAMILIES)} can"
+            f"draft heads of {kind!r} models can't run on MLX here; those of {known} can"
         )
     first = next(theirs for theirs, ours in _FAMILIES[kind].items() if ours == "model.layers.0.")
-    stored: list[Any] = [*chain.from_iterable(mx.load(str(f)) for f in weight_files(folder))]
+    stored: list[str] = []
+    for file in weight_files(folder):
+        weights: Any = mx.load(str(file))
+        stored += weights
     if not any(first in name for name in stored):
-        why = "mlx-lm leaves them out of what it converts"
-        hint = (
-            f"use a checkpoint that has them (weights named {first}*), as its makers' own files "
-            "do, or --draft auto"
+        raise LoadError(
+            f"{folder.name!r} has no draft heads in its weights: "
+            "mlx-lm leaves them out of what it converts",
+            f"use a checkpoint that has them (weights named {first}*), "
+            "as its makers' own files do, or --draft auto",
         )
-        raise LoadError(f"{folder.name!r} has no draft heads in its weights: {why}", hint)
     if any(first.replace("0", "1") in name for name in stored):
         raise LoadError(f"{folder.name!r} has several draft heads, and one is run on MLX here")
 
     class Arguments:
         from_dict: Any = staticmethod(dict)
 
+    def make_head(own_config: dict[str, Any]) -> MtpModule:
+        return MtpModule(own_config, model)
+
+    def classes(config: Any) -> tuple[Any, Any]:
+        return make_head, Arguments
+
     try:
-        head, _ = load_model(
-            folder,
-            lazy=True,
-            get_model_classes=lambda config: (lambda own: MtpModule(own, model), Arguments),
-        )
+        head, _ = load_model(folder, lazy=True, get_model_classes=classes)
     except Exception as e:
         raise LoadError(
             f"the draft head in {folder.name!r} can't be read: {str(e).strip()[:300]}"
@@ -174,7 +186,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
 
     def __init__(self, module: MtpModule, stepper: Stepper, identity: str, *, n_batch: int) -> None:
         super().__init__(n_batch)
-        module.tap(lambda rows: stepper.hidden.append(rows))
+        module.tap(stepper.keep_hidden)
         held = shapes(module)
         self._module = module
         self._layout = held.layout
@@ -196,36 +208,44 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         drafts: list[list[int]] = [[] for _ in wanted]
         sequences = [sequence for sequence, _, _ in wanted]
         self.catch_up(sequences)
-        lines = [self.caches[s] for s in sequences]
-        tokens = [[newest] for _, newest, _ in wanted]
-        rows = [_stacked([self._lines[s].rows[-1]]) for s in sequences]
-        limits = [min(most, self.longest) for _, _, most in wanted]
         try:
-            for step in range(max(limits, default=0)):
-                hidden = self._call(lines, tokens, rows)
-                rows = [h[0] for h in hidden]
-                guesses = self._best(hidden)
-                # Those that have stopped go along: to leave a batch is dearer.
-                tokens = [[token] for token, _ in guesses]
-                for draft, limit, (token, probability) in zip(drafts, limits, guesses, strict=True):
-                    if step == len(draft) < limit and probability >= LEAST_PROBABILITY:
-                        draft.append(token)
-                if all(len(draft) <= step for draft in drafts):
-                    break
+            self._guess(wanted, drafts)
         except Exception:
             for sequence in sequences:
                 self._restart(sequence, self._lines[sequence].read)
         self.forget_drafts(sequences)
         return drafts
 
+    def _guess(
+        self, wanted: Sequence[tuple[SequenceId, int, int]], drafts: list[list[int]]
+    ) -> None:
+        """Append likely tokens to each of `drafts` until none of them grows."""
+        caches = [self.caches[sequence] for sequence, _, _ in wanted]
+        rows = [_stacked([self._lines[sequence].rows[-1]]) for sequence, _, _ in wanted]
+        tokens = [[newest] for _, newest, _ in wanted]
+        limits = [min(most, self.longest) for _, _, most in wanted]
+        for step in range(max(limits, default=0)):
+            hidden = self._call(caches, tokens, rows)
+            rows = [known[0] for known in hidden]
+            guesses = self._best(hidden)
+            # Those that have stopped go along: to leave a batch is dearer.
+            tokens = [[token] for token, _ in guesses]
+            for draft, limit, (token, probability) in zip(drafts, limits, guesses, strict=True):
+                if step == len(draft) < limit and probability >= LEAST_PROBABILITY:
+                    draft.append(token)
+            if all(len(draft) <= step for draft in drafts):
+                return
+
     def _best(self, hidden: list[Any]) -> list[tuple[int, float]]:
         """Of each row (the likeliest token, its probability among the ten likeliest)."""
         logits = self._module.logits(mx.concatenate(hidden))[:, -1].astype(mx.float32)
         top = mx.topk(logits, min(CANDIDATES, int(logits.shape[-1])), axis=-1)
-        share = 1 / mx.exp(top - top.max(axis=-1, keepdims=True)).sum(axis=-1)
+        behind = top - top.max(axis=-1, keepdims=True)
+        share = 1 / mx.exp(behind).sum(axis=-1)
         best = mx.argmax(logits, axis=-1)
         mx.eval(best, share)
-        return list(zip(np.array(best).tolist(), np.array(share).tolist(), strict=True))
+        tokens = np.array(best).tolist()
+        return list(zip(tokens, np.array(share).tolist(), strict=True))
 
     # --- their memory -----------------------------------------------------------------------------
 
@@ -234,32 +254,43 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     ) -> list[Any]:
         """The head over these tokens of each line: hidden rows [1, n, width], not computed yet. All
         lines together, where each has some past and few new tokens."""
-        if len(lines) > 1 and not all(
+        fit = [
             line.start_of(0) < line.length and len(new) <= WHOLE_TOKENS
             for line, new in zip(lines, tokens, strict=True)
-        ):
-            each = zip(lines, tokens, rows, strict=True)
-            return [self._call([line], [new], [known])[0] for line, new, known in each]
+        ]
+        if len(lines) > 1 and not all(fit):
+            apart: list[Any] = []
+            for line, new, known in zip(lines, tokens, rows, strict=True):
+                apart += self._call([line], [new], [known])
+            return apart
         batch, order, ids = self._batch.gather(lines, tokens)
         longest = int(ids.shape[1])
-        padded = [mx.pad(rows[i], [(0, longest - len(tokens[i])), (0, 0)]) for i in order]
+        padded = []
+        for i in order:
+            n_missing = longest - len(tokens[i])
+            padded.append(mx.pad(rows[i], [(0, n_missing), (0, 0)]))
         batch.make_room(longest)
         hidden = self._module(ids, mx.stack(padded), batch.caches[0])
         batch.advance([len(tokens[i]) for i in order])
         for line, new in zip(lines, tokens, strict=True):
             line.length += len(new)
-        at = [order.index(i) for i in range(len(lines))]
-        return [hidden[row : row + 1, : len(new)] for row, new in zip(at, tokens, strict=True)]
+        own_rows = []
+        for i, new in enumerate(tokens):
+            row = order.index(i)
+            own_rows.append(hidden[row : row + 1, : len(new)])
+        return own_rows
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
         tokens: dict[SequenceId, list[int]] = {}
         rows: dict[SequenceId, list[HiddenRow]] = {}
         for sequence, i in places:
-            tokens.setdefault(sequence, []).append(self._lines[sequence].unread[i])
-            rows.setdefault(sequence, []).append(self._lines[sequence].rows[i])
+            line = self._lines[sequence]
+            tokens.setdefault(sequence, []).append(line.unread[i])
+            rows.setdefault(sequence, []).append(line.rows[i])
         lines = [self.caches[sequence] for sequence in tokens]
         try:
-            self._call(lines, list(tokens.values()), [_stacked(known) for known in rows.values()])
+            stacked = [_stacked(known) for known in rows.values()]
+            self._call(lines, list(tokens.values()), stacked)
             mx.async_eval([arrays_of(line.leaves) for line in lines])
         except Exception:
             return False
@@ -311,20 +342,26 @@ class MlxHeads(FollowingHeads[HiddenRow]):
 def shapes(module: MtpModule) -> Shapes:
     """Of a head's memory, computing nothing: keys and values of every token."""
     rows = mx.zeros((1, 2, module.width))
-    keeps_all = Layout([KVCache()], KvFormat(), 0)
-    return Shapes.of(lambda ids, cache: module(ids, rows, cache[0]), keeps_all)
+
+    def call(ids: Any, cache: Any) -> Any:
+        return module(ids, rows, cache[0])
+
+    return Shapes.of(call, Layout([KVCache()], KvFormat(), 0))
 
 
 def _stacked(rows: Sequence[HiddenRow]) -> Any:
     """One array [n, width] of these rows; those that lie side by side in one piece."""
-    pieces: list[tuple[Any, int, int, int]] = []
-    for array, line, at in rows:
-        if pieces and pieces[-1][0] is array and (pieces[-1][1], pieces[-1][3]) == (line, at):
-            pieces[-1] = (array, line, pieces[-1][2], at + 1)
-        else:
-            pieces.append((array, line, at, at + 1))
-    parts = [array[line, begin:end] for array, line, begin, end in pieces]
-    kind = parts[-1].dtype
-    if len(parts) == 1:
-        return parts[0]
-    return mx.concatenate([part.astype(kind) for part in parts])
+    parts: list[Any] = []
+    array, line, begin = rows[0]
+    end = begin
+    for its_array, its_line, at in rows:
+        if its_array is not array or (its_line, at) != (line, end):
+            parts.append(array[line, begin:end])
+            array = its_array
+            line = its_line
+            begin = at
+        end = at + 1
+    last = array[line, begin:end]
+    if not parts:
+        return last
+    return mx.concatenate([part.astype(last.dtype) for part in (*parts, last)])

@@ -50,12 +50,18 @@ class ChunkOutput:
         self._follows_best = self.line.follows_best
         self.line.follows_best = False
 
+    def take(self, group: LogitRows, stop: int) -> None:
+        """Its outputs are the rows of `group` that end before `stop`."""
+        self.group = group
+        self.stop = stop
+        self.start = stop - min(self.chunk.outputs, len(self.chunk.tokens))
+
     @property
     def is_expected(self) -> bool:
         """Is it the token that most likely follows what its line holds?"""
-        tokens = self.chunk.tokens
-        outputs = self.chunk.outputs
-        return len(tokens) == 1 and bool(outputs) and tokens[0] == self.line.predicted
+        if len(self.chunk.tokens) != 1 or not self.chunk.outputs:
+            return False
+        return self.chunk.tokens[0] == self.line.predicted
 
     @property
     def known(self) -> bool:
@@ -74,7 +80,10 @@ class ChunkOutput:
 
 def on_host(place: tuple[DeviceTokens, int] | None) -> int | None:
     """The token at that place; None where there is none or the device was unsure of it."""
-    token = UNSURE if place is None else place[0].on_host[place[1]]
+    if place is None:
+        return None
+    tokens, row = place
+    token = tokens.on_host[row]
     if token == UNSURE:
         return None
     return token
@@ -107,9 +116,8 @@ class MlxStepResult(StepResult):
             return np.empty((0, self.n_vocab), dtype=np.float32)
         try:
             with mx.stream(self.stream):
-                rows: NDArray[np.float32] = np.array(
-                    part.group.logits[part.start : part.stop].astype(mx.float32), copy=False
-                )
+                values = part.group.logits[part.start : part.stop].astype(mx.float32)
+                rows: NDArray[np.float32] = np.array(values, copy=False)
         except Exception as e:
             raise StepError(f"MLX could not give out the logits of this step: {e}") from e
         rows.flags.writeable = False

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
+from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec, SeenTokens
 
 UNSURE = -1
 # The fewest tokens that are ranked: what top_k keeps is rounded up to a power of two, so that few
@@ -31,7 +31,7 @@ _BLOCK = 64
 # Lists of tokens that differ in length between requests and steps are filled up to a power of two,
 # at least so many.
 _LEAST_LIST = 16
-_NONE = np.zeros(0, dtype=np.int32)
+_NOTHING_SEEN = SeenTokens(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
 
 @dataclass
@@ -60,21 +60,25 @@ class _Stages:
 
     @classmethod
     def of(cls, asked: Sequence[SampleSpec], n_vocab: int) -> _Stages:
-        hot = [d for d in asked if d.temperature > 0]
-        kept = [d.top_k if 0 < d.top_k < n_vocab else 0 for d in hot]
-        cut = [d.top_p < 1.0 and not k for d, k in zip(hot, kept, strict=True)]
-        if any(cut):
+        most_kept = 0
+        total = False
+        free = False
+        best = False
+        for spec in asked:
+            if spec.temperature <= 0:
+                best = True
+            elif 0 < spec.top_k < n_vocab:
+                most_kept = max(most_kept, spec.top_k)
+            elif spec.top_p < 1.0:
+                total = True
+            else:
+                free = True
+        head = 0
+        if total:
             head = MAX_SAMPLED_TOP_K
-        elif any(kept):
-            head = _power(max(kept), _LEAST_HEAD)
-        else:
-            head = 0
-        return cls(
-            head=min(head, n_vocab),
-            total=any(cut),
-            free=not all(k or c for k, c in zip(kept, cut, strict=True)),
-            best=len(hot) < len(asked),
-        )
+        elif most_kept:
+            head = _power(most_kept, _LEAST_HEAD)
+        return cls(head=min(head, n_vocab), total=total, free=free, best=best)
 
 
 def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None) -> DeviceTokens:
@@ -95,17 +99,17 @@ def _changes(asked: Sequence[SampleSpec], n_vocab: int, drawn: Any) -> dict[str,
     """What is done to the logits, by name. What nobody asks for is not there, and no part of the
     compiled function."""
     changes: dict[str, Any] = {}
-    if _some(asked, "bias") or any(d.banned for d in asked):
+    if _some(asked, "bias") or any(spec.banned for spec in asked):
         # What is banned stays so whatever is done to it.
-        changes["bias"] = _sparse([[d.bias, _banned(d)] for d in asked], n_vocab)
+        changes["bias"] = _sparse([[spec.bias, _banned(spec)] for spec in asked], n_vocab)
     if _some(asked, "seen"):
-        counted = [(_NONE, _NONE) if d.seen is None else (d.seen.ids, d.seen.counts) for d in asked]
-        changes["seen"] = _filled(counted)
-    if _some(asked, "seen") and drawn is not None:
-        leaving = [[-1 if d.seen is None else d.seen.leaving] for d in asked]
-        changes["ahead"] = [mx.array(leaving, dtype=mx.int32), drawn]
+        seen = [spec.seen or _NOTHING_SEEN for spec in asked]
+        changes["seen"] = _filled([(tokens.ids, tokens.counts) for tokens in seen])
+        if drawn is not None:
+            leaving = [[tokens.leaving] for tokens in seen]
+            changes["ahead"] = [mx.array(leaving, dtype=mx.int32), drawn]
     if _some(asked, "reduced"):
-        changes["reduced"] = _sparse([[d.reduced] for d in asked], n_vocab)
+        changes["reduced"] = _sparse([[spec.reduced] for spec in asked], n_vocab)
     if _some(asked, "allowed"):
         changes["allowed"] = _allowed(asked, n_vocab)
     return changes
@@ -118,12 +122,11 @@ def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
 def _parameters(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
     """One row of numbers for each spec."""
     table = []
-    for d in asked:
-        top_k = d.top_k if 0 < d.top_k < n_vocab else n_vocab
-        penalties = (1.0, 0.0, 0.0)
-        if d.seen is not None:
-            penalties = (d.seen.repeat, d.seen.presence, d.seen.frequency)
-        table.append((d.temperature, top_k, d.top_p, d.min_p, d.uniform, *penalties))
+    for spec in asked:
+        top_k = spec.top_k if 0 < spec.top_k < n_vocab else n_vocab
+        draw = (spec.temperature, top_k, spec.top_p, spec.min_p, spec.uniform)
+        seen = spec.seen or _NOTHING_SEEN
+        table.append((*draw, seen.repeat, seen.presence, seen.frequency))
     return mx.array(np.array(table, dtype=np.float32))
 
 
@@ -139,8 +142,9 @@ def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
     numbers = np.zeros((len(lists), longest), dtype=np.float32)
     for row, (mine, amounts) in enumerate(lists):
         if len(mine):
-            ids[row], numbers[row] = mine[0], amounts[0]
+            ids[row] = mine[0]
             ids[row, : len(mine)] = mine
+            numbers[row] = amounts[0]
             numbers[row, : len(mine)] = amounts
     return [mx.array(ids), mx.array(numbers)]
 
@@ -151,19 +155,23 @@ def _sparse(
     """What is added to some logits of each row, several lists of it."""
     joined = []
     for given in lists:
-        parts = [part for part in given if part is not None]
         # In front what nothing is added to: with that the lists are filled up.
-        ids = np.concatenate([np.zeros(1, dtype=np.int64), *(i for i, _ in parts)])
-        amounts = np.concatenate([np.zeros(1, dtype=np.float32), *(a for _, a in parts)])
+        all_ids = [np.zeros(1, dtype=np.int64)]
+        all_amounts = [np.zeros(1, dtype=np.float32)]
+        for part in given:
+            if part is not None:
+                all_ids.append(part[0])
+                all_amounts.append(part[1])
+        ids = np.concatenate(all_ids)
+        amounts = np.concatenate(all_amounts)
         known = (ids >= 0) & (ids < n_vocab)
         joined.append((ids[known], amounts[known]))
     return _filled(joined)
 
 
 def _banned(spec: SampleSpec) -> tuple[NDArray[Any], NDArray[Any]]:
-    return np.array(spec.banned, dtype=np.int64), np.full(
-        len(spec.banned), -np.inf, dtype=np.float32
-    )
+    ids = np.array(spec.banned, dtype=np.int64)
+    return ids, np.full(len(ids), -np.inf, dtype=np.float32)
 
 
 def _allowed(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
@@ -193,7 +201,8 @@ def _numbers(n: int, dtype: Any = mx.uint32) -> Any:
 
 
 def _sample(stages: _Stages, rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
-    return _drawn(stages, _adjusted(rows.astype(mx.float32), parameters, changes), parameters)
+    adjusted = _adjusted(rows.astype(mx.float32), parameters, changes)
+    return _drawn(stages, adjusted, parameters)
 
 
 def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
@@ -207,9 +216,8 @@ def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
             ids, counts = _counted_on(ids, counts, leaving=leaving, drawn=drawn[:, None])
         repeat, presence, frequency = (parameters[:, i : i + 1] for i in (5, 6, 7))
         values = mx.take_along_axis(rows, ids, axis=1)
-        lower = (
-            mx.where(values > 0, values / repeat, values * repeat) - presence - counts * frequency
-        )
+        repeated = mx.where(values > 0, values / repeat, values * repeat)
+        lower = repeated - presence - counts * frequency
         # An id that stands there twice has the same count both times.
         rows = mx.put_along_axis(rows, ids, mx.where(counts > 0, lower, values), axis=1)
     if "reduced" in changes:
@@ -220,17 +228,18 @@ def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
 
 
 def _added(rows: Any, ids: Any, amounts: Any) -> Any:
-    return rows.at[_numbers(rows.shape[0], mx.int32)[:, None], ids].add(amounts)
+    row = _numbers(rows.shape[0], mx.int32)[:, None]
+    return rows.at[row, ids].add(amounts)
 
 
 def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, Any]:
     """`ids` and their counts, after `drawn` has come and `leaving` (-1: none) has left the
     window."""
     same = ids == drawn
-    new = mx.where(same, counts, 0.0).max(axis=1, keepdims=True) + 1.0 - (drawn == leaving)
-    return mx.concatenate([ids, drawn], axis=1), mx.concatenate(
-        [counts + same - (ids == leaving), new], axis=1
-    )
+    before = mx.where(same, counts, 0.0).max(axis=1, keepdims=True)
+    new = before + 1.0 - (drawn == leaving)
+    changed = counts + same - (ids == leaving)
+    return mx.concatenate([ids, drawn], axis=1), mx.concatenate([changed, new], axis=1)
 
 
 def _drawn(stages: _Stages, rows: Any, parameters: Any) -> Any:
@@ -245,16 +254,19 @@ def _drawn(stages: _Stages, rows: Any, parameters: Any) -> Any:
         token, behind = _of_ranked(stages, rows, best, temperature, top_k, top_p, min_p, uniform)
         unsure = unsure | behind
     if stages.free:
-        free = _of_all(rows, best, temperature, min_p, uniform)
         ranks = (top_k < rows.shape[-1]) | (top_p < 1.0)
-        token = free if token is None else mx.where(ranks, token, free)
+        token = _either(ranks, token, _of_all(rows, best, temperature, min_p, uniform))
     if stages.best:
-        first = mx.argmax(rows, axis=-1, keepdims=True)
-        if token is None:
-            token = first
-        else:
-            token = mx.where(asked > 0, token, first)
+        token = _either(asked > 0, token, mx.argmax(rows, axis=-1, keepdims=True))
     return mx.where(unsure, UNSURE, token.astype(mx.int32))[:, 0]
+
+
+def _either(condition: Any, token: Any, otherwise: Any) -> Any:
+    """`token` of the rows for which `condition` holds, `otherwise` of the others, and of all if
+    there is no `token`."""
+    if token is None:
+        return otherwise
+    return mx.where(condition, token, otherwise)
 
 
 def _of_ranked(
@@ -277,41 +289,40 @@ def _of_ranked(
     total = reached[:, -1:]
     unsure: Any = False
     if stages.total:
-        whole = mx.exp(rows - best).sum(axis=-1, keepdims=True)
-        total = mx.where(top_k < n_vocab, total, whole)
+        of_row = mx.exp(rows - best).sum(axis=-1, keepdims=True)
+        total = mx.where(top_k < n_vocab, total, of_row)
         if stages.head < n_vocab:
-            unsure = (top_k >= n_vocab) & (top_p < 1.0) & (reached[:, -1:] < top_p * total)
-    keep = (
-        ((top_p >= 1.0) | (reached - weights < top_p * total))
-        & (weights >= min_p)
-        & (values > -mx.inf)
-    )
-    keep = (keep & (rank < top_k)) | (rank < 1)
-    hot = mx.cumsum(mx.where(keep, mx.exp((values - best) / temperature), 0.0), axis=-1)
-    return mx.take_along_axis(ids, _at(hot, uniform * hot[:, -1:]), axis=-1), unsure
+            by_top_p_alone = (top_k >= n_vocab) & (top_p < 1.0)
+            unsure = by_top_p_alone & (reached[:, -1:] < top_p * total)
+    in_top_p = (top_p >= 1.0) | (reached - weights < top_p * total)
+    keep = in_top_p & (weights >= min_p) & (values > -mx.inf) & (rank < top_k)
+    keep = keep | (rank < 1)
+    hot = mx.where(keep, mx.exp((values - best) / temperature), 0.0)
+    reached = mx.cumsum(hot, axis=-1)
+    at = _at(reached, uniform * reached[:, -1:])
+    return mx.take_along_axis(ids, at, axis=-1), unsure
 
 
 def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) -> Any:
     """The token where a running sum of all by their ids, as far as min_p leaves them, passes
     `uniform`: first of blocks, then within one."""
-    weights = mx.where(mx.exp(rows - best) >= min_p, mx.exp((rows - best) / temperature), 0.0)
+    behind = rows - best
+    weights = mx.where(mx.exp(behind) >= min_p, mx.exp(behind / temperature), 0.0)
     blocks = _blocks(weights, _BLOCK, 0.0)
     sums = blocks.sum(axis=-1)
     reached = mx.cumsum(sums, axis=-1)
     goal = uniform * reached[:, -1:]
     block = _at(reached, goal)
-    inner = mx.cumsum(mx.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0], axis=-1)
-    within = _at(inner, goal - mx.take_along_axis(reached - sums, block, axis=-1))
+    chosen = mx.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
+    before = mx.take_along_axis(reached - sums, block, axis=-1)
+    within = _at(mx.cumsum(chosen, axis=-1), goal - before)
     return mx.minimum(block * _BLOCK + within, rows.shape[-1] - 1)
 
 
 def _at(reached: Any, goal: Any) -> Any:
     """The first place at which a running sum passes `goal`, and none behind that where it ends."""
-    return (
-        ((reached <= goal) & (reached < reached[:, -1:]))
-        .astype(mx.uint32)
-        .sum(axis=-1, keepdims=True)
-    )
+    before = (reached <= goal) & (reached < reached[:, -1:])
+    return before.astype(mx.uint32).sum(axis=-1, keepdims=True)
 
 
 def _blocks(rows: Any, size: int, filling: float) -> Any:
@@ -331,16 +342,19 @@ def _ranked(rows: Any, n: int) -> tuple[Any, Any]:
     can be put in order at once."""
     ids = None
     while int(rows.shape[-1]) > max(_SORTED_AT_ONCE, 2 * n):
-        blocks = _blocks(rows, _power(-(-int(rows.shape[-1]) // _SORTED_AT_ONCE), 2), -mx.inf)
-        size = int(blocks.shape[-1])
+        size = _power(-(-int(rows.shape[-1]) // _SORTED_AT_ONCE), 2)
+        blocks = _blocks(rows, size, -mx.inf)
         peaks = mx.argsort(-blocks.max(axis=-1), axis=-1)
         chosen = mx.sort(peaks[:, :n], axis=-1)[:, :, None]
         rows = mx.take_along_axis(blocks, chosen, axis=1).reshape(rows.shape[0], -1)
         within = (chosen * size + _numbers(size)).reshape(rows.shape)
-        if ids is None:
-            ids = within
-        else:
-            ids = mx.take_along_axis(ids, within, axis=-1)
+        ids = _ids_at(ids, within)
     order = mx.argsort(-rows, axis=-1)[:, :n]
-    values = mx.take_along_axis(rows, order, axis=-1)
-    return (order if ids is None else mx.take_along_axis(ids, order, axis=-1)), values
+    return _ids_at(ids, order), mx.take_along_axis(rows, order, axis=-1)
+
+
+def _ids_at(ids: Any, places: Any) -> Any:
+    """The ids at these places of each row; the places themselves if the rows were not narrowed."""
+    if ids is None:
+        return places
+    return mx.take_along_axis(ids, places, axis=-1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -42,9 +42,15 @@ class Layout:
 
     def __init__(self, caches: Sequence[Any], form: KvFormat, slack: int) -> None:
         # How many a layer has in a list of its own; 0: one, and no list.
-        self._grouped = [len(c.caches) if isinstance(c, CacheList) else 0 for c in caches]
-        apart = [c.caches if isinstance(c, CacheList) else [c] for c in caches]
-        self.leaves = [_leaf(cache) for cache in chain.from_iterable(apart)]
+        self._grouped: list[int] = []
+        self.leaves: list[Leaf] = []
+        for cache in caches:
+            if isinstance(cache, CacheList):
+                self._grouped.append(len(cache.caches))
+                self.leaves += [_leaf(each) for each in cache.caches]
+            else:
+                self._grouped.append(0)
+                self.leaves.append(_leaf(cache))
         self.form = form
         self.slack = slack
         self.windows = sorted({leaf.window for leaf in self.leaves if leaf.window is not None})
@@ -65,7 +71,12 @@ class Layout:
             else:
                 flat.append(Attention(self.form, rows[leaf.window], phase_of(i)))
         rest = iter(flat)
-        caches = [CacheList(*islice(rest, n)) if n else next(rest) for n in self._grouped]
+        caches: list[Any] = []
+        for n in self._grouped:
+            if n:
+                caches.append(CacheList(*islice(rest, n)))
+            else:
+                caches.append(next(rest))
         return caches, flat
 
 
@@ -85,10 +96,7 @@ def arrays_of(leaves: Iterable[Any]) -> list[Any]:
     """Every array held by `leaves`: what must be computed for a step to be finished."""
     found: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, ArraysCache):
-            held = leaf.cache
-        else:
-            held = leaf.planes or ()
+        held = leaf.cache if isinstance(leaf, ArraysCache) else leaf.planes or ()
         found.extend(a for a in held if a is not None)
     return found
 
@@ -195,7 +203,9 @@ class SequenceCache:
         """The positions [start, stop) of attention leaf number `i`, as views."""
         row = self.row
         first = self.start_of(i)
-        return [p[row : row + 1, :, start - first : stop - first, :] for p in self.leaves[i].planes]
+        begin = start - first
+        end = stop - first
+        return [plane[row : row + 1, :, begin:end, :] for plane in self.leaves[i].planes]
 
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
         """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared
@@ -213,7 +223,8 @@ class SequenceBatch:
     decode. `caches` is what a model takes, `leaves` the same in one flat list."""
 
     def __init__(self, layout: Layout, lines: Sequence[SequenceCache] = ()) -> None:
-        self.layout, self.lines = layout, list(lines)
+        self.layout = layout
+        self.lines = list(lines)
         self.offsets = [0] * len(lines)
         self.rows = {w: RowOffsets(w, self.offsets) for w in (None, *layout.windows)}
         self.caches, self.leaves = layout.build(self.rows)
@@ -247,10 +258,14 @@ class SequenceBatch:
             lines[0].leave_batch()
         else:
             self.hold(lines)
-        order = sorted(range(len(lines)), key=lambda i: lines[i].row)
-        longest = max(map(len, tokens))
-        ids = mx.array([[*tokens[i], *[0] * (longest - len(tokens[i]))] for i in order])
-        return lines[0].batch, order, ids
+        rows = [line.row for line in lines]
+        order = sorted(range(len(lines)), key=rows.__getitem__)
+        longest = max(len(row) for row in tokens)
+        ids = []
+        for i in order:
+            padding = [0] * (longest - len(tokens[i]))
+            ids.append([*tokens[i], *padding])
+        return lines[0].batch, order, mx.array(ids)
 
     def hold(self, lines: Sequence[SequenceCache]) -> None:
         """Hold exactly `lines`. Those that leave get buffers of their own."""
@@ -281,11 +296,11 @@ class SequenceBatch:
             held = [(batch.leaves[n], row) for batch, row in sources]
             if isinstance(leaf, ArraysCache):
                 states = [_row_of(theirs.cache, row) for theirs, row in held]
-                joined = [
-                    mx.concatenate(list(parts), axis=0) for parts in zip(*states, strict=True)
-                ]
-                # One row alone is still a view.
-                leaf.cache = [mx.contiguous(a) for a in joined]
+                joined = []
+                for parts in zip(*states, strict=True):
+                    # One row alone is still a view.
+                    joined.append(mx.contiguous(mx.concatenate(list(parts), axis=0)))
+                leaf.cache = joined
             else:
                 leaf.fill([theirs.row(row) for theirs, row in held])
                 for batch, _ in sources:
@@ -303,17 +318,17 @@ class SequenceBatch:
         them."""
         own = SequenceBatch(self.layout, [owner])
         own._stand_as([(self, line.row)])
-        if len(self.lines) == 1:
-            own.buffers = self.buffers
-            own.restore(self.snapshot())
-            for mine, theirs in zip(self.leaves, own.leaves, strict=True):
-                if isinstance(mine, Attention):
-                    theirs.share(mine)
-        else:
+        if len(self.lines) > 1:
             own._collect([(self, line.row)])
             # Until it is computed, a copy holds on to the batch's buffers, which the next step
             # could not then reuse.
             mx.eval(arrays_of(own.leaves))
+            return own
+        own.buffers = self.buffers
+        own.restore(self.snapshot())
+        for mine, theirs in zip(self.leaves, own.leaves, strict=True):
+            if isinstance(mine, Attention):
+                theirs.share(mine)
         return own
 
     def free(self) -> None:
@@ -331,9 +346,11 @@ class SequenceBatch:
         for window, rows in self.rows.items():
             leaves = [x for x in self.leaves if isinstance(x, Attention) and x.rows is rows]
             if window is not None and max(rows.used()) + n > leaves[0].slots:
-                drops = [max(0, used - (window - 1 + self.layout.slack)) for used in rows.used()]
-                for leaf in leaves if any(drops) else ():
-                    leaf.drop_front(drops)
+                kept = window - 1 + self.layout.slack
+                drops = [max(0, used - kept) for used in rows.used()]
+                if any(drops):
+                    for leaf in leaves:
+                        leaf.drop_front(drops)
                 rows.starts = [s + d for s, d in zip(rows.starts, drops, strict=True)]
             used = max(rows.used())
             for leaf in leaves:

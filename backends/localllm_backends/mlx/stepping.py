@@ -3,9 +3,9 @@ step begun early."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -72,6 +72,10 @@ class Stepper:
         self.last: MlxStepResult | None = None
         # What the model knew in its calls since this was taken, where somebody taps it.
         self.hidden: list[Any] = []
+
+    def keep_hidden(self, rows: Any) -> None:
+        """Add hidden rows of the call that runs."""
+        self.hidden.append(rows)
 
     def _take_hidden(self) -> list[Any]:
         taken = self.hidden
@@ -156,19 +160,19 @@ class Stepper:
         hidden = self._take_hidden()
         group = LogitRows(logits)
         result.fresh.extend(hidden)
+        takes_best = False
         for row, part in enumerate(parts):
             line = part.line
-            n = len(part.chunk.tokens)
             if self._n_rewind:
                 line.undo = Undo(line.computed, tokens[row], row_of_state(state, row))
             line.replay = []
             # A long chunk is computed in several calls, and with what is read again.
-            part.hidden = _hidden_rows(hidden, row, len(tokens[row]))[-n:]
+            known = _hidden_rows(hidden, row, len(tokens[row]))
+            part.hidden = known[-len(part.chunk.tokens) :]
             if part.chunk.outputs:
-                part.group = group
-                part.stop = row * longest + counts[row]
-                part.start = part.stop - min(part.chunk.outputs, n)
-        if any(part.group is not None and part.chunk.sample is None for part in parts):
+                part.take(group, row * longest + counts[row])
+                takes_best |= part.chunk.sample is None
+        if takes_best:
             result.fresh.append(group.best.tokens)
         if self._layout.recurrent or parts[0].group is None:
             result.fresh.extend(arrays_of(batch.leaves))
@@ -189,8 +193,9 @@ class Stepper:
         """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns
         the rest."""
         scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
-        least = max(_PIECE, self.undivided)
-        most = max(least, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
+        attended = line.length + int(ids.shape[1])
+        n_pieces = scores // attended // _PIECE
+        most = max(n_pieces * _PIECE, _PIECE, self.undivided)
         while int(ids.shape[1]) > most:
             self._forward(line.batch, ids[:, :most])
             mx.eval(arrays_of(line.leaves), self.hidden)
@@ -202,21 +207,20 @@ class Stepper:
         together. What comes from logits of this step is `fresh` with them. The rest is returned: it
         is sampled on a stream of its own, which is done before the next step is, though that is
         begun in the same call."""
-        groups: dict[int, tuple[LogitRows, list[tuple[ChunkOutput, SampleSpec]]]] = {}
-        for part in result.parts:
-            spec = part.chunk.sample
-            group = part.group
-            if spec is not None and group is not None and part.sampled is None:
-                groups.setdefault(id(group), (group, []))[1].append((part, spec))
         late: list[Any] = []
-        for group, wanted in groups.values():
-            parts, asked = zip(*wanted, strict=True)
-            default = mx.default_stream(mx.default_device())
-            with mx.stream(self._stream if group.begun_ahead else default):
-                sampled = sample(_gathered([(group.logits, p.stop - 1) for p in parts]), asked)
+        for group, parts in _sampled_groups(result.parts):
+            stream = mx.default_stream(mx.default_device())
+            begun = result.fresh
+            if group.begun_ahead:
+                stream = self._stream
+                begun = late
+            asked = [part.chunk.sample for part in parts if part.chunk.sample is not None]
+            with mx.stream(stream):
+                rows = _gathered([(group.logits, part.stop - 1) for part in parts])
+                sampled = sample(rows, asked)
             for at, part in enumerate(parts):
                 part.sampled = sampled, at
-            (late if group.begun_ahead else result.fresh).append(sampled.tokens)
+            begun.append(sampled.tokens)
         return late
 
     # --- one step ahead ---------------------------------------------------------------------------
@@ -234,10 +238,14 @@ class Stepper:
         elif not lines or not self.batch.is_of(lines):
             return []
         batch = lines[0].batch
-        going.sort(key=lambda part: part.line.row)
-        following = filter(None, [part.next for part in going])
+        going.sort(key=_row_of_line)
+        following = []
+        for part in going:
+            if part.next is not None:
+                tokens, row = part.next
+                following.append((tokens.tokens, row))
         # Any token where the device was unsure.
-        given = mx.maximum(_gathered([(tokens.tokens, row) for tokens, row in following]), 0)
+        given = mx.maximum(_gathered(following), 0)
         state = batch.snapshot() if self._layout.recurrent else []
         logits = self._forward(batch, given[:, None])[:, -1]
         group = LogitRows(logits, begun_ahead=True)
@@ -249,11 +257,19 @@ class Stepper:
     def _known_to_go_on(self, parts: Sequence[ChunkOutput]) -> list[ChunkOutput]:
         """The chunks whose lines decode on, where what follows all of them is known; none where it
         isn't."""
-        going = [p for p in parts if p.chunk.outputs and (p.known or len(p.chunk.tokens) == 1)]
-        known = all(part.known for part in going)
-        if self._looks_ahead and known and self.free() >= len(going):
-            return going
-        return []
+        if not self._looks_ahead:
+            return []
+        going = []
+        for part in parts:
+            if not part.chunk.outputs:
+                continue
+            if part.known:
+                going.append(part)
+            elif len(part.chunk.tokens) == 1:
+                return []
+        if self.free() < len(going):
+            return []
+        return going
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
@@ -261,8 +277,11 @@ class Stepper:
         its rows. A row whose sampling depends on the token `given` is only computed; the next step
         brings how it is sampled."""
         arrays = [ahead.group.best.tokens if None in asked else ahead.group.logits]
-        following = [None if spec is None else spec.next() for spec in asked]
-        specs = {row: spec for row, spec in enumerate(following) if spec is not None}
+        specs: dict[int, SampleSpec] = {}
+        for row, spec in enumerate(asked):
+            following = spec.next() if spec is not None else None
+            if following is not None:
+                specs[row] = following
         if specs:
             rows = _gathered([(ahead.group.logits, row) for row in specs])
             drawn = _gathered([(given, row) for row in specs])
@@ -288,23 +307,25 @@ class Stepper:
             if part is None:
                 line.place(line.computed)
                 continue
-            part.group = ahead.group
-            part.start = row
-            part.stop = row + 1
+            part.take(ahead.group, row + 1)
             part.hidden = _hidden_rows(ahead.hidden, row, 1)
             if self._n_rewind:
                 line.undo = Undo(line.length, [*part.chunk.tokens], row_of_state(ahead.state, row))
             begun = ahead.samples.get(line)
-            if begun is not None and part.chunk.sample == begun[0].asked[begun[1]]:
-                part.sampled = begun
+            if begun is not None:
+                sampled, at = begun
+                if part.chunk.sample == sampled.asked[at]:
+                    part.sampled = begun
 
     def undo_ahead(self) -> None:
         """Every line stands where it stood before it was stepped unasked."""
         ahead = self.ahead
+        if ahead is None:
+            return
         self.ahead = None
-        for line in ahead.lines if ahead is not None else ():
+        for line in ahead.lines:
             line.place(line.computed)
-        if ahead is not None and ahead.state:
+        if ahead.state:
             ahead.batch.restore(ahead.state)
 
     def undo_ahead_of(self, line: SequenceCache) -> None:
@@ -315,19 +336,17 @@ class Stepper:
 
     def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
         """The arrays behind all tokens of `line`, whatever was started for it unasked."""
-        begun = self.ahead is not None and line in self.ahead.lines
-        if self.ahead is not None and begun:
-            held = self.ahead.state
-        else:
-            held = line.batch.snapshot()
-        return row_of_state(held, line.row)
+        if self.ahead is not None and line in self.ahead.lines:
+            return row_of_state(self.ahead.state, line.row)
+        return row_of_state(line.batch.snapshot(), line.row)
 
     def touched_by_failure(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what
         was begun."""
-        ahead = self.ahead
-        self.ahead = None
-        touched = {*lines, *(ahead.lines if ahead else ())}
+        touched = set(lines)
+        if self.ahead is not None:
+            touched.update(self.ahead.lines)
+            self.ahead = None
         return list(chain.from_iterable(line.batch.lines for line in touched))
 
     def recompute(self, line: SequenceCache) -> None:
@@ -340,20 +359,43 @@ class Stepper:
             self.hidden.clear()
 
     def close(self) -> None:
-        self.ahead = self.last = self.model = None
+        self.ahead = None
+        self.last = None
+        self.model = None
         self.batch = SequenceBatch(self._layout)
 
     @property
     def output_bytes(self) -> int:
-        parts = [] if self.last is None else self.last.parts
-        groups = {id(part.group): part.group for part in parts}
+        if self.last is None:
+            return 0
+        groups = {id(part.group): part.group for part in self.last.parts}
         return sum(int(group.logits.nbytes) for group in groups.values() if group is not None)
+
+
+def _row_of_line(part: ChunkOutput) -> int:
+    return part.line.row
+
+
+def _sampled_groups(
+    parts: Sequence[ChunkOutput],
+) -> Iterable[tuple[LogitRows, list[ChunkOutput]]]:
+    """The chunks that ask for a token which is not being sampled yet, by the group of their
+    rows."""
+    found: dict[int, tuple[LogitRows, list[ChunkOutput]]] = {}
+    for part in parts:
+        group = part.group
+        if part.chunk.sample is not None and group is not None and part.sampled is None:
+            _, members = found.setdefault(id(group), (group, []))
+            members.append(part)
+    return found.values()
 
 
 def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:
     """Of at most the first `n` tokens in that row of each array."""
-    known = [product([a], [row], range(min(n, int(a.shape[1])))) for a in arrays]
-    return list(chain.from_iterable(known))
+    known: list[HiddenRow] = []
+    for array in arrays:
+        known += [(array, row, at) for at in range(min(n, int(array.shape[1])))]
+    return known
 
 
 def _gathered(parts: Sequence[tuple[Any, int]]) -> Any:
