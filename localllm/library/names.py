@@ -29,8 +29,8 @@ _MLX_QUANT = re.compile(
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REFERENCE_HINT = (
-    "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, "
-    "or a path"
+    "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), "
+    "an hf.co URL, or a path"
 )
 
 

@@ -37,11 +37,10 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 def json_calls(tools: NamedSchemas, before: Callable[[str], str]) -> Grammar:
     """One call: the Lark that `before` has for its name, then its arguments as JSON."""
-    rules = [
-        f"f{f}: {before(name)} {json_value(as_object(schema))}"
-        for f, (name, schema) in enumerate(tools)
-    ]
-    return "lark", "\n".join([f"start: {any_of(tools)}", *rules]) + "\n"
+    rules = [f"start: {any_of(tools)}"]
+    for f, (name, schema) in enumerate(tools):
+        rules.append(f"f{f}: {before(name)} {json_value(as_object(schema))}")
+    return "lark", "\n".join(rules) + "\n"
 
 
 def any_value(described: Any, schema: Mapping[str, Any]) -> str:

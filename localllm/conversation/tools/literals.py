@@ -45,14 +45,17 @@ class LiteralReader:
         if word := _WORD.match(text, at):
             return _WORDS[word[0]], word.end()
         if number := _NUMBER.match(text, at):
-            is_whole = number[0].lstrip("-").isdigit()
-            return (json.loads if is_whole else float)(number[0]), number.end()
+            if number[0].lstrip("-").isdigit():
+                return json.loads(number[0]), number.end()
+            return float(number[0]), number.end()
         raise ValueError(f"no value: {text[at : at + 20]!r}")
 
     def key(self, text: str, at: int) -> tuple[str, int]:
         """The key at `at`: JSON's are texts, Python's may be numbers."""
         key, at = self.value(text, at)
-        return key if isinstance(key, str) else json.dumps(key), at
+        if not isinstance(key, str):
+            key = json.dumps(key)
+        return key, at
 
     def _items(self, text: str, at: int, closing: str) -> tuple[list[object], int]:
         items: list[object] = []

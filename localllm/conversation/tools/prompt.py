@@ -56,15 +56,10 @@ def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}.type {str(kind)[:40]!r} is not supported; send functions", param=where
         )
     function = tool.get("function")
-    if isinstance(function, Mapping):
-        name = function.get("name")
-    else:
-        name = None
-    if (
-        not isinstance(function, Mapping)
-        or not isinstance(name, str)
-        or not 0 < len(name) <= _LONGEST_NAME
-    ):
+    if not isinstance(function, Mapping):
+        function = {}
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
         raise RequestError(f"{where}.function needs a name", param=where)
     schema = function.get("parameters")
     if schema is not None and not isinstance(schema, Mapping):
@@ -72,13 +67,12 @@ def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     complete = {
         "name": name,
         "description": str(function.get("description") or ""),
-        "parameters": dict(schema) if schema else {"type": "object", "properties": {}},
+        "parameters": dict(schema or {"type": "object", "properties": {}}),
     }
+    checked_tool: dict[str, Any] = {"type": "function", "function": complete}
     if function.get("strict") is True or tool.get("strict") is True:
-        strict = {"strict": True}
-    else:
-        strict = {}
-    return {"type": "function", "function": complete, **strict}
+        checked_tool["strict"] = True
+    return checked_tool
 
 
 def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
@@ -86,8 +80,9 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
     plain choice. Raises RequestError."""
     if not isinstance(sent, Mapping) or sent.get("type") != "allowed_tools":
         return list(tools), sent
-    inner = sent.get("allowed_tools")
-    inner = inner if isinstance(inner, Mapping) else sent
+    inner = sent
+    if isinstance(sent.get("allowed_tools"), Mapping):
+        inner = sent["allowed_tools"]
     listed = inner.get("tools")
     mode = inner.get("mode", "auto")
     if not isinstance(listed, list) or mode not in ("auto", "required"):
@@ -95,13 +90,13 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
             "allowed_tools needs an array of tools and a mode, auto or required",
             param="tool_choice",
         )
-    named: list[Any] = [
-        t.get("function") if isinstance(t.get("function"), Mapping) else t
-        for t in listed
-        if isinstance(t, Mapping) and t.get("type", "function") == "function"
-    ]
-    kept = [t for t in tools if parameters_of(t)[0] in [n.get("name") for n in named]]
-    if len(kept) < len(named):
+    wanted: list[Any] = []
+    for tool in listed:
+        if isinstance(tool, Mapping) and tool.get("type", "function") == "function":
+            function = tool.get("function")
+            wanted.append((function if isinstance(function, Mapping) else tool).get("name"))
+    kept = [tool for tool in tools if parameters_of(tool)[0] in wanted]
+    if len(kept) < len(wanted):
         raise RequestError(
             "allowed_tools names a function that is not among the tools", param="tool_choice"
         )
@@ -129,10 +124,7 @@ def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
 
 def _chosen_name(sent: Mapping[str, Any], tools: Sequence[Tool]) -> str:
     inner = sent.get("function")
-    if isinstance(inner, Mapping):
-        name = inner.get("name")
-    else:
-        name = sent.get("name")
+    name = (inner if isinstance(inner, Mapping) else sent).get("name")
     if sent.get("type") != "function" or not isinstance(name, str):
         raise RequestError("tool_choice must be a string or name a function", param="tool_choice")
     if name not in [parameters_of(tool)[0] for tool in tools]:
@@ -150,9 +142,8 @@ def with_instruction(
     rewritten = [_as_text(m) for m in messages]
     if not tools:
         return rewritten
-    offer = INSTRUCTION.format(
-        tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)
-    )
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    offer = INSTRUCTION.format(tools=listed)
     if rewritten and rewritten[0]["role"] == "system":
         rewritten[0] = {**rewritten[0], "content": f"{rewritten[0]['content']}\n\n{offer}".strip()}
         return rewritten
@@ -162,20 +153,15 @@ def with_instruction(
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     plain = dict(message)
     if message["role"] == "tool":
-        return {
-            "role": "user",
-            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
-        }
+        content = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": content}
     calls = plain.pop("tool_calls", None)
     if calls:
-        blocks = [
-            "<tool_call>\n"
-            + json.dumps(
-                {"name": c["function"]["name"], "arguments": c["function"]["arguments"]},
-                ensure_ascii=False,
-            )
-            + "\n</tool_call>"
-            for c in calls
-        ]
+        blocks = [_call_as_text(call["function"]) for call in calls]
         plain["content"] = "\n".join([plain["content"], *blocks]).strip()
     return plain
+
+
+def _call_as_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"

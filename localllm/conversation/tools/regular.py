@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from localllm.grammars.expressions import Expressions, Piece
 
 _TOKEN = re.compile(
-    r"(?P<skip>[ "
-    r'\t]+|//[^\n]*)|(?P<line>\n[\s]*)|(?P<text>"(?:[^"\\\n]|\\.)*"i?)|(?P<regex>/(?:[^/\\\n]|\\.)+/[imsx]*)'
-    r"|(?P<import>%import[ \t]+(?P<path>[\w.]+)(?:[ \t]*\((?P<names>[\w, \t]+)\))?(?:[ \t]*->[ "
-    r"\t]*(?P<as>\w+))?)"
+    r"(?P<skip>[ \t]+|//[^\n]*)|(?P<line>\n[\s]*)"
+    r'|(?P<text>"(?:[^"\\\n]|\\.)*"i?)|(?P<regex>/(?:[^/\\\n]|\\.)+/[imsx]*)'
+    r"|(?P<import>%import[ \t]+(?P<path>[\w.]+)"
+    r"(?:[ \t]*\((?P<names>[\w, \t]+)\))?(?:[ \t]*->[ \t]*(?P<as>\w+))?)"
     r"|(?P<name>[?!]?[a-zA-Z_]\w*)(?P<head>(?:\.-?\d+)?[ \t]*:(?!:))?|(?P<alias>->[ \t]*\w+)"
     r"|(?P<times>~[ \t]*\d+(?:[ \t]*\.\.[ \t]*\d+)?)|(?P<mark>\.\.|[()\[\]|?*+])"
 )
@@ -76,10 +76,9 @@ def _rules(lark: str) -> dict[str, list[Piece]]:
 
 def _imported(match: re.Match[str]) -> dict[str, list[Piece]]:
     module, _, name = match["path"].partition(".")
+    names = [name]
     if match["names"]:
         names = [n.strip() for n in match["names"].split(",")]
-    else:
-        names = [name]
     if module != "common":
         raise ValueError("only what Lark's common names is known")
     return {match["as"] or n: [("item", _COMMON[n])] for n in names}
@@ -90,8 +89,9 @@ def _piece(match: re.Match[str]) -> Piece:
     if match["name"]:
         return "rule", said
     if match["text"]:
-        literal = "".join(map(_escaped, json.loads(said.removesuffix("i"))))
-        return "item", f"(?i:{literal})" if said.endswith("i") else f"(?:{literal})"
+        literal = "".join(_escaped(char) for char in json.loads(said.removesuffix("i")))
+        flags = "i" if said.endswith("i") else ""
+        return "item", f"(?{flags}:{literal})"
     if match["regex"]:
         inner, _, flags = said[1:].rpartition("/")
         return "item", f"(?{flags}:{inner})"

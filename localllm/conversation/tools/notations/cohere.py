@@ -21,12 +21,11 @@ _HEAD = re.compile(
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """One array, which holds every call; each on a line of its own."""
-    rules = [
-        f'f{f}: "\\"tool_name\\": " {text(json.dumps(name, ensure_ascii=False))} ", '
-        '\\"parameters\\": " '
-        f'{json_value(as_object(schema))} "}}"'
-        for f, (name, schema) in enumerate(tools)
-    ]
+    rules: list[str] = []
+    for f, (name, schema) in enumerate(tools):
+        quoted = text(json.dumps(name, ensure_ascii=False))
+        parameters = f'", \\"parameters\\": " {json_value(as_object(schema))}'
+        rules.append(f'f{f}: "\\"tool_name\\": " {quoted} {parameters} "}}"')
     lark = [
         'start: "[" gap call ("," gap call)* gap "]"',
         r"gap: /\s{0,8}/",
