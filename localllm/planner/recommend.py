@@ -9,8 +9,11 @@ and recency.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 
 from localllm.device.accelerators import KINDS, rival
 from localllm.device.types import Device
@@ -65,25 +68,23 @@ def too_slow(plan: Plan, need: Need) -> bool:
 
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
-    possible = backends_of(device)
+    engines = set(backends_of(device))
     if overrides.backends:
-        engines = tuple(b for b in possible if b in overrides.backends)
-    else:
-        engines = possible
+        engines &= set(overrides.backends)
     return [v for v in model.variants if backend_of(v).name in engines and v.file_bytes > 0]
 
 
 def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> list[Variant]:
-    pool = device.room_bytes + (
-        device.host.limit_bytes if device.host and device.kind == "discrete" else 0
-    )
-    return [v for v in variants if v.file_bytes - places.disk_bytes(model, v, USUAL) <= pool]
+    room_bytes = device.room_bytes
+    if device.host and device.kind == "discrete":
+        room_bytes += device.host.limit_bytes
+    return [v for v in variants if v.file_bytes - places.disk_bytes(model, v, USUAL) <= room_bytes]
 
 
 def _is_sound(model: Model, variant: Variant) -> bool:
-    """False where more than 3 points are lost to the format: the next smaller model is the better
-    use of the memory. Such a file ranks behind every sound one, of whatever model: what two bits
-    take away was measured on text, and is worse in long thoughts and calls of tools."""
+    """False if more than 3 points are lost to the format: the next smaller model is the better use
+    of the memory. Such a file ranks below every sound one of any model: the loss of two bits was
+    measured on text, and is worse in long thoughts and tool calls."""
     return quality.format_cost(model, variant) <= _MOST_LOST_POINTS
 
 
@@ -94,7 +95,7 @@ def recommend(
     *,
     overrides: Overrides = NOTHING_FIXED,
     limit: int = MAX_PICKS,
-    on_plan: Callable[[Plan], object] = lambda _: None,
+    on_plan: Callable[[Plan], object] | None = None,
 ) -> Recommendation:
     """At most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and the
     reason for every other model. `on_plan` gets each model's own best as it is found, unranked.
@@ -110,15 +111,16 @@ def recommend(
         outcome = _best_of(device, model, workload, need, overrides)
         if isinstance(outcome, Plan):
             best.append(outcome)
-            on_plan(outcome)
+            if on_plan is not None:
+                on_plan(outcome)
         elif outcome is not None:
             rejected.append(outcome)
     best = picks.no_less_than_older(best)
-    best.sort(key=lambda p: (p.model.release_date, p.model.id), reverse=True)
-    best.sort(key=lambda p: (not _is_sound(p.model, p.variant), -p.score))
-    best = _sure_first(best)
-    shown, left = picks.choose(best, limit)
-    rejected += [_not_shown(device, *one, workload, overrides) for one in left]
+    best.sort(key=attrgetter("model.release_date", "model.id"), reverse=True)
+    best.sort(key=_rank)
+    shown, left = picks.choose(_sure_first(best), limit)
+    for plan, reason in left:
+        rejected.append(_not_shown(device, plan, reason, workload, overrides))
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
     detailed = [
         detailed_plan(device, plan, everything, workload, overrides)
@@ -127,19 +129,27 @@ def recommend(
     return Recommendation(tuple(detailed), tuple(rejected), workload)
 
 
+def _rank(plan: Plan) -> tuple[bool, float]:
+    """Sound files before poor ones, then by score, the best first."""
+    return not _is_sound(plan.model, plan.variant), -plan.score
+
+
+def _is_sure(plan: Plan) -> bool:
+    """True if somebody has rated the model, and its files are listed and lose little to their
+    format. A plan without points is no answer in any case."""
+    if plan.quality < 0 or not plan.is_rated or plan.variant.is_estimate:
+        return False
+    return _is_sound(plan.model, plan.variant)
+
+
 def _sure_first(ranked: list[Plan]) -> list[Plan]:
-    """`ranked`, but with the first one in front that somebody has rated, whose files are listed and
-    lose little to their format: that others than its maker rated, if there is any. One of no points
-    is no answer, whatever is known of it: then the rank alone decides."""
-
-    def doubts(plan: Plan) -> tuple[bool, ...]:
-        poor = not _is_sound(plan.model, plan.variant)
-        return poor or not plan.is_rated or plan.variant.is_estimate, plan.makers_own
-
-    sure = min((p for p in ranked if p.quality >= 0), key=doubts, default=None)
-    if sure is None or doubts(sure)[0]:
+    """`ranked` with the first sure plan in front: one that others than its maker rated, if there is
+    any. If no plan is sure, the rank alone decides."""
+    sure = [plan for plan in ranked if _is_sure(plan)]
+    if not sure:
         return ranked
-    return [sure, *(p for p in ranked if p is not sure)]
+    first = next((plan for plan in sure if not plan.makers_own), sure[0])
+    return [first, *(plan for plan in ranked if plan is not first)]
 
 
 def _not_shown(
@@ -166,24 +176,25 @@ def detailed_plan(
     """`plan` with its longest context, and further reasons: the cliff, how the other engine would
     do, and a draft model where one would pay."""
     longest = max_context(device, plan)
+    more = mb(plan.kv_bytes_per_1k)
+    reasons: list[str | None] = [
+        f"up to {longest:,} tokens of context fit; each further 1,024 cost {more}"
+    ]
+    predicted = speed.decode(device, plan.model, plan.variant, plan.settings)
+    reasons.append(why.on_disk(plan, predicted.value))
     if "measured" not in plan.decode_tok_s.basis:
-        limit = efficiency.limit_of(device)
-    else:
-        limit = None
+        reasons.append(efficiency.limit_of(device))
+    reasons.append(needs.sentence(plan, needs.need_of(workload)))
     other = _other_engine(device, plan, workload, overrides)
-    reasons = (
-        f"up to {longest:,} tokens of context fit; each further 1,024 cost "
-        f"{mb(plan.kv_bytes_per_1k)}",
-        why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value),
-        limit,
-        needs.sentence(plan, needs.need_of(workload)),
-        picks.compare(device, plan, other) if other is not None else None,
+    if other is not None:
+        reasons.append(picks.compare(device, plan, other))
+    reasons += [
         _other_kernels(device, plan),
         _draft_sentence(device, plan, models),
         drafting.heads_sentence(device, plan),
         drafting.edit_sentence(device, plan),
         drafting.companions_sentence(plan),
-    )
+    ]
     return replace(plan, max_ctx=longest, reasons=tuple(filter(None, reasons)))
 
 
@@ -209,28 +220,23 @@ _KERNELS_PAY = 1.05
 
 
 def _other_kernels(device: Device, plan: Plan) -> str | None:
-    """On a Radeon, what llama.cpp's other build would do: "Vulkan instead of ROCm: …", where that
-    differs and fits."""
+    """The speed of llama.cpp's other build on a Radeon; None on other machines, and if it is the
+    same."""
     other = rival(device.accelerator)
     if other is None or not backend_of(plan.variant).runs_on(other):
         return None
-    if efficiency.generation(device.match or device.name)[0] != "amd":
+    vendor, _, _ = efficiency.generation(device.match or device.name)
+    if vendor != "amd":
         return None
-
-    def rates(machine: Device) -> tuple[float, float]:
-        known = (machine, plan.model, plan.variant, plan.settings)
-        return speed.decode(*known).value, speed.prefill(*known).value
-
-    ratios = [
-        a / b for a, b in zip(rates(replace(device, accelerator=other)), rates(device), strict=True)
-    ]
-    if all(1 / _KERNELS_PAY < ratio < _KERNELS_PAY for ratio in ratios):
+    there = replace(device, accelerator=other)
+    run = (plan.model, plan.variant, plan.settings)
+    decode = speed.decode(there, *run).value / speed.decode(device, *run).value
+    prompt = speed.prefill(there, *run).value / speed.prefill(device, *run).value
+    if all(1 / _KERNELS_PAY < ratio < _KERNELS_PAY for ratio in (decode, prompt)):
         return None
-    decode, prompt = (f"{ratio:.2f}× as fast" for ratio in ratios)
     return (
         f"with a {KINDS[other].label} build instead of {KINDS[device.accelerator].label}: "
-        "answers "
-        f"{decode}, prompts {prompt} (predicted)"
+        f"answers {decode:.2f}× as fast, prompts {prompt:.2f}× as fast (predicted)"
     )
 
 
@@ -238,15 +244,13 @@ _DRAFT_PAYS = 1.25
 
 
 def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str | None:
-    """What the listed draft model that pays most and still fits would bring; None where none
-    does."""
+    """The gain of the listed draft model that pays most and still fits; None if none does."""
     known = {m.id: m for m in models}
     found: list[tuple[float, str, int]] = []
     for name in plan.model.drafts:
-        if name in known:
-            pair = draft_pair(known[name], plan.variant)
-        else:
-            pair = None
+        if name not in known:
+            continue
+        pair = draft_pair(known[name], plan.variant)
         if pair is None:
             continue
         gain = drafting.draft_gain(device, (plan.model, plan.variant), pair)
@@ -281,45 +285,33 @@ def _best_of(
     untrained = beyond_training(model, workload)
     if untrained:
         return Rejected(model, smallest, untrained, "context")
+    rough = partial(plan_for, device, model, workload=workload, overrides=overrides, rough=True)
     fitting: list[Plan] = []
-    fast: list[Plan] = []
     for group in _by_class(model, _small_enough(device, model, variants)):
-        plans = [
-            plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group
-        ]
-        plans = [p for p in plans if p.fits != "no"]
-        fitting = fitting or plans
-        fast = [p for p in plans if not too_slow(p, need)]
+        plans = [plan for plan in map(rough, group) if plan.fits != "no"]
+        fast = [plan for plan in plans if not too_slow(plan, need)]
         if fast:
-            break
-    if not fitting:
-        shown = typical(variants)
-        return Rejected(
-            model,
-            shown,
-            why.does_not_fit(
-                plan_for(device, model, shown, workload, overrides=overrides, rough=True), device
-            ),
-            "memory",
-        )
-    if not fast:
-        quickest = max(fitting, key=lambda p: (p.stream_tok_s, p.variant.quant))
+            best, chosen = _best_file(fast, need)
+            return replace(finished(device, chosen, workload, overrides), score=best.score)
+        fitting = fitting or plans
+    if fitting:
+        quickest = max(fitting, key=attrgetter("stream_tok_s", "variant.quant"))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
-    best, chosen = _best_file(fast, need)
-    return replace(finished(device, chosen, workload, overrides), score=best.score)
+    shown = typical(variants)
+    return Rejected(model, shown, why.does_not_fit(rough(shown), device), "memory")
 
 
-def _by_class(model: Model, variants: Sequence[Variant]) -> list[list[Variant]]:
-    """Listed files before constructed ones; poor ones behind, for where no sound one fits, or is
-    fast enough."""
-    classes: dict[tuple[bool, bool], list[Variant]] = {}
+def _by_class(model: Model, variants: Sequence[Variant]) -> Iterator[list[Variant]]:
+    """Listed files before constructed ones; poor ones last, for a machine on which no sound one
+    fits, or is fast enough."""
+    classes: dict[tuple[bool, bool], list[Variant]] = defaultdict(list)
     for variant in variants:
-        classes.setdefault((not _is_sound(model, variant), variant.is_estimate), []).append(variant)
-    # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for nothing.
-    return [
-        [v for v in classes[kind] if quality.bits(model, v) < _SIXTEEN_BITS] or classes[kind]
-        for kind in sorted(classes)
-    ]
+        classes[not _is_sound(model, variant), variant.is_estimate].append(variant)
+    for kind in sorted(classes):
+        # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for
+        # nothing.
+        smaller = [v for v in classes[kind] if quality.bits(model, v) < _SIXTEEN_BITS]
+        yield smaller or classes[kind]
 
 
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
@@ -327,19 +319,25 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
     the one to run: of those near it the one that loses least to its format and keeps the purpose's
     good speed, else the best. Four bits and more, which lose little, go before fewer; and what
     leaves an agent's context room to grow before what does not."""
-    best = max(plans, key=lambda p: (p.score, -why.all_memory(p), p.variant.quant))
+    best = max(plans, key=_worth)
     near = [
         p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)
     ]
-    near = [
-        p for p in near if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS
-    ] or near
+    near = [p for p in near if _loses_little(p)] or near
     near = [p for p in near if needs.context_can_grow(p, need)] or near
     kept = [p for p in near if p.stream_tok_s >= need.good_tok_s]
-    return best, max(
-        kept or near,
-        key=lambda p: (p.quality if kept else 0, p.score, -why.all_memory(p), p.variant.quant),
-    )
+    if kept:
+        return best, max(kept, key=lambda p: (p.quality, _worth(p)))
+    return best, max(near, key=_worth)
+
+
+def _worth(plan: Plan) -> tuple[float, int, str]:
+    """What plans of one model are compared by: score, then memory, then the name."""
+    return plan.score, -why.all_memory(plan), plan.variant.quant
+
+
+def _loses_little(plan: Plan) -> bool:
+    return quality.format_cost(plan.model, plan.variant) <= _LITTLE_LOST_POINTS
 
 
 def variants_of(
@@ -347,19 +345,17 @@ def variants_of(
 ) -> list[Plan]:
     """Every variant of one model that this machine's engines can read, whether or not it fits,
     smallest file first."""
-    plans = [
-        plan_for(device, model, v, workload, overrides=overrides)
-        for v in _candidates(device, model, overrides)
-    ]
     need = needs.need_of(workload)
-    plans = [
-        replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, need))
-        for p in plans
-    ]
     untrained = beyond_training(model, workload)
-    if untrained:
-        plans = [replace(p, fits="no", why=untrained) for p in plans]
-    return sorted(plans, key=lambda p: (p.variant.file_bytes, p.variant.format, p.variant.quant))
+    plans = []
+    for variant in _candidates(device, model, overrides):
+        plan = plan_for(device, model, variant, workload, overrides=overrides)
+        reason = why.of_variant(plan, device, need)
+        plan = replace(plan, max_ctx=max_context(device, plan), why=reason)
+        if untrained:
+            plan = replace(plan, fits="no", why=untrained)
+        plans.append(plan)
+    return sorted(plans, key=attrgetter("variant.file_bytes", "variant.format", "variant.quant"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,17 +388,19 @@ def reaching(
     for device in sorted(devices, key=lambda d: (d.bandwidth_gbps.value, d.room_bytes, d.name)):
         if device.match in found:
             continue
+        variants = _small_enough(device, model, _candidates(device, model, overrides))
         plans = [
             plan_for(device, model, variant, workload, overrides=overrides)
-            for variant in _small_enough(device, model, _candidates(device, model, overrides))
+            for variant in variants
             if _is_sound(model, variant)
         ]
         whole = [p for p in plans if p.fits in ("yes", "tight") and not needs.too_long(p, need)]
         fast = [p for p in whole if p.decode_tok_s.value >= tok_s]
         if fast:
-            found[device.match] = device, max(fast, key=lambda p: (p.quality, p.decode_tok_s.value))
+            best = max(fast, key=attrgetter("quality", "decode_tok_s.value"))
+            found[device.match] = device, best
         elif whole:
-            best = max(whole, key=lambda p: p.decode_tok_s.value)
+            best = max(whole, key=attrgetter("decode_tok_s.value"))
             if nearest is None or best.decode_tok_s.value > nearest[1].decode_tok_s.value:
                 nearest = device, best
     return Reach(tuple(found.values()), nearest)
