@@ -36,12 +36,7 @@ _HEADS_LENGTHS = (1, 2, 3, 4)
 COMPANION_ACCEPTANCE = (0.4, 0.65, 0.85)
 COMPANION_LENGTHS = (1, 2, 3, 5, 8)
 COMPANION_BASIS = "drafter accepted at 40 to 85% a token, assumed; not measured here"
-HEADS_BASIS = (
-    "heads accepted at 64 to 95% a token, prose to code, as published of "
-    "Qwen3.8-27B{runs}; "
-    "not "
-    "measured here"
-)
+HEADS_SOURCE = "heads accepted at 64 to 95% a token, prose to code, as published of Qwen3.8-27B"
 # Share of a same-family small model's tokens the large one accepts on chat and code; real ones run
 # from 0.5 (free text) to 0.9 (edits of given text). The engine measures its own and stops drafting
 # where it does not pay.
@@ -66,15 +61,17 @@ def draft_gain(
     device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]
 ) -> float:
     """Predicted speed-up of letting `draft` propose four tokens a step (below 1 = slower)."""
-    small = decode_step(device, *draft, USUAL).total_s / decode_step(device, *target, USUAL).total_s
+    draft_s = decode_step(device, *draft, USUAL).total_s
+    target_s = decode_step(device, *target, USUAL).total_s
     (verify,) = verify_ratios(device, *target, (_DRAFT_LENGTH + 1,))
-    return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, small, verify)
+    return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, draft_s / target_s, verify)
 
 
 def row_share(device: Device, variant: Variant) -> tuple[float, int]:
     """What a further token of one sequence adds to a step, as a share of it, and how many published
     runs say so (0: assumed)."""
-    return kernel_facts(decode_cost.hardware_of(device, backend_of(variant).name).keys).row_share
+    hardware = decode_cost.hardware_of(device, backend_of(variant).name)
+    return kernel_facts(hardware.keys).row_share
 
 
 # The same of mixtures, whose kernels and routing take the row as it comes until most experts are
@@ -95,27 +92,23 @@ def verify_ratios(
     weights are read once, but more of the experts, and every row is computed. Sequences of their
     own (`speed.decode`) cost more: each has a cache and a state.
     """
+    hardware = decode_cost.hardware_of(device, backend_of(variant).name)
     read = streamed(model, variant)
-    (share, _) = row_share(device, variant)
-    is_cpu = decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu"
-    if not read.routed_bytes and not is_cpu:
+    share, _ = row_share(device, variant)
+    if hardware.engine != "cpu" and not read.routed_bytes:
         return [1 + (n - 1) * share for n in rows]
     one = decode_step(device, model, variant, settings)
-    if is_cpu:
-        return [
-            decode_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s
-            for n in rows
-        ]
-    routed = one.routed_s / one.total_s / read.routed_bytes
-    more = [
-        (read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows
-    ]
-    filled = [
-        _MIXTURE_ROW_SHARE + (n - 1) * share + extra for n, extra in zip(rows, more, strict=True)
-    ]
-    return [
-        1 + min((n - 1) * _MIXTURE_ROW_SHARE, most) for n, most in zip(rows, filled, strict=True)
-    ]
+    ratios = []
+    for n in rows:
+        if hardware.engine == "cpu":
+            step = decode_step(device, model, variant, settings, n_sequences=n)
+            ratios.append(step.total_s / one.total_s)
+            continue
+        more_bytes = read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes
+        more = more_bytes * (one.routed_s / one.total_s / read.routed_bytes)
+        most = _MIXTURE_ROW_SHARE + (n - 1) * share + more
+        ratios.append(1 + min((n - 1) * _MIXTURE_ROW_SHARE, most))
+    return ratios
 
 
 def edit_gain(device: Device, plan: Plan) -> float | None:
@@ -126,30 +119,32 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
     where it does not pay, or where the model's memory can't take tokens back (recurrent layers,
     unless loaded with snapshots of their state).
     """
+    if plan.settings.drafter.name == "off":
+        return None
     lengths: tuple[int, ...] = _LENGTHS
     if facts(plan.model).n_recurrent_layers:
-        if plan.settings.n_rewind:
-            lengths = (plan.settings.n_rewind,)
-        else:
-            lengths = ()
-    if plan.settings.drafter.name == "off" or not lengths:
-        return None
+        if not plan.settings.n_rewind:
+            return None
+        lengths = (plan.settings.n_rewind,)
     (gain,) = _gains(device, plan, (EDIT_ACCEPTANCE,), dict.fromkeys(lengths, 0.0))
-    if gain >= _PAYS:
-        return gain
-    return None
+    return gain if gain >= _PAYS else None
 
 
 def _gains(
     device: Device, plan: Plan, acceptances: Sequence[float], guesses: Mapping[int, float]
 ) -> list[float]:
-    """For each of these chances to be accepted what the best length of a draft brings; what loses
-    is left alone. `guesses`: lengths, and what a token of such a draft costs, in plain steps."""
-    ratios = verify_ratios(
-        device, plan.model, plan.variant, [n + 1 for n in guesses], plan.settings
-    )
-    ways = [(n, guess, step) for (n, guess), step in zip(guesses.items(), ratios, strict=True)]
-    return [max(1.0, *(speculation_gain(a, *way) for way in ways)) for a in acceptances]
+    """The gain of the best length of a draft for each of these chances to be accepted; 1 if every
+    length loses. `guesses`: the cost of a token of a draft by its length, in plain steps."""
+    rows = [n + 1 for n in guesses]
+    ratios = verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
+    best = []
+    for acceptance in acceptances:
+        gains = [
+            speculation_gain(acceptance, n, guess, ratio)
+            for (n, guess), ratio in zip(guesses.items(), ratios, strict=True)
+        ]
+        best.append(max(1.0, *gains))
+    return best
 
 
 def heads_gain(device: Device, plan: Plan) -> Range | None:
@@ -166,11 +161,10 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
     low, value, high = _gains(device, plan, HEADS_ACCEPTANCE, dict.fromkeys(lengths, guess))
     _, n_runs = row_share(device, plan.variant)
+    source = HEADS_SOURCE
     if n_runs and plan.model.experts is None:
-        runs = f", {n_runs} of the runs on such machines"
-    else:
-        runs = ""
-    return Range(value, low, high, HEADS_BASIS.format(runs=runs))
+        source += f", {n_runs} of the runs on such machines"
+    return Range(value, low, high, f"{source}; not measured here")
 
 
 def companion_gain(device: Device, plan: Plan) -> Range | None:
@@ -179,18 +173,20 @@ def companion_gain(device: Device, plan: Plan) -> Range | None:
     companion = plan.settings.drafter.companion
     if companion is None:
         return None
-    guess = min(1.0, companion.file_bytes / max(1, streamed(plan.model, plan.variant).total_bytes))
+    read = streamed(plan.model, plan.variant).total_bytes
+    guess = min(1.0, companion.file_bytes / max(1, read))
     block = companion.block
-    guesses = {
-        n: guess / n if block else guess for n in COMPANION_LENGTHS if not block or n < block
-    }
+    if block:
+        guesses = {n: guess / n for n in COMPANION_LENGTHS if n < block}
+    else:
+        guesses = dict.fromkeys(COMPANION_LENGTHS, guess)
     low, value, high = _gains(device, plan, COMPANION_ACCEPTANCE, guesses)
     return Range(value, low, high, COMPANION_BASIS)
 
 
 def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
-    """How much faster the answers of this purpose come for the drafting `plan` does; None where
-    that is not known to be any."""
+    """How much faster the answers of this purpose come with the drafting of `plan`; None if that
+    is not known to be any."""
     drafter = plan.settings.drafter
     if drafter.is_mtp:
         return heads_gain(device, plan)
@@ -198,19 +194,17 @@ def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
         return companion_gain(device, plan)
     if drafter.second is not None:
         gain = plan.draft_gain
-        return Range(
-            gain, min(1.0, gain), gain, f"{ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
-        )
-    if workload.purpose == "coding":
-        edits = edit_gain(device, plan)
-    else:
-        edits = None
+        basis = f"{ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
+        return Range(gain, min(1.0, gain), gain, basis)
+    if workload.purpose != "coding":
+        return None
+    edits = edit_gain(device, plan)
     if edits is None:
         return None
-    shared = 1 / (1 - EDIT_SHARE + EDIT_SHARE / (1 + _OF_MOST * (edits - 1)))
-    return Range(
-        shared, 1.0, edits, f"{EDIT_SHARE:.0%} of the tokens are edits of given text, assumed"
-    )
+    of_edits = 1 + _OF_MOST * (edits - 1)
+    shared = 1 / (1 - EDIT_SHARE + EDIT_SHARE / of_edits)
+    basis = f"{EDIT_SHARE:.0%} of the tokens are edits of given text, assumed"
+    return Range(shared, 1.0, edits, basis)
 
 
 def edit_sentence(device: Device, plan: Plan) -> str | None:
@@ -230,19 +224,17 @@ def edit_sentence(device: Device, plan: Plan) -> str | None:
 
 
 def heads_sentence(device: Device, plan: Plan) -> str | None:
-    """ "with --draft mtp: 28 tok/s for one stream, 1.5 to 2.4× as fast (…)" where the model has
-    heads; how it is with them loaded."""
+    """ "with --draft mtp (its own heads): 28 tok/s for one stream, 1.5 to 2.4× as fast (…)"; None
+    if the model has no heads, or they gain little."""
     gain = heads_gain(device, plan)
     if gain is None or gain.value < _PAYS:
         return None
-    if plan.variant.mtp_bytes:
-        files = ""
-    else:
-        files = ", from files that carry them"
     if plan.settings.drafter.is_mtp:
         how = "its own heads draft"
+    elif plan.variant.mtp_bytes:
+        how = "with --draft mtp (its own heads)"
     else:
-        how = f"with --draft mtp (its own heads{files})"
+        how = "with --draft mtp (its own heads, from files that carry them)"
     rate = gain.value * plan.decode_tok_s.value
     return (
         f"{how}: {rate:.3g} tok/s for one stream, {gain.low:.1f} to {gain.high:.1f}× as fast "
@@ -255,6 +247,5 @@ def companions_sentence(plan: Plan) -> str | None:
     reads GGUF drafters not."""
     if not plan.model.companions or not backend_of(plan.variant).draft_heads:
         return None
-    return "drafters published for it: " + ", ".join(
-        f"{c.kind} ({c.repo})" for c in plan.model.companions
-    )
+    drafters = ", ".join(f"{c.kind} ({c.repo})" for c in plan.model.companions)
+    return f"drafters published for it: {drafters}"

@@ -59,8 +59,12 @@ class Measured:
     @property
     def decoded(self) -> tuple[tuple[int, float], ...]:
         """(depth, tokens/s) of every decode figure."""
-        figures = ((self.short_depth, self.short_tok_s), (self.depth, self.decode_tok_s))
-        return tuple((depth, rate) for depth, rate in figures if rate > 0)
+        figures = []
+        if self.short_tok_s > 0:
+            figures.append((self.short_depth, self.short_tok_s))
+        if self.decode_tok_s > 0:
+            figures.append((self.depth, self.decode_tok_s))
+        return tuple(figures)
 
 
 def decode_bound(
@@ -75,8 +79,8 @@ def decode_bound(
 def _basis(
     law: str, hardware: decode_cost.Hardware, model: Model, *, depth: int, known: str = ""
 ) -> tuple[str, float]:
-    """What a prediction of that law rests on, and its standard deviation in ln. `known`: what is
-    taken as known of the machine, if not what the table has."""
+    """The basis of a prediction by that law, and its standard deviation in ln. `known`: the
+    evidence about the machine, if not that of the table."""
     table = efficiency.load()[law]
     kind = "MoE" if model.experts is not None else "dense"
     known = known or ranges.evidence(table.rows, hardware.keys)
@@ -208,9 +212,12 @@ def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_
 def _host(device: Device) -> decode_cost.Hardware:
     """The processor beside a discrete card, which computes the layers that stay in its memory."""
     known = device.host_bandwidth_gbps
-    gbps = decode_cost.ASSUMED_BANDWIDTH_GBPS
-    if known is not None:
-        gbps = known.value * (1.0 if known.basis == "measured" else NOMINAL_SHARE)
+    if known is None:
+        gbps = decode_cost.ASSUMED_BANDWIDTH_GBPS
+    elif known.basis == "measured":
+        gbps = known.value
+    else:
+        gbps = known.value * NOMINAL_SHARE
     return decode_cost.Hardware(("cpu",), gbps, _HOST_TFLOPS, device.n_cpu_cores)
 
 
@@ -226,29 +233,32 @@ def _as_measured(
     Every run tells what weights, layers and attention cost here (`learned`). What a variant's own
     figures still leave unexplained is its own: it moves nobody else.
     """
-    seen = []
+    observed: list[learned.Observation] = []
+    of_this: list[learned.Observation] = []
     for m in here:
         same = _same(m, model, variant)
+        noise = _OWN_NOISE if same else _RUN_NOISE
         for depth, rate in m.decoded:
             parts = decode_step(device, m.model, m.variant, m.run, depth=depth).parts
-            seen.append(
-                (same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE))
-            )
+            observation = learned.Observation(parts, 1 / rate, noise)
+            observed.append(observation)
+            if same:
+                of_this.append(observation)
+    prior = learned.ACCELERATOR
     if efficiency.engine_of(device, backend_of(variant).name) == "cpu":
         prior = learned.CPU
-    else:
-        prior = learned.ACCELERATOR
-    learnt = learned.learn([o for _, o in seen], prior)
+    learnt = learned.learn(observed, prior)
     seconds = learnt.seconds(step.parts)
     unsure = learnt.uncertainty(step.parts)
-    own = [math.log(o.seconds / learnt.seconds(o.parts)) for same, o in seen if same]
-    if own:
-        return seconds * math.exp(sum(own) / len(own)), math.hypot(0.05, unsure), "this model"
-    return (
-        seconds,
-        math.hypot(_MODEL_SPREAD, unsure),
-        ", ".join(sorted({m.model.id for m in here})[:3]),
-    )
+    if of_this:
+        left = [math.log(o.seconds / learnt.seconds(o.parts)) for o in of_this]
+        return seconds * math.exp(sum(left) / len(left)), math.hypot(0.05, unsure), "this model"
+    return seconds, math.hypot(_MODEL_SPREAD, unsure), _names(here)
+
+
+def _names(measured: Sequence[Measured]) -> str:
+    """The first three of the models that were measured."""
+    return ", ".join(sorted({m.model.id for m in measured})[:3])
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -269,7 +279,7 @@ def prefill(
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     basis, spread = _basis("prefill", machine, model, depth=depth + prompt_tokens // 2)
-    known = efficiency.nominal_tflops(device)[1]
+    _, known = efficiency.nominal_tflops(device)
     if known == "assumed":
         basis = f"{basis}; compute assumed"
         spread = max(spread, 0.5)
@@ -281,23 +291,18 @@ def prefill(
     here = [
         m for m in measured if m.backend == backend and m.prefill_tok_s > 0 and m.prompt_tokens > 0
     ]
+    if not here:
+        return efficiency.under_lasting_load(device, _range(1 / seconds, spread, basis))
     exact = [m for m in here if _same(m, model, variant)]
-    used = exact or here
-    if used:
-        logs = []
-        for m in used:
-            ran = replace(settings, placement=m.placement, n_batch=m.n_batch)
-            said = _prompt_seconds(device, m.model, m.variant, ran, tokens=m.prompt_tokens, at=0)
-            logs.append(math.log(1 / m.prefill_tok_s / said))
-        seconds *= math.exp(sum(logs) / len(logs))
-        spread = 0.08 if exact else 0.2
-        basis = "measured here: " + (
-            "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
-        )
-    predicted = _range(1 / seconds, spread, basis)
-    if used:
-        return predicted
-    return efficiency.under_lasting_load(device, predicted)
+    logs = []
+    for m in exact or here:
+        ran = replace(settings, placement=m.placement, n_batch=m.n_batch)
+        law_s = _prompt_seconds(device, m.model, m.variant, ran, tokens=m.prompt_tokens, at=0)
+        logs.append(math.log(1 / m.prefill_tok_s / law_s))
+    seconds *= math.exp(sum(logs) / len(logs))
+    if exact:
+        return _range(1 / seconds, 0.08, "measured here: this model")
+    return _range(1 / seconds, 0.2, f"measured here: {_names(here)}")
 
 
 def _prompt_seconds(
@@ -346,21 +351,14 @@ def ttft(
     """Seconds until the first token of an answer to `prompt_tokens`, of which `cached_tokens` are
     already in the cache."""
     new = max(1, prompt_tokens - cached_tokens)
-
-    def at(prefill_rate: float, decode_rate: float) -> float:
-        return new / prefill_rate + 1 / decode_rate
-
-    return Range(
-        at(prefill_tok_s.value, decode_tok_s.value),
-        at(prefill_tok_s.high, decode_tok_s.high),
-        at(prefill_tok_s.low, decode_tok_s.low),
-        prefill_tok_s.basis,
-    )
+    value = new / prefill_tok_s.value + 1 / decode_tok_s.value
+    soonest = new / prefill_tok_s.high + 1 / decode_tok_s.high
+    latest = new / prefill_tok_s.low + 1 / decode_tok_s.low
+    return Range(value, soonest, latest, prefill_tok_s.basis)
 
 
 def load_time(variant: Variant) -> Range:
     """Seconds to read the files from disk once (a second start finds them in the page cache)."""
     value = variant.file_bytes / ASSUMED_DISK_BYTES_S
-    return Range(
-        value, value * 0.8, value * 3.0, f"assumed disk {ASSUMED_DISK_BYTES_S / 1e9:.1f} GB/s"
-    )
+    basis = f"assumed disk {ASSUMED_DISK_BYTES_S / 1e9:.1f} GB/s"
+    return Range(value, value * 0.8, value * 3.0, basis)

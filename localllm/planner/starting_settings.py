@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
@@ -71,9 +72,8 @@ NOTHING_FIXED = Overrides()
 def context_for(model: Model, workload: Workload) -> int:
     """Tokens to serve: what was asked, else the purpose's default within the model's native
     context, × parallel."""
-    wanted = workload.context or min(
-        needs.NEEDS[workload.purpose].context, model.native_context or 8192
-    )
+    usual = needs.NEEDS[workload.purpose].context
+    wanted = workload.context or min(usual, model.native_context or 8192)
     return kv_sizes.pad(wanted * max(1, workload.parallel))
 
 
@@ -82,41 +82,37 @@ def settings_for(
 ) -> RunSettings:
     """How `variant` is run on `device`, before its KV type and its layers' places are settled by
     what fits."""
-    # 8 where an idle one costs nothing, 4 where each has its own window or state.
-    if facts(model).is_stateful:
-        usual = _SLOTS_PER_SEQUENCE_STATE
-    else:
-        usual = DEFAULT_SLOTS
+    backend = backend_of(variant)
+    # 8 if an idle one costs nothing, 4 if each has its own window or state.
+    usual = _SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS
     slots = overrides.slots or max(usual, workload.parallel)
     drafter = _drafter(variant, overrides)
-    return RunSettings(
+    settings = RunSettings(
         n_ctx=context_for(model, workload),
         slots=slots,
         spare=memory.spare_sequences(model, variant, heads=drafter.reads_along),
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
-        n_rewind=memory.rewind_for(model, drafter) if backend_of(variant).snapshots else 0,
         drafter=drafter,
-        placement=Placement(
-            tables="disk" if places.disk_bytes(model, variant, USUAL) else USUAL.placement.tables,
-            weights="read"
-            if KINDS[device.accelerator].reads_weights and backend_of(variant).splits
-            else "auto",
-            layout=kernels.layout(device, model, variant, workload),
-        ),
-        projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
-        scores_at_once=backend_of(variant).scores_at_once,
+        placement=Placement(layout=kernels.layout(device, model, variant, workload)),
+        scores_at_once=backend.scores_at_once,
     )
+    if backend.snapshots:
+        settings = replace(settings, n_rewind=memory.rewind_for(model, drafter))
+    if places.disk_bytes(model, variant, USUAL):
+        settings = settings.placed(tables="disk")
+    if KINDS[device.accelerator].reads_weights and backend.splits:
+        settings = settings.placed(weights="read")
+    if overrides.sees:
+        settings = replace(settings, projector_bytes=listed_bytes(model, variant))
+    return settings
 
 
 def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
-    second = overrides.draft_model
-    pair = draft_pair(second, variant) if second is not None else None
-    return DraftChoice(
-        overrides.draft or "auto",
-        pair,
-        overrides.companion if backend_of(variant).draft_heads else None,
-        overrides.companion_found,
-    )
+    pair = None
+    if overrides.draft_model is not None:
+        pair = draft_pair(overrides.draft_model, variant)
+    companion = overrides.companion if backend_of(variant).draft_heads else None
+    return DraftChoice(overrides.draft or "auto", pair, companion, overrides.companion_found)
 
 
 def loses_turns(model: Model, settings: RunSettings) -> bool:
@@ -133,13 +129,15 @@ def drafts_at_hand(
     short turns alone (`loses_turns`)."""
     if overrides.companion_found:
         return overrides
-    free = overrides.draft in ("", "auto") and overrides.companion is None
+    if overrides.draft not in ("", "auto") or overrides.companion is not None:
+        return None
     has_heads = model.mtp_layers and variant.mtp_bytes and backend_of(variant).draft_heads
-    if not free or not has_heads or device.accelerator == "cpu":
+    if not has_heads or device.accelerator == "cpu":
         return None
-    one_stream = max(overrides.slots, workload.parallel) <= 1 and workload.purpose in _SHORT_TURNS
-    if facts(model).is_stateful and not one_stream:
-        return None
+    if facts(model).is_stateful:
+        n_streams = max(overrides.slots, workload.parallel)
+        if n_streams > 1 or workload.purpose not in _SHORT_TURNS:
+            return None
     return replace(overrides, draft="mtp", companion_found=True)
 
 
@@ -147,9 +145,9 @@ def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
     """`small` in the files that would draft for `variant`, on the same engine; None where it has
     none."""
     files = [v for v in small.variants if backend_of(v) == backend_of(variant)]
-    if files:
-        return (small, typical(files))
-    return None
+    if not files:
+        return None
+    return small, typical(files)
 
 
 def typical(variants: Sequence[Variant]) -> Variant:
@@ -158,5 +156,5 @@ def typical(variants: Sequence[Variant]) -> Variant:
     listed = [v for v in variants if v.quant in usual]
     if listed:
         return min(listed, key=lambda v: usual.index(v.quant))
-    ordered = sorted(variants, key=lambda v: v.file_bytes)
+    ordered = sorted(variants, key=attrgetter("file_bytes"))
     return ordered[len(ordered) // 2]
