@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -58,9 +58,11 @@ def load() -> dict[str, Table]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Figures of parts (parts.toml): nominal FP16 TFLOP/s of a compute unit and GHz by generation,
-    GHz of boards by a pattern of the name, watts of boards by `part`."""
+    """Facts about parts (parts.toml): generations by a pattern of the name, nominal FP16 TFLOP/s of
+    a compute unit and GHz by generation, GHz of boards by a pattern of the name, watts of boards by
+    `part`."""
 
+    generations: Sequence[tuple[str, str, str]]
     tflops_per_unit: Mapping[str, float]
     clock_ghz: Mapping[str, float]
     board_clock_ghz: Mapping[str, float]
@@ -85,34 +87,6 @@ def coefficients(law: str, keys: tuple[str, ...]) -> dict[str, float]:
     return {name: math.exp(value) for name, value in logs.items()}
 
 
-# (pattern in the part's name, vendor, generation), first match wins. Grouped by what shares memory
-# system and kernels.
-_GENERATIONS: tuple[tuple[str, str, str], ...] = (
-    (r"gb10|dgx spark|gx10|n1x|rtx spark", "nvidia", "gb10"),
-    (r"jetson|orin|thor", "nvidia", "jetson"),
-    (r"\bada\b|rtx 40\d\d|\bl40s?\b|\bl4\b", "nvidia", "ada"),
-    (r"\b(a30|a100|a800|g?h[128]00|h20)\b", "nvidia", "hbm"),
-    (r"\bg?b[123]00\b", "nvidia", "b200"),
-    (r"rtx (pro )?50\d\d|rtx pro|blackwell", "nvidia", "blackwell"),
-    (r"rtx 30\d\d|rtx a\d{4}|\ba40\b|a10g|\ba10\b", "nvidia", "ampere"),
-    (r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16", "nvidia", "turing"),
-    (r"p40|p100|gtx 10", "nvidia", "pascal"),
-    (r"strix halo|ai max|gorgon halo|8060s|8050s", "amd", "strix-halo"),
-    (r"r9700|rx 90\d\d|rdna4", "amd", "rdna4"),
-    (r"rx 7\d\d\d|w7\d\d\d|rdna3", "amd", "rdna3"),
-    (r"rx 6\d\d\d|v620|w6\d\d\d", "amd", "rdna2"),
-    (r"\brx 5[5-7]00\b", "amd", "rdna1"),
-    (r"\bmi[56]0\b|radeon vii\b|rx vega", "amd", "gcn"),
-    (r"\brx [45][5-9]0\b", "amd", "polaris"),
-    (r"\bmi3\d\d[ax]?\b", "amd", "cdna3"),
-    (r"instinct|mi\d{2,3}x?\b", "amd", "cdna"),
-    (r"radeon|ryzen|amd", "amd", "apu"),
-    (r"\barc\b|intel|core ultra|xe2?\b", "intel", "arc"),
-    (r"snapdragon|adreno", "qualcomm", "adreno"),
-    (r"nvidia|geforce|rtx", "nvidia", "cuda-other"),
-)
-
-
 # Parts whose cores, and so whose kernels, are those of another generation; memory and clocks are
 # their own.
 _KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
@@ -129,7 +103,7 @@ def generation(name: str) -> tuple[str, str, str]:
         if tier is None or chip.startswith("a"):
             tier = "base"
         return "apple", chip, tier
-    for pattern, vendor, name_of in _GENERATIONS:
+    for pattern, vendor, name_of in parts().generations:
         if re.search(pattern, lower):
             return vendor, name_of, ""
     return "", "", ""

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Purpose, Quality, Variant
@@ -39,8 +40,10 @@ _INDEX = "Artificial Analysis Intelligence Index v4"
 # has no newer one, and says much less.
 _INDEX_SINCE = "2026-09"
 _OTHER_VERSION_SPREAD = 4.0
-# benchmark: (slope, intercept, standard deviation of the result in points). Fitted over the
+# (slope, intercept, standard deviation of the result in points) by benchmark. Fitted over the
 # catalog, November 2026.
+_LIVE_CODE = (0.461, -8.7, 5.0)  # r 0.85, n 5
+_HUMAN_EVAL = (0.716, -54.91, 7.0)  # r 0.82, n 7
 _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     _INDEX: (1.0, 0.0, 1.5),
     "Artificial Analysis scale, estimated": (1.0, 0.0, 4.0),
@@ -48,8 +51,8 @@ _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "LiveBench global average": (0.427, 0.64, 5.0),  # r 0.69, n 7
     "MMLU-Pro": (0.586, -27.34, 4.5),  # r 0.85, n 13
     "GPQA": (0.443, -15.28, 6.0),  # r 0.78, n 16
-    "LiveCodeBench v6": (0.461, -8.7, 5.0),  # r 0.85, n 5
-    "HumanEval": (0.716, -54.91, 7.0),  # r 0.82, n 7
+    "LiveCodeBench v6": _LIVE_CODE,
+    "HumanEval": _HUMAN_EVAL,
 }
 # The same for coding only. General index and repairs of repositories don't agree (r 0.04), so these
 # lines keep mean and standard deviation of the index over the models that have both, instead of a
@@ -60,8 +63,8 @@ _CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "SWE-bench Verified": (0.28, 5.8, 2.0),  # n 10
     "Terminal-Bench 2.0": (0.28, 13.5, 3.5),  # through SWE-bench Verified, n 3
     "Aider polyglot pass@2": (0.40, 3.2, 4.0),  # r 0.59, n 4
-    "LiveCodeBench v6": _ONTO_INDEX["LiveCodeBench v6"],
-    "HumanEval": _ONTO_INDEX["HumanEval"],
+    "LiveCodeBench v6": _LIVE_CODE,
+    "HumanEval": _HUMAN_EVAL,
 }
 # An index of everything says this much less about coding: its standard deviation there, relative to
 # its own.
@@ -104,21 +107,24 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
     if purpose == "autocomplete" and any(s.benchmark in _FIM_ONTO_INDEX for s in model.quality):
         # size and date say little of it: of 3 billion weights 10 % are filled in right, and 45 %
         prior = 0.0
-    weights = [prior, *(1 / spread**2 for _, spread, _ in known)]
-    points = [_prior(model), *(points for points, _, _ in known)]
-    weight = sum(weights)
-    basis = _SIZE_AND_DATE
-    if known:
-        _, _, best = min(known, key=lambda one: one[1])
-        version = ", an older version" if _is_older(best) else ""
-        basis = f"{best.benchmark} {best.score:g} ({best.date}{version})"
-    return Rating(
-        sum(p * w for p, w in zip(points, weights, strict=True)) / weight,
+    total = prior * _prior(model)
+    weight = prior
+    for points, spread, _ in known:
+        precision = 1 / spread**2
+        total += points * precision
+        weight += precision
+    rating = Rating(
+        total / weight,
         math.sqrt(1 / weight),
-        basis,
+        _SIZE_AND_DATE,
         is_evidence=any(score.kind != "estimate" for _, _, score in known),
-        makers_own=bool(known) and all(_is_makers_own(score) for _, _, score in known),
+        makers_own=all(_is_makers_own(score) for _, _, score in known),
     )
+    if not known:
+        return replace(rating, makers_own=False)
+    _, _, best = min(known, key=itemgetter(1))
+    version = ", an older version" if _is_older(best) else ""
+    return replace(rating, basis=f"{best.benchmark} {best.score:g} ({best.date}{version})")
 
 
 def _evidence(model: Model, purpose: Purpose) -> list[tuple[float, float, Quality]]:
@@ -132,8 +138,10 @@ def _evidence(model: Model, purpose: Purpose) -> list[tuple[float, float, Qualit
     for score in counted:
         slope, intercept, spread = lines[score.benchmark]
         # By how much less a score says than its benchmark usually does.
-        spread *= _OTHER_VERSION_SPREAD / 1.5 if _is_older(score) else 1.0
-        spread *= _SELF_REPORTED if _is_makers_own(score) else 1.0
+        if _is_older(score):
+            spread *= _OTHER_VERSION_SPREAD / 1.5
+        if _is_makers_own(score):
+            spread *= _SELF_REPORTED
         found.append((slope * score.score + intercept, spread, score))
     return found
 
@@ -149,11 +157,11 @@ def _is_makers_own(score: Quality) -> bool:
 
 def _prior(model: Model) -> float:
     a, b, c, d = _PRIOR
+    year, month = _UNDATED
     date = _DATE.match(model.release_date)
     if date:
-        year, month = (int(date[1]), int(date[2] or 6))
-    else:
-        year, month = _UNDATED
+        year = int(date[1])
+        month = int(date[2] or 6)
     years = year - 2024 + month / 12
     total = max(model.params_total, 10**7) / 1e9
     active = max(model.params_active, 10**7) / 1e9
@@ -183,16 +191,20 @@ def format_cost(model: Model, variant: Variant) -> float:
     # trained or released so
     if variant.quant in ("BF16", "F16", "F32", "bf16", "MXFP4", "MXFP4-Q8"):
         return 0.0
-    mix = quants.MIXTURES.get(variant.quant)
-    loss = mix.ln_ppl_ratio if mix is not None else None
-    if loss is None and mix is not None and mix.ppl_delta is not None:
-        loss = math.log(1 + mix.ppl_delta / _LLAMA_3_PPL)
-    if loss is None:
-        # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031
-        # at 4.89.
-        loss = math.exp(-3.47 - 1.22 * (bits(model, variant) - 4.89))
     small = max(1.0, math.pow(8e9 / max(model.params_total, 10**8), 0.35))
-    return min(15.0, loss * _POINTS_PER_LN_PPL * small)
+    return min(15.0, _ln_ppl_ratio(model, variant) * _POINTS_PER_LN_PPL * small)
+
+
+def _ln_ppl_ratio(model: Model, variant: Variant) -> float:
+    """ln (PPL / PPL of f16) of the format: published, else by its bits a weight."""
+    mix = quants.MIXTURES.get(variant.quant)
+    if mix is not None and mix.ln_ppl_ratio is not None:
+        return mix.ln_ppl_ratio
+    if mix is not None and mix.ppl_delta is not None:
+        return math.log(1 + mix.ppl_delta / _LLAMA_3_PPL)
+    # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at
+    # 4.89.
+    return math.exp(-3.47 - 1.22 * (bits(model, variant) - 4.89))
 
 
 def bits(model: Model, variant: Variant) -> float:
@@ -209,9 +221,15 @@ def kv_cost(kv_type: str) -> float:
     q8_0, 63.70 q4_0: https://huggingface.co/adriabama06, the only published sweep known; other
     types have no figure)."""
     if "/" in kv_type:
-        return sum(map(kv_cost, kv_type.split("/"))) / 2
-    known = {"f32": 0.0, "f16": 0.0, "bf16": 0.0, "q8_0": 0.15, "q4_0": 1.6}
-    return known.get(kv_type, 0.6)
+        keys, values = kv_type.split("/")
+        return (kv_cost(keys) + kv_cost(values)) / 2
+    if kv_type in ("f32", "f16", "bf16"):
+        return 0.0
+    if kv_type == "q8_0":
+        return 0.15
+    if kv_type == "q4_0":
+        return 1.6
+    return 0.6
 
 
 # Mean KL(f16 || type) in nats and share of changed best tokens that are still harmless, for those
@@ -241,16 +259,19 @@ def ladder(purpose: Purpose, evidence: tuple[KvPrecision, ...], *, mixed: bool) 
     An 8-bit cache is not known to have hurt anybody; 4 bits are reported to break tool arguments in
     3 to 10 of 14 tasks. So an agent's model gets 4 bits only where they were measured on it to be
     about as good as 8; a chat does without evidence, but not against it."""
-    return tuple(k for k in _LADDER if (mixed or "/" not in k) and _will_do(k, purpose, evidence))
+    types = [kv_type for kv_type in _LADDER if mixed or "/" not in kv_type]
+    return tuple(kv_type for kv_type in types if _will_do(kv_type, purpose, evidence))
 
 
 def _will_do(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> bool:
     if kv_type == "f16":
         return True
-    known = next((e for e in evidence if e.kv_type == kv_type), None)
-    if known is None:
-        return "q4" not in kv_type or (purpose not in _EXACTING and "/" not in kv_type)
-    return passes(known, purpose)
+    for known in evidence:
+        if known.kv_type == kv_type:
+            return passes(known, purpose)
+    if "q4" not in kv_type:
+        return True
+    return purpose not in _EXACTING and "/" not in kv_type
 
 
 def passes(evidence: KvPrecision, purpose: Purpose) -> bool:
@@ -263,12 +284,9 @@ def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> str:
     """What the choice of `kv_type` rests on, in a few words."""
     if kv_type in ("f16", "bf16", "f32"):
         return "exact"
-    known = next((e for e in evidence if e.kv_type == kv_type), None)
-    if known is None:
-        return "not measured on this model yet"
-    verdict = "harmless" if passes(known, purpose) else "harmful"
-    return (
-        f"{known.mean_kl:.4f} nats and {known.flips:.1%} of best tokens from f16 here: "
-        f"{verdict} "
-        f"for {purpose}"
-    )
+    for known in evidence:
+        if known.kv_type == kv_type:
+            verdict = "harmless" if passes(known, purpose) else "harmful"
+            distance = f"{known.mean_kl:.4f} nats and {known.flips:.1%} of best tokens from f16"
+            return f"{distance} here: {verdict} for {purpose}"
+    return "not measured on this model yet"

@@ -10,6 +10,8 @@ from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, speed
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation
+from localllm_backends.placement import Placement
+from localllm_catalog.types import Variant
 
 SCHEMA_VERSION = 1
 
@@ -27,6 +29,10 @@ def range_to_json(value: Range) -> dict[str, Any]:
         "high": _round(value.high),
         "basis": value.basis,
     }
+
+
+def _optional_range(value: Range | None) -> dict[str, Any] | None:
+    return range_to_json(value) if value is not None else None
 
 
 def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
@@ -51,55 +57,68 @@ def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """One plan; of its placement -1 = all."""
     settings = plan.settings
-    placed = plan.settings.placement
     return {
         "model": plan.model.id,
         "name": plan.model.name,
         "licence": plan.model.licence or None,
         "release_date": plan.model.release_date or None,
-        "variant": {
-            "format": plan.variant.format,
-            "quant": plan.variant.quant,
-            "repo": plan.variant.repo,
-            "files": list(plan.variant.files),
-            "bytes": plan.variant.file_bytes,
-            "exact": plan.variant.exact,
-            "listed": not plan.variant.is_estimate,
-        },
+        "variant": variant_to_json(plan.variant),
         "backend": plan.backend,
         "n_ctx": settings.n_ctx,
         "max_ctx": plan.max_ctx or None,
         "kv_type": settings.kv_type,
         "slots": settings.slots,
         "n_ubatch": settings.n_batch,
-        "n_gpu_layers": placed.gpu_layers,
-        "placement": {
-            "gpu_layers": placed.gpu_layers,
-            "experts_on_host": placed.experts_on_host,
-            "cards": list(placed.cards),
-            "tensor_split": list(placed.tensor_split),
-            "kv_on_host": placed.kv_on_host,
-            "tables": placed.tables,
-            "layout": placed.layout,
-        },
+        "n_gpu_layers": settings.placement.gpu_layers,
+        "placement": placement_to_json(settings.placement),
         "draft": settings.drafter.name,
         "draft_gain": _round(plan.draft_gain),
-        "drafting": range_to_json(plan.drafting) if plan.drafting is not None else None,
+        "drafting": _optional_range(plan.drafting),
         "fits": plan.fits,
         "memory": memory_to_json(plan.memory),
         "kv_bytes_per_1k_tokens": plan.kv_bytes_per_1k,
-        "decode_tok_s": range_to_json(plan.decode_tok_s),
-        "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),
-        "prefill_tok_s": range_to_json(plan.prefill_tok_s),
-        "ttft_s": range_to_json(plan.ttft_s),
-        "ttft_cached_s": range_to_json(plan.ttft_cached_s)
-        if plan.ttft_cached_s is not None
-        else None,
-        "load_s": range_to_json(plan.load_s),
+        **_speeds(plan),
         "quality": {"points": plan.quality, "basis": plan.quality_basis, "rated": plan.is_rated},
         "score": plan.score,
         "why": plan.why,
         "reasons": list(plan.reasons),
+    }
+
+
+def variant_to_json(variant: Variant) -> dict[str, Any]:
+    """The files of a plan."""
+    return {
+        "format": variant.format,
+        "quant": variant.quant,
+        "repo": variant.repo,
+        "files": list(variant.files),
+        "bytes": variant.file_bytes,
+        "exact": variant.exact,
+        "listed": not variant.is_estimate,
+    }
+
+
+def placement_to_json(placed: Placement) -> dict[str, Any]:
+    """The places of layers, experts, KV and tables."""
+    return {
+        "gpu_layers": placed.gpu_layers,
+        "experts_on_host": placed.experts_on_host,
+        "cards": list(placed.cards),
+        "tensor_split": list(placed.tensor_split),
+        "kv_on_host": placed.kv_on_host,
+        "tables": placed.tables,
+        "layout": placed.layout,
+    }
+
+
+def _speeds(plan: Plan) -> dict[str, Any]:
+    return {
+        "decode_tok_s": range_to_json(plan.decode_tok_s),
+        "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),
+        "prefill_tok_s": range_to_json(plan.prefill_tok_s),
+        "ttft_s": range_to_json(plan.ttft_s),
+        "ttft_cached_s": _optional_range(plan.ttft_cached_s),
+        "load_s": range_to_json(plan.load_s),
     }
 
 
@@ -125,31 +144,36 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
     (None: not known to be).
     """
     parts = streamed(plan.model, plan.variant)
+    settings = plan.settings
     tflops, tflops_basis = efficiency.nominal_tflops(device)
-    measured = speed.hardware(device, plan.variant, plan.settings).timed_flops_s(
-        plan.model, plan.variant
-    )
-    tflops = tflops if measured is None else measured[0] / 1e12
-    n_ctx = plan.settings.n_ctx
+    hardware = speed.hardware(device, plan.variant, settings)
+    measured = hardware.timed_flops_s(plan.model, plan.variant)
+    if measured is not None:
+        tflops = measured[0] / 1e12
+    n_ctx = settings.n_ctx
     windows = {layer.mixer.reach for layer, _ in facts(plan.model).groups}
     depths = sorted({0, n_ctx, *(window for window in windows if window < n_ctx)})
-    return {
+    kv_read_bytes = [
+        [depth, decode_cost.kv_read_bytes(plan.model, depth, settings.kv_type)] for depth in depths
+    ]
+    machine = {
         "device": device.name,
         "bandwidth_gbps": round(device.bandwidth_gbps.value, 1),
         "bandwidth_basis": device.bandwidth_gbps.basis,
         "tflops": round(tflops, 2),
         "tflops_basis": tflops_basis,
+    }
+    return {
+        **machine,
         "quant": plan.variant.quant,
-        "kv_type": plan.settings.kv_type,
-        "n_batch": plan.settings.n_batch,
+        "kv_type": settings.kv_type,
+        "n_batch": settings.n_batch,
         "weights": {"dense_bytes": parts.dense_bytes, "routed_bytes": parts.routed_bytes},
-        "kv_read_bytes": [
-            [d, decode_cost.kv_read_bytes(plan.model, d, plan.settings.kv_type)] for d in depths
-        ],
+        "kv_read_bytes": kv_read_bytes,
         "flops_per_token": 2 * (parts.dense_params + parts.routed_params),
         "decode_tok_s": range_to_json(plan.decode_tok_s),
         "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),
         "prefill_tok_s": range_to_json(plan.prefill_tok_s),
-        "drafting": range_to_json(plan.drafting) if plan.drafting is not None else None,
+        "drafting": _optional_range(plan.drafting),
         "memory": memory_to_json(plan.memory),
     }

@@ -84,7 +84,8 @@ def _basis(
     table = efficiency.load()[law]
     kind = "MoE" if model.experts is not None else "dense"
     known = known or ranges.evidence(table.rows, hardware.keys)
-    spread = ranges.width_of(table.width, known, hardware.keys, kind, depth) / _Z
+    width = ranges.width_of(table.width, known, hardware.keys, kind, depth)
+    spread = width / _Z
     key, n = table.nearest(hardware.keys)
     if n == 0:
         return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", spread
