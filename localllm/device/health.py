@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal
 
 from localllm.device import ggml
@@ -72,14 +73,16 @@ class HealthCheck:
 def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     """Every check, in the order a user would fix them."""
     of_files = _build(device, facts)
-    # What the build's files show already need not be said again by its devices.
-    known = of_files.status == "error" and not (facts.llama_cpp and facts.llama_cpp.failure)
     of_devices = _ggml(device, facts.llama_cpp)
+    failed = facts.llama_cpp is not None and facts.llama_cpp.failure
+    if of_files.status == "error" and not failed:
+        # An error that the build's files show is not repeated for its devices.
+        of_devices = [check for check in of_devices if check.status != "error"]
     return [
         _found(device),
         *_of_findings("device", device.findings),
         of_files,
-        *(check for check in of_devices if check.status != "error" or not known),
+        *of_devices,
         *_gpu_share(device),
         _memory(device),
         _swap(facts),
@@ -92,12 +95,11 @@ def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
 
 def _found(device: Device) -> HealthCheck:
     figure = device.bandwidth_gbps
-    said = (
-        f"{device.name}: {device.memory.limit_bytes / 1e9:.1f} GB usable "
-        f"({'; '.join(device.accounts)}), {figure.value:g} GB/s ({figure.basis})"
-    )
-    assumed = said if figure.basis == "assumed" else ""
-    return _seen("device", said, assumed, "localllm device --measure")
+    usable = f"{device.memory.limit_bytes / 1e9:.1f} GB usable ({'; '.join(device.accounts)})"
+    message = f"{device.name}: {usable}, {figure.value:g} GB/s ({figure.basis})"
+    if figure.basis == "assumed":
+        return HealthCheck("device", "warning", message, "localllm device --measure")
+    return HealthCheck("device", "ok", message)
 
 
 _SETUP = "localllm setup"
@@ -109,34 +111,37 @@ def _build(device: Device, facts: HealthFacts) -> HealthCheck:
     wanted = device.accelerator
     name = "llama.cpp build"
     if build is None:
-        what = "llama-cpp-python is not installed: no model can run"
-        return HealthCheck(name, "error", what, "pip install llama-cpp-python")
-    said = f"llama-cpp-python {build.version}"
+        message = "llama-cpp-python is not installed: no model can run"
+        return HealthCheck(name, "error", message, "pip install llama-cpp-python")
+    version = f"llama-cpp-python {build.version}"
     if not build.libraries:
-        what = f"{said} has no libraries where they belong: it may be broken"
-        return HealthCheck(
-            name, "error", what, "pip install --force-reinstall --no-cache-dir llama-cpp-python"
-        )
-    said += f", compiled for {', '.join(('cpu', *build.accelerators))}"
-    if wanted == "cuda" and wanted in build.accelerators:
-        return _cuda_code(device, build, said)
-    if wanted == "rocm" and "vulkan" in build.accelerators and wanted not in build.accelerators:
-        said += ": Vulkan drives this GPU (ROCm would read prompts faster)"
-    elif wanted in facts.other_engines and wanted not in build.accelerators:
-        what = f"this Mac's GPU is used by {facts.other_engines[wanted]} only"
-        what += ", GGUF files run on the CPU"
-        return _seen(name, said, f"{said}: {what}", f"localllm setup --backend {wanted}")
-    elif wanted not in ("cpu", *build.accelerators):
-        what = f"{said}, but this machine has {wanted}: its GPU would sit idle"
-        return HealthCheck(name, "error", what, _SETUP)
-    return HealthCheck(name, "ok", said)
+        message = f"{version} has no libraries where they belong: it may be broken"
+        fix = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        return HealthCheck(name, "error", message, fix)
+    compiled = f"{version}, compiled for {', '.join(('cpu', *build.accelerators))}"
+    if wanted in build.accelerators:
+        if wanted == "cuda":
+            return _cuda_code(device, build, compiled)
+        return HealthCheck(name, "ok", compiled)
+    if wanted == "rocm" and "vulkan" in build.accelerators:
+        vulkan = "Vulkan drives this GPU (ROCm would read prompts faster)"
+        return HealthCheck(name, "ok", f"{compiled}: {vulkan}")
+    if wanted in facts.other_engines:
+        only = f"this Mac's GPU is used by {facts.other_engines[wanted]} only"
+        message = f"{compiled}: {only}, GGUF files run on the CPU"
+        return HealthCheck(name, "warning", message, f"localllm setup --backend {wanted}")
+    if wanted != "cpu":
+        message = f"{compiled}, but this machine has {wanted}: its GPU would sit idle"
+        return HealthCheck(name, "error", message, _SETUP)
+    return HealthCheck(name, "ok", compiled)
 
 
 def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
-    """What the build itself says it computes on, and where that is not what the system shows."""
+    """The devices of the build itself, and its differences from those that the system shows."""
     name = "llama.cpp device"
     if build is None:
-        return [_seen(name, "", unread="the installed llama.cpp was not asked for its devices")]
+        unread = "the installed llama.cpp was not asked for its devices"
+        return [HealthCheck(name, "not checked", unread)]
     seen = [
         HealthCheck(name, "ok", f"{d.name}: {d.description}, {_memory_of(d)}")
         for d in build.devices
@@ -150,146 +155,131 @@ def _of_findings(name: str, findings: Iterable[Finding]) -> list[HealthCheck]:
 
 
 def _memory_of(device: ggml.GgmlDevice) -> str:
+    total = f"{device.memory_total_bytes / GB:.1f} GB"
     if device.accelerator == "cpu":  # ggml says that all of it is free
-        return f"{device.memory_total_bytes / GB:.1f} GB"
-    return f"{device.memory_free_bytes / GB:.1f} of {device.memory_total_bytes / GB:.1f} GB free"
+        return total
+    return f"{device.memory_free_bytes / GB:.1f} of {total} free"
 
 
 def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
     """Native code runs within one major version, up to the GPU's minor; anything else needs PTX or
     fails."""
-    architectures = build.cuda_architectures
+    name = "llama.cpp build"
     capability = re.fullmatch(r"([0-9]+)\.([0-9])", device.compute_capability)
-    if capability:
-        major, minor = (int(capability[1]), int(capability[2]))
-    else:
-        major, minor = (0, 0)
+    if capability is None:
+        unread = f"{said}: this GPU's compute capability is unknown"
+        return HealthCheck(name, "not checked", unread)
+    architectures = build.cuda_architectures
+    if not architectures:
+        unread = f"{said}: no architecture names found in its CUDA code"
+        return HealthCheck(name, "not checked", unread)
     listed = ", ".join(f"sm_{architecture}" for architecture in architectures)
-    runs = any(a // 10 == major and a % 10 <= minor for a in architectures)
+    major = int(capability[1])
+    minor = int(capability[2])
+    if any(a // 10 == major and a % 10 <= minor for a in architectures):
+        return HealthCheck(name, "ok", f"{said} ({listed})")
     slow = f"this GPU is sm_{major}{minor}: it would be slow to start or fail"
-    checks: tuple[tuple[bool, Status, str, str], ...] = (
-        (capability is None, "not checked", ": this GPU's compute capability is unknown", ""),
-        (not architectures, "not checked", ": no architecture names found in its CUDA code", ""),
-        (runs, "ok", f" ({listed})", ""),
-        (True, "error", f" for {listed}, but {slow}", _SETUP),
-    )
-    return next(
-        HealthCheck("llama.cpp build", status, said + what, fix)
-        for is_so, status, what, fix in checks
-        if is_so
-    )
+    return HealthCheck(name, "error", f"{said} for {listed}, but {slow}", _SETUP)
 
 
 def _gpu_share(device: Device) -> list[HealthCheck]:
-    """How much of the RAM the system lets the GPU use, where a setting decides it."""
+    """The share of the RAM that the system lets the GPU use, if a setting decides it."""
     memory = device.memory
-    said = f"the GPU may use {memory.limit_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB"
+    share = f"the GPU may use {memory.limit_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB"
     if device.accelerator == "metal":
         raised = (memory.total_bytes - max(8 * GIB, memory.total_bytes // 16)) // (1 << 20)
         if raised * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
-            said += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
-        is_assumed = memory.basis == "assumed"
-        if is_assumed:
-            unread = f"{said}, assumed: Metal could not be asked"
-        else:
-            unread = ""
-        return [_seen("wired limit", said, unread=unread)]
-    is_shared = device.kind == "unified" and device.accelerator in ("rocm", "vulkan")
-    # A small limit is said among the findings, with its fix.
-    is_said = any("GTT" in finding.message for finding in device.findings)
-    if is_shared and device.os.startswith("Linux") and not is_said:
-        return [HealthCheck("GTT limit", "ok", said)]
-    return []
-
-
-def _seen(
-    name: str, message: str, warning: str = "", fix: str = "", *, unread: str = ""
-) -> HealthCheck:
-    """What was looked at; a `warning` where there is one to give, or why nothing could be read."""
-    if unread:
-        return HealthCheck(name, "not checked", unread)
-    if warning:
-        return HealthCheck(name, "warning", warning, fix)
-    return HealthCheck(name, "ok", message)
+            share += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
+        if memory.basis == "assumed":
+            unread = f"{share}, assumed: Metal could not be asked"
+            return [HealthCheck("wired limit", "not checked", unread)]
+        return [HealthCheck("wired limit", "ok", share)]
+    if device.kind != "unified" or device.accelerator not in ("rocm", "vulkan"):
+        return []
+    # A small limit is among the findings, with its fix.
+    is_found = any("GTT" in finding.message for finding in device.findings)
+    if is_found or not device.os.startswith("Linux"):
+        return []
+    return [HealthCheck("GTT limit", "ok", share)]
 
 
 def _memory(device: Device) -> HealthCheck:
     now = device.memory.available_bytes
     limit = device.memory.limit_bytes
-    said = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
+    free = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
     if now < limit / 2:
-        taken = f"{said}: other programs hold the rest"
-    else:
-        taken = ""
-    return _seen("memory", said, taken, "close what you don't need")
+        taken = f"{free}: other programs hold the rest"
+        return HealthCheck("memory", "warning", taken, "close what you don't need")
+    return HealthCheck("memory", "ok", free)
 
 
 def _swap(facts: HealthFacts) -> HealthCheck:
-    total, used = facts.swap or (0, 0)
-    said = f"{used / GB:.1f} of {total / GB:.1f} GB of swap are in use"
-    if used > total / 2:
-        slow = f"{said}: a model that gets swapped is tens of times slower"
-    else:
-        slow = ""
+    if not facts.swap:
+        return HealthCheck("swap", "not checked", "swap could not be read")
+    total, used = facts.swap
     if not total:
-        said = "no swap: what does not fit fails instead of slowing everything down"
-    unread = "" if facts.swap else "swap could not be read"
-    return _seen("swap", said, slow, "close programs", unread=unread)
+        none = "no swap: what does not fit fails instead of slowing everything down"
+        return HealthCheck("swap", "ok", none)
+    in_use = f"{used / GB:.1f} of {total / GB:.1f} GB of swap are in use"
+    if used > total / 2:
+        slow = f"{in_use}: a model that gets swapped is tens of times slower"
+        return HealthCheck("swap", "warning", slow, "close programs")
+    return HealthCheck("swap", "ok", in_use)
 
 
 def _pressure(facts: HealthFacts) -> HealthCheck:
+    name = "memory pressure"
     found = re.search(r"some avg10=([0-9]+\.[0-9]+)", facts.pressure or "")
-    stalled = found[1] if found else "0"
-    said = f"programs waited for memory {stalled} % of the last 10 s"
-    if found:
-        unread = ""
-    else:
+    if found is None:
         unread = "this system does not report stalls (/proc/pressure/memory)"
-    return _seen(
-        "memory pressure",
-        said,
-        said if float(stalled) > 5 else "",
-        "close programs, or choose a smaller model",
-        unread=unread,
-    )
+        return HealthCheck(name, "not checked", unread)
+    waited = f"programs waited for memory {found[1]} % of the last 10 s"
+    if float(found[1]) > 5:
+        return HealthCheck(name, "warning", waited, "close programs, or choose a smaller model")
+    return HealthCheck(name, "ok", waited)
 
 
 def _power(device: Device, facts: HealthFacts) -> HealthCheck:
+    name = "power"
     if facts.on_battery:
-        return _seen("power", "", "on battery: speeds will be below the plan", "plug in")
+        battery = "on battery: speeds will be below the plan"
+        return HealthCheck(name, "warning", battery, "plug in")
     if device.os == "macOS":
+        if facts.pmset is None:
+            return HealthCheck(name, "not checked", "pmset gave no answer")
         # macOS 26 calls it powermode: 0 automatic, 1 low, 2 high.
-        low = re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset or "")
-        slow = "Low Power Mode is on for a power source" if low else ""
-        unread = "pmset gave no answer" if facts.pmset is None else ""
-        fix = f"sudo pmset -a {low[1]} 0" if low else ""
-        return _seen("power", "Low Power Mode is off", slow, fix, unread=unread)
+        low = re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset)
+        if low is None:
+            return HealthCheck(name, "ok", "Low Power Mode is off")
+        slow = "Low Power Mode is on for a power source"
+        return HealthCheck(name, "warning", slow, f"sudo pmset -a {low[1]} 0")
     profile = (facts.platform_profile or "").strip()
-    said = f"the power profile is {profile}"
-    slow = said if profile in ("low-power", "quiet", "cool") else ""
-    if profile:
-        unread = ""
-    else:
-        unread = "this system has no power profile to read"
-    return _seen("power", said, slow, "powerprofilesctl set performance", unread=unread)
+    if not profile:
+        return HealthCheck(name, "not checked", "this system has no power profile to read")
+    message = f"the power profile is {profile}"
+    if profile in ("low-power", "quiet", "cool"):
+        return HealthCheck(name, "warning", message, "powerprofilesctl set performance")
+    return HealthCheck(name, "ok", message)
 
 
 def _disk(facts: HealthFacts) -> HealthCheck:
     if not facts.disk_free_bytes:
-        return _seen("disk", "", unread="free disk space could not be read")
-    name, free = min(facts.disk_free_bytes.items(), key=lambda item: item[1])
-    said = f"{free / GB:.0f} GB free for {name}"
+        return HealthCheck("disk", "not checked", "free disk space could not be read")
+    name, free = min(facts.disk_free_bytes.items(), key=itemgetter(1))
+    message = f"{free / GB:.0f} GB free for {name}"
     if free < _LITTLE_DISK_BYTES:
-        little = f"{said}: a download may not fit"
-    else:
-        little = ""
-    return _seen("disk", said, little, "localllm models du")
+        little = f"{message}: a download may not fit"
+        return HealthCheck("disk", "warning", little, "localllm models du")
+    return HealthCheck("disk", "ok", message)
 
 
 def _files(facts: HealthFacts) -> HealthCheck:
-    if facts.open_files is None:
-        return _seen("file limit", "", unread="this system has no such limit to read")
-    is_unlimited = not 0 <= facts.open_files < 1 << 62
-    said = f"{'unlimited' if is_unlimited else facts.open_files} open files are allowed"
-    is_few = not is_unlimited and facts.open_files < _FEW_FILES
-    return _seen("file limit", said, f"only {said}" if is_few else "", "ulimit -n 4096")
+    name = "file limit"
+    n = facts.open_files
+    if n is None:
+        return HealthCheck(name, "not checked", "this system has no such limit to read")
+    if not 0 <= n < 1 << 62:
+        return HealthCheck(name, "ok", "unlimited open files are allowed")
+    if n < _FEW_FILES:
+        return HealthCheck(name, "warning", f"only {n} open files are allowed", "ulimit -n 4096")
+    return HealthCheck(name, "ok", f"{n} open files are allowed")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device.parsers.gpus import AmdGpu
-from localllm.device.types import GIB, Memory
+from localllm.device.types import GIB, Basis, Memory
 from localllm.memory.account import headroom_bytes
 
 MIB = 1 << 20
@@ -40,11 +40,9 @@ def described_pool(
 ) -> Memory:
     """System memory of a machine that is only described: all but the headroom and, where it has a
     desktop, what an idle system of this `os` has."""
-    if headless:
-        idle = 0
-    else:
-        idle = min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
-    keep = headroom_bytes(total_bytes) + idle
+    keep = headroom_bytes(total_bytes)
+    if not headless:
+        keep += min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
     limit = total_bytes - keep
     return Memory(total_bytes, limit, limit, "assumed", source, keep)
 
@@ -52,10 +50,9 @@ def described_pool(
 def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
     """A card of a machine that is only described: all but the margin, and a desktop's part where it
     drives `screens`."""
+    desktop = 0
     if screens:
         desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes))
-    else:
-        desktop = 0
     return replace(vram(total_bytes, desktop, 0, source), basis="datasheet")
 
 
@@ -98,45 +95,33 @@ def mac(
     as the memory guard has it: past what is `free` macOS compresses other apps' pages
     (https://github.com/unslothai/unsloth/pull/10804). `free` counts where that is unknown.
     """
-    keep = headroom_bytes(memory_bytes)
-    default = mac_default(memory_bytes)
+    basis: Basis = "reported"
     if working_set:
         limit = working_set
-        basis = "reported"
         source = "Metal recommendedMaxWorkingSetSize"
     elif wired_limit_mb and wired_limit_mb > 0:
         limit = wired_limit_mb * MIB
-        basis = "reported"
         source = "sysctl iogpu.wired_limit_mb"
     else:
-        limit = default
+        limit = mac_default(memory_bytes)
         basis = "assumed"
         source = "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
     limit = min(limit, memory_bytes)
-    if to_be_had is None:
-        others = 0
-    else:
+    keep = headroom_bytes(memory_bytes)
+    others = 0
+    if to_be_had is not None:
         others = max(memory_bytes - to_be_had, 0)
-    bound = max(0, min(limit, memory_bytes - keep - others))
-    if to_be_had is not None or free is None:
-        now = bound
-    else:
-        now = max(0, min(free, bound))
-    return Memory(
-        memory_bytes,
-        limit,
-        now,
-        "reported" if basis == "reported" else "assumed",
-        source,
-        keep,
-        others,
-    )
+    now = max(0, min(limit, memory_bytes - keep - others))
+    if to_be_had is None and free is not None:
+        now = max(0, min(free, now))
+    return Memory(memory_bytes, limit, now, basis, source, keep, others)
 
 
 def mac_default(memory_bytes: int) -> int:
     """Bytes macOS gives the GPU where neither Metal nor the wired limit can be asked: the older
     rule, a floor."""
-    return int(memory_bytes * (_MAC_SMALL if memory_bytes <= _MAC_SMALL_UP_TO else _MAC_LARGE))
+    share = _MAC_SMALL if memory_bytes <= _MAC_SMALL_UP_TO else _MAC_LARGE
+    return int(memory_bytes * share)
 
 
 def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
@@ -148,7 +133,8 @@ def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
     keep = headroom_bytes(total_bytes)
     carve_out = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
     limit = gpu.vram_total_bytes + min(gpu.gtt_total_bytes, total_bytes - keep)
-    now = carve_out + max(min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, available_bytes - keep), 0)
+    free_gtt = gpu.gtt_total_bytes - gpu.gtt_used_bytes
+    now = carve_out + max(min(free_gtt, available_bytes - keep), 0)
     installed = total_bytes + gpu.vram_total_bytes
     others = max(total_bytes - available_bytes, 0) + gpu.vram_total_bytes - carve_out
     return Memory(
@@ -198,14 +184,18 @@ def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memor
     free = memory.carve_out_bytes
     if 0 < total_bytes <= carve_out and free:
         return _carve_out(total_bytes, min(free, total_bytes), ram, source)
+    most = memory.limit_bytes
     if carve_out > 0:
-        limit = min(total_bytes, free + ram.limit_bytes)
-    else:
-        limit = min(total_bytes, memory.limit_bytes)
+        most = free + ram.limit_bytes
+    limit = min(total_bytes, most)
     if limit == memory.limit_bytes:
         return memory
-    others = ram.others_bytes + (carve_out - free if free else 0)
-    keep = ram.system_bytes + (0 if free else max(carve_out, 0))
+    others = ram.others_bytes
+    keep = ram.system_bytes
+    if free:
+        others += carve_out - free
+    else:
+        keep += max(carve_out, 0)
     now = max(0, min(limit, free + ram.available_bytes))
     return replace(
         memory,

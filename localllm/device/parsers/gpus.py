@@ -58,8 +58,8 @@ def _kfd_values(text: str) -> dict[str, int]:
 
 
 def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
-    """What the GPU nodes of /sys/class/kfd say of an `AmdGpu`, by PCI device id (a CPU node has no
-    SIMDs).
+    """Fields of an `AmdGpu` from the GPU nodes of /sys/class/kfd, by PCI device id (a CPU node has
+    no SIMDs).
 
     gfx_target_version is major × 10000 + minor × 100 + step. RDNA has two SIMD32 per CU, GCN/CDNA
     four.
@@ -75,16 +75,22 @@ def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
         minor = version // 100 % 100
         step = version % 100
         gfx = f"gfx{major}{minor:x}{step:x}"
+        simds_per_unit = 2 if major >= 10 else 4
         bank = _kfd_values(readings.file(path.replace("/properties", "/mem_banks/0/properties")))
-        transfers = next((n for begin, n in _TRANSFERS.items() if gfx.startswith(begin)), 0)
-        gbps = bank.get("width", 0) / 8 * bank.get("mem_clk_max", 0) * transfers / 1000
         node = {
             "gfx": gfx,
-            "compute_units": simds // (2 if major >= 10 else 4),
-            "bandwidth_gbps": gbps if 10 <= gbps <= 50_000 else 0.0,
+            "compute_units": simds // simds_per_unit,
+            "bandwidth_gbps": _bank_gbps(bank, gfx),
         }
         nodes.setdefault(values.get("device_id", 0), node)
     return nodes
+
+
+def _bank_gbps(bank: Mapping[str, int], gfx: str) -> float:
+    """GB/s of a memory bank; 0.0 if that is unknown, or can't be right."""
+    transfers = next((n for begin, n in _TRANSFERS.items() if gfx.startswith(begin)), 0)
+    gbps = bank.get("width", 0) / 8 * bank.get("mem_clk_max", 0) * transfers / 1000
+    return gbps if 10 <= gbps <= 50_000 else 0.0
 
 
 DRM_CARDS = "/sys/class/drm/card*/device"
@@ -92,9 +98,10 @@ DRM_CARDS = "/sys/class/drm/card*/device"
 
 def pci_folders(readings: Readings, pattern: str, vendor: int) -> list[str]:
     """The folders of this pattern in sysfs that are of a maker's devices."""
-    folders = [path.removesuffix("/vendor") for path in readings.matching(f"{pattern}/vendor")]
     return [
-        folder for folder in folders if hexadecimal(readings.file(f"{folder}/vendor")) == vendor
+        path.removesuffix("/vendor")
+        for path in readings.matching(f"{pattern}/vendor")
+        if hexadecimal(readings.file(path)) == vendor
     ]
 
 
@@ -105,24 +112,25 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
     for folder in pci_folders(readings, DRM_CARDS, AMD_VENDOR):
         device_id = hexadecimal(readings.file(f"{folder}/device")) or 0
         node = nodes.get(device_id) or {"gfx": APU_DEVICES.get(device_id, "")}
-
-        def size(name: str, folder: str = folder) -> int:
-            return max(integer(readings.file(f"{folder}/{name}")) or 0, 0)
-
-        found.append(
-            AmdGpu(
-                device_id=device_id,
-                revision=hexadecimal(readings.file(f"{folder}/revision")) or 0,
-                name=" ".join(readings.file(f"{folder}/product_name").split())[:120],
-                vram_total_bytes=size("mem_info_vram_total"),
-                vram_used_bytes=size("mem_info_vram_used"),
-                gtt_total_bytes=size("mem_info_gtt_total"),
-                gtt_used_bytes=size("mem_info_gtt_used"),
-                integrated=_integrated(readings, folder, device_id, node["gfx"]),
-                **node,
-            )
+        gpu = AmdGpu(
+            device_id=device_id,
+            revision=hexadecimal(readings.file(f"{folder}/revision")) or 0,
+            name=" ".join(readings.file(f"{folder}/product_name").split())[:120],
+            vram_total_bytes=_size(readings, folder, "vram_total"),
+            vram_used_bytes=_size(readings, folder, "vram_used"),
+            gtt_total_bytes=_size(readings, folder, "gtt_total"),
+            gtt_used_bytes=_size(readings, folder, "gtt_used"),
+            integrated=_integrated(readings, folder, device_id, node["gfx"]),
+            **node,
         )
-    return [gpu for gpu in found if gpu.vram_total_bytes or gpu.gtt_total_bytes]
+        if gpu.vram_total_bytes or gpu.gtt_total_bytes:
+            found.append(gpu)
+    return found
+
+
+def _size(readings: Readings, folder: str, name: str) -> int:
+    """Bytes that amdgpu reports in a card's folder; 0 if it does not."""
+    return max(integer(readings.file(f"{folder}/mem_info_{name}")) or 0, 0)
 
 
 def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bool:
@@ -134,10 +142,12 @@ def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bo
     """
     vram = integer(readings.file(f"{folder}/mem_info_vram_total")) or 0
     gtt = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0
+    if device_id in APU_DEVICES or gfx in _APU_GFX or vram < 1 << 30 < gtt:
+        return True
     chips = readings.file(f"{folder}/mem_info_vram_vendor")
-    is_card = f"{folder}/board_info" in readings.files or chips not in ("", "unknown")
-    is_known = device_id in APU_DEVICES or gfx in _APU_GFX or vram < 1 << 30 < gtt
-    return is_known or (not is_card and vram <= 4 << 30 and gtt >= 4 * max(vram, 1 << 30))
+    if f"{folder}/board_info" in readings.files or chips not in ("", "unknown"):
+        return False
+    return vram <= 4 << 30 and gtt >= 4 * max(vram, 1 << 30)
 
 
 def marketing_name(ids_file: str, device_id: int, revision: int) -> str:
@@ -145,12 +155,11 @@ def marketing_name(ids_file: str, device_id: int, revision: int) -> str:
     ""."""
     for line in ids_file.splitlines():
         parts = line.split(",", 2)
-        if (
-            len(parts) == 3
-            and hexadecimal(parts[0]) == device_id
-            and hexadecimal(parts[1]) == revision
-        ):
-            return parts[2].strip()
+        if len(parts) != 3:
+            continue
+        device, its_revision, name = parts
+        if hexadecimal(device) == device_id and hexadecimal(its_revision) == revision:
+            return name.strip()
     return ""
 
 
@@ -200,9 +209,11 @@ def nvml(text: str) -> list[NvidiaGpu]:
     """The NVML probe's JSON: one object per GPU, each field a value or absent where the call
     raised."""
     listed = from_json(text)
+    if not isinstance(listed, list):
+        return []
     return [
         _from_nvml(entry)
-        for entry in (listed if isinstance(listed, list) else ())
+        for entry in listed
         if isinstance(entry, dict) and isinstance(entry.get("name"), str)
     ]
 
@@ -226,40 +237,47 @@ _ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
 
 
 def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
-    major = _number(entry, "cc_major")
-    minor = _number(entry, "cc_minor")
     gpu = NvidiaGpu(
         name=" ".join(str(entry["name"]).split())[:120],
-        total_bytes=_number(entry, "total") or None,
-        used_bytes=_number(entry, "used"),
-        free_bytes=_number(entry, "free"),
-        reserved_bytes=_number(entry, "reserved"),
-        compute_capability="" if major is None or minor is None else f"{major}.{minor}",
+        compute_capability=_capability(entry),
         bus_bits=_number(entry, "bus_bits") or None,
         max_memory_mhz=_number(entry, "max_memory_mhz") or None,
-        addressing=_ADDRESSING.get(_number(entry, "addressing") or 0, "")
-        if "addressing" in entry
-        else "",
+        addressing=_addressing(entry),
         power_limit_w=_watts(entry, "power_limit_mw"),
         default_power_limit_w=_watts(entry, "default_power_limit_mw"),
         uuid=str(entry.get("uuid") or "")[:80],
     )
-    if _number(entry, "mig") != 1:
-        return gpu
-    # A program is given one of the slices: the first of those that are listed.
-    slices = entry.get("slices")
-    if isinstance(slices, list):
-        sizes = [n for n in slices if isinstance(n, int) and n > 0]
-    else:
-        sizes = []
+    if _number(entry, "mig") == 1:
+        return replace(gpu, is_mig=True, total_bytes=_slice_bytes(entry))
     return replace(
         gpu,
-        total_bytes=next(iter(sizes), None),
-        used_bytes=None,
-        free_bytes=None,
-        reserved_bytes=None,
-        is_mig=True,
+        total_bytes=_number(entry, "total") or None,
+        used_bytes=_number(entry, "used"),
+        free_bytes=_number(entry, "free"),
+        reserved_bytes=_number(entry, "reserved"),
     )
+
+
+def _capability(entry: Mapping[str, Any]) -> str:
+    major = _number(entry, "cc_major")
+    minor = _number(entry, "cc_minor")
+    if major is None or minor is None:
+        return ""
+    return f"{major}.{minor}"
+
+
+def _addressing(entry: Mapping[str, Any]) -> str:
+    if "addressing" not in entry:
+        return ""
+    return _ADDRESSING.get(_number(entry, "addressing") or 0, "")
+
+
+def _slice_bytes(entry: Mapping[str, Any]) -> int | None:
+    """Bytes of the MIG slice that a program is given: the first of those that are listed."""
+    slices = entry.get("slices")
+    if not isinstance(slices, list):
+        return None
+    return next((size for size in slices if isinstance(size, int) and size > 0), None)
 
 
 def environment(readings: Readings) -> dict[str, str]:
@@ -288,17 +306,16 @@ def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
     """The GPUs that an index means, or an id or its beginning."""
     if word.isdecimal() and int(word) < len(uuids):
         return [int(word)]
+    parent = word
     if word.startswith("MIG-GPU-"):
         parent = word.removeprefix("MIG-")
-    else:
-        parent = word
     if len(parent) <= 4 or not parent.startswith(("GPU-", "MIG-")):
         return []
-    return [
-        i
-        for i, uuid in enumerate(uuids)
-        if uuid and (uuid.startswith(parent) or parent.startswith(uuid))
-    ]
+    return [i for i, uuid in enumerate(uuids) if uuid and _begins_alike(uuid, parent)]
+
+
+def _begins_alike(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
 
 
 # Column names nvidia-smi prints in its CSV header, as --help-query-gpu documents them.
@@ -313,18 +330,19 @@ def smi(text: str) -> list[NvidiaGpu]:
 
     "[N/A]", "[Not Supported]" and errors in place of a number mean: unknown.
     """
-    lines = [line for line in text.splitlines() if line.strip()]
-    start = next(
-        (i for i, line in enumerate(lines) if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None
-    )
-    if start is None:
+    lines = iter([line for line in text.splitlines() if line.strip()])
+    first = next((line for line in lines if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None)
+    if first is None:
         return []
-    header = [cell.split("[")[0].strip() for cell in lines[start].split(",")]
+    header = [cell.split("[")[0].strip() for cell in first.split(",")]
     gpus = []
     try:
-        for cells in csv.reader(lines[start + 1 :], skipinitialspace=True):
-            row = dict(zip(header, (cell.strip() for cell in cells), strict=False))
-            if row.get("name") and len(cells) == len(header):
+        for line in csv.reader(lines, skipinitialspace=True):
+            cells = [cell.strip() for cell in line]
+            if len(cells) != len(header):
+                continue
+            row = dict(zip(header, cells, strict=True))
+            if row.get("name"):
                 gpus.append(_from_smi(row))
     except csv.Error:
         pass
@@ -333,14 +351,17 @@ def smi(text: str) -> list[NvidiaGpu]:
 
 def _from_smi(row: Mapping[str, str]) -> NvidiaGpu:
     capability = row.get("compute_cap", "")
+    if decimal(capability) is None:
+        capability = ""
+    clock = row.get("clocks.max.memory") or row.get("clocks.max.mem")
     return NvidiaGpu(
         name=row["name"][:120],
         uuid=row.get("uuid", "")[:80],
         total_bytes=_mib(row.get("memory.total")) or None,
         used_bytes=_mib(row.get("memory.used")),
         free_bytes=_mib(row.get("memory.free")),
-        compute_capability=capability if decimal(capability) is not None else "",
-        max_memory_mhz=integer(row.get("clocks.max.memory") or row.get("clocks.max.mem")),
+        compute_capability=capability,
+        max_memory_mhz=integer(clock),
         power_limit_w=decimal(row.get("power.limit")),
     )
 

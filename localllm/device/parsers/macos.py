@@ -11,7 +11,7 @@ from localllm.memory.macos import available_bytes
 
 @dataclass(frozen=True, slots=True)
 class Mac:
-    """What sysctl says. `wired_limit_mb` 0 = macOS' own default (not "no limit"), None = not
+    """A Mac by sysctl. `wired_limit_mb` 0 = macOS' own default (not "no limit"), None = not
     readable."""
 
     chip: str
@@ -27,11 +27,15 @@ def sysctl(text: str) -> Mac:
     """`sysctl machdep.cpu.brand_string hw.model hw.memsize …`: "key: value" lines."""
     values = key_values(text)
     memory = integer(values.get("hw.memsize"))
+    if memory is not None and not 0 < memory < 1 << 50:
+        memory = None
+    chip = values.get("machdep.cpu.brand_string", "")
+    cores = integer(values.get("hw.physicalcpu") or values.get("hw.ncpu"))
     return Mac(
-        chip=" ".join(values.get("machdep.cpu.brand_string", "").split())[:80],
+        chip=" ".join(chip.split())[:80],
         model=values.get("hw.model", "")[:80],
-        memory_bytes=memory if memory and 0 < memory < 1 << 50 else None,
-        cpu_cores=max(integer(values.get("hw.physicalcpu") or values.get("hw.ncpu")) or 0, 0),
+        memory_bytes=memory,
+        cpu_cores=max(cores or 0, 0),
         wired_limit_mb=integer(values.get("iogpu.wired_limit_mb")),
         pressure=integer(values.get("kern.memorystatus_vm_pressure_level")),
         translated=integer(values.get("sysctl.proc_translated")) == 1,
@@ -42,31 +46,31 @@ def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
     """GPU cores from `ioreg -rc AGXAccelerator -d1` ("gpu-core-count" = 40), else system_profiler's
     sppci_cores."""
     found = re.search(r'"gpu-core-count"\s*=\s*(0x[0-9a-fA-F]{1,8}|[0-9]{1,6})', ioreg)
-    if found:
-        if found.group(1).startswith("0x"):
-            cores = int(found.group(1), 0)
-        else:
-            cores = int(found.group(1))
-        if 0 < cores <= 1024:
-            return cores
-        return None
-    return displays(system_profiler)[1]
+    if found is None:
+        _, cores = displays(system_profiler)
+        return cores
+    base = 16 if found[1].startswith("0x") else 10
+    return _plausible(int(found[1], base))
+
+
+def _plausible(cores: int) -> int | None:
+    return cores if 0 < cores <= 1024 else None
 
 
 def displays(system_profiler: str) -> tuple[str, int | None]:
     """Chip name and GPU cores from `system_profiler SPDisplaysDataType -json`."""
     data = from_json(system_profiler)
-    if isinstance(data, dict):
-        entries = data.get("SPDisplaysDataType")
-    else:
-        entries = None
-    for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, dict):
-            cores = integer(str(entry.get("sppci_cores", "")))
-        else:
-            cores = None
+    if not isinstance(data, dict):
+        return "", None
+    entries = data.get("SPDisplaysDataType")
+    if not isinstance(entries, list):
+        return "", None
+    for entry in entries:
+        if not isinstance(entry, dict):
+            continue
+        cores = integer(str(entry.get("sppci_cores", "")))
         if cores:
-            return str(entry.get("sppci_model", ""))[:80], cores if 0 < cores <= 1024 else None
+            return str(entry.get("sppci_model", ""))[:80], _plausible(cores)
     return "", None
 
 
@@ -95,9 +99,8 @@ def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
     values = key_values(text)
     if not page or "Pages free" not in values:
         return None
-    return sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds) * int(
-        page.group(1)
-    )
+    pages = sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds)
+    return pages * int(page[1])
 
 
 def memory(total_bytes: int, sysctl: str, pages: str) -> tuple[int | None, int | None]:
