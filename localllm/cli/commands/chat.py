@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -79,21 +80,13 @@ def chat(
         raise UsageError(
             "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
         )
-    attached = []
-    for path in attach or ():
-        attached += _texts(path)
+    attached = _all_texts(attach or ())
     check_room(attached, settings.value("context") or None)
     question = None
     if prompt is not None or not at_a_terminal():
         question = _question(prompt, bool(attached))
     plain = plain or os.environ.get("TERM") == "dumb"
-    sampling: dict[str, float | int | str] = {}
-    if temperature is not None:
-        sampling["temperature"] = temperature
-    if seed is not None:
-        sampling["seed"] = seed
-    if max_tokens is not None:
-        sampling["max_tokens"] = max_tokens
+    sampling = _sampling(temperature, seed, max_tokens)
     wanted = Wanted(model, settings, url, api_key, own)
     try:
         with ExitStack() as stack:
@@ -111,6 +104,27 @@ def chat(
                 answer_once(stack, asked, question)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _sampling(
+    temperature: float | None, seed: int | None, max_tokens: int | None
+) -> dict[str, float | int | str]:
+    """The fields of a request that were given."""
+    fields: dict[str, float | int | str] = {}
+    if temperature is not None:
+        fields["temperature"] = temperature
+    if seed is not None:
+        fields["seed"] = seed
+    if max_tokens is not None:
+        fields["max_tokens"] = max_tokens
+    return fields
+
+
+def _all_texts(paths: Iterable[Path]) -> list[tuple[str, str]]:
+    texts = []
+    for path in paths:
+        texts += _texts(path)
+    return texts
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:

@@ -216,10 +216,13 @@ def prune(
     if as_json:
         rows = [{"path": str(w.path), "bytes": w.size_bytes, "why": w.why} for w in waste]
         print_json({"found": rows, "freed_bytes": freed})
-    elif removes and not quiet:
-        print(f"{byte_size(freed)} freed", file=sys.stderr)
-    elif not quiet:
-        print(f"{total} could be freed", file=sys.stderr)
+        return
+    if quiet:
+        return
+    text = f"{total} could be freed"
+    if removes:
+        text = f"{byte_size(freed)} freed"
+    print(text, file=sys.stderr)
 
 
 @app.command()

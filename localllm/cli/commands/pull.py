@@ -54,7 +54,6 @@ def pull(
     from localllm.cli.commands.models_view import as_row
     from localllm.cli.commands.shared import print_json
     from localllm.library.pull import pull as fetch
-    from localllm.library.pull import pull_drafter
     from localllm.load.candidates import variant_choice
 
     no_network = bool(settings.value("offline"))
@@ -64,10 +63,9 @@ def pull(
         found: LocalModel = fetch(
             ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network
         )
-        trained = []
+        brought = {}
         if drafter and not no_network:
-            trained = [c for c in companions_of(ref) if c.kind in ("eagle3", "dflash")]
-        brought = {c: pull_drafter(c, on_progress=meter) for c in trained[:1]}
+            brought = _fetch_drafter(ref, meter)
     except KeyboardInterrupt:
         meter.close()
         if not quiet:
@@ -87,6 +85,19 @@ def pull(
             file=sys.stderr,
         )
     print(found.path)
+
+
+_TRAINED = ("eagle3", "dflash")
+
+
+def _fetch_drafter(ref: str, meter: ProgressLine) -> dict[Companion, Path]:
+    """Fetch the first trained drafter that is published for the model; empty if there is none."""
+    from localllm.library.pull import pull_drafter
+
+    for companion in companions_of(ref):
+        if companion.kind in _TRAINED:
+            return {companion: pull_drafter(companion, on_progress=meter)}
+    return {}
 
 
 def _print_found(ref: str, found: LocalModel, brought: dict[Companion, Path]) -> None:
@@ -120,12 +131,12 @@ def offered(ref: str, companion: Companion, here: Path | None) -> str:
     what = f"a drafter for it ({companion.kind}, {place})"
     if here is not None:
         return f"{what} is here too: `--draft auto` takes it where it pays, `--draft {here}` always"
-    if companion.kind in ("eagle3", "dflash"):
+    if companion.kind in _TRAINED:
         return f"{what}: `localllm pull {ref} --drafter` fetches it"
     if companion.kind == "mtp" and companion.file:
         return (
-            f"{what}: its own heads in a file apart, which is not loaded here; files of the model "
-            "that carry them are"
+            f"{what}: its own heads in a file apart, which is not loaded here; "
+            "files of the model that carry them are"
         )
     if companion.kind == "mtp":
         return f"{what}: this model with its own heads, `localllm pull {companion.repo}`"

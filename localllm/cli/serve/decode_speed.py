@@ -47,12 +47,9 @@ def depth_bin(depth: int) -> str:
     """Which depths are as good as the same."""
     if depth < _FROM_TOKENS:
         return str(depth // _NEAR_TOKENS * _NEAR_TOKENS)
-    return str(
-        round(
-            _FROM_TOKENS
-            * 2 ** (math.floor(math.log2(depth / _FROM_TOKENS) * _PER_OCTAVE) / _PER_OCTAVE)
-        )
-    )
+    octaves = math.log2(depth / _FROM_TOKENS)
+    least = math.floor(octaves * _PER_OCTAVE) / _PER_OCTAVE
+    return str(round(_FROM_TOKENS * 2**least))
 
 
 def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -67,16 +64,16 @@ def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
 def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -> str:
     """A sentence on a model that is slower by a fifth or more, by the median over the depths that
     both know; else ""."""
-    depths = sorted(steps.keys() & usual.keys(), key=lambda depth: steps[depth] / usual[depth])
-    if not depths:
+    ratios = {depth: steps[depth] / usual[depth] for depth in steps.keys() & usual.keys()}
+    if not ratios:
         return ""
+    depths = sorted(ratios, key=ratios.__getitem__)
     median = depths[(len(depths) - 1) // 2]
     if steps[median] < SLOWER * usual[median]:
         return ""
-    return (
-        f"{model} is slower than it was here: {1 / steps[median]:.3g} tok/s, where "
-        f"{1 / usual[median]:.3g} were usual"
-    )
+    now = 1 / steps[median]
+    before = 1 / usual[median]
+    return f"{model} is slower than it was here: {now:.3g} tok/s, where {before:.3g} were usual"
 
 
 def load() -> dict[str, UsualSpeed]:
@@ -85,9 +82,9 @@ def load() -> dict[str, UsualSpeed]:
     found = {}
     for key, entry in json_store.read(path()).items():
         speed = json_store.record(UsualSpeed, entry)
-        if speed is not None and all(
-            isinstance(s, float) and 0 < s < math.inf for s in speed.steps.values()
-        ):
+        if speed is None:
+            continue
+        if all(isinstance(s, float) and 0 < s < math.inf for s in speed.steps.values()):
             found[key] = speed
     return found
 
@@ -103,7 +100,8 @@ def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
         speeds[key] = UsualSpeed(usual.steps, slower=True)
     else:
         speeds[key] = UsualSpeed({**usual.steps, **steps})
-    json_store.keep(path(), {k: asdict(speed) for k, speed in [*speeds.items()][-_MOST_MODELS:]})
+    latest = list(speeds.items())[-_MOST_MODELS:]
+    json_store.keep(path(), {key: asdict(speed) for key, speed in latest})
     return text
 
 
@@ -156,6 +154,6 @@ def _key(worker: ModelWorker) -> str:
     info = worker.info
     assert info is not None
     spec = getattr(getattr(worker.host, "options", None), "spec", None)
-    placement = str(spec.placement) if spec is not None else ""
+    placement = "" if spec is None else str(spec.placement)
     where = hashlib.blake2b(placement.encode(), digest_size=4).hexdigest()
     return f"{worker.name} {info.fingerprint[:12]} {info.kv_type_k}/{info.kv_type_v} {where}"

@@ -28,17 +28,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
     replaces that.
 
     Raises UsageError, also for a certificate that no server can be run with."""
-    certificate = settings.value("tls_cert")
-    private = settings.value("tls_key")
-    tls = None
-    if certificate is not None:
-        tls = TlsFiles(
-            Path(certificate).expanduser(), Path(private).expanduser() if private else None
-        )
-    elif private is not None:
-        raise UsageError(
-            "--tls-key is of no use without --tls-cert", hint="name the certificate's file too"
-        )
+    tls = _tls_files(settings)
     image_hosts: tuple[tuple[str, int], ...] = ()
     if not settings.value("offline") and not is_offline():
         # One flag may name several.
@@ -63,11 +53,25 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         if new_key:
             raise UsageError(
                 "--new-key replaces a key that was made up, and this server has none",
-                hint="keys are made up for addresses that other machines reach, such as --host "
-                "0.0.0.0",
+                hint="keys are made up for addresses that other machines reach, "
+                "such as --host 0.0.0.0",
             )
         return secured
     return replace(secured, api_key=kept_key(new=new_key))
+
+
+def _tls_files(settings: Settings) -> TlsFiles | None:
+    certificate = settings.value("tls_cert")
+    private = settings.value("tls_key")
+    if certificate is None and private is not None:
+        raise UsageError(
+            "--tls-key is of no use without --tls-cert", hint="name the certificate's file too"
+        )
+    if certificate is None:
+        return None
+    if not private:
+        return TlsFiles(Path(certificate).expanduser(), None)
+    return TlsFiles(Path(certificate).expanduser(), Path(private).expanduser())
 
 
 @contextmanager
@@ -90,9 +94,13 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
             opened.enter_context(unix_file(path))
         for sock in socks:
             opened.enter_context(sock)
+        if not host:
+            yield socks, f"the Unix socket {socks[0].getsockname()} (path /v1)"
+            return
+        if ":" in host:
+            host = f"[{host}]"
         scheme = "http" if settings.tls is None else "https"
-        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port_of(socks)}/v1"
-        yield socks, address if host else f"the Unix socket {socks[0].getsockname()} (path /v1)"
+        yield socks, f"{scheme}://{host}:{port_of(socks)}/v1"
 
 
 def from_elsewhere(address: str) -> str | None:

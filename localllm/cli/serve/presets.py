@@ -81,27 +81,39 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     from localllm.server.dialects.fields import GenerationFields
 
     where = f"[models.{name}] of config.toml"
-    of_requests = GenerationFields.model_fields
-    said = read_table(
-        table,
-        where,
-        model=(str, ""),
-        aliases=(list[Annotated[str, Field(min_length=1)]], []),
-        system=(str, ""),
-        thinking_budget=(Annotated[int, Field(ge=-1, le=MAX_TOKENS)], -1),
-        idle_unload_min=(Annotated[float, Field(ge=0, le=10**6)] | None, None),
-        **dict.fromkeys(LOADING, (Any, None)),
-        **{key: (of_requests[key].annotation, of_requests[key]) for key in _SAMPLED},
-    )
-    budget = said["thinking_budget"]
-    minutes = said["idle_unload_min"]
+    alias = Annotated[str, Field(min_length=1)]
+    tokens = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
+    minutes = Annotated[float, Field(ge=0, le=10**6)]
+    fields: dict[str, Any] = {
+        "model": (str, ""),
+        "aliases": (list[alias], []),
+        "system": (str, ""),
+        "thinking_budget": (tokens, -1),
+        "idle_unload_min": (minutes | None, None),
+    }
+    for key in LOADING:
+        fields[key] = (Any, None)  # checked as settings below
+    for key in _SAMPLED:
+        field_of_request = GenerationFields.model_fields[key]
+        fields[key] = (field_of_request.annotation, field_of_request)
+    found = read_table(table, where, **fields)
+    loading = {}
+    for key in LOADING:
+        if key in table:
+            loading[key] = checked(setting(key), table[key], where)
+    thinking_tokens = None
+    if found["thinking_budget"] >= 0:
+        thinking_tokens = found["thinking_budget"]
+    idle_s = None
+    if found["idle_unload_min"] is not None:
+        idle_s = 60.0 * found["idle_unload_min"]
     return Preset(
         name=name,
-        model=said["model"] or name,
-        aliases=tuple(said["aliases"]),
-        loading={key: checked(setting(key), table[key], where) for key in LOADING if key in table},
-        sampling={key: said[key] for key in _SAMPLED if key in table},
-        system=said["system"],
-        thinking_tokens=budget if budget >= 0 else None,
-        idle_s=None if minutes is None else 60.0 * minutes,
+        model=found["model"] or name,
+        aliases=tuple(found["aliases"]),
+        loading=loading,
+        sampling={key: found[key] for key in _SAMPLED if key in table},
+        system=found["system"],
+        thinking_tokens=thinking_tokens,
+        idle_s=idle_s,
     )

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from localllm.errors import LocalLLMError, ModelFileError
+from localllm.formatting import gb
 
 if TYPE_CHECKING:
     import socket
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from localllm.server.models.router import ModelRouter, ServedModel
 
 
-_GB = "{:.2f} GB"
 _MOST_NAMED = 5
 _ORDER_S = 0.005
 
@@ -62,20 +62,16 @@ async def serve_until_stopped(
         )
         report(f"  it is kept in {key_path()}; --new-key makes another one")
     if router.named:
-        report(
-            f"loading {', '.join(model.name for model in router.named)} … requests to "
-            f"{address} "
-            "wait for it"
-        )
+        names = ", ".join(model.name for model in router.named)
+        report(f"loading {names} … requests to {address} wait for it")
     loading = asyncio.create_task(_load(router, report))
     tasks = [loading]
     try:
         # The worker has its order before a thread here holds the interpreter for a third of a
         # second.
         await asyncio.wait({loading}, timeout=_ORDER_S)
-        serving = asyncio.create_task(
-            _serve(router, settings, socks, store, None if quiet else report)
-        )
+        tell = None if quiet else report
+        serving = asyncio.create_task(_serve(router, settings, socks, store, tell))
         watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
         tasks += [serving, watch, asyncio.create_task(DecodeSpeedWatch(router, report).run())]
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,8 +107,8 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
         failure = model.worker.failure
         if model.loaded:
             report(
-                f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} "
-                f"allocated{_seeing(model)}"
+                f"  {model.name}: context {model.served_n_ctx:,} tokens, "
+                f"{_allocated(model)} allocated{_seeing(model)}"
             )
         elif failure is not None:
             # Also to the quiet.
@@ -120,10 +116,8 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
             if failure.hint:
                 print(f"hint: {failure.hint}", file=sys.stderr, flush=True)
         else:
-            report(
-                f"  {model.name} is loaded when asked for: "
-                f"{_GB.format(model.facts.needs_bytes / 1e9)} do not fit now"
-            )
+            needs = gb(model.facts.needs_bytes, 2)
+            report(f"  {model.name} is loaded when asked for: {needs} do not fit now")
     if router.named and all(model.worker.failure for model in router.named):
         _offer_others(router)
 
@@ -147,10 +141,10 @@ def _offer_others(router: ModelRouter) -> None:
     more = ""
     if len(others) > _MOST_NAMED:
         more = f" and {len(others) - _MOST_NAMED} more"
+    names = ", ".join(others[:_MOST_NAMED])
     print(
         "nothing is loaded: requests must name another installed model "
-        f"({', '.join(others[:_MOST_NAMED])}{more}); "
-        "Ctrl-C stops",
+        f"({names}{more}); Ctrl-C stops",
         file=sys.stderr,
         flush=True,
     )
@@ -164,7 +158,10 @@ async def _serve(
     report: Callable[[str], None] | None,
 ) -> None:
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
-    await serve_on(app if report is None else with_lines(app, report), socks, settings)
+    if report is None:
+        await serve_on(app, socks, settings)
+    else:
+        await serve_on(with_lines(app, report), socks, settings)
 
 
 def application(
@@ -219,7 +216,9 @@ def stop_when_terminated() -> None:
 def _allocated(model: ServedModel) -> str:
     """What the worker's model and context take; as planned where the worker does not say."""
     memory = getattr(getattr(model.worker.host, "client", None), "memory", None)
-    return _GB.format((memory.total_bytes if memory is not None else model.facts.needs_bytes) / 1e9)
+    if memory is None:
+        return gb(model.facts.needs_bytes, 2)
+    return gb(memory.total_bytes, 2)
 
 
 # Asked again and again by whoever watches a server: worth a line only where they fail.
@@ -271,5 +270,6 @@ def _line(scope: Scope, status: int, took_s: float) -> str:
     path = "".join(c if c.isprintable() else "?" for c in scope["path"])
     if len(path) > _MOST_PATH:
         path = path[: _MOST_PATH - 1] + "…"
-    said = f"{status}" if status else "left before its answer"
-    return f"{time.strftime('%H:%M:%S')}  {scope['method']} {path}  {said}  {took_s:.2f} s"
+    result = str(status) if status else "left before its answer"
+    now = time.strftime("%H:%M:%S")
+    return f"{now}  {scope['method']} {path}  {result}  {took_s:.2f} s"

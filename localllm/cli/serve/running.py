@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -80,19 +81,17 @@ def running() -> list[Running]:
         else:
             with suppress(OSError):
                 file.unlink()
-    return sorted(found, key=lambda r: -r.started_s)
+    return sorted(found, key=attrgetter("started_s"), reverse=True)
 
 
 def _of(settings: ServerSettings, port: int) -> Running:
     import psutil
 
-    key: Key
+    key: Key = "chosen"
     if settings.api_key is None:
         key = "none"
     elif settings.generated_key:
         key = "kept"
-    else:
-        key = "chosen"
     scheme = "http" if settings.tls is None else "https"
     url = f"{scheme}://{_reached_at(settings.host)}:{port}/v1"
     path = ""
@@ -106,8 +105,13 @@ def _of(settings: ServerSettings, port: int) -> Running:
 
 def _reached_at(host: str) -> str:
     """How this machine itself reaches a server that listens on `host`."""
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "localhost": "127.0.0.1"}
-    return everywhere.get(host, f"[{host}]" if ":" in host else host)
+    if host in ("0.0.0.0", "localhost"):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    if ":" in host:
+        return f"[{host}]"
+    return host
 
 
 def _read(file: Path) -> Running | None:
@@ -131,9 +135,8 @@ def _lives(told: Running) -> bool:
 
     try:
         process = psutil.Process(told.pid)
-        return (
-            abs(process.create_time() - told.started_s) < SAME_START_S
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
+        if abs(process.create_time() - told.started_s) >= SAME_START_S:
+            return False
+        return process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError):
         return False

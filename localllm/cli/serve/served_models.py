@@ -113,16 +113,17 @@ class ServedModels:
             name = local.name
             if preset is not None and preset.loading:
                 name = preset.name
-            # What is known of files on this disk by their names and sizes.
-            so_far = PlannedModel(UnplannedHost(), ModelMetadata(details=_details(local, "")))
-            worker = ModelWorker(
-                name,
-                planned(load) if load is not None else so_far,
-                plan=self._planner(local, self.settings_for(local, preset))
-                if load is None
-                else None,
-                idle_s=said.idle_s,
-            )
+            if load is not None:
+                worker = ModelWorker(name, planned(load), idle_s=said.idle_s)
+            else:
+                # Names and sizes of files on this disk are known before they are planned.
+                facts = ModelMetadata(details=_details(local, ""))
+                worker = ModelWorker(
+                    name,
+                    PlannedModel(UnplannedHost(), facts),
+                    plan=self._planner(local, self.settings_for(local, preset)),
+                    idle_s=said.idle_s,
+                )
             worker.admission = self.admission
             self._workers[key] = worker
         return self._workers[key]
@@ -152,14 +153,18 @@ def planned(load: LoadPlan) -> PlannedModel:
     else:
         host = Supervisor(load.options, loading, smaller=smaller)
     plan = load.plan
+    n_ctx = None
+    architecture = ""
+    if plan is not None:
+        n_ctx = plan.settings.n_ctx
+        architecture = plan.model.architecture
+    details = _details(load.local, architecture)
+    details["images_off"] = load.projector.why_not
     facts = ModelMetadata(
         sampling=own_sampling(plan),
         sampling_unthinking=own_sampling(plan, thinks=False),
-        n_ctx=plan.settings.n_ctx if plan is not None else None,
-        details={
-            **_details(load.local, plan.model.architecture if plan is not None else ""),
-            "images_off": load.projector.why_not,
-        },
+        n_ctx=n_ctx,
+        details=details,
         embeds=load.embedding is not None and not load.ranks,
         ranks=load.ranks,
         needs_bytes=load.needs_bytes,
@@ -172,17 +177,17 @@ def _given_up(load: LoadPlan, less: LoadPlan) -> str:
     """A sentence on what a load that ran out of memory does without."""
     asked = load.options.spec
     got = less.options.spec
-    kv_types = ((spec.kv_type_k, spec.kv_type_v) for spec in (asked, got))
-    given_up = {
-        f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}": got.n_ctx < asked.n_ctx,
-        f"{got.kv_type_k} instead of {asked.kv_type_k} for its KV cache": len(set(kv_types)) > 1,
-        "less of it on the GPU": got.placement != asked.placement,
-        "no images": load.projector.file is not None and less.projector.file is None,
-    }
-    instead = " and ".join(text for text, is_given_up in given_up.items() if is_given_up)
-    return (
-        f"memory ran out while it was loaded: tried once more with {instead or 'smaller buffers'}"
-    )
+    given_up = []
+    if got.n_ctx < asked.n_ctx:
+        given_up.append(f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}")
+    if (got.kv_type_k, got.kv_type_v) != (asked.kv_type_k, asked.kv_type_v):
+        given_up.append(f"{got.kv_type_k} instead of {asked.kv_type_k} for its KV cache")
+    if got.placement != asked.placement:
+        given_up.append("less of it on the GPU")
+    if load.projector.file is not None and less.projector.file is None:
+        given_up.append("no images")
+    instead = " and ".join(given_up) or "smaller buffers"
+    return f"memory ran out while it was loaded: tried once more with {instead}"
 
 
 def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
@@ -190,13 +195,16 @@ def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
     request switches reasoning off, unless it `thinks`: for that), and where nobody says, ours."""
     if plan is None:
         return Sampling()
-    stated = plan.model.sampling
-    without = plan.model.sampling_non_thinking
-    names = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty")
-    said = {name: getattr(stated, name) for name in names}
-    if not thinks and without is not None:
-        said |= {name: value for name in names if (value := getattr(without, name)) is not None}
-    return Sampling(**{name: value for name, value in said.items() if value is not None})
+    sources = [plan.model.sampling]
+    if not thinks and plan.model.sampling_non_thinking is not None:
+        sources.append(plan.model.sampling_non_thinking)
+    stated = {}
+    for source in sources:
+        for name in ("temperature", "top_p", "top_k", "min_p", "repeat_penalty"):
+            value = getattr(source, name)
+            if value is not None:
+                stated[name] = value
+    return Sampling(**stated)
 
 
 def _physics(plan: Plan | None, power: object) -> dict[str, object]:

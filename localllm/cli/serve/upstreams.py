@@ -45,6 +45,7 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
     where = f"[[upstream]] {table.get('name', '')!r} of config.toml"
     some = Field(min_length=1)
     text = Annotated[str, some]
+    seconds = Annotated[float, Field(ge=1, le=86400)]
     said = read_table(
         table,
         where,
@@ -54,10 +55,12 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
         key_env=(text | None, None),
         spill=(bool, False),
         speaks=(Annotated[list[Dialect], some], ["openai"]),
-        silence_s=(Annotated[float, Field(ge=1, le=86400)], 600.0),
+        silence_s=(seconds, 600.0),
     )
     name = said["name"]
     models = said["models"]
+    if isinstance(models, list):
+        models = {model: model for model in models}
     if not name.isascii() or not name.isprintable():
         raise UsageError(
             f"name in {where} must be plain ASCII: answers say in a header where they are from"
@@ -68,7 +71,7 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
     return Upstream(
         name,
         checked_url(said["url"], allowed, where, keyed=key is not None),
-        models if isinstance(models, dict) else {model: model for model in models},
+        models,
         key,
         said["spill"],
         tuple(said["speaks"]),
@@ -82,22 +85,19 @@ def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) ->
     clear."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
-    if (
-        parts.scheme not in ("http", "https")
-        or not host
-        or parts.username
-        or parts.query
-        or parts.fragment
-    ):
+    is_http = parts.scheme in ("http", "https")
+    if not is_http or not host or any((parts.username, parts.query, parts.fragment)):
         raise UsageError(f"the address {url!r} in {where} must be http(s)://host:port/v1")
-    if not is_loopback(host) and not any(_matches(host, one) for one in allowed):
+    if is_loopback(host):
+        return url.rstrip("/")
+    if not any(_matches(host, one) for one in allowed):
         raise UsageError(
-            f"{where} is on {host}, which is not among the machines that requests may be handed "
-            "on to",
-            hint=f'if prompts may be read there, allow it: allow_upstream = ["{host}"] in '
-            "config.toml",
+            f"{where} is on {host}, "
+            "which is not among the machines that requests may be handed on to",
+            hint=f"if prompts may be read there, allow it: "
+            f'allow_upstream = ["{host}"] in config.toml',
         )
-    if keyed and parts.scheme == "http" and not (is_loopback(host) or _is_private(host)):
+    if keyed and parts.scheme == "http" and not _is_private(host):
         raise UsageError(
             f"{where} would send its key to {host} unencrypted",
             hint="use https, or reach it through a tunnel",
