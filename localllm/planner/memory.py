@@ -9,6 +9,7 @@ of the total. Nothing here does I/O.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.accelerators import KINDS
@@ -101,23 +102,18 @@ def weights_bytes(variant: Variant) -> int:
 def embedding_bytes(model: Model, variant: Variant) -> int:
     """Bytes of the token embedding table in this variant's format (lookup tables included)."""
     if model.lookup_bits:
-        tokens = replace(
-            model,
-            lookup_params=0,
-            lookup_bits=0.0,
-            params_total=model.params_total - model.lookup_params,
-        )
-        rest = replace(
-            variant,
-            file_bytes=weights_bytes(variant) - places.table_bytes(model, variant),
-            weights_bytes=0,
-        )
-        return places.table_bytes(model, variant) + embedding_bytes(tokens, rest)
+        # The tables have a format of their own: the rest is what the file holds without them.
+        tables = places.table_bytes(model, variant)
+        total = model.params_total - model.lookup_params
+        tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=total)
+        rest = replace(variant, file_bytes=weights_bytes(variant) - tables, weights_bytes=0)
+        return tables + embedding_bytes(tokens, rest)
     rows = model.vocab_size * model.hidden_size + model.lookup_params
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None:
-        kind = quants.fallback(mix.head if model.tied_embeddings else mix.embed, model.hidden_size)
-        return round(rows * float(quants.GGUF_TYPES[kind].bits) / 8)
+        asked = mix.head if model.tied_embeddings else mix.embed
+        bits = float(quants.GGUF_TYPES[quants.fallback(asked, model.hidden_size)].bits)
+        return round(rows * bits / 8)
     known = facts(model)
     stored = known.dense_params + known.pool_params + known.embedding_params + model.lookup_params
     return round(weights_bytes(variant) * min(1.0, rows / max(1, stored)))
@@ -176,10 +172,9 @@ def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> i
     # planner's figure.
     if device is None or device.accelerator == "cpu":
         return compute_bytes(model, settings)
+    widened = 0
     if KINDS[device.accelerator].dequantises_kv:
         widened = dequantised_bytes(model, settings)
-    else:
-        widened = 0
     # The mask is written by the host and kept by the device for the whole step: two in one memory.
     if device.kind == "unified":
         widened += 2 * F16 * _attention_mask_cells(model, settings) * settings.n_batch
@@ -198,10 +193,8 @@ def host_compute_bytes(model: Model, settings: RunSettings) -> int:
     if placed.first_gpu_layer(n_layers) > 0:
         return max(ends, compute_bytes(model, settings))
     if placed.host_expert_layers(n_layers) and model.experts is not None:
-        rows, narrow = (
-            model.experts.n_active * width
-            for width in (model.hidden_size, model.experts.intermediate)
-        )
+        rows = model.experts.n_active * model.hidden_size
+        narrow = model.experts.n_active * model.experts.intermediate
         ends += F32 * settings.n_batch * max(2 * rows, rows + 2 * narrow, 3 * narrow)
     return ends
 
@@ -241,12 +234,17 @@ def need(
     """
     if backend_of(variant).buffers == "grown":
         return _need_mlx(model, variant, settings, device)
-    device = device and places.used(device, settings.placement)
-    if device is not None and device.kind == "discrete":
-        return _need_apart(model, variant, settings, device)
+    n_cards = 1
+    limit = 0
+    if device is not None:
+        device = places.used(device, settings.placement)
+        n_cards = device.n_gpus
+        limit = device.room_bytes
+        if device.kind == "discrete":
+            return _need_apart(model, variant, settings, device)
     weights, _ = whole_weights(model, variant, device)
     on_disk = places.disk_bytes(model, variant, settings)
-    compute = _step_bytes(model, settings, device) * (device.n_gpus if device is not None else 1)
+    compute = n_cards * _step_bytes(model, settings, device)
     return MemoryNeed(
         weights_bytes=weights - on_disk,
         kv_bytes=kv_bytes(model, settings),
@@ -254,7 +252,7 @@ def need(
         compute_bytes=compute + output_bytes(model, settings.slots),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=_draft_bytes(model, variant, settings, device),
-        limit_bytes=device.room_bytes if device is not None else 0,
+        limit_bytes=limit,
         disk_bytes=on_disk,
         projector_bytes=settings.projector_bytes,
     )
@@ -268,40 +266,36 @@ def _need_apart(
     n_cards = device.n_gpus
     kv = kv_bytes(model, settings)
     state = recurrent_bytes(model, settings)
-    host_kv = host_state = 0
+    host_kept = 0
     rows: list[int] = []
     if placed.is_split or n_cards > 1 or variant.layer_bytes:
         book = layer_ledger(model, variant, settings)
         host_kv, host_state = book.host_kv_bytes(placed)
-        kv = kv - host_kv
-        state = state - host_state
+        kv -= host_kv
+        state -= host_state
+        host_kept = host_kv + host_state
         rows = book.device_layers(placed)
         weights = sum(rows) - kv - state
         host_weights = book.host_weights_bytes(placed)
     else:
         weights, host_weights = whole_weights(model, variant, device)
-    is_used = placed.gpu_layers != 0
-    # Every card of several holds the buffers of its own layers' graph.
+    # Each of several cards holds the buffers of its own layers' graph.
     copies = pipeline_bytes(model, settings, n_cards)
-    if is_used:
+    compute = overhead = projector = 0
+    if placed.gpu_layers != 0:
         compute = _step_bytes(model, settings, device) + copies
-    else:
-        compute = 0
-    overhead = overhead_bytes(device) if is_used else 0
+        overhead = overhead_bytes(device)
+        projector = settings.projector_bytes
     drafted = _draft_bytes(model, variant, settings, device)
-    logits = output_bytes(model, settings.slots)
     on_disk = min(host_weights, places.disk_bytes(model, variant, settings))
+    host = host_weights - on_disk + host_kept + settings.projector_bytes - projector
+    host += host_compute_bytes(model, settings) + copies + output_bytes(model, settings.slots)
     cards: tuple[int, ...] = ()
-    limits = cards_limits(device)
+    limits: tuple[int, ...] = ()
     if n_cards > 1:
-        split = placed.tensor_split or limits
-        # A drafter beside the model is divided as the model is.
-        each = places.as_split(rows, split, n_cards)
-        cards = tuple(
-            b + compute + overhead // n_cards + drafted * b // max(1, sum(each)) for b in each
-        )
-        # The first card reads the images.
-        cards = (cards[0] + settings.projector_bytes, *cards[1:])
+        limits = cards_limits(device)
+        each = places.as_split(rows, placed.tensor_split or limits, n_cards)
+        cards = _cards_bytes(each, compute + overhead // n_cards, drafted, settings)
     return MemoryNeed(
         weights_bytes=max(0, weights),
         kv_bytes=kv,
@@ -310,19 +304,22 @@ def _need_apart(
         overhead_bytes=overhead,
         draft_bytes=drafted,
         limit_bytes=device.room_bytes,
-        host_bytes=host_weights
-        - on_disk
-        + host_kv
-        + host_state
-        + (0 if is_used else settings.projector_bytes)
-        + host_compute_bytes(model, settings)
-        + copies
-        + logits,
+        host_bytes=host,
         cards_bytes=cards,
-        cards_limit_bytes=limits if cards else (),
+        cards_limit_bytes=limits,
         disk_bytes=on_disk,
-        projector_bytes=settings.projector_bytes if is_used else 0,
+        projector_bytes=projector,
     )
+
+
+def _cards_bytes(
+    layers: Sequence[int], fixed: int, drafted: int, settings: RunSettings
+) -> tuple[int, ...]:
+    """Bytes on each card: its `layers`, what each holds besides, and its part of the drafter, which
+    is divided as the model is. The first card reads the images."""
+    total = max(1, sum(layers))
+    first, *others = (n_bytes + fixed + drafted * n_bytes // total for n_bytes in layers)
+    return first + settings.projector_bytes, *others
 
 
 def cards_limits(device: Device) -> tuple[int, ...]:
@@ -436,9 +433,10 @@ def _need_mlx(
         small, files = settings.drafter.second
         plain = RunSettings(settings.n_ctx, slots=settings.slots)
         drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
-    drafted += (
-        mtp_bytes(model, variant, settings) if settings.drafter.is_mtp and model.mtp_layers else 0
-    )
+    if settings.drafter.is_mtp and model.mtp_layers:
+        drafted += mtp_bytes(model, variant, settings)
+    # To take tokens back mlx-lm keeps one state, whatever their number.
+    kept = replace(settings, n_rewind=min(1, settings.n_rewind))
     # MLX's processor side has no fused attention at all (mlx/backend/no_gpu/primitives.cpp).
     fused = backend_of(variant).fused_heads
     if device is None or device.accelerator == "cpu":
@@ -447,10 +445,8 @@ def _need_mlx(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, settings),
         # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for
-        # the rest. To take tokens back it keeps one state, whatever their number.
-        recurrent_bytes=recurrent_bytes(
-            model, replace(settings, n_rewind=min(1, settings.n_rewind))
-        ),
+        # the rest.
+        recurrent_bytes=recurrent_bytes(model, kept),
         compute_bytes=mlx_step_bytes(model, settings, fused),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,

@@ -25,7 +25,8 @@ def projector_bytes(metadata: Mapping[str, Any], file_bytes: int) -> int:
     the buffers that llama.cpp says it reserved."""
     patch = _number(metadata, "patch_size", 14)
     side = _number(metadata, "image_size", 448)
-    if metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type")) in _ANY_SIZE:
+    vision_type = metadata.get("clip.vision.projector_type")
+    if metadata.get("clip.projector_type", vision_type) in _ANY_SIZE:
         side = _ANY_SIZE_TOKENS_A_SIDE * patch * _number(metadata, "spatial_merge_size", 2)
     patches = (side // max(patch, 1)) ** 2
     pixels = 3 * 4 * side * side
@@ -51,14 +52,14 @@ def listed_bytes(model: Model, variant: Variant) -> int:
         return 0
     if not backend_of(variant).projectors:
         return _TOWER_BUFFER_BYTES
-    size = (
-        next((v.mmproj_bytes for v in (variant, *model.variants) if v.mmproj_bytes), 0)
-        or 2 * model.vision_params
-    )
-    rule = model.image_tokens
-    most = min(rule.most if rule else _ANY_SIZE_TOKENS_A_SIDE**2, _ANY_SIZE_TOKENS_A_SIDE**2)
+    listed = (one.mmproj_bytes for one in (variant, *model.variants) if one.mmproj_bytes)
+    size = next(listed, 2 * model.vision_params)
+    most = _ANY_SIZE_TOKENS_A_SIDE**2
     # A fixed square of 256 tokens has 4 × 4 patches of 14 pixels for each (Gemma 3).
-    side_px = rule.side_px if rule and rule.side_px else 56
+    side_px = 56
+    if model.image_tokens is not None:
+        most = min(most, model.image_tokens.most)
+        side_px = model.image_tokens.side_px or side_px
     patch = 14 if side_px % 14 == 0 else 16
     header = {"clip.vision.patch_size": patch, "clip.vision.image_size": math.isqrt(most) * side_px}
     return projector_bytes(header, size)

@@ -38,19 +38,15 @@ class Streamed:
         if model.experts is None or n_sequences <= 1:
             return self.total_bytes
         chosen = model.experts.n_active / model.experts.n_experts
-        return self.dense_bytes + round(
-            self.expert_pool_bytes * (1 - math.pow(1 - chosen, n_sequences))
-        )
+        touched = 1 - math.pow(1 - chosen, n_sequences)
+        return self.dense_bytes + round(self.expert_pool_bytes * touched)
 
     def step_routed_params(self, model: Model, n_sequences: float) -> float:
         """Parameters of the experts that such a step touches."""
         if not self.routed_bytes:
             return float(self.routed_params)
-        return (
-            self.routed_params
-            * (self.step_bytes(model, n_sequences) - self.dense_bytes)
-            / self.routed_bytes
-        )
+        read = self.step_bytes(model, n_sequences) - self.dense_bytes
+        return self.routed_params * read / self.routed_bytes
 
 
 # Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts.
@@ -65,11 +61,14 @@ _DYNAMIC_SINCE = "2026-02"
 
 
 def _shared_bits(quant: str, average_bits: float, released: str) -> float:
-    if (quant.startswith("UD-") and not "" < released < _DYNAMIC_SINCE) or quant == "MXFP4_MOE":
+    is_dynamic = quant.startswith("UD-") and not "" < released < _DYNAMIC_SINCE
+    if is_dynamic or quant == "MXFP4_MOE":
         if average_bits < 15:
             return max(_DYNAMIC_BITS, average_bits)
         return average_bits
-    return average_bits + (_ABOVE_BASE_BITS if average_bits < 6.5 else 0.0)
+    if average_bits < 6.5:
+        return average_bits + _ABOVE_BASE_BITS
+    return average_bits
 
 
 @lru_cache(4096)
@@ -82,60 +81,59 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     2 % error of the file into 50 % here.
     """
     known = facts(model)
-    chosen = known.chosen_params
-    pool = known.pool_params
     dense = known.dense_params
-    weights = variant.weights_bytes or variant.file_bytes
     if variant.is_folder:
         expert_bits, bits = (float(b) for b in shapes.mlx_parts(variant.quant))
-        return _pack(
-            dense * bits + 8 * variant.adapter_bytes,
-            chosen * expert_bits,
-            pool * expert_bits,
-            dense,
-            chosen,
-        )
+        return _of_bits(known, dense * bits + 8 * variant.adapter_bytes, expert_bits)
+    weights = variant.weights_bytes or variant.file_bytes
     lookup = known.embedding_params + model.lookup_params
-    stored = dense + pool + lookup
+    stored = dense + known.pool_params + lookup
     average = 8 * weights / max(1, stored)
+    embed_bits = average
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None and average < 16:
         embed_bits = float(quants.GGUF_TYPES[mix.embed].bits)
-    else:
-        embed_bits = average
     # the tables have a format of their own: the rest is what the file holds without them
     if model.lookup_bits:
         weights -= round(model.lookup_params * model.lookup_bits / 8)
         lookup = known.embedding_params
-        stored = stored - model.lookup_params
+        stored -= model.lookup_params
         average = 8 * weights / max(1, stored)
         embed_bits = min(embed_bits, average)
-    if not chosen:
+    if not known.chosen_params:
         if variant.active_bytes:
             return Streamed(variant.active_bytes, 0, 0, dense, 0)
-        return _pack(max(8 * weights - lookup * embed_bits, 4 * weights), 0.0, 0.0, dense, 0)
+        return _of_bits(known, max(8 * weights - lookup * embed_bits, 4 * weights), 0.0)
     # gpt-oss as released: experts exactly MXFP4, the rest whatever the file leaves
     if variant.quant == "MXFP4":
         expert_bits = float(quants.GGUF_TYPES["MXFP4"].bits)
-        shared = max(1.0, min(16.5, (8 * weights - pool * expert_bits) / (dense + lookup)))
+        left = 8 * weights - known.pool_params * expert_bits
+        shared = max(1.0, min(16.5, left / (dense + lookup)))
     else:
         shared = _shared_bits(variant.quant, average, model.release_date)
-        expert_bits = max(
-            0.5 * average, (8 * weights - dense * shared - lookup * embed_bits) / pool
-        )
-    if variant.active_bytes:
-        routed = min(variant.active_bytes, round(chosen * expert_bits / 8))
-        return Streamed(
-            variant.active_bytes - routed, routed, round(pool * expert_bits / 8), dense, chosen
-        )
-    return _pack(dense * shared, chosen * expert_bits, pool * expert_bits, dense, chosen)
-
-
-def _pack(
-    dense_bits: float, routed_bits: float, pool_bits: float, dense: int, routed: int
-) -> Streamed:
+        left = 8 * weights - dense * shared - lookup * embed_bits
+        expert_bits = max(0.5 * average, left / known.pool_params)
+    if not variant.active_bytes:
+        return _of_bits(known, dense * shared, expert_bits)
+    routed = min(variant.active_bytes, round(known.chosen_params * expert_bits / 8))
     return Streamed(
-        round(dense_bits / 8), round(routed_bits / 8), round(pool_bits / 8), dense, routed
+        variant.active_bytes - routed,
+        routed,
+        round(known.pool_params * expert_bits / 8),
+        dense,
+        known.chosen_params,
+    )
+
+
+def _of_bits(known: ModelCounts, dense_bits: float, expert_bits: float) -> Streamed:
+    """What a token reads of weights that take this much: `dense_bits` are all of the dense ones,
+    `expert_bits` a weight of the experts."""
+    return Streamed(
+        round(dense_bits / 8),
+        round(known.chosen_params * expert_bits / 8),
+        round(known.pool_params * expert_bits / 8),
+        known.dense_params,
+        known.chosen_params,
     )
 
 
@@ -178,8 +176,12 @@ def facts(model: Model) -> ModelCounts:
         pool = one * x.n_experts
     _, active = shapes.count_params(model)
     mixers = [layer.mixer for layer in model.layers]
+    groups = tuple(Counter(model.layers).items())
+    embedding_params = model.vocab_size * model.hidden_size
+    if model.tied_embeddings:
+        embedding_params = 0
     return ModelCounts(
-        groups=tuple(Counter(model.layers).items()),
+        groups=groups,
         n_layers=len(model.layers),
         n_expert_layers=n_experts,
         n_recurrent_layers=sum(mixer.is_recurrent for mixer in mixers),
@@ -187,7 +189,7 @@ def facts(model: Model) -> ModelCounts:
         dense_params=active - chosen,
         chosen_params=chosen,
         pool_params=pool,
-        embedding_params=0 if model.tied_embeddings else model.vocab_size * model.hidden_size,
+        embedding_params=embedding_params,
         recurrent_state_bytes=shapes.recurrent_state_bytes(model),
         heads_share_row=any(mixer.heads_share_row for mixer in mixers),
         is_stateful=any(mixer.is_bounded or mixer.is_recurrent for mixer in mixers),

@@ -40,12 +40,11 @@ def compare(device: Device, run: Measured, others: Sequence[Measured] = ()) -> P
         run.decode_tok_s,
         speed.decode_bound(device, run.model, run.variant),
     )
-    return PredictionCheck(
-        (predicted.value, run.decode_tok_s),
-        predicted.basis,
-        causes,
-        (at(run.short_depth).value, run.short_tok_s) if run.short_tok_s else None,
-    )
+    decode = (predicted.value, run.decode_tok_s)
+    short = None
+    if run.short_tok_s:
+        short = (at(run.short_depth).value, run.short_tok_s)
+    return PredictionCheck(decode, predicted.basis, causes, short)
 
 
 def likely_causes(
@@ -54,34 +53,30 @@ def likely_causes(
     """What usually explains a speed `SHORTFALL` or more below the prediction, the most telling
     first; () otherwise."""
     if measured >= predicted * (1 - SHORTFALL):
-        if bound and measured > bound * 1.05:
-            return (
-                "faster than the memory could deliver: the bandwidth known for this machine is "
-                "too low",
-            )
-        return ()
-    gpu = device.accelerator != "cpu"
-    full = device.memory.available_bytes < 0.1 * device.memory.limit_bytes
-    causes = (
-        (
-            gpu and measured < 0.25 * predicted,
-            "the engine may have fallen back to the CPU: see `localllm doctor`",
-        ),
-        (
-            full,
-            "memory is nearly full: the system may be swapping; close programs or pick a smaller "
-            "plan",
-        ),
-        (gpu, "another program may be using the GPU"),
-        (not gpu, "other programs may be using the processor's cores or its memory"),
-        (
-            True,
-            "a power-saving mode or a hot machine lowers clocks: plug in, let it cool, check the "
-            "power mode",
-        ),
-        (
-            device.kind == "discrete",
-            "part of the model may be in system memory: lower --context or pick a smaller quant",
-        ),
+        if not bound or measured <= bound * 1.05:
+            return ()
+        return (
+            "faster than the memory could deliver: the bandwidth known for this machine is too low",
+        )
+    is_gpu = device.accelerator != "cpu"
+    causes = []
+    if is_gpu and measured < 0.25 * predicted:
+        causes.append("the engine may have fallen back to the CPU: see `localllm doctor`")
+    if device.memory.available_bytes < 0.1 * device.memory.limit_bytes:
+        causes.append(
+            "memory is nearly full: the system may be swapping; "
+            "close programs or pick a smaller plan"
+        )
+    if is_gpu:
+        causes.append("another program may be using the GPU")
+    else:
+        causes.append("other programs may be using the processor's cores or its memory")
+    causes.append(
+        "a power-saving mode or a hot machine lowers clocks: "
+        "plug in, let it cool, check the power mode"
     )
-    return tuple(text for is_likely, text in causes if is_likely)
+    if device.kind == "discrete":
+        causes.append(
+            "part of the model may be in system memory: lower --context or pick a smaller quant"
+        )
+    return tuple(causes)
