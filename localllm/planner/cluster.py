@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, memory, places, speed
@@ -96,9 +97,9 @@ class ClusterPlan:
         """What to do, in a sentence or two."""
         if self.alone is not None:
             return (
-                f"{self.alone.name} alone runs it at least as fast: join machines for what fits on "
-                "none of them, or for more "
-                "requests at once (`serve --pool` gives each machine a whole copy)"
+                f"{self.alone.name} alone runs it at least as fast: join machines for what fits "
+                "on none of them, or for more requests at once "
+                "(`serve --pool` gives each machine a whole copy)"
             )
         used = [s for s in self.shares if s.n_layers]
         if len(used) == 1:
@@ -106,11 +107,11 @@ class ClusterPlan:
         # As `--split` has them: the workers first, whoever serves last.
         split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
         share = (sum(self.transfer_s) / 2 + self.rpc_s) * self.decode_tok_s.value
+        workers = " and ".join(s.device.name for s in used[1:])
         return (
             f"it fits on none of them alone. Of a token's time about {share:.0%} is RPC and the way. "
-            "`localllm worker` on "
-            f"{' and '.join(s.device.name for s in used[1:])}, `serve --with HOST:PORT --split "
-            f"{split}` on {used[0].device.name}"
+            f"`localllm worker` on {workers}, "
+            f"`serve --with HOST:PORT --split {split}` on {used[0].device.name}"
         )
 
 
@@ -127,17 +128,20 @@ def divide(
     then has room for more context."""
     left = layer_bytes(model, variant, settings)
     parts = places.parts(model, variant)
-    order = sorted(devices, key=lambda d: -speed.decode(d, model, variant, settings).value)
+
+    def rate(device: Device) -> float:
+        return speed.decode(device, model, variant, settings).value
+
+    order = sorted(devices, key=rate, reverse=True)
     are_equal = len({d.name for d in devices}) == 1
     shares = []
     for position, device in enumerate(order):
         fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
         if position == 0:
             fixed += parts.input_bytes + parts.own_output_bytes
+        most = len(left)
         if are_equal:
             most = -(-len(left) // (len(order) - position))
-        else:
-            most = len(left)
         needs = [fixed + n_bytes for n_bytes in accumulate(left[:most])]
         n = bisect_right(needs, device.room_bytes)
         shares.append(Share(device, n, needs[n - 1] if n else 0, device.room_bytes))
@@ -158,9 +162,16 @@ def plan(
     carried_bytes, *way_s = _way(model, used, link)
     decode = decode_over(model, variant, settings, used, link)
     prefill = prefill_over(model, variant, settings, used, link)
-    holding_all = [d for d in devices if divide(model, variant, settings, [d]) is not None]
-    paces = [(speed.decode(d, model, variant, settings).value, d) for d in holding_all]
-    pace, alone = max(paces, key=lambda p: p[0], default=(0.0, None))
+    alone = None
+    fastest = 0.0
+    for device in devices:
+        if divide(model, variant, settings, [device]) is not None:
+            rate = speed.decode(device, model, variant, settings).value
+            if rate > fastest:
+                fastest = rate
+                alone = device
+    if fastest < decode.value:
+        alone = None
     return ClusterPlan(
         settings,
         link,
@@ -170,14 +181,16 @@ def plan(
         RPC_S[1] * (len(used) - 1),
         decode,
         prefill,
-        alone if pace >= decode.value else None,
+        alone,
     )
 
 
 def _way(model: Model, shares: Sequence[Share], link: Link) -> tuple[int, float, float]:
     """Bytes of a token that cross the link, and what that takes at best and at worst: the hidden
     vector to each further machine, and once back, as the first one has the output."""
-    hops = len(shares) if len(shares) > 1 else 0
+    hops = 0
+    if len(shares) > 1:
+        hops = len(shares)
     n_bytes = hops * model.hidden_size * _F32_BYTES
     best_s, worst_s = (n_bytes / link.bytes_per_s + hops * s for s in link.latency_s)
     return n_bytes, best_s, worst_s
@@ -204,14 +217,17 @@ def decode_over(
     _, *way = _way(model, shares, link)
     best_s, usual_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
     basis = (
-        f"each machine's own prediction ({each[0].basis}), one after another; RPC's "
-        f"{usual_s * 1e3:.1f} ms a token "
-        f"({best_s * 1e3:.0f}-{worst_s * 1e3:.1f}) from published pairs; {link.source}"
+        f"each machine's own prediction ({each[0].basis}), one after another; "
+        f"RPC's {usual_s * 1e3:.1f} ms a token ({best_s * 1e3:.0f}-{worst_s * 1e3:.1f}) "
+        f"from published pairs; {link.source}"
     )
+    token_s = _token_s(shares, [e.value for e in each])
+    longest_s = _token_s(shares, [e.low for e in each])
+    shortest_s = _token_s(shares, [e.high for e in each])
     return Range(
-        1 / (_token_s(shares, [e.value for e in each]) + sum(way) / 2 + usual_s),
-        1 / (_token_s(shares, [e.low for e in each]) + way[1] + worst_s),
-        1 / (_token_s(shares, [e.high for e in each]) + way[0] + best_s),
+        1 / (token_s + sum(way) / 2 + usual_s),
+        1 / (longest_s + way[1] + worst_s),
+        1 / (shortest_s + way[0] + best_s),
         basis,
     )
 
@@ -285,16 +301,14 @@ def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     heads = {model.n_heads}
     for layer in model.layers:
         heads.update(layer.mixer.head_counts)
+    if not runs:
+        return "MLX shares its own models, among Macs"
+    if model.family not in FAMILIES:
+        return f"mlx-lm has no form of {model.family} that machines can share"
     odd = min((h for h in heads if h % n), default=0)
-    reasons = (
-        (not runs, "MLX shares its own models, among Macs"),
-        (
-            model.family not in FAMILIES,
-            f"mlx-lm has no form of {model.family} that machines can share",
-        ),
-        (odd > 0, f"{n} machines can't share {odd} heads evenly"),
-    )
-    return next((why for is_so, why in reasons if is_so), "")
+    if odd:
+        return f"{n} machines can't share {odd} heads evenly"
+    return ""
 
 
 def needs_bytes(
@@ -333,25 +347,27 @@ def tensor_parallel_decode(
 ) -> Range:
     """tokens/s of one stream at `depth`; the slowest machine is waited for."""
     n = len(devices)
-    slowest = min(
-        devices, key=lambda d: speed.decode(d, model, variant, settings, depth=depth).value
-    )
-    alone = speed.decode(slowest, model, variant, settings, depth=depth)
-    read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(
-        model, depth, settings.kv_type
-    )
+    each = [speed.decode(device, model, variant, settings, depth=depth) for device in devices]
+    alone = min(each, key=attrgetter("value"))
+    slowest = devices[each.index(alone)]
+    read = streamed(model, variant).total_bytes
+    read += decode_cost.kv_read_bytes(model, depth, settings.kv_type)
     saved_s = (1 - 1 / n) * read / (slowest.bandwidth_gbps.value * 1e9)
     # What adding up takes, at best and at worst.
+    messages_s = link.latency_s
     if link.name == "Thunderbolt 5":
         messages_s = _RDMA_S
-    else:
-        messages_s = link.latency_s
     best_s, worst_s = (_SUMS_A_LAYER * len(model.layers) * s for s in messages_s)
     usual_s = (best_s * worst_s) ** 0.5
+
+    def shared(rate: float, messages_s: float) -> float:
+        """The rate with the reading divided and `messages_s` added."""
+        return 1 / (1 / rate - min(saved_s, (1 - 1 / n) / rate) + messages_s)
+
     most = n * alone.high
-    value = min(1 / (1 / alone.value - min(saved_s, (1 - 1 / n) / alone.value) + usual_s), most)
-    low = 1 / (1 / alone.low - min(saved_s, (1 - 1 / n) / alone.low) + worst_s)
-    high = min(1 / (1 / alone.high - min(saved_s, (1 - 1 / n) / alone.high) + best_s), most)
+    value = min(shared(alone.value, usual_s), most)
+    low = shared(alone.low, worst_s)
+    high = min(shared(alone.high, best_s), most)
     basis = (
         f"one {slowest.name} ({alone.basis}), the reading of its bytes divided by {n}; "
         f"{link.source}"
@@ -368,16 +384,9 @@ def tensor_parallel_prefill(
     each = [
         speed.prefill(d, model, variant, settings, prompt_tokens=_PROMPT_TOKENS) for d in devices
     ]
-    slowest = min(each, key=lambda r: r.value)
-    crossing_s = (
-        _SUMS_A_LAYER
-        * len(model.layers)
-        * model.hidden_size
-        * _F16_BYTES
-        * (n - 1)
-        / n
-        / link.bytes_per_s
-    )
+    slowest = min(each, key=attrgetter("value"))
+    summed_bytes = _SUMS_A_LAYER * len(model.layers) * model.hidden_size * _F16_BYTES
+    crossing_s = summed_bytes * (n - 1) / n / link.bytes_per_s
     value = 1 / (1 / slowest.value / n + crossing_s)
     low = 1 / (1 / slowest.low + crossing_s)
     high = n * slowest.high

@@ -53,9 +53,8 @@ def parts(model: Model, variant: Variant) -> Parts:
     total = variant.weights_bytes or variant.file_bytes
     if variant.layer_bytes and len(variant.layer_bytes) == len(model.layers):
         layers = variant.layer_bytes
-        own = max(
-            0, total - variant.input_bytes - sum(dense + experts for dense, experts in layers)
-        )
+        in_layers = sum(dense + experts for dense, experts in layers)
+        own = max(0, total - variant.input_bytes - in_layers)
         return Parts(variant.input_bytes, max(own, variant.output_bytes), own, layers)
     stream = streamed(model, variant)
     known = facts(model)
@@ -69,9 +68,7 @@ def parts(model: Model, variant: Variant) -> Parts:
     output = min(total - experts, round(matrix * bits / 8))
     # What is always read is the layers and the output matrix, whoever else uses that.
     dense = max(0, min(total - experts, stream.dense_bytes) - output)
-    holds = [
-        layer.ffn in ("experts", "both") and model.experts is not None for layer in model.layers
-    ]
+    holds = [layer.has_experts and model.experts is not None for layer in model.layers]
     each_dense = dense // max(1, len(holds))
     each_pool = experts // max(1, sum(holds))
     layers = tuple((each_dense, each_pool if has else 0) for has in holds)
@@ -95,13 +92,16 @@ class Ledger:
         n = len(self.layers)
         first = placed.first_gpu_layer(n)
         kept = placed.host_expert_layers(n)
-        found = [
-            dense + (0 if i < kept else experts) + (0 if placed.kv_on_host else kv + state)
-            for i, (dense, experts, kv, state) in enumerate(self.layers)
-            if i >= first
-        ]
+        found = []
+        for i, (dense, experts, kv, state) in enumerate(self.layers[first:], first):
+            n_bytes = dense
+            if i >= kept:
+                n_bytes += experts
+            if not placed.kv_on_host:
+                n_bytes += kv + state
+            found.append(n_bytes)
         if first <= n:
-            return [*found, self.output_bytes]
+            found.append(self.output_bytes)
         return found
 
     def host_weights_bytes(self, placed: Placement) -> int:
@@ -109,17 +109,17 @@ class Ledger:
         n = len(self.layers)
         first = placed.first_gpu_layer(n)
         kept = placed.host_expert_layers(n)
-        output = self.own_output_bytes if first > n else 0
-        left = sum(dense + experts for dense, experts, _, _ in self.layers[: min(first, n)])
-        return self.input_bytes + output + left + sum(layer[1] for layer in self.layers[first:kept])
+        left = sum(dense + experts for dense, experts, _, _ in self.layers[:first])
+        left += sum(experts for _, experts, _, _ in self.layers[first:kept])
+        if first > n:
+            left += self.own_output_bytes
+        return self.input_bytes + left
 
     def host_kv_bytes(self, placed: Placement) -> tuple[int, int]:
         """(KV, state) bytes in system memory."""
-        n = len(self.layers)
-        if placed.kv_on_host:
-            there = self.layers
-        else:
-            there = self.layers[: min(n, placed.first_gpu_layer(n))]
+        there = self.layers
+        if not placed.kv_on_host:
+            there = there[: placed.first_gpu_layer(len(there))]
         return sum(layer[2] for layer in there), sum(layer[3] for layer in there)
 
 
@@ -181,13 +181,14 @@ def weights_of_cards(
     n = len(model.layers)
     first = placed.first_gpu_layer(n)
     kept = placed.host_expert_layers(n)
-    rows = [d + (0 if i < kept else e) for i, (d, e) in enumerate(found.layers) if i >= first]
+    rows = []
+    for i, (dense, experts) in enumerate(found.layers[first:], first):
+        rows.append(dense if i < kept else dense + experts)
+    rows.append(found.output_bytes)
     split = placed.tensor_split or tuple(card.room_bytes for card in device.cards)
-    held = as_split([*rows, found.output_bytes], split, len(device.cards))
-    return tuple(
-        (card, n_bytes / max(1, sum(held)))
-        for card, n_bytes in zip(device.cards, held, strict=True)
-    )
+    held = as_split(rows, split, len(device.cards))
+    total = max(1, sum(held))
+    return tuple((card, n_bytes / total) for card, n_bytes in zip(device.cards, held, strict=True))
 
 
 # --- shares, for the speed ------------------------------------------------------------------------
@@ -231,29 +232,24 @@ def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
     n = len(model.layers)
     first = placed.first_gpu_layer(n)
     kept = placed.host_expert_layers(n)
-    matrix = found.output_bytes
-    dense = sum(d for d, _ in found.layers[first:]) + (matrix if first <= n else 0)
-    experts = sum(e for _, e in found.layers[max(first, kept) :])
-    if kept > first:
-        n_split = sum(1 for _, e in found.layers[first:kept] if e)
-    else:
-        n_split = 0
+    dense = sum(d for d, _ in found.layers[first:])
+    if first <= n:
+        dense += found.output_bytes
     n_device = max(0, n - first)
-    kv = 0.0 if placed.kv_on_host else n_device / max(1, n)
-    crossings = (
-        2 * n_split + (2 if 0 < first <= n else 0) + (2 * n_device if placed.kv_on_host else 0)
-    )
-    return CardShare(
-        dense / max(1, found.dense_bytes + matrix),
-        experts / found.expert_bytes
-        if found.expert_bytes
-        else 1.0
-        if first == 0
-        else n_device / max(1, n),
-        kv,
-        n_device / max(1, n),
-        crossings,
-    )
+    of_layers = n_device / max(1, n)
+    of_kv = of_layers
+    crossings = 2 * sum(1 for _, e in found.layers[first:kept] if e)
+    if 0 < first <= n:
+        crossings += 2
+    if placed.kv_on_host:
+        of_kv = 0.0
+        crossings += 2 * n_device
+    of_experts = of_layers
+    if found.expert_bytes:
+        experts = sum(e for _, e in found.layers[max(first, kept) :])
+        of_experts = experts / found.expert_bytes
+    of_dense = dense / max(1, found.dense_bytes + found.output_bytes)
+    return CardShare(of_dense, of_experts, of_kv, of_layers, crossings)
 
 
 # What llama.cpp reads whole anyway.
@@ -273,9 +269,10 @@ def table_bytes(model: Model, variant: Variant) -> int:
     if variant.input_bytes:  # read from the header, together with the tokens' own
         tokens = model.vocab_size * model.hidden_size
         return round(variant.input_bytes * model.lookup_params / (model.lookup_params + tokens))
-    bits = model.lookup_bits or 8 * (variant.weights_bytes or variant.file_bytes) / max(
-        1, model.params_total
-    )
+    if model.lookup_bits:
+        return round(model.lookup_params * model.lookup_bits / 8)
+    weights_bytes = variant.weights_bytes or variant.file_bytes
+    bits = 8 * weights_bytes / max(1, model.params_total)
     return round(model.lookup_params * bits / 8)
 
 

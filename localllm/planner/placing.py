@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from localllm.device.types import Device
 from localllm.memory.verdict import TIGHT_SHARE, Fits, Part
@@ -47,12 +48,13 @@ class OffloadOptions:
         """`settings` with what is insisted on."""
         if self == FREE:
             return settings
-        said = {
-            "gpu_layers": self.gpu_layers,
-            "experts_on_host": self.experts_on_host,
-            "tensor_split": self.tensor_split,
-        }
-        return settings.placed(**{name: value for name, value in said.items() if value is not None})
+        if self.gpu_layers is not None:
+            settings = settings.placed(gpu_layers=self.gpu_layers)
+        if self.experts_on_host is not None:
+            settings = settings.placed(experts_on_host=self.experts_on_host)
+        if self.tensor_split is not None:
+            settings = settings.placed(tensor_split=self.tensor_split)
+        return settings
 
 
 FREE = OffloadOptions()
@@ -64,18 +66,15 @@ def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
     giving way."""
     roomy = int(TIGHT_SHARE * min(need.limit_bytes, device.memory.loadable_bytes))
     has_cards = bool(need.cards_bytes and device.cards)
+    free = device.memory.available_bytes
     if has_cards:
         free = need.limit_bytes
-    else:
-        free = device.memory.available_bytes
     parts = [Part(device.name, need.total_bytes, need.limit_bytes, free, roomy)]
-    for i, (n_bytes, limit) in enumerate(
-        zip(need.cards_bytes, need.cards_limit_bytes, strict=True)
-    ):
+    cards = zip(need.cards_bytes, need.cards_limit_bytes, strict=True)
+    for i, (n_bytes, limit) in enumerate(cards):
+        free = limit
         if has_cards:
             free = device.cards[i].memory.available_bytes
-        else:
-            free = limit
         parts.append(Part(f"card {i}", n_bytes, limit, free))
     if need.host_bytes and device.host is not None:
         limit = device.host.limit_bytes
@@ -146,27 +145,48 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
     each card alone, and the fastest so and so many."""
     if device.kind != "discrete" or len(device.cards) < 2:
         return ((),)
-    alike: dict[object, list[Device]] = {}
-    for card in sorted(device.cards, key=lambda c: (-c.memory.available_bytes, c.number)):
-        kind = (
-            card.match or card.name,
-            card.memory.total_bytes,
-            card.bandwidth_gbps.value,
-        )
-        alike.setdefault(kind, []).append(card)
-    groups = list(alike.values())
+    slowest_gbps: dict[tuple[int, ...], float] = {}
+    for chosen in _choices_of(_kinds_of_cards(device)):
+        if 0 < len(chosen) < len(device.cards):
+            numbers = tuple(sorted(card.number for card in chosen))
+            slowest_gbps[numbers] = min(map(_bandwidth, chosen))
+    ranked = sorted((-gbps, len(numbers), numbers) for numbers, gbps in slowest_gbps.items())
+    return (*(numbers for _, _, numbers in ranked), ())
+
+
+def _choices_of(groups: Sequence[Sequence[Device]]) -> Iterator[Sequence[Device]]:
+    """Every number of each kind of cards, where those are few; else each card alone, and the
+    fastest so and so many."""
     if math.prod(len(group) + 1 for group in groups) <= _MOST_CHOICES:
-        taken = itertools.product(*([group[:n] for n in range(len(group) + 1)] for group in groups))
-        found = [list(itertools.chain.from_iterable(parts)) for parts in taken]
-    else:
-        fastest = sorted(device.cards, key=lambda card: -card.bandwidth_gbps.value)
-        found = [[group[0]] for group in groups] + [fastest[:n] for n in range(2, len(fastest) + 1)]
-    some = (chosen for chosen in found if 0 < len(chosen) < len(device.cards))
-    slowest_gbps = {
-        tuple(sorted(card.number for card in chosen)): min(c.bandwidth_gbps.value for c in chosen)
-        for chosen in some
-    }
-    return (*sorted(slowest_gbps, key=lambda c: (-slowest_gbps[c], len(c), c)), ())
+        for counts in itertools.product(*(range(len(group) + 1) for group in groups)):
+            taken = (group[:n] for group, n in zip(groups, counts, strict=True))
+            yield list(itertools.chain.from_iterable(taken))
+        return
+    for group in groups:
+        yield group[:1]
+    fastest_first = sorted(itertools.chain.from_iterable(groups), key=attrgetter("number"))
+    fastest_first.sort(key=_bandwidth, reverse=True)
+    for n in range(2, len(fastest_first) + 1):
+        yield fastest_first[:n]
+
+
+def _bandwidth(card: Device) -> float:
+    return card.bandwidth_gbps.value
+
+
+def _kinds_of_cards(device: Device) -> list[list[Device]]:
+    """The cards of each kind, the freest first."""
+    alike: dict[object, list[Device]] = {}
+    freest_first = sorted(device.cards, key=attrgetter("number"))
+    freest_first.sort(key=_available_bytes, reverse=True)
+    for card in freest_first:
+        kind = (card.match or card.name, card.memory.total_bytes, _bandwidth(card))
+        alike.setdefault(kind, []).append(card)
+    return list(alike.values())
+
+
+def _available_bytes(card: Device) -> int:
+    return card.memory.available_bytes
 
 
 def best_split(
@@ -193,11 +213,12 @@ def fastest(
 ) -> RunSettings | None:
     """Of several ways to run a variant the one that is predicted to decode fastest, the first of
     equals."""
-    if len(found) < 2:
-        if found:
-            return found[0]
+    if not found:
         return None
-    return max(found, key=lambda s: speed.decode(device, model, variant, s, depth=depth).value)
+    if len(found) == 1:
+        return found[0]
+    rates = [speed.decode(device, model, variant, one, depth=depth).value for one in found]
+    return found[rates.index(max(rates))]
 
 
 class _Search:
@@ -235,40 +256,56 @@ class _Search:
     def _fewest_off(self, start: Placement) -> RunSettings | None:
         """`start` with as few experts, else as few layers in system memory as makes the rest fit;
         as is, if that does."""
-        n = len(self._model.layers)
-        offload = self._offload
-        placed: Placement | None = start
+        placed = start
         if not self._room(start):
-            experts = offload.experts_on_host is None and any(
-                layer[1] for layer in self._book.layers
-            )
-            if experts:
-                placed = self._least(1, n, lambda k: replace(start, experts_on_host=k))
-            else:
-                placed = None
-            if placed is None and offload.gpu_layers is None:
-                if experts:
-                    off = replace(start, experts_on_host=-1)
-                else:
-                    off = start
-                placed = self._least(0, n + 1, lambda k: replace(off, gpu_layers=n + 1 - k))
-        if placed is None:
-            return None
+            found = self._experts_off(start) or self._layers_off(start)
+            if found is None:
+                return None
+            placed = found
         divided = over_cards(
             self._device, self._model, self._variant, replace(self._settings, placement=placed)
         )
         need = memory.need(self._model, self._variant, divided, self._device)
-        if verdict(self._device, need) != "no":
-            return divided
-        return None
+        if verdict(self._device, need) == "no":
+            return None
+        return divided
 
-    def _least(self, low: int, high: int, take: Callable[[int], Placement]) -> Placement | None:
-        """`take(n)` for the least n from `low` to `high` that there is room for; None where not
-        even for `high`."""
-        choices = range(low, high + 1)
-        i = bisect_left(choices, True, key=lambda n: self._room(take(n)))
-        if i < len(choices):
-            return take(choices[i])
+    def _may_move_experts(self) -> bool:
+        is_free = self._offload.experts_on_host is None
+        return is_free and any(experts for _, experts, _, _ in self._book.layers)
+
+    def _experts_off(self, start: Placement) -> Placement | None:
+        """`start` with the experts of as few layers in system memory as makes the rest fit."""
+        if not self._may_move_experts():
+            return None
+
+        def without(n_layers: int) -> Placement:
+            return replace(start, experts_on_host=n_layers)
+
+        return self._least(range(1, len(self._model.layers) + 1), without)
+
+    def _layers_off(self, start: Placement) -> Placement | None:
+        """`start` with as few layers in system memory as makes the rest fit, after all experts."""
+        if self._offload.gpu_layers is not None:
+            return None
+        if self._may_move_experts():
+            start = replace(start, experts_on_host=-1)
+
+        def with_layers(n_layers: int) -> Placement:
+            return replace(start, gpu_layers=n_layers)
+
+        return self._least(range(len(self._model.layers) + 1, -1, -1), with_layers)
+
+    def _least(self, counts: range, take: Callable[[int], Placement]) -> Placement | None:
+        """`take` of the first count that there is room for; each needs less on the cards than the
+        one before. None if there is no room for any."""
+
+        def has_room(count: int) -> bool:
+            return self._room(take(count))
+
+        at = bisect_left(counts, True, key=has_room)
+        if at < len(counts):
+            return take(counts[at])
         return None
 
     def _room(self, placed: Placement) -> bool:
