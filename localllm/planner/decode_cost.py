@@ -68,9 +68,9 @@ _APART_POWER = 0.5
 
 def further(n_sequences: int) -> float:
     """As how many the sequences beside the first count, for the arithmetic of a step."""
-    if n_sequences > 1:
-        return float((n_sequences - 1) ** _FURTHER_POWER)
-    return 0.0
+    if n_sequences <= 1:
+        return 0.0
+    return float((n_sequences - 1) ** _FURTHER_POWER)
 
 
 def apart(n_sequences: int) -> float:
@@ -112,18 +112,18 @@ class Hardware:
     def timed_flops_s(self, model: Model, variant: Variant) -> tuple[float, float] | None:
         """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was
         timed on a processor."""
-        if self.rates:
-            return kernels.flops_s(self.rates, model, variant, stored=self.stored)
-        return None
+        if not self.rates:
+            return None
+        return kernels.flops_s(self.rates, model, variant, stored=self.stored)
 
     def timed_row_s(self, model: Model, variant: Variant, rows: int) -> float | None:
         """Seconds of multiplying one of `rows` tokens that are computed together, where its type
         was timed on a processor."""
         flops_s = kernels.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
+        if flops_s is None:
+            return None
         read = streamed(model, variant)
-        if flops_s is not None:
-            return 2 * (read.dense_params + read.routed_params) / flops_s
-        return None
+        return 2 * (read.dense_params + read.routed_params) / flops_s
 
 
 @lru_cache(4096)
@@ -132,9 +132,8 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     tflops, _ = efficiency.nominal_tflops(device, backend)
     name = device.match or device.name
     share = efficiency.share(efficiency.part(name), device.compute_units)
-    if device.accelerator == "cpu":
-        clock_ghz = efficiency.REFERENCE_GHZ
-    else:
+    clock_ghz = efficiency.REFERENCE_GHZ
+    if device.accelerator != "cpu":
         clock_ghz = efficiency.clock_ghz(name)
     keys = efficiency.device_keys(device, backend)
     bandwidth_gbps = device.bandwidth_gbps.value
@@ -143,10 +142,9 @@ def hardware_of(device: Device, backend: str) -> Hardware:
         bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
+    lanes = 0.0
     if kernel_facts(keys).unpacks_kv_on_lanes:
         lanes = efficiency.lane_tflops(name, device.compute_units)
-    else:
-        lanes = 0.0
     return Hardware(
         keys,
         bandwidth_gbps,
@@ -220,54 +218,68 @@ def decode_parts(
     """What a decode step of `n_sequences`, each at `depth` tokens of context, is made of: the law
     without its coefficients, which benchmarks/planner_fit finds and `decode_terms` reads."""
     bandwidth = hardware.bandwidth_gbps * 1e9
-    units = hardware.tflops * 1e12
-    plain_units = (hardware.plain_tflops or hardware.tflops) * 1e12
+    keys = hardware.keys
     read = streamed(model, variant)
     known = facts(model)
     core: Powers = (("moe", 1),) if model.experts is not None else ()
     weights: Powers = (("eta", -1), ("quant", 1), *core)
     wait: Powers = (("clock", lag(hardware.clock_ghz)), *core)
-    unpack: Powers = (("unpack", -1), *core)
-    # Weights are multiplied as they lie, or unpacked by arithmetic. (A processor's rate of reading
-    # has that in it.)
-    if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS:
-        unpacked = 0
-    else:
-        unpacked = 2
-    hard = kernels.unpack_flops(variant, hardware.keys)
-    if unpacked or hard:
-        n_routed = read.step_routed_params(model, apart(n_sequences))
-    else:
-        n_routed = 0.0
-    kv = CostTerm(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
-    # If every head reads the same row, arithmetic takes the time, not reading.
-    if known.heads_share_row:
-        kv = CostTerm(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
-    elif unpacks_kv(hardware, kv_type):
-        lanes = hardware.lane_tflops * 1e12
-        kv = CostTerm(n_sequences * all_attention_flops(model, depth) / lanes, (("kv_unpack", -1),))
-    return {
-        "weights": CostTerm(
-            read.dense_bytes / bandwidth / kernels.read_share(variant, hardware.keys), weights
-        ),
+    dense_s = read.dense_bytes / bandwidth
+    routed_bytes = read.step_bytes(model, apart(n_sequences)) - read.dense_bytes
+    routed_s = routed_bytes / bandwidth
+    index_s = 1e3 * n_sequences * known.n_index_layers * depth / bandwidth
+    state_s = n_sequences * state_traffic_bytes(model) / bandwidth
+    parts = {
+        "weights": CostTerm(dense_s / kernels.read_share(variant, keys), weights),
         "routed": CostTerm(
-            (read.step_bytes(model, apart(n_sequences)) - read.dense_bytes)
-            / bandwidth
-            / kernels.experts_read_share(variant, hardware.keys),
-            (*weights, ("routed", 1)),
+            routed_s / kernels.experts_read_share(variant, keys), (*weights, ("routed", 1))
         ),
-        "unpacked": CostTerm(unpacked * read.dense_params / plain_units, unpack),
-        "routed_unpacked": CostTerm(unpacked * n_routed / plain_units, unpack),
-        "hard_unpacked": CostTerm(hard * (read.dense_params + n_routed) / plain_units, core),
-        "layers": CostTerm(known.n_layers, (("layer_s", 1), *wait)),
-        "experts": CostTerm(known.n_expert_layers, (("expert_layer_s", 1), *wait)),
-        "recurrent": CostTerm(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait)),
-        "kv": kv,
-        "index": CostTerm(
-            1e3 * n_sequences * known.n_index_layers * depth / bandwidth, (("index_kb", 1),)
-        ),
-        "state": CostTerm(n_sequences * state_traffic_bytes(model) / bandwidth, (("state", -1),)),
     }
+    parts |= _unpacking_parts(model, variant, hardware, n_sequences)
+    parts["layers"] = CostTerm(known.n_layers, (("layer_s", 1), *wait))
+    parts["experts"] = CostTerm(known.n_expert_layers, (("expert_layer_s", 1), *wait))
+    parts["recurrent"] = CostTerm(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait))
+    parts["kv"] = _attention_part(model, hardware, depth, kv_type, n_sequences)
+    parts["index"] = CostTerm(index_s, (("index_kb", 1),))
+    parts["state"] = CostTerm(state_s, (("state", -1),))
+    return parts
+
+
+def _unpacking_parts(
+    model: Model, variant: Variant, hardware: Hardware, n_sequences: int
+) -> dict[str, CostTerm]:
+    """The arithmetic that unpacks weights which are not multiplied as they lie. (A processor's rate
+    of reading has that in it.)"""
+    units = (hardware.plain_tflops or hardware.tflops) * 1e12
+    core: Powers = (("moe", 1),) if model.experts is not None else ()
+    unpack: Powers = (("unpack", -1), *core)
+    flops = 2
+    if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS:
+        flops = 0
+    hard_flops = kernels.unpack_flops(variant, hardware.keys)
+    read = streamed(model, variant)
+    n_routed = 0.0
+    if flops or hard_flops:
+        n_routed = read.step_routed_params(model, apart(n_sequences))
+    return {
+        "unpacked": CostTerm(flops * read.dense_params / units, unpack),
+        "routed_unpacked": CostTerm(flops * n_routed / units, unpack),
+        "hard_unpacked": CostTerm(hard_flops * (read.dense_params + n_routed) / units, core),
+    }
+
+
+def _attention_part(
+    model: Model, hardware: Hardware, depth: int, kv_type: str, n_sequences: int
+) -> CostTerm:
+    # If every head reads the same row, arithmetic takes the time, not reading.
+    if facts(model).heads_share_row:
+        flops = n_sequences * all_attention_flops(model, depth)
+        return CostTerm(flops / (hardware.tflops * 1e12), (("kv_mla", -1),))
+    if unpacks_kv(hardware, kv_type):
+        flops = n_sequences * all_attention_flops(model, depth)
+        return CostTerm(flops / (hardware.lane_tflops * 1e12), (("kv_unpack", -1),))
+    n_bytes = n_sequences * kv_read_bytes(model, depth, kv_type)
+    return CostTerm(n_bytes / (hardware.bandwidth_gbps * 1e9), (("kv", -1),))
 
 
 def decode_terms(
@@ -292,15 +304,16 @@ def decode_terms(
         model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences
     )
     s = {name: part.seconds(limited) for name, part in parts.items()}
-    kv = kv_read_bytes(model, depth, kv_type) * n_sequences
-    # nobody has measured it to be faster than f16 there
+    kv_bytes = n_sequences * kv_read_bytes(model, depth, kv_type)
+    bandwidth = hardware.bandwidth_gbps * 1e9
+    # Nobody has measured attention that unpacks its cache to be faster than over f16.
     if unpacks_kv(hardware, kv_type) and not facts(model).heads_share_row:
-        kv16 = kv_read_bytes(model, depth, "f16") * n_sequences
-        s["kv"] = max(s["kv"], kv16 / (hardware.bandwidth_gbps * 1e9 * min(PEAK_SHARE, c["kv"])))
+        f16_bytes = n_sequences * kv_read_bytes(model, depth, "f16")
+        s["kv"] = max(s["kv"], f16_bytes / (bandwidth * min(PEAK_SHARE, c["kv"])))
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
         flops = n_sequences * all_attention_flops(model, depth)
         s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
-    s["kv"] = max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE)) + s.pop("index")
+    s["kv"] = max(s["kv"], kv_bytes / (bandwidth * PEAK_SHARE)) + s.pop("index")
     s["unpacked"] += s.pop("hard_unpacked")
     batched = efficiency.coefficients("batched", hardware.keys_for(variant))
     beside = further_parts(model, variant, hardware, n_sequences)
@@ -309,7 +322,7 @@ def decode_terms(
         seconds=s,
         coefficients=c,
         streamed=streamed(model, variant),
-        kv_read_bytes=kv,
+        kv_read_bytes=kv_bytes,
     )
 
 
@@ -350,10 +363,9 @@ def weight_share(
         bytes_a_weight = read.total_bytes / (read.dense_params + read.routed_params)
         return min(PEAK_SHARE, measured[1] / 2 * bytes_a_weight / (hardware.bandwidth_gbps * 1e9))
     laid_out = not hardware.stored and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
+    gain = 1.0
     if hardware.engine == "cpu" and laid_out:
         gain = _CPU_LAID_OUT_GAIN
-    else:
-        gain = 1.0
     return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
 
 
@@ -365,9 +377,9 @@ def lag(clock_ghz: float) -> float:
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
     """KV bytes one token's attention reads after `depth` tokens."""
-    if depth > 0:
-        return int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type)))
-    return 0
+    if depth <= 0:
+        return 0
+    return int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type)))
 
 
 def state_traffic_bytes(model: Model) -> int:

@@ -98,9 +98,10 @@ def base_type(variant: Variant) -> str:
     mixture = quants.MIXTURES.get(quant)
     if mixture is not None:
         return mixture.base
-    return next(
-        (name for name in (quant, quant.partition("_")[0]) if name in quants.GGUF_TYPES), ""
-    )
+    for name in (quant, quant.partition("_")[0]):
+        if name in quants.GGUF_TYPES:
+            return name
+    return ""
 
 
 def types_needed(variant: Variant) -> list[str]:
@@ -137,10 +138,8 @@ def parts(model: Model, variant: Variant) -> tuple[WeightPart, ...]:
     for routed, n_bytes, n_params in both:
         if base and n_params:
             raised, share = _raised(base, 8 * n_bytes / n_params)
-            found += [
-                WeightPart(base, n_params * (1 - share), routed),
-                WeightPart(raised, n_params * share, routed),
-            ]
+            found.append(WeightPart(base, n_params * (1 - share), routed))
+            found.append(WeightPart(raised, n_params * share, routed))
     return tuple(part for part in found if part.n_params)
 
 
@@ -149,11 +148,11 @@ def _raised(base: str, bits: float) -> tuple[str, float]:
     so many bits."""
     if base in _UNMIXED:
         return base, 0.0
-    low, high = (float(quants.GGUF_TYPES[name].bits) for name in (base, _RAISED))
+    low = float(quants.GGUF_TYPES[base].bits)
+    high = float(quants.GGUF_TYPES[_RAISED].bits)
+    raised = _RAISED
     if base == "MXFP4" or bits > high >= low:
         raised = _RAISED_HIGH
-    else:
-        raised = _RAISED
     high = float(quants.GGUF_TYPES[raised].bits)
     if high > low:
         return raised, min(max((bits - low) / (high - low), 0.0), 1.0)
@@ -180,7 +179,9 @@ def _mean_flops_s(rated: Sequence[tuple[WeightPart, float]]) -> float:
 
 
 def _of_prompts(part: WeightPart, at: MatrixRates) -> float:
-    return (at.experts_tflops if part.routed else at.prompt_tflops).value
+    if part.routed:
+        return at.experts_tflops.value
+    return at.prompt_tflops.value
 
 
 def flops_s(
@@ -207,16 +208,13 @@ def rows_flops_s(
     timed = _timed(rates, model, variant, stored=stored)
     x = model.experts
     each = rows if x is None else rows * x.n_active / x.n_experts
-    rated = [
-        (
-            part,
-            _between(at.token_tflops.value, _of_prompts(part, at), each if part.routed else rows),
-        )
-        for part, at in timed
-    ]
-    if rated:
-        return _mean_flops_s(rated)
-    return None
+    if not timed:
+        return None
+    rated = []
+    for part, at in timed:
+        shared = each if part.routed else rows
+        rated.append((part, _between(at.token_tflops.value, _of_prompts(part, at), shared)))
+    return _mean_flops_s(rated)
 
 
 def _between(token: float, prompt: float, rows: float) -> float:
@@ -240,11 +238,12 @@ def layout(
     """How `variant`'s weights are best held on `device` for that work; "auto" (the engine's own
     way) where nobody measured, and where it lays nothing out."""
     base = base_type(variant)
-    if not _on_the_processor(device, variant) or not any(
-        r.laid_out for r in device.matrix_rates if r.type == base
-    ):
+    if not _on_the_processor(device, variant):
         return "auto"
-    stored, usual = (flops_s(device.matrix_rates, model, variant, stored=s) for s in (True, False))
+    if not any(rate.laid_out for rate in device.matrix_rates if rate.type == base):
+        return "auto"
+    stored = flops_s(device.matrix_rates, model, variant, stored=True)
+    usual = flops_s(device.matrix_rates, model, variant, stored=False)
     if stored is None or usual is None:
         return "auto"
     need = needs.need_of(workload)

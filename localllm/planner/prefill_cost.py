@@ -101,51 +101,64 @@ def prefill_parts(
     known = facts(model)
     batch = max(1, min(prompt_tokens, n_batch))
     after, before = masked or kernels.masked_share(hardware.keys, batch)
-    flops = all_attention_flops(
-        model, mean_context(prompt_tokens, depth, batch * after), beside=batch * before
-    )
-    measured = hardware.timed_flops_s(model, variant)
-    if measured is None:
-        held = units * hardware.power_share * kernels.matrix_share(variant, hardware.keys)
-    else:
-        held = measured[0]
-    # (What was timed with experts has in it what they cost more.)
-    moe: Powers
-    if model.experts is not None and measured is None:
-        moe = (("moe", 1),)
-    else:
-        moe = ()
-    matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
-    wait: Powers = (("clock", lag(hardware.clock_ghz)),)
-    if model.experts is not None:
-        touched = read.step_routed_params(model, batch)
-    else:
-        touched = 0.0
-    rows = kernel_facts(hardware.keys).expert_tile
-    tile: Powers = () if rows else (("tile", 1),)
-    is_cpu = hardware.engine == "cpu"
-    moved = 0.0 if is_cpu else activation_bytes(model)
+    computed = mean_context(prompt_tokens, depth, batch * after)
+    attention_flops = all_attention_flops(model, computed, beside=batch * before)
+    scan_flops = _SCAN_FLOPS_A_BYTE * known.recurrent_state_bytes
     context = mean_context(prompt_tokens, depth, batch)
+    moved = _moved_bytes(model, hardware, context)
+    masked_tokens = 0.0
+    if kernel_facts(hardware.keys).reads_mask:
+        masked_tokens = context
+    wait: Powers = (("clock", lag(hardware.clock_ghz)),)
+    weights_s = read.step_bytes(model, batch) / bandwidth / batch
+    recurrent = known.n_recurrent_layers / batch
+    parts = _matrix_parts(model, variant, hardware, batch)
+    parts["attention"] = CostTerm(attention_flops / units, (("attention", -1),))
+    parts["scan"] = CostTerm(scan_flops / units, (("scan", -1),))
+    parts["activations"] = CostTerm(moved / bandwidth, (("activations", -1),))
+    parts["weights"] = CostTerm(weights_s, (("eta", -1),))
+    parts["step"] = CostTerm(1 / batch, (("step_s", 1), *wait))
+    parts["layers"] = CostTerm(known.n_layers / batch, (("layer_s", 1), *wait))
+    parts["experts"] = CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait))
+    parts["recurrent"] = CostTerm(recurrent, (("recurrent_layer_s", 1), *wait))
+    parts["mask"] = CostTerm(masked_tokens, (("mask_s", 1),))
+    return parts
+
+
+def _matrix_parts(
+    model: Model, variant: Variant, hardware: Hardware, batch: int
+) -> dict[str, CostTerm]:
+    """Multiplying with the matrices, and with the rows that fill the experts' tiles up."""
+    powers: Powers = (("matmul", -1), ("quant", 1))
+    measured = hardware.timed_flops_s(model, variant)
+    if measured is not None:
+        # Experts were timed with what they cost more.
+        flops_s, _ = measured
+    else:
+        share = kernels.matrix_share(variant, hardware.keys)
+        flops_s = hardware.tflops * 1e12 * hardware.power_share * share
+        if model.experts is not None:
+            powers = (*powers, ("moe", 1))
+    matmul = CostTerm(2 * matrix_params(model, variant) / flops_s, powers)
+    rows = kernel_facts(hardware.keys).expert_tile
+    if not rows:
+        powers = (*powers, ("tile", 1))
+    padding_s = 0.0
+    if model.experts is not None and hardware.engine != "cpu":
+        touched = streamed(model, variant).step_routed_params(model, batch)
+        padding_s = 2 * (rows or 1.0) * touched / batch / flops_s
+    return {"matmul": matmul, "padding": CostTerm(padding_s, powers)}
+
+
+def _moved_bytes(model: Model, hardware: Hardware, context: float) -> float:
+    """Bytes of activations, and of scores that no kernel keeps, for one token."""
+    moved = 0.0
+    if hardware.engine != "cpu":
+        moved = activation_bytes(model)
     fused_heads = registry.declared(hardware.engine).fused_heads
     if fused_heads:
         moved += moved_bytes(model, context, fused_heads)
-    return {
-        "matmul": CostTerm(2 * matrix_params(model, variant) / held, matrices),
-        "padding": CostTerm(
-            0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)
-        ),
-        "attention": CostTerm(flops / units, (("attention", -1),)),
-        "scan": CostTerm(_SCAN_FLOPS_A_BYTE * known.recurrent_state_bytes / units, (("scan", -1),)),
-        "activations": CostTerm(moved / bandwidth, (("activations", -1),)),
-        "weights": CostTerm(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
-        "step": CostTerm(1 / batch, (("step_s", 1), *wait)),
-        "layers": CostTerm(known.n_layers / batch, (("layer_s", 1), *wait)),
-        "experts": CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
-        "recurrent": CostTerm(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
-        "mask": CostTerm(
-            context if kernel_facts(hardware.keys).reads_mask else 0.0, (("mask_s", 1),)
-        ),
-    }
+    return moved
 
 
 def prefill_terms(
@@ -166,9 +179,9 @@ def prefill_terms(
     s = {name: part.seconds(c) for name, part in parts.items()}
     # Weights are read while the matrices before them are multiplied, so they may add less than the
     # memory needs for them (η above 1); but no step is over before all of them were delivered.
-    s["weights"] = max(
-        s["weights"], parts["weights"].value / PEAK_SHARE - (sum(s.values()) - s["weights"])
-    )
+    delivered_s = parts["weights"].value / PEAK_SHARE
+    others_s = sum(s.values()) - s["weights"]
+    s["weights"] = max(s["weights"], delivered_s - others_s)
     s["matmul"] += s.pop("padding")
     s["layers"] += s.pop("experts") + s.pop("recurrent") + s.pop("step")
     return PrefillTerms(
