@@ -8,9 +8,10 @@ memory, speed, and the loader read the same value.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
@@ -59,8 +60,15 @@ _AS_FAST = 0.97
 _DRAFTS_PAY = 1.1
 
 
-_Settled = tuple[RunSettings, MemoryNeed, Fits]
 _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
+
+
+class _Settled(NamedTuple):
+    """A way to run a file: what it needs, and whether that fits."""
+
+    settings: RunSettings
+    memory: MemoryNeed
+    fits: Fits
 
 
 def max_context(device: Device, plan: Plan) -> int:
@@ -76,13 +84,22 @@ def _longest(device: Device, model: Model, variant: Variant, settings: RunSettin
     used = places.used(device, settings.placement)
 
     def is_too_long(steps: int) -> bool:
-        longer = placing.over_cards(
-            used, model, variant, replace(settings, n_ctx=steps * kv_sizes.CONTEXT_STEP)
-        )
-        return verdict(used, memory.need(model, variant, longer, used)) == "no"
+        longer = replace(settings, n_ctx=steps * kv_sizes.CONTEXT_STEP)
+        divided = placing.over_cards(used, model, variant, longer)
+        return verdict(used, memory.need(model, variant, divided, used)) == "no"
 
     most = (model.native_context or 131072) // kv_sizes.CONTEXT_STEP
     return bisect_left(range(1, most + 1), True, key=is_too_long) * kv_sizes.CONTEXT_STEP
+
+
+class _Way(NamedTuple):
+    """A way to run a file that is not settled yet: in the places of `top`, or divided with system
+    memory. `most_rank`: its rank at best."""
+
+    is_whole: bool
+    most_rank: tuple[float, ...]
+    top: Plan
+    kv_type: str
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -110,7 +127,8 @@ def plan_for(
     plan = _Run.of(device, model, variant, workload, overrides).rough_plan()
     if drafts is not None:
         drafted = _Run.of(device, model, variant, workload, drafts).rough_plan()
-        plan = drafted if _drafting_pays(drafted, plan) else plan
+        if _drafting_pays(drafted, plan):
+            plan = drafted
     if rough:
         return plan
     return finished(device, plan, workload, overrides)
@@ -178,14 +196,15 @@ class _Run:
         if plan is not None:
             return plan
         tried = self.overrides.offload.applied_to(wanted.with_kv_type(kv_types[0]))
-        return self.planned((tried, memory.need(model, variant, tried, device), "no"))
+        return self.planned(_Settled(tried, memory.need(model, variant, tried, device), "no"))
 
     def finished(self, plan: Plan) -> Plan:
         """`plan`, which is rough, with its speed in a full context, and in larger steps where those
         pay."""
-        settled = plan.settings, plan.memory, plan.fits
-        may_grow = plan.fits != "no" and plan.settings.n_batch == DEFAULT_BATCH
-        return self.planned(self.larger(settled) if may_grow else settled, rough=False)
+        settled = _Settled(plan.settings, plan.memory, plan.fits)
+        if plan.fits != "no" and plan.settings.n_batch == DEFAULT_BATCH:
+            settled = self.larger(settled)
+        return self.planned(settled, rough=False)
 
     def kv_types(self) -> tuple[str, ...]:
         """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its
@@ -195,9 +214,8 @@ class _Run:
         if not self.overrides.kv_type:
             mixed = backend.mixed_kv and self.device.accelerator == "cpu"
             types = quality.ladder(self.workload.purpose, self.overrides.kv_evidence, mixed=mixed)
-        return tuple(k for k in types if kv_sizes.kv_type_allowed(self.model, k, backend)) or (
-            "f16",
-        )
+        allowed = tuple(k for k in types if kv_sizes.kv_type_allowed(self.model, k, backend))
+        return allowed or ("f16",)
 
     def best(self, wanted: RunSettings, kv_types: Sequence[str]) -> Plan | None:
         """Of all ways these settings fit, the plan that has the best score, of several cards the
@@ -211,66 +229,72 @@ class _Run:
         weights_bytes = self.variant.file_bytes - places.disk_bytes(self.model, self.variant, USUAL)
         best = None
         fastest = 0.0
-        is_free = self.overrides.offload.tensor_split is None
-        for cards in placing.choices(self.device) if is_free else ():
+        choices: Sequence[tuple[int, ...]] = ()
+        if self.overrides.offload.tensor_split is None:
+            choices = placing.choices(self.device)
+        for cards in choices:
             settings = wanted.placed(cards=cards)
             if cards and weights_bytes <= places.used(self.device, settings.placement).room_bytes:
-                top = self.planned((settings, _UNKNOWN, "yes"))
+                top = self.planned(_Settled(settings, _UNKNOWN, "yes"))
                 fastest = max(fastest, top.decode_tok_s.value)
                 best = self.best_of([top], kv_types, best)
                 if best is not None and self.rank(best) >= (True, fastest):
                     return best
-        return self.best_of([self.planned((wanted, _UNKNOWN, "yes"))], kv_types, best)
+        top = self.planned(_Settled(wanted, _UNKNOWN, "yes"))
+        return self.best_of([top], kv_types, best)
 
     def rank(self, plan: Plan, cost: float = 0.0) -> tuple[float, ...]:
         """What a way to run the file goes by, with `cost` points less: of several cards those that
         are free and fast."""
         if len(self.device.cards) < 2:
             return plan.score - cost, plan.decode_tok_s.value
+        return self.is_free(plan), plan.decode_tok_s.value, plan.score - cost
+
+    def is_free(self, plan: Plan) -> bool:
+        """Whether what the plan needs is free now. What is not yet settled needs nothing."""
+        if plan.memory is _UNKNOWN:
+            return True
         used = places.used(self.device, plan.settings.placement)
-        # (What is not yet settled needs nothing.)
-        is_free = plan.memory is _UNKNOWN or all(
-            part.needs_bytes <= part.free_bytes for part in placing.needed_parts(used, plan.memory)
-        )
-        return is_free, plan.decode_tok_s.value, plan.score - cost
+        parts = placing.needed_parts(used, plan.memory)
+        return all(part.needs_bytes <= part.free_bytes for part in parts)
 
     def best_of(
         self, tops: Sequence[Plan], kv_types: Sequence[str], best: Plan | None
     ) -> Plan | None:
         """The best of `best` and of the ways to run the file in the places of each of `tops`."""
-        has_host = self.device.kind == "discrete" and self.device.host is not None
-        costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
-        ways: list[tuple[bool, tuple[float, ...], Plan, str]] = []
-        for top in tops:
-            if self.device.accelerator == "cpu":
-                lost = 0.0
-            else:
-                lost = needs.prompt_lost(top, self.purpose)
-            ways += [
-                (True, self.rank(top, cost - lost), top, kv_type)
-                for kv_type, cost in zip(kv_types, costs, strict=True)
-            ]
-            if has_host and backend_of(self.variant).splits:
-                at = min(1, len(kv_types) - 1)
-                ways.append(
-                    (False, self.rank(top, costs[at] + SPLIT_COST - lost), top, kv_types[at])
-                )
-        for is_whole, most_rank, top, kv_type in sorted(
-            ways, key=lambda way: way[:2], reverse=True
-        ):
-            if best is not None and most_rank <= self.rank(best):
+        ways = [way for top in tops for way in self.ways(top, kv_types)]
+        ways.sort(key=attrgetter("is_whole", "most_rank"), reverse=True)
+        for way in ways:
+            if best is not None and way.most_rank <= self.rank(best):
                 continue
-            way = top.settings.with_kv_type(kv_type)
-            settled = self.on_cards(way) if is_whole else self.divided(way)
-            if settled is None or settled[2] == "no":
-                continue
-            alike = is_whole and settled[0].placement == top.settings.placement
-            if alike:
-                plan = self.held(top, settled)
-            else:
-                plan = self.planned(settled)
-            best = max(best or plan, self.read(plan), key=self.rank)
+            plan = self.taken(way)
+            if plan is not None:
+                best = max(best or plan, self.read(plan), key=self.rank)
         return best
+
+    def ways(self, top: Plan, kv_types: Sequence[str]) -> Iterator[_Way]:
+        """The ways to run the file in the places of `top`."""
+        lost = 0.0
+        if self.device.accelerator != "cpu":
+            lost = needs.prompt_lost(top, self.purpose)
+        costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
+        for kv_type, cost in zip(kv_types, costs, strict=True):
+            yield _Way(True, self.rank(top, cost - lost), top, kv_type)
+        has_host = self.device.kind == "discrete" and self.device.host is not None
+        if has_host and backend_of(self.variant).splits:
+            at = min(1, len(kv_types) - 1)
+            most_rank = self.rank(top, costs[at] + SPLIT_COST - lost)
+            yield _Way(False, most_rank, top, kv_types[at])
+
+    def taken(self, way: _Way) -> Plan | None:
+        """The plan of one way; None if it does not fit."""
+        wanted = way.top.settings.with_kv_type(way.kv_type)
+        settled = self.on_cards(wanted) if way.is_whole else self.divided(wanted)
+        if settled is None or settled.fits == "no":
+            return None
+        if way.is_whole and settled.settings.placement == way.top.settings.placement:
+            return self.held(way.top, settled)
+        return self.planned(settled)
 
     def on_cards(self, settings: RunSettings) -> _Settled:
         """`settings` whole on their cards, and whether they fit there."""
@@ -279,11 +303,8 @@ class _Run:
             used, self.model, self.variant, self.overrides.offload.applied_to(settings)
         )
         need = memory.need(self.model, self.variant, tried, used)
-        return (
-            tried,
-            need,
-            verdict(used, need, split=tried.placement.is_split and self.device.kind == "discrete"),
-        )
+        is_split = tried.placement.is_split and self.device.kind == "discrete"
+        return _Settled(tried, need, verdict(used, need, split=is_split))
 
     def divided(self, settings: RunSettings) -> _Settled | None:
         """`settings` divided with system memory as is fastest; None where nothing fits."""
@@ -292,7 +313,8 @@ class _Run:
         )
         if found is None:
             return None
-        return found, memory.need(self.model, self.variant, found, self.device), "split"
+        need = memory.need(self.model, self.variant, found, self.device)
+        return _Settled(found, need, "split")
 
     def held(self, top: Plan, settled: _Settled) -> Plan:
         """`top`, which lies in the same places and answers as fast, as it was `settled`."""
@@ -309,10 +331,10 @@ class _Run:
         points."""
         if self.device.accelerator == "cpu" or not needs.prompt_lost(plan, self.purpose):
             return plan
-        settled = self.larger((plan.settings, plan.memory, plan.fits))
-        if settled[0] == plan.settings:
+        settled = self.larger(_Settled(plan.settings, plan.memory, plan.fits))
+        if settled.settings == plan.settings:
             return plan
-        return max(plan, self.planned(settled), key=lambda p: p.score)
+        return max(plan, self.planned(settled), key=attrgetter("score"))
 
     def larger(self, settled: _Settled) -> _Settled:
         """What was `settled`, with a larger micro-batch where that pays for such a prompt and
@@ -352,7 +374,7 @@ class _Run:
                 taken.total_bytes - need.total_bytes <= share * need.limit_bytes
                 and verdict(used, taken) == "yes"
             ):
-                return tried, taken, fits
+                return _Settled(tried, taken, fits)
         return settled
 
     def micro_batches(self, settings: RunSettings) -> Sequence[int]:
@@ -396,7 +418,6 @@ class _Run:
             settings = _pinned(self.device, settings, need)
         rating = quality.rate(model, workload.purpose)
         lost = quality.format_cost(model, variant) + quality.kv_cost(settings.kv_type)
-        second = settings.drafter.second
         plan = Plan(
             model=model,
             variant=variant,
@@ -410,17 +431,18 @@ class _Run:
             quality_spread=rating.spread,
             is_rated=rating.is_evidence,
             makers_own=rating.makers_own,
+        )
+        draft_gain = 1.0
+        second = settings.drafter.second
+        if second is not None:
+            draft_gain = drafting.draft_gain(self.device, (model, variant), second)
+        plan = replace(
+            plan,
             kv_bytes_per_1k=kv_sizes.kv_bytes_per_1k_tokens(model, settings.kv_type),
             kv_why=quality.why(settings.kv_type, workload.purpose, self.overrides.kv_evidence),
-            draft_gain=drafting.draft_gain(self.device, (model, variant), second)
-            if second is not None
-            else 1.0,
+            draft_gain=draft_gain,
         )
-        drafted = drafting.for_purpose(self.device, plan, workload)
-        if drafted is None:
-            plan = plan
-        else:
-            plan = replace(plan, drafting=drafted)
+        plan = replace(plan, drafting=drafting.for_purpose(self.device, plan, workload))
         return replace(plan, score=score(plan, self.purpose))
 
     def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
@@ -429,29 +451,25 @@ class _Run:
         run = (self.device, self.model, self.variant, settings)
         measured = self.overrides.measured
         decode = speed.decode(*run, measured=measured)
-        if rough:
-            full = decode
-        else:
+        full = decode
+        if not rough:
             full = speed.decode(*run, depth=self.request_tokens, measured=measured)
         prompt = self.prompt_tokens
-        if loses_turns(self.model, settings):
-            cached = 0
-        else:
-            cached = self.purpose.cached_tokens
-        usual = speed.prefill(
-            *run, prompt_tokens=min(_PREFILL_PROMPT_TOKENS, prompt), measured=measured
-        )
+        shortened = min(_PREFILL_PROMPT_TOKENS, prompt)
+        usual = speed.prefill(*run, prompt_tokens=shortened, measured=measured)
         over_prompt = usual
         if prompt > _PREFILL_PROMPT_TOKENS:
             over_prompt = speed.prefill(*run, prompt_tokens=prompt, measured=measured)
+        ttft_cached = None
+        cached = self.purpose.cached_tokens
+        if cached and not loses_turns(self.model, settings):
+            ttft_cached = speed.ttft(over_prompt, decode, prompt, cached_tokens=cached)
         return {
             "decode_tok_s": decode,
             "decode_tok_s_full": full,
             "prefill_tok_s": usual,
             "ttft_s": speed.ttft(over_prompt, decode, prompt),
-            "ttft_cached_s": speed.ttft(over_prompt, decode, prompt, cached_tokens=cached)
-            if cached
-            else None,
+            "ttft_cached_s": ttft_cached,
         }
 
 
