@@ -16,6 +16,11 @@ from localllm.server.dialects.known import FORMS, BodyPart, Refused, Shape
 # ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
 # ("loose_schema", source): a schema of which the rest holds where a part can't.
 Constraint: TypeAlias = tuple[str, str]
+# Constraints as a body has them.
+SchemaSource: TypeAlias = dict[str, Any] | str
+RegexSource = Annotated[str, Field(max_length=1 << 16)]
+GrammarSource = Annotated[str, Field(max_length=1 << 18)]
+ChoiceTexts = Annotated[list[str], Field(max_length=4096)]
 
 
 def only_one(**named: Constraint | None) -> Constraint | None:
@@ -100,10 +105,10 @@ class StructuredFields(BodyPart):
     shapes: ClassVar[Shape] = {
         "structural_tag": Refused("not implemented; send `tools` or a grammar"),
     }
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, max_length=1 << 16)
-    choice: Annotated[list[str], Field(max_length=4096)] | None = None
-    grammar: str | None = Field(None, max_length=1 << 18)
+    json_: SchemaSource | None = Field(None, alias="json")
+    regex: RegexSource | None = None
+    choice: ChoiceTexts | None = None
+    grammar: GrammarSource | None = None
     json_object: bool | None = None
 
     def constraint(self) -> Constraint | None:

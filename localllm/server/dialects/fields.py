@@ -21,7 +21,11 @@ from pydantic import AfterValidator, ConfigDict, Field, create_model
 from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
 from localllm.errors import RequestError
 from localllm.server.dialects.constraints import (
+    ChoiceTexts,
     Constraint,
+    GrammarSource,
+    RegexSource,
+    SchemaSource,
     StructuredFields,
     of_choice,
     of_grammar,
@@ -199,33 +203,23 @@ class SamplingFields(RequestBody, GenerationFields):
     t_max_predict_ms: int | None = Field(
         None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none"
     )
-    grammar: str | None = Field(
-        None, max_length=1 << 18, description="a GBNF grammar the answer must match"
-    )
-    json_schema: dict[str, Any] | str | None = Field(
+    grammar: GrammarSource | None = Field(None, description="a GBNF grammar the answer must match")
+    json_schema: SchemaSource | None = Field(
         None, description="a JSON schema the answer must match"
     )
-    regex: str | None = Field(
-        None, max_length=1 << 16, description="an expression the answer must match (SGLang)"
+    regex: RegexSource | None = Field(
+        None, description="an expression the answer must match (SGLang)"
     )
-    ebnf: str | None = Field(
-        None, max_length=1 << 18, description="another name of grammar (SGLang)"
-    )
+    ebnf: GrammarSource | None = Field(None, description="another name of grammar (SGLang)")
     structured_outputs: StructuredFields | None = Field(
         None, description="the constraint in vLLM's words"
     )
-    guided_json: dict[str, Any] | str | None = Field(
-        None, description="another name of json_schema (vLLM)"
-    )
-    guided_regex: str | None = Field(
-        None, max_length=1 << 16, description="another name of regex (vLLM)"
-    )
-    guided_choice: Annotated[list[str], Field(max_length=4096)] | None = Field(
+    guided_json: SchemaSource | None = Field(None, description="another name of json_schema (vLLM)")
+    guided_regex: RegexSource | None = Field(None, description="another name of regex (vLLM)")
+    guided_choice: ChoiceTexts | None = Field(
         None, description="texts, of which the answer must be one (vLLM)"
     )
-    guided_grammar: str | None = Field(
-        None, max_length=1 << 18, description="another name of grammar (vLLM)"
-    )
+    guided_grammar: GrammarSource | None = Field(None, description="another name of grammar (vLLM)")
 
     def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
         longest_ms = self.t_max_predict_ms

@@ -10,9 +10,11 @@ knows is named as well.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,75 +48,17 @@ _UNKNOWN = Unused(off=())
 # In a shape: tells of a type whether the object is read. One that is not is named elsewhere, whole.
 READS = ""
 
-# Refused in every body, unless its model has a field of that name. Sources: OpenAI's API
-# reference; llama.cpp tools/server/README.md; vLLM's OpenAI-compatible server.
-_INTERFACES: Mapping[str, Refused] = {
-    "audio": Refused("this server writes text only"),
-    "image_data": Refused("this dialect's prompts are text", (None, [])),
-    "modalities": Refused("this server writes text only", (None, ["text"], [])),
-    "web_search_options": Refused("this server does not search the web"),
-    "functions": Refused("the legacy function interface is not spoken; send `tools`", (None, [])),
-    "function_call": Refused(
-        "the legacy function interface is not spoken; send `tool_choice`", (None, "none", "auto")
-    ),
-    "context": Refused("a conversation is kept by its messages: use /api/chat", (None, [])),
-}
-_SAMPLERS: Mapping[str, Refused] = {
-    "best_of": Refused("candidates are not ranked here; send `n`", (None, 1)),
-    "use_beam_search": Refused("there is no beam search", (None, False)),
-    "length_penalty": Refused("there is no beam search", (None, 1)),
-    "mirostat": Refused("mirostat sampling is not implemented", (None, 0)),
-    "dynatemp_range": Refused("dynamic temperature is not implemented", (None, 0)),
-    "tfs_z": Refused("tail-free sampling is not implemented", (None, 1)),
-    "top_n_sigma": Refused("top-n-sigma sampling is not implemented", (None, -1, 0)),
-}
-_BAN = Refused("not implemented; ban tokens by `logit_bias`", (None, []))
-_LOADING: Mapping[str, Refused] = {
-    "bad_words": _BAN,
-    "allowed_token_ids": _BAN,
-    "n": Refused("this dialect has one answer to a request", (None, 1)),
-    "lora": Refused(
-        "adapters are loaded with a model: name one whose preset has `lora`", (None, [])
-    ),
-    "grammar_lazy": Refused(
-        "send `tools`: a call is held to its schema from where it begins", (None, False)
-    ),
-    "truncate_prompt_tokens": Refused("a prompt that is too long is refused, never cut"),
-}
-_OUTPUT: Mapping[str, Refused] = {
-    "post_sampling_probs": Refused(
-        "probabilities are those of the model, before sampling", (None, False)
-    ),
-    "prompt_logprobs": Refused("log-probabilities are those of the answer's tokens", (None, 0)),
-    "reasoning_format": Refused("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
-    "include_stop_str_in_output": Refused(
-        "a stop string is never part of the answer", (None, False)
-    ),
-    "skip_special_tokens": Refused(
-        "special tokens are left out, except where a tool format needs them", (None, True)
-    ),
-}
+
+def _refused() -> dict[str, Refused]:
+    """What every body refuses, unless its model has a field of that name (`refused.toml`)."""
+    table = Path(__file__).with_name("refused.toml").read_text(encoding="utf-8")
+    refused = {}
+    for name, field in tomllib.loads(table).items():
+        refused[name] = Refused(field["reason"], (None, *field["off"]))
+    return refused
 
 
-def _elsewhere(*names: str, off: tuple[Any, ...] = (None,)) -> dict[str, Refused]:
-    """Fields that only other paths honour, and the values that mean "off"."""
-    reason = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
-    return dict.fromkeys(names, Refused(reason, off))
-
-
-_CONSTRAINTS = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
-    "regex", "ebnf",
-)  # fmt: skip
-REFUSED: Mapping[str, Refused] = {
-    **_INTERFACES,
-    **_SAMPLERS,
-    **_LOADING,
-    **_OUTPUT,
-    **_elsewhere("xtc_probability", "dry_multiplier", "min_tokens", off=(None, 0)),
-    **_elsewhere("stop_token_ids", off=(None, [])),
-    **_elsewhere(*_CONSTRAINTS),
-}
+REFUSED: Mapping[str, Refused] = _refused()
 # They say nothing about the answer: whose bill, which slot.
 HINTS = (
     "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",

@@ -77,6 +77,12 @@ class ThinkingFields(RequestBody):
     """A body of a chat: whether, how long and how visibly the model reasons, in the words of all
     who have some."""
 
+    shapes: ClassVar[Shape] = {
+        "messages": MESSAGE,
+        "tools": TOOL,
+        "tool_choice": CHOICE,
+        "reasoning": REASONING,
+    }
     reasoning: ReasoningFields | None = Field(
         None, description="`effort`, and `max_tokens` of reasoning at most"
     )
@@ -177,10 +183,4 @@ class ThinkingFields(RequestBody):
 class ReasonedFields(ThinkingFields, SamplingFields):
     """A body of a chat with the sampling fields at its top."""
 
-    shapes: ClassVar[Shape] = {
-        "messages": MESSAGE,
-        "tools": TOOL,
-        "tool_choice": CHOICE,
-        "response_format": FORM,
-        "reasoning": REASONING,
-    }
+    shapes: ClassVar[Shape] = {**ThinkingFields.shapes, "response_format": FORM}

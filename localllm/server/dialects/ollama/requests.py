@@ -20,15 +20,12 @@ from localllm.server.dialects.fields import (
     first_limit,
 )
 from localllm.server.dialects.known import (
-    CHOICE,
-    MESSAGE,
     REFUSED,
-    TOOL,
     Refused,
     Shape,
     Unused,
 )
-from localllm.server.dialects.thinking import REASONING, ThinkingFields
+from localllm.server.dialects.thinking import ThinkingFields
 from localllm.server.dialects.toolbox import NO_TOOLS, Toolbox
 from localllm.server.dialects.vectors import MOST_INPUTS
 from localllm.server.generation.chat import ChatRequest
@@ -87,14 +84,7 @@ class OllamaBody(ThinkingFields):
     """The fields that chat and generate share."""
 
     # A full context ends the answer; there is no context shift.
-    shapes: ClassVar[Shape] = {
-        "messages": MESSAGE,
-        "tools": TOOL,
-        "tool_choice": CHOICE,
-        "reasoning": REASONING,
-        "name": None,
-        "shift": Unused(),
-    }
+    shapes: ClassVar[Shape] = {**ThinkingFields.shapes, "name": None, "shift": Unused()}
     options: Options | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None
     keep_alive: str | float | None = Field(
