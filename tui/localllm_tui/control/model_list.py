@@ -260,11 +260,11 @@ def plan_details(
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> Iterator[str]:
-    """The lines about a model's files on this disk; `fit` "": not known yet."""
+    """The lines about a model's files on this disk."""
     kept = f"kept by {model.owner}; not removed from here"
     if model.ours:
         kept = f"kept by {model.owner}; Delete twice removes them"
-    for line in (fit or "weighing …", model.path, kept):
+    for line in (fit, model.path, kept):
         yield from textwrap.wrap(printable(line), max(20, width))
 
 

@@ -182,10 +182,11 @@ class ChatFrames:
             meter = chat.streaming.meter
             meta = meter.meta()
             used = meter.used or used + meter.tokens  # the sum until the server counts
-        elif session.last_answer is not None:
-            meta = session.last_answer.meta
-        if chat.streaming is None and not session.counted and self._counted is not None:
-            used = self._counted
+        else:
+            if session.last_answer is not None:
+                meta = session.last_answer.meta
+            if self._counted is not None and not session.counted:
+                used = self._counted
         self._screen.query_one(StatusLine).show(
             model=chat.model, used=used, n_ctx=chat.listed.n_ctx, meta=meta
         )

@@ -284,9 +284,12 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def _show_details(self) -> None:
         keys = hints("models")
+        model = self._model
         if self.rows.shows_disk:
-            removable = self._model is not None and self._model.ours
+            removable = model is not None and model.ours
             keys = hints("on disk", without="" if removable else "models.remove")
+            if model is not None and model.path not in self._fits:
+                start(self, partial(self._weigh, model), "fit")
         self._write("#keys", in_lines(keys, self._columns))
         most = min(_MOST_DETAILS, self.size.height // _ROWS_PER_DETAIL)
         self._write("#details", "\n".join(islice(self._details(), most)))
@@ -300,11 +303,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             for line in plan_details(choice, self._columns, pull, self.rows.planned.accounts):
                 yield elide(line, self._columns)
         elif model is not None:
-            fit = self._fits.get(model.path, "")
-            if model.path not in self._fits and self.rows.shows_disk:
-                start(self, partial(self._weigh, model), "fit")
-            elif model.path not in self._fits:
-                fit = "Enter uses it"
+            unknown = "weighing …" if self.rows.shows_disk else "Enter uses it"
+            fit = self._fits.get(model.path, unknown)
             yield from disk_details(model, fit, self._columns)
         elif not self.rows.of_files:
             yield "nothing fits: a shorter context or another purpose may"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.cells import cell_len
 from rich.text import Text as RichText
@@ -40,6 +40,10 @@ class TurnPlace:
     conversation_id: str
     turn_id: int = 0
     words: str = ""
+
+
+# Lines of the list, and the place that each opens.
+Rows: TypeAlias = list[tuple[RichText, TurnPlace]]
 
 
 class ConversationPicker(Picker[TurnPlace], keys=PICKER):
@@ -100,7 +104,7 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
 
     def fill(self, query: str) -> None:
         self._removing = None
-        rows: list[tuple[RichText, TurnPlace]] = []
+        rows: Rows = []
         try:
             if self.only is None:
                 rows, said = self._conversations(query)
@@ -111,13 +115,13 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
         self.show(rows, said)
         self._preview(self.highlighted)
 
-    def _conversations(self, query: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
+    def _conversations(self, query: str) -> tuple[Rows, str]:
         found = self.history.list(query.strip() or None, limit=LISTED)
         hits: dict[str, list[Hit]] = defaultdict(list)
         if query.strip():
             for hit in self.history.search(query):
                 hits[hit.conversation_id].append(hit)
-        rows = []
+        rows: Rows = []
         for summary in found:
             rows.append((_line(summary, self.width), TurnPlace(summary.id)))
             for hit in hits[summary.id][:HITS_SHOWN]:
@@ -127,8 +131,8 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
             return rows, how_many(len(found), "conversation")
         return rows, "nothing found" if query else "no conversations yet"
 
-    def _turns(self, query: str, conv_id: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
-        rows = []
+    def _turns(self, query: str, conv_id: str) -> tuple[Rows, str]:
+        rows: Rows = []
         if not query.strip():
             for turn in self.history.tree(conv_id)[0]:
                 if turn.role == "user":
@@ -159,15 +163,12 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
         said_s = turns[-1].created_s if turns else about.updated_s
         at = time.strftime("%d %b %Y, %H:%M", time.localtime(said_s))
         facts = f"{one_line(about.model)} · {at} · {how_many(about.n_messages, 'message')}"
-        said = RichText(elide(facts, self.width), "bold")
-        shown = RichText("\n").join([said, *self._excerpts(turns, place.words.split())])
-        self.query_one("#preview", Static).update(shown)
-
-    def _excerpts(self, turns: Sequence[StoredMessage], words: Sequence[str]) -> Iterator[RichText]:
-        """Each turn in four lines, or two turns in two each."""
-        for turn in turns:
+        shown = RichText()
+        shown.append(elide(facts, self.width), "bold")
+        for turn in turns:  # in four lines, or two turns in two lines each
             cells = 4 // len(turns) * (self.width - 8)
-            yield RichText(elide(self._excerpt(turn, words), cells))
+            shown.append("\n" + elide(self._excerpt(turn, place.words.split()), cells))
+        self.query_one("#preview", Static).update(shown)
 
     def _excerpt(self, turn: StoredMessage, words: Sequence[str]) -> str:
         """A turn in a line. If the last of these words is far from its beginning, the line begins
