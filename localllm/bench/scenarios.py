@@ -120,11 +120,11 @@ class Scenarios:
         answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
         self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
         if len(answer.gaps_s) >= _ENOUGH_GAPS:
-            self.put(GAP, t, statistics.quantiles(answer.gaps_s, n=20)[-1] * 1000)
+            self.put(GAP, t, _p95_ms(answer.gaps_s))
 
     def run_prefill(self, t: BenchTarget) -> None:
         text = unique(610, self.fresh())
-        answer = self._some(t, t.chat(user(text), 2))
+        answer = self._chat(t, user(text), 2)
         tokens = self.counter.tokens_in(text) or answer.usage.get("prompt_tokens")
         self.put(FIRST, t, answer.ttft_s)
         if isinstance(tokens, int) and tokens:
@@ -140,8 +140,7 @@ class Scenarios:
         self.put(RoundComparison(_TOGETHER.format(n), "tok/s"), t, total / seconds)
         gaps = [gap for answer in answers for gap in answer.gaps_s]
         if len(gaps) >= _ENOUGH_GAPS:
-            even = RoundComparison(_EVEN.format(n), "ms", "less")
-            self.put(even, t, statistics.quantiles(gaps, n=20)[-1] * 1000)
+            self.put(RoundComparison(_EVEN.format(n), "ms", "less"), t, _p95_ms(gaps))
 
     run_two = partialmethod(_streams, n=2)
     run_four = partialmethod(_streams, n=4)
@@ -217,41 +216,43 @@ class Scenarios:
 
     def run_cancel(self, t: BenchTarget) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""
-        idle = self._some(t, t.chat(user(f"Hi {self.fresh()}"), 4)).ttft_s
+        idle = self._chat(t, user(f"Hi {self.fresh()}"), 4)
         self._some(t, t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10))
-        after = self._some(t, t.chat(user(f"Hi {self.fresh()}"), 4)).ttft_s
-        self.put(CANCEL, t, after / idle)
+        after = self._chat(t, user(f"Hi {self.fresh()}"), 4)
+        self.put(CANCEL, t, after.ttft_s / idle.ttft_s)
 
     # --- what is kept -----------------------------------------------------------------------------
 
     def run_warm(self, t: BenchTarget) -> None:
         """A 1,400-token prefix, then a new last turn, then the same again."""
-        head = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("First question?")]
-        cold = self._some(t, t.chat(head, 8))
+        system = self._system()
+        cold = self._chat(t, [system, *user("First question?")], 8)
         time.sleep(_SETTLE_S)
-        turn = [*head[:1], *user("Second, other question?")]
-        warm, again = (self._some(t, t.chat(turn, 8)) for _ in range(2))
+        turn = [system, *user("Second, other question?")]
+        warm = self._chat(t, turn, 8)
+        again = self._chat(t, turn, 8)
         self.put(COLD, t, cold.ttft_s)
         self.put(WARM, t, warm.ttft_s / cold.ttft_s)
         self.put(AGAIN, t, again.ttft_s * 1000)
 
     def run_again(self, t: BenchTarget) -> None:
         """The same 2,000 tokens in every round, twice: only the first round reads them."""
-        text = unique(400, self._first)
-        _, again = (self._some(t, t.chat(user(text), 8)) for _ in range(2))
+        messages = user(unique(400, self._first))
+        self._chat(t, messages, 8)
+        again = self._chat(t, messages, 8)
         self.put(AT_ONCE, t, again.ttft_s * 1000)
 
     def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every
         turn."""
         seen = TokensRead(self.tokens) if self.tokens is not None else None
-        system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
+        system = self._system()
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []
         counted = seen is not None
 
         def ask(messages: Messages, n: int) -> StreamedAnswer:
-            answer = self._some(t, t.chat(messages, n))
+            answer = self._chat(t, messages, n)
             if seen is not None:
                 seen.add(messages, answer)
             return answer
@@ -277,15 +278,23 @@ class Scenarios:
             raise UnsupportedError(
                 f"nobody said how {t.name} is started again: --restart-cmd does, for each server"
             )
-        messages = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("Question?")]
-        cold = self._some(t, t.chat(messages, 8))
+        messages = [self._system(), *user("Question?")]
+        cold = self._chat(t, messages, 8)
         time.sleep(2 * _SETTLE_S)
         t.restart()
         t.wait_ready()
-        again = self._some(t, t.chat(messages, 8))
+        again = self._chat(t, messages, 8)
         self.put(RESTART, t, again.ttft_s / cold.ttft_s)
 
     # --- honesty ----------------------------------------------------------------------------------
+
+    def _system(self) -> dict[str, str]:
+        """A long system prompt that no server has seen."""
+        return {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
+
+    def _chat(self, t: BenchTarget, messages: Messages, n: int) -> StreamedAnswer:
+        """An answer of at most `n` tokens. Raises BackendError if it is empty."""
+        return self._some(t, t.chat(messages, n))
 
     def _some(self, t: BenchTarget, answer: StreamedAnswer) -> StreamedAnswer:
         if not answer.text.strip():
@@ -301,6 +310,11 @@ class Scenarios:
                 f"{t.name} answered with {tokens} tokens in {answer.pieces} pieces: too few to time"
             )
         return tokens
+
+
+def _p95_ms(gaps_s: Sequence[float]) -> float:
+    """The 95th percentile, in milliseconds."""
+    return statistics.quantiles(gaps_s, n=20)[-1] * 1000
 
 
 def _together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAnswer]:
@@ -335,13 +349,14 @@ def source_file(seed: int) -> str:
     lines = []
     for i in range(_FUNCTIONS):
         a, b = rng.sample(NAMES, 2)
-        lines += [
-            f"def {a}_{b}_{i}({a}: int, limit: int = {rng.randrange(10, 999)}) -> int:",
-            f"    if {a} > limit:",
-            f"        return {a} - {rng.randrange(2, 99)}",
-            f"    return {a} * {rng.randrange(2, 99)} + {b!r}.count('e')",
-            "",
-        ]
+        limit = rng.randrange(10, 999)
+        less = rng.randrange(2, 99)
+        factor = rng.randrange(2, 99)
+        lines.append(f"def {a}_{b}_{i}({a}: int, limit: int = {limit}) -> int:")
+        lines.append(f"    if {a} > limit:")
+        lines.append(f"        return {a} - {less}")
+        lines.append(f"    return {a} * {factor} + {b!r}.count('e')")
+        lines.append("")
     return "\n".join(lines)
 
 
