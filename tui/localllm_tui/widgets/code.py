@@ -13,8 +13,8 @@ from textual.color import Color, ColorParseError
 
 from localllm_tui.widgets.contrast import readable
 
-# Each is one of the theme's colours ("-" for none) and text attributes.
-STYLES = {
+# Each style is one of the theme's colours ("-" for none) and text attributes.
+_MARKS = {
     "heading.h1": "accent-text bold underline",
     "heading.h2": "accent-text bold",
     "heading.h3": "- bold",
@@ -30,6 +30,8 @@ STYLES = {
     "found.now": "- bold reverse",
     "code.inline": "text-warning",
     "code.label": "hint",
+}
+_TOKENS = {
     "code.Comment": "hint",
     "code.Error": "text-error",
     "code.Keyword": "text-accent",
@@ -54,6 +56,7 @@ STYLES = {
     "code.Generic.Inserted": "text-success",
     "code.Generic.Deleted": "text-error",
 }
+STYLES = _MARKS | _TOKENS
 _ANSI_BLUE = 4
 # Lines of a diff stand on a tint.
 _CHANGED = {"code.Generic.Inserted": "success", "code.Generic.Deleted": "error"}
