@@ -44,11 +44,11 @@ _STALLED = 600
 _FUNCTIONS = 7
 # How many stories are asked for: a model may have said all it has to say before the newcomer comes.
 _STORIES = 3
-# An answer of fewer tokens says nothing about speed.
+# An answer of fewer tokens is too short to measure its speed.
 _FEWEST = 8
 # Of fewer gaps the 95th percentile is the largest.
 _ENOUGH_GAPS = 20
-# What a server does behind an answer's end (keeping its KV) is not the next request's.
+# Time for the work that a server does after an answer (keeping its KV).
 _SETTLE_S = 0.5
 
 

@@ -61,7 +61,7 @@ class Systemd:
     def install(self, service: Service) -> list[Path]:
         """Write the units and start them. If the socket changes, the service and the old socket are
         stopped first."""
-        self._ask("is-system-running", may_fail=True)  # says so at once where nobody answers
+        self._ask("is-system-running", may_fail=True)  # fails at once if systemd does not answer
         units = self.files(service)
         socket = self.folder / SOCKET
         had_socket = socket.exists()

@@ -66,7 +66,7 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         chosen = json_store.read(self._preferences).get("theme")
         self.theme = chosen if chosen in self.available_themes else self._fitting
         self.theme_changed_signal.subscribe(self, self._keep_theme)
-        # the command starts with gc disabled: what a start allocates stays
+        # the command starts with gc disabled: the objects of the start live as long as the chat
         self.page.call_after_refresh(gc.enable)
 
     def _redraw_all(self, _: App[None]) -> None:

@@ -3,7 +3,7 @@ so is a flag."""
 
 from __future__ import annotations
 
-# A line may be long; nothing that is seen as one character is.
+# A line may be long; no single character is.
 _LOOK_CHARS = 128
 
 

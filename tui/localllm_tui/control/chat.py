@@ -32,8 +32,8 @@ LOOK_S = 0.2
 QUIT_WITHIN_S = 2.0
 # The server knows how the model performs after an answer or two.
 NOTICE_ASKS = 8
-# Long enough that nobody is about to ask, short enough that titles are there when one looks for
-# them.
+# Long enough that the user is not about to ask, short enough that titles exist when the list of
+# conversations is opened.
 TITLE_AFTER_S = 20.0
 
 
@@ -188,7 +188,7 @@ class ChatController:
         self.stream = stream
         shown.progress("waiting for the first token…")
         self._running = asyncio.create_task(self._answer(stream, shown))
-        # a task that is cancelled before it began does nothing, the rest of its work neither
+        # let the task begin: one that is cancelled before does not run its clean-up either
         await asyncio.sleep(0)
         self.face.run_beside(self.answered, "answer")
         if not self.compacts:  # with compaction the server may send less

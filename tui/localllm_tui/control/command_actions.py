@@ -212,7 +212,7 @@ async def attach_text(chat: ChatController, name: str, text: str) -> None:
     """Attach a text to the next question. Raises ContextLengthError for one that can't fit."""
     check_room([*chat.attached, (name, text)], chat.listed.n_ctx)
     chat.attach(name, text)
-    if not chat.face.full_screen:  # there it stands in the input's frame
+    if not chat.face.full_screen:  # whose frame lists the files
         await chat.face.show_note(f"attached {one_line(name)}: it goes with the next question")
 
 

@@ -21,7 +21,7 @@ CONTEXTS = (0, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 MEMORIES_GB = (0, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 # Seconds until an answer begins; 0 is however long.
 WAITS_S = (0, 1, 2, 5, 10, 30, 60)
-# Beside this machine; any other can be typed.
+# In addition to this machine; any other can be typed.
 MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 128GB", "DGX Spark")
 
 

@@ -53,7 +53,7 @@ class Drafts:
         `close`."""
         file = self._file(conv_id, self._place)
         if file in self._writes:
-            self._writes[file].cancel()  # where it waits yet
+            self._writes[file].cancel()  # if it has not begun
         self._writes[file] = self._writer.submit(self._write, file, text)
 
     def _write(self, file: Path, text: str) -> None:

@@ -87,7 +87,7 @@ NOTICE_SEEN = "\x1b[23;2t"  # the title from before (XTWINOPS 23)
 _BACKGROUND = re.compile(
     r"\x1b\]11;rgba?:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)[^\x07\x1b]*(?:\x07|\x1b\\)"
 )
-# Answers, and keys that are no letters; and a letter with the Backspace behind it.
+# The terminal's answers, and keys that are no letters; and a letter followed by Backspace.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[P\]].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
 _ERASED = re.compile("[^\x08\x7f][\x08\x7f]")
 _ATTRIBUTES = re.compile(r"\x1b\[\?[\d;]*c")

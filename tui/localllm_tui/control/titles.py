@@ -20,9 +20,9 @@ _ASK = (
 )
 _MOST_TOKENS = 24
 _MOST_WORDS = 6
-# Shorter ones ("of", "the", "in") say nothing of what a conversation is about.
+# Shorter words ("of", "the", "in") are common to all conversations.
 _LEAST_LETTERS = 4
-# So much of a word's beginning is compared: "rivers" stands where "river" was said.
+# Letters at a word's beginning that are compared: "rivers" matches "river".
 _COMPARED_LETTERS = 5
 
 

@@ -36,7 +36,7 @@ from localllm_tui.line_chat import LineFace
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
 
-# Of a conversation that is opened: longer ones are in the full screen, or in the terminal already.
+# Turns of an opened conversation: the full screen shows longer ones.
 TURNS_SHOWN = 6
 PROSE_COLUMNS = 100
 _FILES_OFFERED = 50
@@ -56,7 +56,7 @@ class InlineAnswer(AnswerDisplay):
     def __init__(self, page: InlinePage, look: Console) -> None:
         self._page = page
         self._look = look
-        # kept: what is written is not laid out again
+        # kept: written lines are not laid out again
         self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))
         self._rows = MarkdownRows()
         self._written = 0

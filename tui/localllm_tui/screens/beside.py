@@ -42,7 +42,7 @@ def start(
     return node.run_worker(what, group=group, exclusive=exclusive, exit_on_error=exit_on_error)
 
 
-# Where neither variable is set: the first of these that is there.
+# If neither variable is set: the first of these that is installed.
 _EDITORS = ("notepad",) if os.name == "nt" else ("sensible-editor", "nano", "vi")
 
 

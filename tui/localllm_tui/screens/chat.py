@@ -43,7 +43,7 @@ from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, Questi
 STATUS_EVERY_S = 0.2
 # Of an answer that took so long one may look elsewhere meanwhile.
 LONG_S = 10.0
-# After so much time in which nobody types and nothing streams garbage is collected.
+# Seconds without typing and streaming after which garbage is collected.
 TIDY_AFTER_S = 3.0
 _NEVER = 1_000_000
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LEAST_PREVIEW_LINES = 20
 _LEAST_WITH_MODEL = 64
-# Of one conversation; all of them where only one is looked at.
+# Hits of each conversation; a search in one conversation shows all of its hits.
 HITS_SHOWN = 3
 
 

@@ -61,7 +61,7 @@ _ANSI_BLUE = 4
 # Lines of a diff stand on a tint.
 _CHANGED = {"code.Generic.Inserted": "success", "code.Generic.Deleted": "error"}
 _TINT = 0.16
-# How much of the theme's foreground or warning goes into the background behind code.
+# The share of the theme's foreground or warning in the background of code.
 _BEHIND = 0.06
 _BEHIND_INLINE = 0.1
 

@@ -78,7 +78,7 @@ class HeadLine(Static):
             self.update(shown)
 
 
-# Narrower, the panel beside the conversation would leave it less than 60 columns.
+# On a narrower screen, the panel would leave the conversation less than 60 columns.
 LEAST_COLUMNS = 100
 
 

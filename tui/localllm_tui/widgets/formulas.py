@@ -63,7 +63,7 @@ _TAKING = {
     "dfrac": "{{", "tfrac": "{{", "cfrac": "{{", "binom": "{{", "operatorname": "{", "boxed": "{",
     "pmod": "{", "mathsf": "{",
 }  # fmt: skip
-# Stand for what must not be read again: an end of a name, _ and ^.
+# Placeholders for signs that must not be parsed again: the end of a name, _ and ^.
 _END = "\x01"
 _LOW = "\x02"
 _HIGH = "\x03"

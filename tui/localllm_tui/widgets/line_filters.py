@@ -44,7 +44,7 @@ class NoColors(LineFilter):
         ]
 
 
-# Panels and shades behind code are closer to the ground than this, cursors further from it.
+# Contrast with the background: panels and shades of code have less, cursors have more.
 _STANDS_OUT = 2.0
 
 

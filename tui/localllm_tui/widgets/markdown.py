@@ -82,7 +82,7 @@ class MarkdownRows:
         self._rows: list[MarkdownRow] = []
         self._tail = self.source  # the text from the last block on
         self.finished = 0
-        # of the item that the tail begins with, where its list began before
+        # of the item at which the tail begins, if its list began earlier
         self._number: int | None = None
         self._fences = 0  # before the tail
         self._lay_out()
@@ -142,7 +142,7 @@ def _line(node: SyntaxTreeNode) -> int:
 
 @lru_cache(maxsize=1)
 def _parser() -> MarkdownIt:
-    # Links by reference stand as they were written: where they lead may be said much later.
+    # Links by reference are shown as written: their addresses may come much later.
     return with_formulas(MarkdownIt("gfm-like").disable("reference"))
 
 
