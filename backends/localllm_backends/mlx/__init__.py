@@ -84,15 +84,13 @@ class MlxType(BackendType):
         how to get it."""
         for module in ("mlx", "mlx_lm"):
             if importlib.util.find_spec(module) is None:
-                return (
-                    f"{module.replace('_', '-')} is not installed: run `pip install "
-                    "'localllm[mlx]'`"
-                )
+                package = module.replace("_", "-")
+                return f"{package} is not installed: run `pip install 'localllm[mlx]'`"
         if needs_compiler(sys.platform, shutil.which, cuda=_has_cuda()):
             return (
-                "MLX on a Linux CPU compiles its kernels while it runs and needs the C++ "
-                f"compiler `{_CPU_COMPILER}` "
-                "on PATH: install it (Debian, Ubuntu: `apt install g++`)"
+                "MLX on a Linux CPU compiles its kernels while it runs "
+                f"and needs the C++ compiler `{_CPU_COMPILER}` on PATH: "
+                "install it (Debian, Ubuntu: `apt install g++`)"
             )
         return None
 

@@ -30,7 +30,6 @@ from localllm_backends.mlx.files import check_folder
 from localllm_backends.mlx.sequence_cache import Layout
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.vocabulary import read_json
-from localllm_backends.reasons import first_reason
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
 # The contract's names for the types in which a model can compute keys and values.
@@ -54,45 +53,29 @@ _HALF_FAMILIES = {"llama", "mistral", "qwen3_5_moe"}
 
 def check_spec(spec: LoadSpec) -> None:
     """LoadError for what MLX has no setting for: nothing asked for is quietly left out."""
-    placed_apart = (
-        spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement()
-    )
-    reason = first_reason(
-        [
-            (
-                spec.n_threads,
-                "MLX has no setting for CPU threads: leave the number of threads to it",
-            ),
-            (
-                spec.kv_type_k != spec.kv_type_v,
-                f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} "
-                "were asked for",
-            ),
-            (
-                placed_apart,
-                "MLX keeps a model in one memory: its layers and experts can't be "
-                "placed "
-                "one "
-                "by "
-                "one",
-            ),
-            (
-                spec.drafter and not spec.drafter_optional,
-                "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file",
-            ),
-            (
-                len(spec.adapters) > 1,
-                "mlx-lm lays one adapter over a model: fuse the first with `mlx_lm.fuse`",
-            ),
-            (
-                spec.adapters and spec.placement.workers,
-                "mlx-lm shares no adapted model between machines: run it on one, or fuse the "
-                "adapter with `mlx_lm.fuse`",
-            ),
-        ]
-    )
-    if reason:
-        raise LoadError(reason)
+    if spec.n_threads:
+        raise LoadError("MLX has no setting for CPU threads: leave the number of threads to it")
+    if spec.kv_type_k != spec.kv_type_v:
+        raise LoadError(
+            "MLX stores keys and values in one type: "
+            f"{spec.kv_type_k} and {spec.kv_type_v} were asked for"
+        )
+    together = replace(spec.placement, gpu_layers=-1, workers=()) == Placement()
+    if spec.n_gpu_layers > 0 or not together:
+        raise LoadError(
+            "MLX keeps a model in one memory: its layers and experts can't be placed one by one"
+        )
+    if spec.drafter and not spec.drafter_optional:
+        raise LoadError(
+            "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file"
+        )
+    if len(spec.adapters) > 1:
+        raise LoadError("mlx-lm lays one adapter over a model: fuse the first with `mlx_lm.fuse`")
+    if spec.adapters and spec.placement.workers:
+        raise LoadError(
+            "mlx-lm shares no adapted model between machines: "
+            "run it on one, or fuse the adapter with `mlx_lm.fuse`"
+        )
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -103,9 +86,7 @@ def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
     if read_json(folder / "config.json").get("model_file") is not None:
         raise LoadError(
             f"{folder.name!r} wants to run Python code of its own to build the model, "
-            "which "
-            "is "
-            "not done"
+            "which is not done"
         )
     try:
         return load_model(folder, lazy=True)  # type: ignore[no-any-return]
@@ -147,11 +128,14 @@ def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
     chip = str(mx.device_info().get("device_name", ""))
     if mx.default_device() == mx.Device(mx.cpu) or not half_precision(chip, family):
         return
-    model.update(
-        tree_map(
-            lambda a: a.astype(mx.float16) if a.dtype == mx.bfloat16 else a, model.parameters()
-        )
-    )
+    model.update(tree_map(_half, model.parameters()))
+
+
+def _half(array: Any) -> Any:
+    """`array` in float16 if it is in bfloat16, else as it is."""
+    if array.dtype == mx.bfloat16:
+        return array.astype(mx.float16)
+    return array
 
 
 def read_weights(
@@ -213,7 +197,9 @@ def _read(
     lay_over(model, spec)
     if group is not None:
         shard(model, config, group)
-    n_batch = spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
+    n_batch = spec.n_batch
+    if not n_batch:
+        n_batch = _CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH
     shapes = probe(model, spec, n_batch)
     heads, left_out = draft_heads(model, spec, folder, config, group)
     facts = {**(config.get("text_config") or {}), **config}
@@ -225,9 +211,11 @@ def _read(
         token_bytes += mtp.shapes(heads).sizes()[0]
         weights += [a for _, a in tree_flatten(heads.parameters())]
     weights_bytes = sum(int(a.nbytes) for a in weights)
+    needed_bytes = weights_bytes + n_ctx * token_bytes + spec.n_seq_max * line_bytes
     memory.require(
-        weights_bytes + n_ctx * token_bytes + spec.n_seq_max * line_bytes,
-        f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights and the KV cache of {n_ctx:,} tokens)",
+        needed_bytes,
+        f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights "
+        f"and the KV cache of {n_ctx:,} tokens)",
     )
     read_weights(weights, folder.name, on_progress)
     return Loaded(
@@ -257,8 +245,8 @@ def draft_heads(
     try:
         if group is not None:
             raise LoadError(
-                "draft heads can't be shared by several machines: run the model on one, or with "
-                "--draft off"
+                "draft heads can't be shared by several machines: "
+                "run the model on one, or with --draft off"
             )
         heads = mtp.read_heads(folder, model, config)
         as_computed_fastest(heads, config)

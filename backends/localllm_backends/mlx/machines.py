@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from localllm_backends.contract import OtherMachineError
-from localllm_backends.reasons import first_reason
 
 Frame = dict[str, Any]
 HINT = (
@@ -80,7 +79,10 @@ class MachineRing:
 
     def variables(self, ports: Sequence[int]) -> dict[str, str]:
         """What MLX wants in the environment of every machine, its files and MLX_RANK aside."""
-        found = dict(e.partition("=")[::2] for e in self.environment)
+        found = {}
+        for setting in self.environment:
+            name, _, value = setting.partition("=")
+            found[name] = value
         if self.kind == "jaccl-ring":
             found["MLX_JACCL_RING"] = "1"
         if self.backend == "jaccl":
@@ -93,8 +95,12 @@ def ring_of(named: Sequence[str]) -> MachineRing:
     `mlx.distributed_config` writes it. OtherMachineError where that can't be."""
     if len(named) == 1 and named[0].endswith(".json"):
         return _of_hostfile(Path(named[0]))
-    others = tuple(Machine("" if _is_local(n) else n, (_address_of(n),)) for n in named)
-    return MachineRing((Machine("", (_own_address(others[0].addresses[0]),)), *others))
+    others = []
+    for destination in named:
+        ssh = "" if _is_local(destination) else destination
+        others.append(Machine(ssh, (_address_of(destination),)))
+    own = Machine("", (_own_address(others[0].addresses[0]),))
+    return MachineRing((own, *others))
 
 
 def _of_hostfile(path: Path) -> MachineRing:
@@ -108,37 +114,30 @@ def _of_hostfile(path: Path) -> MachineRing:
         raise OtherMachineError(
             f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT
         ) from e
-    fault = first_reason(
-        [
-            (
-                len(machines) < 2 or not all(m.addresses for m in machines),
-                "must name at least two machines, this one first, each with its addresses",
-            ),
-            (
-                kind not in ("ring", "jaccl", "jaccl-ring"),
-                f"asks for {kind!r}: MLX's ring and JACCL are what is spoken here",
-            ),
-            (
-                kind != "ring" and any(len(m.rdma) != len(machines) for m in machines),
-                "lacks RDMA devices: JACCL needs one from each machine to each other",
-            ),
-        ]
-    )
+    fault = _fault(machines, kind)
     if fault:
         raise OtherMachineError(f"{path.name!r} {fault}", HINT)
     return MachineRing(machines, kind, environment)
 
 
+def _fault(machines: Sequence[Machine], kind: str) -> str:
+    """Return what is wrong with a hostfile; "" if nothing is."""
+    if len(machines) < 2 or not all(machine.addresses for machine in machines):
+        return "must name at least two machines, this one first, each with its addresses"
+    if kind == "ring":
+        return ""
+    if kind not in ("jaccl", "jaccl-ring"):
+        return f"asks for {kind!r}: MLX's ring and JACCL are what is spoken here"
+    if any(len(machine.rdma) != len(machines) for machine in machines):
+        return "lacks RDMA devices: JACCL needs one from each machine to each other"
+    return ""
+
+
 def _machine_of(host: dict[str, Any], *, first: bool) -> Machine:
     """A machine as a hostfile describes it; the first one is this one."""
-    if first:
-        destination = str(host.get("ssh", ""))
-    else:
-        destination = str(host["ssh"])
-    if first or _is_local(destination):
-        ssh = ""
-    else:
-        ssh = _destination(destination)
+    ssh = ""
+    if not first and not _is_local(str(host["ssh"])):
+        ssh = _destination(str(host["ssh"]))
     addresses = tuple(str(ipaddress.ip_address(ip)) for ip in host["ips"])
     return Machine(ssh, addresses, tuple(host.get("rdma") or ()))
 
@@ -162,8 +161,10 @@ def _address_of(destination: str) -> str:
     if _is_local(host):
         return "127.0.0.1"
     asked = subprocess.run(["ssh", "-G", destination], capture_output=True, text=True, check=False)
-    lines = asked.stdout.splitlines()
-    host = next((x.split()[1] for x in lines if x.startswith("hostname ")), host)
+    for line in asked.stdout.splitlines():
+        if line.startswith("hostname "):
+            host = line.split()[1]
+            break
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except OSError as e:
@@ -260,10 +261,9 @@ def _command(machine: Machine, program: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", *program]
     python = sys.executable
     home = str(Path.home())
+    inside = "''"
     if python.startswith(home + os.sep):
         inside = f'"$HOME"{shlex.quote(python.removeprefix(home))}'
-    else:
-        inside = "''"
     there = (
         f'p={inside}; [ -x "$p" ] || p={shlex.quote(python)}; '
         f'[ -x "$p" ] || {{ echo "localllm is not installed there at $p" >&2; exit 3; }}; '
@@ -273,7 +273,8 @@ def _command(machine: Machine, program: Sequence[str]) -> list[str]:
 
 
 def write_frame(stream: BinaryIO | Any, frame: Frame, body: bytes | memoryview = b"") -> None:
-    stream.write(json.dumps({**frame, "bytes": len(body)}, separators=(",", ":")).encode() + b"\n")
+    head = json.dumps({**frame, "bytes": len(body)}, separators=(",", ":"))
+    stream.write(head.encode() + b"\n")
     stream.write(body)
     stream.flush()
 
@@ -285,6 +286,6 @@ def read_frame(stream: BinaryIO | Any) -> tuple[Frame, bytes] | None:
         body = stream.read(frame["bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if len(body) == frame["bytes"]:
-        return (frame, body)
-    return None
+    if len(body) != frame["bytes"]:
+        return None
+    return frame, body

@@ -174,14 +174,12 @@ def _form_group(
     ports = ports_for(ring)
     path = Path(spec.path).absolute()
     home = Path.home()
+    portable = str(path)
     if path.is_relative_to(home):
         portable = f"~/{path.relative_to(home).as_posix()}"
-    else:
-        portable = str(path)
+    alone = Placement(gpu_layers=spec.n_gpu_layers)
     order: Frame = {
-        "spec": asdict(
-            replace(spec, placement=Placement(gpu_layers=spec.n_gpu_layers), path=portable)
-        ),
+        "spec": asdict(replace(spec, placement=alone, path=portable)),
         "files": ring.files(ports),
         "variables": ring.variables(ports),
         "backend": ring.backend,
@@ -193,10 +191,12 @@ def _form_group(
     for follower in followers:
         follower.send({"do": "join"})
     met: list[Any] = []
+
+    def join() -> None:
+        met.append(_join({**order, "rank": 0}))
+
     # Apart, since who waits for one that will never come is not told so.
-    joining = threading.Thread(
-        target=lambda: met.append(_join({**order, "rank": 0})), name="join", daemon=True
-    )
+    joining = threading.Thread(target=join, name="join", daemon=True)
     joining.start()
     for follower in followers:
         follower.receive()
@@ -220,10 +220,9 @@ def _check_same(follower: Follower, ours: Mapping[str, str]) -> None:
     theirs = follower.receive()[0]["is"]
     for what, value in ours.items():
         if theirs.get(what) != value:
-            if what != ("the model's files"):
+            other = ""
+            if what != "the model's files":
                 other = f" ({theirs.get(what)} there, {value} here)"
-            else:
-                other = ""
             raise OtherMachineError(
                 f"{follower.machine.name} differs in {what}{other}: all must have the same", HINT
             )
@@ -271,8 +270,10 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
     inbox: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
 
     def read() -> None:
-        for received in iter(lambda: read_frame(source), None):
+        received = read_frame(source)
+        while received is not None:
             inbox.put(received)
+            received = read_frame(source)
         # Nobody is left to compute for, whatever this process is at.
         os._exit(0)
 

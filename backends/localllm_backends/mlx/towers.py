@@ -56,7 +56,9 @@ FAMILIES = {
 def has_tower(folder: Path, config: Mapping[str, Any]) -> bool:
     """True for a checkpoint that has what reads images: configs speak of it where the weights were
     left out, too."""
-    return bool(config.get("vision_config")) and any(map(_names_a_tower, weight_files(folder)))
+    if not config.get("vision_config"):
+        return False
+    return any(_names_a_tower(file) for file in weight_files(folder))
 
 
 def _names_a_tower(weights: Path) -> bool:
@@ -73,8 +75,8 @@ def why_not(config: Mapping[str, Any]) -> str | None:
     if kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         return (
-            f"on MLX images of {kind!r} models are not read (those of {known} are): take its GGUF "
-            "file, with its projector, for images"
+            f"on MLX images of {kind!r} models are not read (those of {known} are): "
+            "take its GGUF file, with its projector, for images"
         )
     if importlib.util.find_spec("mlx_vlm") is None:
         return "mlx-vlm is not installed: run `pip install 'localllm[vision]'`"
@@ -109,20 +111,25 @@ def image_buffer_bytes(config: Mapping[str, Any]) -> int:
     inner = int(vision.get("intermediate_size", 4096))
     heads = int(vision.get("num_heads") or vision.get("num_attention_heads") or 16)
     head = int(vision.get("head_dim") or width // heads)
-    padded = min((size - head for size in _KERNEL_HEADS if size >= head), default=0)
-    rows = _LAYER_WIDTHS * width + 3 * inner + family.pads * _PADDED * heads * padded
+    rows = _LAYER_WIDTHS * width + 3 * inner
+    if family.pads:
+        padded = min((size - head for size in _KERNEL_HEADS if size >= head), default=0)
+        rows += _PADDED * heads * padded
+    each = 2
     if config.get("torch_dtype", config.get("dtype")) == "float32":
         each = 4
-    else:
-        each = 2
     held = each * ((heads + family.masks) * patches + rows)
-    return int(patches * (held + 3 * 4 * int(vision.get("temporal_patch_size", 1)) * side**2))
+    frames = int(vision.get("temporal_patch_size", 1))
+    pixels = 3 * 4 * frames * side**2
+    return int(patches * (held + pixels))
 
 
 def _most_patches(config: Mapping[str, Any]) -> int:
     """Patches of the largest image."""
     vision = config["vision_config"]
     if config["model_type"] == "gemma3":
-        return (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+        side = int(vision["image_size"]) // int(vision["patch_size"])
+        return side**2
     merged = config.get("spatial_merge_size") or vision.get("spatial_merge_size")
-    return most_tokens(config) * int(merged or vision.get("pooling_kernel_size") or 1) ** 2
+    side = int(merged or vision.get("pooling_kernel_size") or 1)
+    return most_tokens(config) * side**2

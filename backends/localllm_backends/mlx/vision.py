@@ -81,7 +81,8 @@ class Eyes:
         from importlib.metadata import version
 
         self._config = config
-        self._encoding, self._processing = threading.Lock(), threading.Lock()
+        self._encoding = threading.Lock()
+        self._processing = threading.Lock()
         self._device = mx.default_device()
         family = FAMILIES[str(config["model_type"])]
         self._processor = _processor(folder, family)
@@ -120,7 +121,8 @@ class Eyes:
             made = self.tower.get_input_embeddings(ids, **inputs)
             rows = made.inputs_embeds[0, first : first + run.n_tokens] / self._scale
             parts = [rows, *(made.deepstack_visual_embeds or ())]
-            return np.array(mx.concatenate(parts, axis=-1).astype(mx.float32))
+            embeddings = mx.concatenate(parts, axis=-1).astype(mx.float32)
+            return np.array(embeddings)
 
     def close(self) -> None:
         with self._encoding:
@@ -135,17 +137,19 @@ class Eyes:
         while True:
             try:
                 with self._processing:
-                    inputs = dict(
-                        self._processor(images=[image], text=[self._mark], add_special_tokens=False)
+                    processed = self._processor(
+                        images=[image], text=[self._mark], add_special_tokens=False
                     )
             except Exception as e:
                 raise BackendFailure(f"the image can't be read by this model: {e}") from e
+            inputs = dict(processed)
             n = inputs["input_ids"][0].tolist().count(self._processor.image_token_id)
             if n <= MOST_TOKENS:
                 return inputs
             height, width = inputs["pixel_values"].shape[-2:]
             share = _A_LITTLE_LESS * math.sqrt(MOST_TOKENS / n)
-            image = image.resize((max(1, int(width * share)), max(1, int(height * share))))
+            smaller = (max(1, int(width * share)), max(1, int(height * share)))
+            image = image.resize(smaller)
 
     def _layout(self, inputs: Mapping[str, Any]) -> _Layout:
         """The span from the first to the last token of the image is its own, with the ends of rows
@@ -184,8 +188,8 @@ def _processor(folder: Path, family: Family) -> Any:
         ) from e
     if family.rows:
         by_pixels = processor.image_processor
-        most = MOST_TOKENS * (by_pixels.patch_size * by_pixels.merge_size) ** 2
-        by_pixels.max_pixels = min(by_pixels.max_pixels, most)
+        side = by_pixels.patch_size * by_pixels.merge_size
+        by_pixels.max_pixels = min(by_pixels.max_pixels, MOST_TOKENS * side**2)
     return processor
 
 
@@ -202,13 +206,16 @@ def _tower(folder: Path, language: Any) -> Any:
         ) from e
     tower.audio_tower = tower.embed_audio = None
     text = language.language_model.model
-    tower.language_model = SimpleNamespace(
-        model=SimpleNamespace(
-            embed_tokens=text.embed_tokens, embed_scale=1.0, hidden_size_per_layer_input=0
-        ),
-        get_rope_index=lambda *_: (None, None),
+    embeds = SimpleNamespace(
+        embed_tokens=text.embed_tokens, embed_scale=1.0, hidden_size_per_layer_input=0
     )
+    tower.language_model = SimpleNamespace(model=embeds, get_rope_index=_no_rope_index)
     return tower
+
+
+def _no_rope_index(*_: Any) -> tuple[None, None]:
+    """Positions are told by the processor's grid."""
+    return None, None
 
 
 def load_seeing(
@@ -222,7 +229,9 @@ def load_seeing(
     read_weights(weights, name)
     try:
         # In this thread, whose streams have what the tower has yet to make of its config.
-        eyes.encode(next(run for run in eyes.lay_out(_BLANK) if isinstance(run, ImageRun)))
+        for run in eyes.lay_out(_BLANK):
+            if isinstance(run, ImageRun):
+                eyes.encode(run)
     except BackendFailure:
         raise
     except Exception as e:
@@ -267,24 +276,26 @@ class MlxVisionBackend(MlxBackend):
         """One sweep over all chunks, or over one of an image."""
         if all(chunk.image is None for chunk in chunks):
             return super().step(chunks)
-        if len(chunks) != 1 or chunks[0].image is None:
+        chunk = chunks[0]
+        image = chunk.image
+        if len(chunks) != 1 or image is None:
             raise BackendFailure("an image goes into a step of its own")
-        [chunk], image, n = chunks, chunks[0].image, len(chunks[0].tokens)
+        n = len(chunk.tokens)
         line = self._line(chunk.sequence)
         run = image.run
         stop = image.start + n
         grid = run.grid
         if grid is not None:
-            grid = line.position(line.length - image.start) + grid[:, image.start : stop]
-        if stop == run.n_tokens > run.n_positions:
-            line.images = [*line.images, (line.length + n, run.n_tokens - run.n_positions)]
+            first = line.position(line.length - image.start)
+            grid = first + grid[:, image.start : stop]
+        fewer = run.n_tokens - run.n_positions
+        if stop == run.n_tokens and fewer > 0:
+            line.images = [*line.images, (line.length + n, fewer)]
         # No token is the one that was expected behind the last.
         line.predicted = None
         self.stepper.recompute(line)
         if self.capabilities.whole_images:
             self.stepper.undivided = n
-        else:
-            self.stepper.undivided = WHOLE_TOKENS
         self._reader.give(image.embeddings[image.start : stop], grid)
         try:
             result = super().step([chunk._replace(tokens=[0] * n)])

@@ -14,36 +14,12 @@ from localllm_backends.vocabulary import TokenBytes
 # Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives
 # them (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
 _FIM = {
-    "pre": (
-        "<|fim_prefix|>",
-        "<fim-prefix>",
-        "<fim_prefix>",
-        "<PRE>",
-        "▁<PRE>",
-        "<｜fim▁begin｜>",
-        "<|code_prefix|>",
-    ),
-    "suf": (
-        "<|fim_suffix|>",
-        "<fim-suffix>",
-        "<fim_suffix>",
-        "<SUF>",
-        "▁<SUF>",
-        "<｜fim▁hole｜>",
-        "<|code_suffix|>",
-    ),
-    "mid": (
-        "<|fim_middle|>",
-        "<fim-middle>",
-        "<fim_middle>",
-        "<MID>",
-        "▁<MID>",
-        "<｜fim▁end｜>",
-        "<|code_middle|>",
-    ),
-    "pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>"),
-    "rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>"),
-    "sep": ("<|file_sep|>",),
+    "pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> ▁<PRE> <｜fim▁begin｜> <|code_prefix|>",
+    "suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <SUF> ▁<SUF> <｜fim▁hole｜> <|code_suffix|>",
+    "mid": "<|fim_middle|> <fim-middle> <fim_middle> <MID> ▁<MID> <｜fim▁end｜> <|code_middle|>",
+    "pad": "<|fim_pad|> <fim-pad> <fim_pad>",
+    "rep": "<|fim_repo|> <|repo_name|> <fim-repo> <reponame>",
+    "sep": "<|file_sep|>",
 }
 _SPACE = "▁"
 
@@ -64,14 +40,18 @@ def read_json(path: Path) -> dict[str, Any]:
 def byte_of_char() -> dict[str, int]:
     """GPT-2's table of the printable character that stands for each byte, turned round
     (openai/gpt-2, encoder.py)."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    table = {chr(b): b for b in printable}
-    others = (b for b in range(256) if b not in set(printable))
-    table.update({chr(256 + i): b for i, b in enumerate(others)})
+    printable: set[int] = set()
+    for first, last in ("!~", "¡¬", "®ÿ"):
+        printable.update(range(ord(first), ord(last) + 1))
+    table = {}
+    # Bytes that can't be printed are counted from 256 on.
+    n_others = 0
+    for byte in range(256):
+        if byte in printable:
+            table[chr(byte)] = byte
+        else:
+            table[chr(256 + n_others)] = byte
+            n_others += 1
     return table
 
 
@@ -83,39 +63,35 @@ class MlxVocabulary(TokenBytes):
         source = _tokenizer_json(folder)
         self._parsing, self._literal = _tokenizers(source)
         parsed = json.loads(source)
-        self._added = {int(t["id"]): str(t["content"]) for t in parsed.get("added_tokens", [])}
-        self._control = frozenset(
-            int(t["id"]) for t in parsed.get("added_tokens", []) if t.get("special")
-        )
-        controls = [text for i, text in sorted(self._added.items()) if i in self._control]
-        super().__init__(
-            n_vocab, controls, [text for i, text in self._added.items() if i not in self._control]
-        )
+        added_tokens = parsed.get("added_tokens", [])
+        self._added = {int(t["id"]): str(t["content"]) for t in added_tokens}
+        self._control = frozenset(int(t["id"]) for t in added_tokens if t.get("special"))
+        controls = [self._added[i] for i in sorted(self._control)]
+        added = [text for i, text in self._added.items() if i not in self._control]
+        super().__init__(n_vocab, controls, added)
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
-        generation = read_json(folder / "generation_config.json")
-        text = config.get("text_config")
         # Every token the checkpoint names as an end, in its own order.
-        ends = [
-            *_ids(generation.get("eos_token_id")),
-            *_ids(config.get("eos_token_id")),
-            *_ids(text.get("eos_token_id") if isinstance(text, dict) else None),
-            *_ids(self._named(settings.get("eos_token"), None)),
-        ]
+        generation = read_json(folder / "generation_config.json")
+        ends = [*_ids(generation.get("eos_token_id")), *_ids(config.get("eos_token_id"))]
+        text = config.get("text_config")
+        if isinstance(text, dict):
+            ends += _ids(text.get("eos_token_id"))
+        ends += _ids(self._named(settings.get("eos_token"), None))
         self.eog_tokens = tuple(dict.fromkeys(t for t in ends if 0 <= t < n_vocab))
         self.bos_token = self._named(settings.get("bos_token"), config.get("bos_token_id"))
-        self.eos_token = self._named(
-            settings.get("eos_token"), next(iter(_ids(config.get("eos_token_id"))), None)
-        )
+        self.eos_token = self._named(settings.get("eos_token"), config.get("eos_token_id"))
         start = list(self._parsing.encode("", add_special_tokens=True).ids)
         adds_bos = settings.get("add_bos_token", start[:1] == [self.bos_token])
         self.adds_bos = bool(adds_bos) and self.bos_token is not None
         self.chat_template = chat_template(folder, settings)
         self.fim_tokens: dict[str, int] = {}
         for role, names in _FIM.items():
-            found = [t for t in map(self._parsing.token_to_id, names) if t is not None]
-            if found:
-                self.fim_tokens[role] = found[0]
+            for name in names.split():
+                token = self._parsing.token_to_id(name)
+                if token is not None:
+                    self.fim_tokens[role] = token
+                    break
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
@@ -143,9 +119,13 @@ class MlxVocabulary(TokenBytes):
         if token in self._added:
             return self._added[token].encode()
         if self._kind == "bytelevel":
-            return b"".join(
-                bytes([self._chars[c]]) if c in self._chars else c.encode() for c in text
-            )
+            data = bytearray()
+            for char in text:
+                if char in self._chars:
+                    data.append(self._chars[char])
+                else:
+                    data += char.encode()
+            return bytes(data)
         if self._kind == "sentencepiece":
             if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                 return bytes([int(text[3:5], 16)])
