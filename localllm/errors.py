@@ -111,7 +111,9 @@ class LocalLLMError(Exception):
             "param": self.param,
             "code": self.code,
         }
-        return {"error": body | ({"hint": self.hint} if self.hint else {})}
+        if self.hint:
+            body["hint"] = self.hint
+        return {"error": body}
 
 
 class UsageError(

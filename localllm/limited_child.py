@@ -76,13 +76,17 @@ class LimitedChild:
     _closed: bool = False
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, question: Any, wanted: Callable[[], bool] = lambda: True) -> Any:
+    def ask(self, question: Any, wanted: Callable[[], bool] | None = None) -> Any:
         """What the child answers; blocks until it does. The work is ended where that is not
         `wanted` any more. Raises OverLimitError, RefusedError, or another ChildError."""
+
+        def goes_on() -> bool:
+            return not self._closed and (wanted is None or wanted())
+
         with self._turn:
             if self._process is None or self._process.ended:
                 self._process = _Process(self)
-            return self._process.answer(question, lambda: wanted() and not self._closed)
+            return self._process.answer(question, goes_on)
 
     def close(self) -> None:
         """End it for good, whatever it is at."""
@@ -177,8 +181,9 @@ class _Process:
             if ended and n_bytes > _PIPE_BYTES:
                 self.close()  # who reads the rest of the question ends as well
         if "ended" in reply:
-            timed = reply["ended"] == getattr(signal, "SIGPROF", None)
-            raise _over_time(self._limits) if timed else _over_memory(self._limits)
+            if reply["ended"] == getattr(signal, "SIGPROF", None):
+                raise _over_time(self._limits)
+            raise _over_memory(self._limits)
         if "refused" in reply:
             raise RefusedError(reply["refused"])
         return reply["answer"]
@@ -255,7 +260,8 @@ class _Process:
         except psutil.Error:  # it has ended, as its output says
             return before_s or 0.0
         spent_s = times.user + times.system
-        before_s = spent_s - _LOOK_S if before_s is None else before_s
+        if before_s is None:
+            before_s = spent_s - _LOOK_S
         self._held_bytes = held_bytes - self._rest_bytes
         if spent_s - before_s > limits.cpu_s:
             raise _over_time(limits)

@@ -86,14 +86,18 @@ class TerminalLine:
 @contextmanager
 def only_plain() -> Iterator[None]:
     """stdout and stderr are PlainOutput for a while."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        cast("TextIO", PlainOutput(s)) if s is not None else s for s in before
-    )
+    stdout = sys.stdout
+    stderr = sys.stderr
+    # A program without a terminal (pythonw) has None.
+    if stdout is not None:
+        sys.stdout = cast("TextIO", PlainOutput(stdout))
+    if stderr is not None:
+        sys.stderr = cast("TextIO", PlainOutput(stderr))
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout = stdout
+        sys.stderr = stderr
 
 
 def give_up_stdout() -> None:

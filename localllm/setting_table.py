@@ -93,8 +93,8 @@ TABLE: tuple[Setting, ...] = (
         "allow_origin",
         str,
         (),
-        "web page that may use the server, such as https://chat.example; * (with a key only) = "
-        "every page",
+        "web page that may use the server, such as https://chat.example; "
+        "* (with a key only) = every page",
         flag="--allow-origin",
         metavar="ORIGIN",
         many=True,
@@ -103,8 +103,8 @@ TABLE: tuple[Setting, ...] = (
         "allow_upstream",
         str,
         (),
-        "other machines that requests may be handed on to by [[upstream]]: names, addresses or "
-        "networks",
+        "other machines that requests may be handed on to by [[upstream]]: "
+        "names, addresses or networks",
         many=True,
     ),
     Setting(
@@ -224,8 +224,8 @@ TABLE: tuple[Setting, ...] = (
         "gap_ms",
         float,
         20.0,
-        "ms that a prompt read beside may add between two tokens on a GPU, or one step if that is "
-        "longer",
+        "ms that a prompt read at the same time may add between two tokens on a GPU, "
+        "or one step if that is longer",
     ),
     Setting(
         "power",

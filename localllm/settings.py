@@ -20,7 +20,6 @@ from localllm.setting_table import Setting, Value
 
 Origin = Literal["flag", "environment", "config", "default"]
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 # Tables of config.toml that are not settings: what it says of single models (cli/serve/presets.py),
 # of other servers and of keys (cli/serve/upstreams.py), of the chat's keys and of the programs that
 # offer it tools (cli/chat/config.py).
@@ -120,21 +119,30 @@ def _parsed(setting: Setting, value: Any) -> Any:
     if setting.percent and isinstance(value, str):
         value = value.removesuffix("%")
     parsed: Any = setting.kind(value)
-    least, most = (1.0, 100.0) if setting.percent else (0.0, math.inf)
-    if setting.kind in (int, float) and not (math.isfinite(parsed) and least <= parsed <= most):
+    if setting.percent and not 1 <= parsed <= 100:
+        raise ValueError
+    if setting.kind in (int, float) and not (math.isfinite(parsed) and parsed >= 0):
         raise ValueError
     return parsed
 
 
 def _kind(setting: Setting) -> str:
+    """The kind of value that the setting takes, for an error."""
     if setting.percent:
         return "a percentage of 1 to 100"
-    least = " of 0 or more" if setting.kind in (int, float) else ""
-    return _KINDS[setting.kind] + least
+    if setting.kind is int:
+        return "a whole number of 0 or more"
+    if setting.kind is float:
+        return "a number of 0 or more"
+    if setting.kind is bool:
+        return "true or false"
+    return "a text"
 
 
 def _parse_many(setting: Setting, value: Any, where: str) -> tuple[str, ...]:
-    texts = value.split(",") if isinstance(value, str) else value
+    texts = value
+    if isinstance(value, str):
+        texts = value.split(",")
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"{setting.name} in {where} must be texts, not {value!r}")
     return tuple(text.strip() for text in texts if text.strip())

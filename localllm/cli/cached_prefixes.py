@@ -48,7 +48,11 @@ def survey(root: Path) -> list[ModelPrefixes]:
             found.append(
                 ModelPrefixes(folder, label(folder), len(stats), size_bytes, written, used_s)
             )
-    return sorted(found, key=lambda m: (-m.size_bytes, m.model or "", m.folder.name))
+    return sorted(found, key=_largest_first)
+
+
+def _largest_first(prefixes: ModelPrefixes) -> tuple[int, str, str]:
+    return -prefixes.size_bytes, prefixes.model or "", prefixes.folder.name
 
 
 def clear(models: Iterable[ModelPrefixes]) -> tuple[list[int], int]:

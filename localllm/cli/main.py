@@ -15,9 +15,8 @@ from localllm import __version__
 from localllm.errors import LocalLLMError, UsageError
 
 _EPILOG = (
-    "Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 not found, 4 bad model file, 5 does "
-    "not fit, "
-    "6 engine failed, 7 busy, 8 port in use, 9 download failed, 130 interrupted."
+    "Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 not found, 4 bad model file, "
+    "5 does not fit, 6 engine failed, 7 busy, 8 port in use, 9 download failed, 130 interrupted."
 )
 
 # By name: where it is under localllm.cli.commands (a function, or a group of commands), and a
@@ -91,15 +90,18 @@ def command_line(only: str | None = None) -> typer.Typer:
     takes longer than many a command."""
     app = typer.Typer(
         name="localllm",
-        help="Run large language models on the machine in front of you, as well as that machine "
-        "physically can.",
+        help="Run large language models on the machine in front of you, "
+        "as well as that machine physically can.",
         epilog=_EPILOG,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    for name in (only,) if only in _COMMANDS else _COMMANDS:
+    names = list(_COMMANDS)
+    if only in _COMMANDS:
+        names = [only]
+    for name in names:
         place, summary = _COMMANDS[name]
         module, _, attribute = place.partition(":")
         command = getattr(import_module(f"localllm.cli.commands.{module}"), attribute)
@@ -130,12 +132,11 @@ def run(argv: list[str] | None = None) -> Any:
             give_up_stdout()
             # Of what commands open and look at the system names the file; of its own streams
             # nothing.
-            said = f"{e.filename or 'the output'} can't be used: {e.strerror or e}"
-            code = report(
-                LocalLLMError(
-                    said, hint="look at its permissions, and at the free space of its disk"
-                )
+            error = LocalLLMError(
+                f"{e.filename or 'the output'} can't be used: {e.strerror or e}",
+                hint="look at its permissions, and at the free space of its disk",
             )
+            code = report(error)
     sys.exit(code)
 
 
@@ -148,10 +149,13 @@ def _run(argv: list[str] | None) -> None:
     # what a start makes stays: looking through it took a tenth of the time of `recommend`
     gc.disable()
     typed = sys.argv[1:] if argv is None else argv
+    only = None
+    if typed:
+        only = typed[0]
+    elif _COMPLETING not in os.environ:
+        only = "chat"  # the command that runs if none is typed
     try:
-        # Without a word it is the chat, or a shell that asks what could be typed.
-        without = None if _COMPLETING in os.environ else "chat"
-        command_line(typed[0] if typed else without)(args=argv)
+        command_line(only)(args=argv)
     except LocalLLMError as e:
         sys.exit(report(e))
     except KeyboardInterrupt:

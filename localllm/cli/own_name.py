@@ -18,18 +18,20 @@ def name_checks(
     a warning where the shell starts another program (`command`, None for none) than the one of this
     Python, whose commands are below `prefix`."""
     others = sorted(d for d in set(distributions) if d.lower().replace("_", "-") != NAME)
-    said = f"{' and '.join(others)} installed a package localllm over this one's files"
-    fix = f"pip uninstall {' '.join(others)}, then install localllm again"
-    checks = [HealthCheck("name", "ok", "the package localllm is this one alone")]
+    checks = []
     if others:
-        checks = [HealthCheck("name", "error", said, fix)]
+        text = f"{' and '.join(others)} installed a package localllm over this one's files"
+        fix = f"pip uninstall {' '.join(others)}, then install localllm again"
+        checks.append(HealthCheck("name", "error", text, fix))
+    else:
+        checks.append(HealthCheck("name", "ok", "the package localllm is this one alone"))
     if command is not None and not _starts_here(Path(command).resolve(), prefix.resolve()):
-        said = (
-            f"`localllm` in this shell starts {command}, another installation or another program "
-            "of that name"
+        text = (
+            f"`localllm` in this shell starts {command}, "
+            "another installation or another program of that name"
         )
         fix = f"call {prefix / 'bin' / NAME}, or put its folder first on PATH"
-        checks.append(HealthCheck("name", "warning", said, fix))
+        checks.append(HealthCheck("name", "warning", text, fix))
     return checks
 
 

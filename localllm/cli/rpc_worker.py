@@ -54,7 +54,8 @@ async def run(
 
 async def _serve_once(inner: int, threads: int) -> None:
     command = [sys.executable, "-m", "localllm_backends.llamacpp.rpc", f"127.0.0.1:{inner}"]
-    command += [str(threads)] if threads else []
+    if threads:
+        command.append(str(threads))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
     try:
         await process.wait()

@@ -46,7 +46,9 @@ _LONGEST_WRITE_S = 25.0
 def listen_streams(settings: Settings) -> tuple[str, ...]:
     """Where a server with `settings` listens, as systemd writes it; none where the system's
     resolver has a say, or any port would do."""
-    unix, host, port = (settings.value(name) for name in ("unix_socket", "host", "port"))
+    unix = settings.value("unix_socket")
+    host = settings.value("host")
+    port = settings.value("port")
     if unix:
         return (str(Path(unix).expanduser().absolute()),)
     hosts = [host]
@@ -75,24 +77,13 @@ def service_of(
     if settings["unix_socket"].origin == "flag":
         path = Path(settings.value("unix_socket")).expanduser().absolute()
         socket = ["--unix", str(path)]
-    named = [
-        str(Path(m).expanduser().resolve()) if Path(m).expanduser().exists() else m for m in models
-    ]
+    named = [_as_absolute_path(model) for model in models]
     program = [sys.executable, "-m", "localllm", "serve"]
     if manager == "task-scheduler":
-        variables = [
-            word for name, value in environment.items() for word in ("--set", f"{name}={value}")
-        ]
-        program = [
-            _without_window(sys.executable),
-            "-m",
-            "localllm",
-            "service",
-            "run",
-            "--log",
-            str(_log()),
-            *variables,
-        ]
+        program = [_without_window(sys.executable), "-m", "localllm", "service", "run"]
+        program += ["--log", str(_log())]
+        for name, value in environment.items():
+            program += ["--set", f"{name}={value}"]
     return Service(
         command=(*program, *socket, *named),
         settle=(sys.executable, "-m", "localllm", "service", "settle"),
@@ -100,6 +91,14 @@ def service_of(
         environment=environment,
         memory_max_bytes=None if memory_gb is None else int(memory_gb * 1e9),
     )
+
+
+def _as_absolute_path(model: str) -> str:
+    """`model`, as an absolute path if it is a path that exists."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(path.resolve())
+    return model
 
 
 def settings_of_this_terminal() -> list[str]:

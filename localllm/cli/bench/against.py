@@ -41,12 +41,14 @@ def compare(
     if scenarios:
         names = against.chosen(scenarios)
     else:
-        names = [*DEFAULT, *(["restart"] if restarts else [])]
+        names = [*DEFAULT]
+        if restarts:
+            names.append("restart")
     key = Settings().value("api_key") or ""
     commands: Sequence[str | None] = restarts or [None] * len(urls)
-    others = [
-        against.target_of(url, key, command) for url, command in zip(urls, commands, strict=True)
-    ]
+    others = []
+    for url, command in zip(urls, commands, strict=True):
+        others.append(against.target_of(url, key, command))
 
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -62,18 +64,8 @@ def own_server(model: str, key: str) -> Iterator[BenchTarget]:
     """`localllm serve MODEL` in a process of its own, with a cache of its own, for as long as the
     block runs."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "localllm",
-        "serve",
-        model,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--quiet",
-    ]
+    command = [sys.executable, "-m", "localllm", "serve", model, "--quiet"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryDirectory(prefix="localllm-bench-") as cache:
         environment = {**os.environ, "LOCALLLM_CACHE_DIR": cache}
         running: list[subprocess.Popen[bytes]] = []
@@ -87,8 +79,7 @@ def own_server(model: str, key: str) -> Iterator[BenchTarget]:
             start()
 
         target = BenchTarget(_OURS, f"http://127.0.0.1:{port}/v1", key=key, restart=restart)
-        # Ended from outside, it takes its server along.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, _exit)
         try:
             start()
             yield target
@@ -96,6 +87,11 @@ def own_server(model: str, key: str) -> Iterator[BenchTarget]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for process in running:
                 _stop(process)
+
+
+def _exit(number: int, _frame: object) -> None:
+    """End by way of the `finally` blocks, so that the server ends too."""
+    sys.exit(128 + number)
 
 
 def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ import datetime
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ async def _rounds(
         if i >= ROUNDS and (not disagree or time.monotonic() - started > _MOST_SECONDS):
             break
         # In turn, so that a busy minute falls on both.
-        short.append((await _round(engine, 2 * i + 1, SHORT_PROMPT_TOKENS))[0])
+        rate, _ = await _round(engine, 2 * i + 1, SHORT_PROMPT_TOKENS)
+        short.append(rate)
         rate, prefill = await _round(engine, 2 * i + 2, n_prompt)
         decoded.append(rate)
         prefilled.append(prefill)
@@ -116,11 +118,15 @@ async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]
         Sampling(temperature=0.0), DECODE_TOKENS, ignore_eos=True, cache_prompt=False
     )
     request = Request(f"bench-{seed}", prompt, greedy, draft="off")
-    end = await engine.listen(request, lambda _: None)
+    end = await engine.listen(request, _ignore)
     if isinstance(end, Failure):
         raise by_code(end.code, end.message, hint=end.hint)
     times = end.timings
     return (end.usage.completion_tokens - 1) / times.decode_s, n / times.prefill_s
+
+
+def _ignore(_event: object) -> None:
+    """The text of a measured answer is not used."""
 
 
 def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
@@ -137,29 +143,37 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         return {}
     device = detect(measure=True)
     ran = plan.settings
+    half_answer = DECODE_TOKENS // 2
     record = measurements.Record(
         machine=device.name,
         model=plan.model.id,
         quant=plan.variant.quant,
         backend=plan.backend,
         decode_tok_s=figures["decode_tok_s"],
-        depth=figures["prompt_tokens"] + DECODE_TOKENS // 2,
+        depth=figures["prompt_tokens"] + half_answer,
         kv_type=ran.kv_type,
         prefill_tok_s=figures["prefill_tok_s"],
         prompt_tokens=figures["prompt_tokens"],
+        memory_bytes=int(figures["memory_bytes"]),
+        short_tok_s=figures["short_tok_s"],
+        short_depth=SHORT_PROMPT_TOKENS + half_answer,
+    )
+    record = replace(
+        record,
+        file=str(load.local.path),
         file_bytes=plan.variant.file_bytes,
+        date=datetime.date.today().isoformat(),
         n_ctx=ran.n_ctx,
         slots=ran.slots,
         n_ubatch=ran.n_batch,
-        memory_bytes=int(figures["memory_bytes"]),
-        date=datetime.date.today().isoformat(),
-        file=str(load.local.path),
-        short_tok_s=figures["short_tok_s"],
-        short_depth=SHORT_PROMPT_TOKENS + DECODE_TOKENS // 2,
-        gpu_layers=ran.placement.gpu_layers,
-        experts_on_host=ran.placement.experts_on_host,
-        kv_on_host=ran.placement.kv_on_host,
-        layout=ran.placement.layout,
+    )
+    placement = ran.placement
+    record = replace(
+        record,
+        gpu_layers=placement.gpu_layers,
+        experts_on_host=placement.experts_on_host,
+        kv_on_host=placement.kv_on_host,
+        layout=placement.layout,
     )
     run = Measured(
         plan.model,
@@ -185,14 +199,17 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         if not plan.variant.adapter_bytes:
             measurements.keep(record)
     except OSError as e:
+        file = measurements.path()
         print(
-            f"the planner does not learn from this: {measurements.path()} can't be written: "
-            f"{e.strerror}",
+            f"the planner does not learn from this: {file} can't be written: {e.strerror}",
             file=sys.stderr,
         )
+    short = None
+    if result.decode_short is not None:
+        short = result.decode_short[0]
     return {
         "predicted_decode_tok_s": result.decode[0],
-        "predicted_short_tok_s": None if result.decode_short is None else result.decode_short[0],
+        "predicted_short_tok_s": short,
         "predicted_prefill_tok_s": plan.prefill_tok_s.value,
         "predicted_memory_bytes": plan.memory.total_bytes,
         "basis": result.basis,

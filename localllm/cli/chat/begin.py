@@ -66,18 +66,21 @@ def converse(
     """A conversation on the full screen, whose terminal was asked for its `background`; without that
     `inline`, or line by line."""
     history = stack.enter_context(History())
-    last = _last(history) if asked.continues else None
+    last = None
+    notice = ""
+    if asked.continues:
+        last = _last(history)
+        if last is None:
+            notice = "There is no earlier conversation to continue: this is a new one."
     client, engine = _opened(stack, asked, last, at_once=background is not None)
     opening = ChatOptions(
         client,
         history,
         engine.model,
-        last.id if last is not None else None,
+        None if last is None else last.id,
         asked.system,
         tuple(asked.attached),
-        "There is no earlier conversation to continue: this is a new one."
-        if asked.continues and last is None
-        else "",
+        notice,
     )
     if background is not None:
         session = _on_screen(stack, opening, engine, background)
@@ -106,7 +109,7 @@ def _opened(
         sampling["truncation"] = "auto"
     if not at_once:
         gc.enable()  # the screen does so once it is drawn
-    model = last.model if last is not None else None
+    model = None if last is None else last.model
     engine = engines.engine_for(stack, asked.wanted, model, at_once=at_once)
     return ChatClient(engine.base_url, engine.api_key, sampling, engine=engine), engine
 

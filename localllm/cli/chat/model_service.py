@@ -102,9 +102,8 @@ class LocalModelService:
         device, overrides = self._device(request)
         model, quant = describe(ref, self.catalog)
         workload = _workload(request)
-        plans = candidates.of_quant(
-            planner.variants_of(device, model, workload, overrides=overrides), quant
-        )
+        variants = planner.variants_of(device, model, workload, overrides=overrides)
+        plans = candidates.of_quant(variants, quant)
         if plans:
             return [*explain(plans[0], device, columns=columns)]
         return []
@@ -122,12 +121,10 @@ class LocalModelService:
         if plan is None:
             return "its header says too little to plan by: the engine decides"
         need = plan.memory
-        return (
-            f"takes {need.total_bytes / 1e9:.1f} of {need.limit_bytes / 1e9:.1f} GB with "
-            f"{plan.settings.n_ctx:,} tokens of "
-            f"{plan.settings.kv_type} context; {plan.decode_tok_s.low:.0f} to "
-            f"{plan.decode_tok_s.high:.0f} tokens/s"
-        )
+        memory = f"{need.total_bytes / 1e9:.1f} of {need.limit_bytes / 1e9:.1f} GB"
+        context = f"{plan.settings.n_ctx:,} tokens of {plan.settings.kv_type} context"
+        speed = f"{plan.decode_tok_s.low:.0f} to {plan.decode_tok_s.high:.0f} tokens/s"
+        return f"takes {memory} with {context}; {speed}"
 
     def remove(self, model: InstalledModel) -> int:
         return store.rm(self._local(model))
@@ -136,17 +133,12 @@ class LocalModelService:
         from localllm.library.pull import pull
 
         def hear(p: DownloadProgress) -> None:
-            told(
-                PullProgress(_DOING[p.state], p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s)
-            )
+            doing = _DOING[p.state]
+            told(PullProgress(doing, p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
 
-        return pull(
-            ref,
-            on_progress=hear,
-            choose=candidates.variant_choice(ref),
-            offline=self._offline,
-            mmproj=True,
-        ).name
+        choose = candidates.variant_choice(ref)
+        model = pull(ref, on_progress=hear, choose=choose, offline=self._offline, mmproj=True)
+        return model.name
 
     # -- what is looked up once --------------------------------------------------------------------
 
@@ -177,13 +169,15 @@ def _workload(request: PlanRequest) -> Workload:
 
 
 def _described(device: Device) -> str:
-    known = device.bandwidth_gbps
-    beside = ""
-    if known.busy:
-        beside = " beside other load, and to be measured again"
-    bandwidth = f", {known.value:,.0f} GB/s ({known.basis}{beside})"
-    simulated = " (simulated)" if device.simulated else ""
-    return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
+    rate = device.bandwidth_gbps
+    basis: str = rate.basis
+    if rate.busy:
+        basis += " beside other load, and to be measured again"
+    name = device.name
+    if device.simulated:
+        name += " (simulated)"
+    usable = f"{device.memory.limit_bytes / 1e9:.1f} GB usable"
+    return f"{name}: {usable}, {rate.value:,.0f} GB/s ({basis})"
 
 
 def _on_disk(local: LocalModel) -> InstalledModel:

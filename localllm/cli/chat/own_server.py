@@ -64,9 +64,10 @@ class OwnEngine:
 
     def progress(self) -> EngineProgress:
         if not self._tried.is_set():
-            return EngineProgress(
-                "loading", self._first.worker.progress if self._first is not None else 0.0
-            )
+            share = 0.0
+            if self._first is not None:
+                share = self._first.worker.progress
+            return EngineProgress("loading", share)
         if self._error is not None:
             return EngineProgress("failed", 0.0, self._error, self._down)
         return EngineProgress()
@@ -143,8 +144,9 @@ class OwnEngine:
         try:
             load = make_load_plan(self._local, settings, "chat")
             if load.embedding is not None:
+                made = "scores" if load.ranks else "embeddings"
                 raise UsageError(
-                    f"{load.name} makes {'scores' if load.ranks else 'embeddings'}, not text",
+                    f"{load.name} makes {made}, not text",
                     hint="name a chat model: `localllm models list`",
                 )
             router = router_for([load], served=served, presets=[self._preset], only=False)
@@ -194,8 +196,8 @@ def _reach(own: socket.socket) -> None:
         except OSError as e:
             own.close()
             raise LocalLLMError(
-                f"127.0.0.1 can't be reached here ({e.strerror}), and the chat asks its engine "
-                "there",
-                hint="the loopback network is down: `ip link set lo up`, or start the container "
-                "with a network",
+                f"127.0.0.1 can't be reached here ({e.strerror}), "
+                "and the chat asks its engine there",
+                hint="the loopback network is down: "
+                "`ip link set lo up`, or start the container with a network",
             ) from e
