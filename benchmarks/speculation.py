@@ -105,7 +105,7 @@ class Bench:
             backend_type.load(replace(spec, path=str(draft))) if draft and not companion else None
         )
         settings = EngineSettings(
-            cache_bytes=0, draft="auto", make_constraint=GrammarCompiler(backend)
+            cache_bytes=0, draft="auto", make_matcher=GrammarCompiler(backend)
         )
         self.clock = time.process_time if cpu else time.perf_counter
         if costs:

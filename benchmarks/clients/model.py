@@ -13,6 +13,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from localllm.engine.messages import (
     Timings,
     Usage,
 )
+from localllm.engine.sampling.constraint import AnswerConstraint
 from localllm.engine.sampling.grammar import GrammarCompiler
 from support.scripted_engine import BOS, EOS, ScriptedEngine
 
@@ -100,7 +102,6 @@ class ScriptedModel(ScriptedEngine):
         self.coerced: list[str] = []
         self.left_s: list[float] = []
         self._compile = GrammarCompiler(self.vocabulary)  # type: ignore[arg-type]
-        self._begun: dict[str, tuple[str, list[str]]] = {}
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Answer as the brain says, and note when an answer was cut off from outside."""
@@ -171,27 +172,23 @@ class ScriptedModel(ScriptedEngine):
     def _plan(
         self, request: Request, prompt: str, limit: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """The tokens of this part of the answer, how it ends, and at which stop string."""
-        if not request.continues or request.id not in self._begun:
-            self._begun[request.id] = (prompt, self.brain(prompt))
-        base, wants = self._begun[request.id]
-        whole = _rest(wants[0], prompt.removeprefix(base))
-        options = [whole] if whole is not None else []
-        if request.grammar is None:
-            if not options:
-                raise _RefusedError(
-                    f"the prompt goes on with {prompt.removeprefix(base)[-60:]!r}, "
-                    "which "
-                    "I "
-                    "did "
-                    "not say"
-                )
-            return self._free(request, options[0], limit)
-        options += [w[_begun(prompt, w) :] for w in wants[1:]]
+        """The tokens of the answer, how it ends, and at which stop string."""
+        wants = self.brain(prompt)
+        if request.constraint is None:
+            return self._free(request, wants[0], limit)
+        options = wants[:1]
+        if request.constraint.grammar is not None and request.constraint.reasoning is None:
+            options = [w[_begun(prompt, w) :] for w in wants]
         failed: list[_RefusedError] = []
         for option in options:
+            constraint = AnswerConstraint(
+                request.constraint,
+                partial(self.vocabulary.token_bytes, special=True),
+                self.vocabulary.tokenize,
+                self.info.eog_tokens,
+            )
             try:
-                made = self._held(request.grammar, self.vocabulary.tokenize(option))
+                made = self._held(constraint, self.vocabulary.tokenize(option))
             except _RefusedError as e:
                 failed.append(e)
                 continue
@@ -213,40 +210,58 @@ class ScriptedModel(ScriptedEngine):
             tokens, reason, stop = tokens[:limit], "length", None
         return tokens, reason, stop
 
-    def _held(self, grammar: tuple[str, str], wanted: list[int]) -> list[int]:
-        """What is written of `wanted` under `grammar`. Raises _RefusedError where it can't be."""
-        constraint = self._compile(grammar)
+    def _held(self, constraint: AnswerConstraint, wanted: list[int]) -> list[int]:
+        """What is written of `wanted` under a constraint. Raises _RefusedError where it can't
+        be."""
         made: list[int] = []
         at = put = 0
-        while True:
-            row = np.zeros(self.info.n_vocab, dtype=np.float32)
-            constraint.apply(row)
-            allowed = {int(t) for t in np.flatnonzero(row > -np.inf)}
+        while not constraint.finished:
+            if constraint.wanted is not None:
+                constraint.use(constraint.wanted, self._compile(constraint.wanted))
             token = wanted[at] if at < len(wanted) else EOS
-            if EOS in allowed and token in allowed and not _whole(constraint, wanted[at:]):
-                # a tag is one token in a real vocabulary: its first letter alone is no reason to go
-                # on
-                token = EOS
-            if token == EOS or (token not in allowed and EOS in allowed):
-                if EOS not in allowed:
+            if constraint.active:
+                allowed = self._allowed(constraint)
+                ends = EOS in allowed
+                if ends and token in allowed and not _whole(constraint, wanted[at:]):
+                    # a tag is one token in a real vocabulary: its first letter alone is no reason
+                    # to go on
+                    token = EOS
+                if token not in allowed and ends:
+                    token = EOS
+                elif token == EOS and not ends:
                     raise _RefusedError(
                         f"the grammar wants more behind {self.vocabulary.text(made)[-80:]!r}"
                     )
+                elif token not in allowed and token in _SPACE:
+                    at += 1
+                    continue
+                elif token not in allowed:
+                    put += 1
+                    left = allowed if put <= _MOST_COERCED else set()
+                    token = self._put(left, made, self.vocabulary.text(wanted[at:]))
+                    constraint.accept(token)
+                    made.append(token)
+                    continue
+            accepted = constraint.accept(token)
+            if accepted is None:
+                continue  # a call has ended, and the same token is wanted behind it
+            forced = [*constraint.forced]
+            constraint.forced.clear()
+            if accepted == EOS:
                 return made
-            if token in allowed:
+            if accepted == token:
+                made.append(token)
                 at, put = at + 1, 0
-            elif token in _SPACE:
-                at += 1
-                continue
             else:
-                put += 1
-                token = self._put(
-                    allowed if put <= _MOST_COERCED else set(),
-                    made,
-                    self.vocabulary.text(wanted[at:]),
-                )
-            constraint.accept(token)
-            made.append(token)
+                forced.insert(0, accepted)
+            made += forced
+            at = _behind(wanted, at, forced)
+        return made
+
+    def _allowed(self, constraint: AnswerConstraint) -> set[int]:
+        row = np.zeros(self.info.n_vocab, dtype=np.float32)
+        constraint.apply(row)
+        return {int(t) for t in np.flatnonzero(row > -np.inf)}
 
     def _put(self, allowed: set[int], made: list[int], wanted: str) -> int:
         """The token a grammar writes in the model's place: its only one, or a space. Raises
@@ -266,33 +281,28 @@ class _RefusedError(Exception):
     """A grammar has no way to write what the model wants to say."""
 
 
-def _whole(constraint: Any, wanted: list[int]) -> bool:
+def _whole(constraint: AnswerConstraint, wanted: list[int]) -> bool:
     """True when the grammar allows what is wanted up to the end of its first tag."""
     end = next(
         (i for i, t in enumerate(wanted[: _CHUNK * 4]) if t == ord(">")),
         len(wanted[: _CHUNK * 4]) - 1,
     )
-    return bool(constraint._matcher.validate_tokens(wanted[: end + 1]) == end + 1)
+    return constraint.acceptable(wanted[: end + 1]) == end + 1
+
+
+def _behind(wanted: list[int], at: int, forced: list[int]) -> int:
+    """Where `wanted` goes on behind what was put there; space between does not count."""
+    begun = at
+    for token in forced:
+        while at < len(wanted) and wanted[at] != token and wanted[at] in _SPACE:
+            at += 1
+        if at < len(wanted) and wanted[at] == token:
+            at += 1
+        elif token not in _SPACE:
+            return begun
+    return at
 
 
 def _begun(prompt: str, part: str) -> int:
     """How much of `part` the prompt ends with."""
     return next((k for k in range(len(part), 0, -1) if prompt.endswith(part[:k])), 0)
-
-
-def _rest(wanted: str, said: str) -> str | None:
-    """What of `wanted` comes behind `said`; space between does not count. None where `said` is
-    something else."""
-    if wanted.startswith(said):
-        return wanted[len(said) :]
-    i = j = 0
-    while j < len(said):
-        if i < len(wanted) and wanted[i] == said[j]:
-            i, j = i + 1, j + 1
-        elif said[j].isspace():
-            j += 1
-        elif i < len(wanted) and wanted[i].isspace():
-            i += 1
-        else:
-            return None
-    return wanted[i:]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from localllm.engine.cache.tunables import DISK_FREE_BYTES
 
 if TYPE_CHECKING:
-    from localllm.engine.sampling.grammar import MakeConstraint
+    from localllm.engine.sampling.grammar import MakeMatcher
     from localllm.limited_child import Stages
 
 
@@ -46,7 +46,7 @@ class EngineSettings:
     headroom_bytes: int | None = None
     planned_bytes: int = 0
     sliced_prefill_tokens: int = 512
-    make_constraint: MakeConstraint | None = None
+    make_matcher: MakeMatcher | None = None
     grammar_trials: Stages | None = None
     yields_threads: bool = False
     gap_s: float = 0.02

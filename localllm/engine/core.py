@@ -106,14 +106,14 @@ class Engine:
         )
         self.pool.running = self.jobs.running
         self._compiler = BackgroundCompiler(
-            wanted.make_constraint or GrammarCompiler(self.backend),
+            wanted.make_matcher or GrammarCompiler(self.backend),
             wanted.grammar_trials or Stages([]),
             kv.disk.reads.news,
         )
         kept = wanted.disk_dir if wanted.disk_bytes > 0 else None
         self._images = image_steps(self.backend, kv.disk.reads.news, kept)
         self._admission = Admission(self.backend, self.jobs, self.guard, wanted.cache_bytes)
-        self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
+        self._outputs = OutputProcessor(self.backend, self.jobs, self._compiler.start, self._images)
         self.pace = DecodeSpeedTracker(others)
         computing = [
             b
@@ -158,9 +158,14 @@ class Engine:
         self._stalled = False
         self._housekeeping = True
         self.jobs.enter(job)
-        if request.grammar is not None:
-            job.compilation = self._compiler.start(request.grammar, request.answer_start)
+        constraint = request.constraint
+        if constraint is not None and constraint.grammar is not None:
+            job.compilation = self._compiler.start(constraint.grammar, constraint.begun)
             return []
+        if constraint is not None and constraint.triggers:
+            # The grammar of the first call, which is likely ready when that comes.
+            first = next(iter(constraint.triggers.values()))
+            job.expected = self._compiler.start(first.grammar)
         return [self.jobs.queued(job)]
 
     def cancel(self, request_id: str) -> list[Event]:
@@ -423,7 +428,7 @@ class Engine:
             job = None
             if alone:
                 job = self.jobs.running.get(grants[0].key)
-            if job is not None and job.sampler.constraint is None:
+            if job is not None and not job.sampler.constrained:
                 self.pace.observe(len(job.tokens), seconds)
         self._throttle.stepped(seconds)
         self.metrics.step(

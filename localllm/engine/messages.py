@@ -22,6 +22,8 @@ from typing import (
     get_type_hints,
 )
 
+from localllm.grammars.trigger import GrammarTrigger
+
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead
 # per call.
 _quote = json.encoder.encode_basestring_ascii
@@ -159,19 +161,43 @@ class ThinkingLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How a model marks its reasoning, and whether the prompt has `opened` it. `may_call`: a tool
+    call that comes before any word of the reasoning ends it."""
+
+    opening: str
+    closing: str
+    opened: bool = False
+    may_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must match.
+
+    `grammar` is that of the whole answer, as ("json_schema" | "lark" | "regex" | "gbnf", source).
+    The prompt may end with `begun`, the answer's beginning: the grammar goes on behind it, if it
+    allows that. In an answer with `reasoning` that is open, the grammar begins behind it and behind
+    `lead`, which is put there.
+    `triggers`: texts in a free answer, each with the grammar of what follows it. Those in the
+    `reasoning` do not count.
+    """
+
+    grammar: tuple[str, str] | None = None
+    begun: str = ""
+    lead: str = ""
+    triggers: dict[str, GrammarTrigger] = field(default_factory=dict)
+    reasoning: Reasoning | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One `generation` behind a `prompt`, which is text (special tokens parsed) or token ids.
 
-    `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
     `add_bos` puts the BOS token before a text, where the model wants one.
     `render_control` also writes control tokens into the text, for replies whose structure they
     mark.
     `draft`: auto, ngram or off.
-    `answer_start` is the answer's beginning where the prompt ends in it: the grammar goes on behind
-    it, where it allows that.
-    `continues` says that the end of the prompt is the beginning of the answer, which the model has
-    just written: an answer with reasoning or tool calls may be made in parts, one after the other
-    and under one id.
     `thinking` is how the generation's limit on its reasoning is kept in this model's words.
     `images`: the files in base64, each by the mark that stands for it in a prompt of text.
     """
@@ -179,13 +205,11 @@ class Request:
     id: str
     prompt: str | list[int]
     generation: Generation = field(default_factory=Generation)
-    grammar: tuple[str, str] | None = None
+    constraint: Constraint | None = None
     add_bos: bool = True
     render_control: bool = False
     draft: str = "auto"
-    continues: bool = False
     thinking: ThinkingLimit | None = None
-    answer_start: str = ""
     images: dict[str, str] = field(default_factory=dict)
 
 
@@ -304,7 +328,7 @@ def _from_json(kind: Any, value: Any) -> Any:
         each = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return tuple(map(_from_json, each, value))
     if get_origin(kind) is dict:
-        return {kinds[0](key): kinds[1](given) for key, given in value.items()}
+        return {kinds[0](key): _from_json(kinds[1], given) for key, given in value.items()}
     # `X | None`, where nothing else is written so; `str | list[int]` is the same in JSON.
     if type(None) in kinds and value is not None:
         return _from_json(kinds[0], value)

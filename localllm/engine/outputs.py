@@ -3,12 +3,15 @@ that end an answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
 from localllm.engine.messages import Failure, FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
+from localllm.engine.sampling.constraint import AnswerConstraint
+from localllm.engine.sampling.grammar import Compilation
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.row import Row
 from localllm.engine.sampling.sampler import Sampler
@@ -30,6 +33,7 @@ class OutputProcessor:
 
     backend: Backend
     jobs: RequestTable
+    compile_: Callable[[tuple[str, str]], Compilation]
     images: ImageSteps | None = None
 
     def __post_init__(self) -> None:
@@ -152,9 +156,22 @@ class OutputProcessor:
         constraint = job.sampler.constraint
         if constraint is not None and constraint.stuck:
             self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", constraint.why_stuck))
-        elif finish is not None:
+            return
+        if constraint is not None and constraint.wanted is not None:
+            job.compilation = self._compilation(job, constraint.wanted)
+        if finish is not None:
             self.send_text()
             self.jobs.finish(job, finish)
+
+    def _compilation(self, job: RunningRequest, grammar: tuple[str, str]) -> Compilation:
+        """The compilation of a grammar that the job can't go on without: the one that was started
+        when it came, if that is of this grammar and did not take too long."""
+        expected = job.expected
+        if expected is None or expected.grammar != grammar:
+            return self.compile_(grammar)
+        if expected.done and expected.matcher is None:
+            return self.compile_(grammar)
+        return expected
 
     def _defers_text(self, job: RunningRequest) -> bool:
         """Whether its text is made beside the next step: what it may end, or its row explains, is
@@ -181,7 +198,7 @@ class OutputProcessor:
         for i in range(len(draft) + 1):
             row = None if rows is None else rows[i]
             if best or row is None:
-                token = best[i]
+                token = job.sampler.accept(best[i])
             elif drawn_from is not None and i < len(draft):
                 token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
             else:
@@ -189,11 +206,30 @@ class OutputProcessor:
             if constraint is not None and constraint.stuck:
                 return accepted, None
             right = i < len(draft) and token == draft[i]
+            if constraint is not None and constraint.turned:
+                right = False
             accepted += right
             finish = self._emit(job, token, row, texts)
+            if finish is None and constraint is not None:
+                finish = self._emit_forced(job, constraint, texts)
             if finish is not None or not right:
                 return accepted, finish
         return accepted, None
+
+    def _emit_forced(
+        self, job: RunningRequest, constraint: AnswerConstraint, texts: list[Text] | None
+    ) -> FinishReason | None:
+        """Append what the constraint puts behind the last token; the reason if that ends the
+        request."""
+        finish: FinishReason | None = None
+        if constraint.forced and texts:
+            # An event of its own: the reader may count the tokens before it differently.
+            self.jobs.events.append(_joined(texts))
+            texts.clear()
+        while constraint.forced and finish is None:
+            token = constraint.forced.pop(0)
+            finish = self._append(job, token, None, texts)
+        return finish
 
     def _count_drafts(self, job: RunningRequest, n_drafted: int, accepted: int) -> None:
         """The KV of a drafted token that ended the answer is right too; what lies behind it is
@@ -214,7 +250,7 @@ class OutputProcessor:
         if self._samples and not n_drafted:
             token = result.sampled(index)
         if token is not None:
-            job.sampler.sampled(token)
+            job.sampler.sampled()
             return [token]
         if job.sampler.takes_argmax(len(job.tokens), n_drafted):
             best = result.argmax(index)
@@ -230,17 +266,23 @@ class OutputProcessor:
         if job.first_token_s is None:
             job.first_token_s = now = self.jobs.clock()
             job.prefill_s = now - (job.admitted_s or now)
-        self.jobs.metrics.generated_tokens += 1
-        is_end = job.ends_with(token, self._eog)
-        job.tokens.append(token)
-        if is_end:
+        if job.ends_with(token, self._eog):
+            self.jobs.metrics.generated_tokens += 1
+            job.tokens.append(token)
             return "stop"
-        if texts is not None:
-            texts.append(
-                Text(job.id, job.text.push(token), (token,), self._logprobs(job, token, row))
-            )
-        stopped = texts is not None and job.text.stopped_by is not None
+        return self._append(job, token, row, texts)
+
+    def _append(
+        self, job: RunningRequest, token: int, row: Row | None, texts: list[Text] | None
+    ) -> FinishReason | None:
+        """The same of a token that is not an end by itself."""
+        self.jobs.metrics.generated_tokens += 1
+        job.tokens.append(token)
         constraint = job.sampler.constraint
+        if texts is not None:
+            text = job.text.push(token, constraint)
+            texts.append(Text(job.id, text, (token,), self._logprobs(job, token, row)))
+        stopped = texts is not None and job.text.stopped_by is not None
         if stopped or (constraint is not None and constraint.finished):
             return "stop"
         if job.loop_guard is not None and job.loop_guard.loops(token):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localllm.engine.messages import SAMPLING_RANGES, LoopLimits, Request, Timings, Usage
-from localllm.engine.sampling.grammar import Compilation
+from localllm.engine.sampling.constraint import AnswerConstraint
+from localllm.engine.sampling.grammar import Compilation, tokens_within
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
 from localllm.engine.scheduler import Sharer, arrival
@@ -41,6 +42,8 @@ class RunningRequest:
     what its prompt was compared with, and while its grammar is compiled (`compilation`), or a state
     that it needs is being read from disk (`reading`), it can't be admitted. Once it is, its cached
     prefix comes back by `restoring`, and until then it is in no step but to compute a `gap` in it.
+    A running job whose tool call needs a grammar is in no step until `compilation` is done;
+    `expected` is that of its first call, started when it came.
     `known` is how far its prompt followed any known line.
     `admissions` counts how often it went on to running: a parked job does so again, and
     `parked_tokens` of it were computed by then.
@@ -61,6 +64,7 @@ class RunningRequest:
     predicted: list[int] = field(default_factory=list)
     loop_guard: LoopGuard | None = None
     compilation: Compilation | None = None
+    expected: Compilation | None = None
     matching: PromptMatch | None = None
     reading: Block | None = None
     restoring: Restoration | None = None
@@ -162,8 +166,9 @@ class RunningRequest:
 
     @property
     def steppable(self) -> bool:
-        """True where it may be in the next step: it runs, or has a gap to compute."""
-        return self.running or self.gap is not None
+        """True if it may be in the next step: it runs, or has a gap to compute, and waits for no
+        grammar."""
+        return self.compilation is None and (self.running or self.gap is not None)
 
     @property
     def until_checkpoint(self) -> int:
@@ -244,12 +249,17 @@ def running_request(
         thought=thought,
         text=spell,
     )
+    constraint = None
+    if request.constraint is not None:
+        constraint = AnswerConstraint(
+            request.constraint, spell, partial(_put_tokens, backend), backend.info.eog_tokens
+        )
     return RunningRequest(
         request=request,
         tokens=list(prompt),
         n_prompt=len(prompt),
         max_tokens=room if generation.max_tokens is None else min(room, generation.max_tokens),
-        sampler=Sampler(generation.sampling, rules=rules),
+        sampler=Sampler(generation.sampling, constraint, rules),
         text=TextStream(
             partial(backend.token_bytes, special=request.render_control), generation.stop, spell
         ),
@@ -260,6 +270,11 @@ def running_request(
         else [],
         loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
     )
+
+
+def _put_tokens(backend: Backend, text: str) -> list[int]:
+    """The tokens of a text that is put into an answer."""
+    return tokens_within(backend, text.encode(), special=True) or backend.tokenize(text)
 
 
 class TextStream:
@@ -285,10 +300,15 @@ class TextStream:
         # what it says may end the answer
         self.watches = self._stop is not None
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, constraint: AnswerConstraint | None = None) -> str:
         """Text that `token` makes safe to show; sets `stopped_by` when a stop string is
-        complete."""
+        complete. The `constraint` of its answer, which has accepted it, may say that no stop string
+        counts here and that control tokens are shown."""
         data = self._token_bytes(token)
+        if constraint is not None and constraint.spelled:
+            data = self._spell(token)
+        if constraint is not None and not constraint.watches_stops:
+            return self.flush() + self._decoder.decode(data)
         if not data and self.watches:
             return self._release(self._spell(token).decode("utf-8", "replace"), shown=False)
         return self._release(self._decoder.decode(data))

@@ -53,9 +53,10 @@ class RequestTable:
     @property
     def compiling_alone(self) -> bool:
         """True while there is nothing to do but to wait for somebody's grammar."""
-        return not self.running and any(
-            job.compilation is not None for job in self.waiting.values()
-        )
+        if any(job.compilation is None for job in self.running.values()):
+            return False
+        jobs = (*self.running.values(), *self.waiting.values())
+        return any(job.compilation is not None for job in jobs)
 
     def want(self, job: RunningRequest, now_s: float) -> Want:
         """What a job asks of the next step."""
@@ -83,28 +84,32 @@ class RequestTable:
         """A request joins those that wait."""
         self.waiting[job.id] = job
         self.shares.arrive(job.sharer)
-        # a further part of an answer is no further request
-        self.metrics.requests += not job.request.continues
+        self.metrics.requests += 1
 
     def queued(self, job: RunningRequest) -> Queued:
         """What says that it waits, and behind how many."""
         return Queued(job.id, len(self.waiting) - 1 + len(self.running))
 
     def take_compiled(self) -> None:
-        """Those whose grammar is compiled join the queue; one that can't be enforced ends its
-        request."""
-        for job in [
-            j for j in self.waiting.values() if j.compilation is not None and j.compilation.done
-        ]:
+        """Those whose grammar is compiled go on. One that can't be enforced ends its request; if
+        it is a tool call's, the call is made without it."""
+        for job in [*self.waiting.values(), *self.running.values()]:
             compilation = job.compilation
+            if compilation is None or not compilation.done:
+                continue
             job.compilation = None
-            assert compilation is not None
-            if compilation.constraint is None:
+            constraint = job.sampler.constraint
+            assert constraint is not None
+            if compilation.matcher is not None:
+                constraint.use(compilation.grammar, compilation.matcher)
+            elif constraint.in_call:
+                constraint.give_up()
+            else:
                 said = f"the constraint can't be enforced: {compilation.refused}"
                 self.fail(job, Failure(job.id, "unsupported_parameter", said))
                 continue
-            job.sampler.constraint = compilation.constraint
-            self.events.append(self.queued(job))
+            if not job.admissions:
+                self.events.append(self.queued(job))
 
     def drain(self) -> list[Event]:
         """What happened since the last call."""
@@ -121,8 +126,9 @@ class RequestTable:
         self._progress_s.pop(job.id, None)
         self.speculator.forget(job)
         self.prefill.forget(job, keep=keep)
-        if job.compilation is not None:
-            job.compilation.left = True
+        for compilation in (job.compilation, job.expected):
+            if compilation is not None:
+                compilation.left = True
         if job.reading is not None:
             self.pool.kv.disk.reads.release(job.reading)
             job.reading = None

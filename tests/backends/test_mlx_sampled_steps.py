@@ -13,7 +13,7 @@ import pytest
 from engine.drive import run
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
-from localllm.engine.messages import Generation, Request, Sampling, Text
+from localllm.engine.messages import Constraint, Generation, Request, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends import conformance
 from localllm_backends.contract import LoadSpec
@@ -48,9 +48,7 @@ def engines(folder: Callable[[str], Path]) -> Iterator[Callable[..., tuple[Engin
         backend = mlx.load(LoadSpec(str(folder(shape)), n_ctx=1024, n_seq_max=4, n_batch=64))
         backend.capabilities = replace(backend.capabilities, samples=samples)
         opened.append(
-            Engine(
-                backend, EngineSettings(headroom_bytes=0, make_constraint=GrammarCompiler(backend))
-            )
+            Engine(backend, EngineSettings(headroom_bytes=0, make_matcher=GrammarCompiler(backend)))
         )
         return opened[-1], Calls(backend)
 
@@ -61,12 +59,12 @@ def engines(folder: Callable[[str], Path]) -> Iterator[Callable[..., tuple[Engin
 
 def asked(name: str, sampling: Sampling, n_tokens: int = 40, **more: Any) -> Request:
     prompt = [7 + (i * 31 + len(name) * 7) % 200 for i in range(30)]
-    grammar = more.pop("grammar", None)
+    constraint = Constraint(more.pop("grammar")) if "grammar" in more else None
     return Request(
         name,
         prompt,
         Generation(sampling, n_tokens, ignore_eos=True, **more),
-        grammar=grammar,
+        constraint,
         draft="off",
     )
 

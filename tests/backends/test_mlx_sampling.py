@@ -183,7 +183,7 @@ def test_what_is_drawn_behind_a_token_nobody_has_seen_is_what_would_be_drawn_onc
         if following is None:
             continue
         tokens.append(int(rng.integers(0, 10)))
-        sampler.sampled(tokens[-1])
+        sampler.sampled()
         seen = sampler.sample_spec([3, *history, tokens[-1]])
         assert seen == following
         before.append(following)

@@ -36,7 +36,7 @@ from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError
 from localllm.server.http.settings import ServerSettings
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import ScriptedEngine, grammar_of
 
 TARGET = ClientTarget("http://127.0.0.1:11535", "tiny", 4096)
 
@@ -202,7 +202,7 @@ def test_a_yaml_file_that_exists_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if r.grammar else ["Hi there"])
+    engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if grammar_of(r) else ["Hi there"])
     with running_server({"tiny": engine}) as server:
         for name in RECIPES:
             connect(name, None, server.url, None, False, True)
@@ -224,7 +224,7 @@ def test_a_check_is_a_whole_tool_loop(
     probe: Probe, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def script(request: Request) -> list[Any]:
-        if request.grammar:
+        if grammar_of(request):
             return ['{"text": "hi"}']
         assert isinstance(request.prompt, str)
         if "noted" in request.prompt and fault == "second":
@@ -298,7 +298,7 @@ def test_what_was_not_checked_is_said(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_key_that_the_server_made_up_and_keeps_is_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if r.grammar else ["Hi there"])
+    engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if grammar_of(r) else ["Hi there"])
     secured = replace(ServerSettings(host="0.0.0.0").secured(), api_key=kept_key())
     with (
         running_server({"tiny": engine}, api_key=kept_key()) as server,

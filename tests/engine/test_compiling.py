@@ -16,7 +16,7 @@ from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Queued, Request
 from localllm.engine.sampling import grammar as compiling
-from localllm.engine.sampling.grammar import Constraint, GrammarCompiler
+from localllm.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
@@ -37,17 +37,17 @@ class HeldBack:
         self._compile = compile_
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def __call__(self, grammar: tuple[str, str], answer_start: str) -> Constraint:
+    def __call__(self, grammar: tuple[str, str], begun: str) -> GrammarMatcher:
         self.asked.set()
         assert self.let.wait(60)
-        return self._compile(grammar, answer_start)
+        return self._compile(grammar, begun)
 
 
 @pytest.fixture
 def held_back(few_layers: Path) -> Iterator[tuple[Engine, HeldBack]]:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     compiler = HeldBack(GrammarCompiler(backend))
-    engine = Engine(backend, EngineSettings(make_constraint=compiler))
+    engine = Engine(backend, EngineSettings(make_matcher=compiler))
     yield engine, compiler
     compiler.let.set()
     engine.close()
@@ -151,11 +151,9 @@ def test_it_is_queued_once_its_grammar_is_known_to_be_one(
 
 def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
-    engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
+    engine = Engine(backend, EngineSettings(make_matcher=GrammarCompiler(backend)))
     begun = '{"name": "To'
-    ask = request_for(
-        "tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, answer_start=begun
-    )
+    ask = request_for("tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, begun=begun)
     outcome = run(engine, ask)
     assert outcome.finish("tied").reason == "stop"
     assert not outcome.text["tied"].startswith("{")
@@ -165,7 +163,7 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     whole = '{"name": "Tom", "legs": 4}'
     outcome = run(
         engine,
-        request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, answer_start=whole),
+        request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, begun=whole),
     )
     assert outcome.text.get("whole", "") == ""
     assert outcome.finish("whole").reason == "stop"
@@ -173,7 +171,7 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     said = "Here it is: "
     outcome = run(
         engine,
-        request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, answer_start=said),
+        request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, begun=said),
     )
     assert set(json.loads(outcome.text["behind"])) == {"name", "legs"}
     engine.close()

@@ -40,7 +40,7 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def engine(few_layers: Path) -> Iterator[Engine]:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
-    engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
+    engine = Engine(backend, EngineSettings(make_matcher=GrammarCompiler(backend)))
     yield engine
     engine.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count, permutations
 
 import pytest
@@ -282,16 +281,6 @@ def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
         engine, request_for("again", "x" * 3000 + "y", max_tokens=4, sampling=GREEDY)
     ).finish("again")
     assert again.usage.cached_tokens >= 3000
-
-
-def test_an_answer_made_in_parts_is_counted_once() -> None:
-    engine = Engine(ScriptedBackend(n_ctx=512))
-    first = request_for("a", [5, 6, 7], max_tokens=3, ignore_eos=True)
-    said = run(engine, first).tokens["a"]
-    run(engine, replace(first, prompt=[5, 6, 7, *said], continues=True))
-    assert engine.snapshot()["requests"] == 1
-    run(engine, request_for("b", [5, 6, 7], max_tokens=1))
-    assert engine.snapshot()["requests"] == 2
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))

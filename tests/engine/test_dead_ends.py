@@ -36,7 +36,7 @@ PROMPT = "<|im_start|>user\nDescribe a cat.<|im_end|>\n<|im_start|>assistant\n"
 @pytest.fixture(scope="module")
 def engine(few_layers: Path) -> Iterator[Engine]:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=512))
-    engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
+    engine = Engine(backend, EngineSettings(make_matcher=GrammarCompiler(backend)))
     yield engine
     engine.close()
 

@@ -6,13 +6,16 @@ import json
 from dataclasses import asdict, fields
 
 from localllm.engine.messages import (
+    Constraint,
     Generation,
     LoopLimits,
+    Reasoning,
     Request,
     Sampling,
     ThinkingLimit,
     request_from_json,
 )
+from localllm.grammars.trigger import GrammarTrigger
 
 SAMPLING = Sampling(
     0.1,
@@ -53,23 +56,28 @@ GENERATION = Generation(
     "of-three",
     "salt",
 )
+CONSTRAINT = Constraint(
+    ("regex", "x+"),
+    "{",
+    "\n\n",
+    {"<call>": GrammarTrigger("\n", ("lark", "start: x"), "</call>", True, True, "to=f")},
+    Reasoning("<a>", "</a>", True, True),
+)
 REQUEST = Request(
     "id",
     [1, 2],
     GENERATION,
-    ("regex", "x+"),
+    CONSTRAINT,
     False,
     True,
     "ngram",
-    True,
     ThinkingLimit(77, "<a>", "</a>", "\n", True),
-    "{",
     {"mark": "aGk="},
 )
 
 
 def test_every_field_of_a_request_crosses_the_pipe() -> None:
-    for value in (REQUEST, GENERATION, SAMPLING):
+    for value in (REQUEST, CONSTRAINT, GENERATION, SAMPLING):
         plain = type(value)("", "") if isinstance(value, Request) else type(value)()
         same = [f.name for f in fields(value) if getattr(value, f.name) == getattr(plain, f.name)]
         assert not same, f"these would not show that they got lost: {same}"

@@ -11,7 +11,7 @@ import pytest
 from engine.sampling_reference import rows_like_models
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
-from localllm.engine.sampling.grammar import Constraint
+from localllm.engine.sampling.grammar import GrammarMatcher
 from localllm.engine.sampling.row import Top
 from localllm.engine.sampling.sampler import Sampler
 
@@ -78,7 +78,7 @@ def test_a_grammars_bits_forbid_what_they_do_not_name(n_vocab: int, share: float
     row = rows_like_models(n_vocab, 1, "words")
     allowed = np.random.default_rng(2).random(n_vocab) < share
     found = row.copy()
-    Constraint(Bits(allowed)).apply(found)
+    GrammarMatcher(Bits(allowed)).apply(found)
     assert np.array_equal(found, np.where(allowed, row, -np.inf))
 
 

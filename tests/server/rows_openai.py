@@ -21,6 +21,7 @@ from server.rows import (
     text,
     tolerated,
 )
+from support.scripted_engine import grammar_of
 
 
 def allowed(mode: str, *tools: Any) -> dict[str, Any]:
@@ -340,8 +341,8 @@ OPENAI: list[Row] = [
         "tool_choice required",
         {"tools": [TOOL, BARE_TOOL], "tool_choice": "required"},
         lambda r, j, h: (
-            r.grammar[0] == "json_schema"
-            and "anyOf" in r.grammar[1]
+            grammar_of(r)[0] == "json_schema"
+            and "anyOf" in grammar_of(r)[1]
             and r.prompt.endswith("<tool_call>\n")
         ),
         script=['{"name": "look", "arguments": {"q": "x"}}'],
@@ -349,7 +350,7 @@ OPENAI: list[Row] = [
     honoured(
         "tool_choice any",
         {"tools": [TOOL, BARE_TOOL], "tool_choice": "any"},
-        lambda r, j, h: "anyOf" in r.grammar[1],
+        lambda r, j, h: "anyOf" in grammar_of(r)[1],
         script=['{"name": "now", "arguments": {}}'],
     ),
     honoured(
@@ -359,7 +360,7 @@ OPENAI: list[Row] = [
             "tool_choice": {"type": "function", "function": {"name": "look"}},
         },
         lambda r, j, h: (
-            json.loads(r.grammar[1])["required"] == ["q"]
+            json.loads(grammar_of(r)[1])["required"] == ["q"]
             and r.prompt.endswith('"arguments": ')
             and j["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
         ),
@@ -381,7 +382,7 @@ OPENAI: list[Row] = [
         "a malformed call is text",
         {"tools": [TOOL]},
         lambda r, j, h: text(j).split() == ["<tool_call>", "oops", "</tool_call>"],
-        script=["<tool_call>oops"],
+        script=["<tool_call>oops\n</tool_call>"],
     ),
     refused("tool_choice unknown", {"tools": [TOOL], "tool_choice": "maybe"}, "maybe"),
     refused(
@@ -431,14 +432,14 @@ OPENAI: list[Row] = [
     honoured(
         "tools and a format: the answer is in it, or a call",
         {"tools": [TOOL], "response_format": {"type": "json_object"}},
-        lambda r, j, h: r.grammar[0] == "lark" and "answer | call" in r.grammar[1],
+        lambda r, j, h: grammar_of(r)[0] == "lark" and "answer | call" in grammar_of(r)[1],
     ),
     refused("tools and a GBNF grammar", {"tools": [TOOL], "grammar": 'root ::= "x"'}, "combined"),
     # --- OpenAI chat: form ---
     honoured(
         "json_object",
         {"response_format": {"type": "json_object"}},
-        lambda r, j, h: r.grammar == ("json_schema", '{"type": "object"}'),
+        lambda r, j, h: grammar_of(r) == ("json_schema", '{"type": "object"}'),
     ),
     honoured(
         "json_schema",
@@ -448,13 +449,13 @@ OPENAI: list[Row] = [
                 "json_schema": {"name": "x", "schema": SCHEMA},
             }
         },
-        lambda r, j, h: json.loads(r.grammar[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
     ),
-    honoured("text", {"response_format": {"type": "text"}}, lambda r, j, h: r.grammar is None),
+    honoured("text", {"response_format": {"type": "text"}}, lambda r, j, h: grammar_of(r) is None),
     honoured(
         "grammar",
         {"grammar": 'root ::= "x"'},
-        lambda r, j, h: r.grammar == ("gbnf", 'root ::= "x"'),
+        lambda r, j, h: grammar_of(r) == ("gbnf", 'root ::= "x"'),
     ),
     refused(
         "a schema that is none",

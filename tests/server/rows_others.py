@@ -26,6 +26,7 @@ from server.rows import (
     says,
     tolerated,
 )
+from support.scripted_engine import grammar_of
 
 OTHERS: list[Row] = [
     # --- Responses ---
@@ -104,7 +105,7 @@ OTHERS: list[Row] = [
     honoured(
         "text.format",
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
-        lambda r, j, h: json.loads(r.grammar[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
         path=RESP,
     ),
     refused(
@@ -256,7 +257,7 @@ OTHERS: list[Row] = [
     honoured(
         "a forced call",
         {"tools": [TOOL], "tool_choice": "required"},
-        lambda r, j, h: r.grammar is not None,
+        lambda r, j, h: grammar_of(r) is not None,
         path=OCHAT,
     ),
     refused("a call without tools", {"tool_choice": "required"}, "no tools", path=OCHAT),
@@ -271,12 +272,15 @@ OTHERS: list[Row] = [
         script=CALL,
     ),
     honoured(
-        "format json", {"format": "json"}, lambda r, j, h: r.grammar[0] == "json_schema", path=OCHAT
+        "format json",
+        {"format": "json"},
+        lambda r, j, h: grammar_of(r)[0] == "json_schema",
+        path=OCHAT,
     ),
     honoured(
         "format schema",
         {"format": SCHEMA},
-        lambda r, j, h: json.loads(r.grammar[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
         path=OCHAT,
     ),
     honoured(
@@ -341,13 +345,13 @@ OTHERS: list[Row] = [
     honoured(
         "grammar",
         {"grammar": "root ::= x"},
-        lambda r, j, h: r.grammar == ("gbnf", "root ::= x"),
+        lambda r, j, h: grammar_of(r) == ("gbnf", "root ::= x"),
         path=LCPP,
     ),
     honoured(
         "json_schema",
         {"json_schema": SCHEMA},
-        lambda r, j, h: json.loads(r.grammar[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
         path=LCPP,
     ),
     honoured(

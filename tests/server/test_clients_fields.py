@@ -21,7 +21,7 @@ import pytest
 
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
-from support.scripted_engine import BOS, ScriptedEngine
+from support.scripted_engine import BOS, ScriptedEngine, grammar_of
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -328,7 +328,7 @@ def test_a_schema_in_anthropics_dialect_reaches_the_engine() -> None:
         }
         reply = httpx.post(running.url + "/v1/messages", json=body, trust_env=False)
         assert reply.status_code == 200
-        assert engine.requests[-1].grammar == ("json_schema", '{"type": "object"}')
+        assert grammar_of(engine.requests[-1]) == ("json_schema", '{"type": "object"}')
         body["output_config"] = {"format": {"type": "yaml"}}
         reply = httpx.post(running.url + "/v1/messages", json=body, trust_env=False)
         assert (reply.status_code, "json_schema" in reply.text) == (400, True)

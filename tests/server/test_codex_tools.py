@@ -131,7 +131,9 @@ def test_the_model_reads_the_grammar_and_the_engine_holds_it() -> None:
     prompt = str(engine.requests[0].prompt)
     assert json.dumps(GRAMMAR.strip())[1:-1] in prompt
     assert "pattern" not in prompt
-    held = [r.grammar[1] for r in engine.requests if r.grammar is not None]
+    (request,) = engine.requests
+    assert request.constraint is not None
+    held = [trigger.grammar[1] for trigger in request.constraint.triggers.values()]
     assert [("pattern" in grammar, "*** Begin" in grammar) for grammar in held] == [(True, False)]
 
 

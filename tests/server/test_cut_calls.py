@@ -14,8 +14,7 @@ from conversation.call_templates import TEMPLATES
 from conversation.test_tool_formats import WRITERS, Calls
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import format_for
-from localllm.engine.messages import Failure, Request
-from localllm.errors import UnsupportedError
+from localllm.engine.messages import Request
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
@@ -33,21 +32,17 @@ CALL = (
 )
 
 
-def writes(reply: str, held: bool) -> Any:
-    """A model's words, letter by letter. Where its calls are not `held`, no grammar can be made for
-    them."""
-
-    def script(request: Request) -> list[Any]:
-        if request.grammar is not None and not held:
-            return [Failure("", UnsupportedError.code, "the lark can't be enforced")]
-        return list(reply)
-
-    return script
+def writer(reply: str, template: str, held: bool) -> ScriptedEngine:
+    """A model that says this, letter by letter. If its calls are not `held`, no grammar can be made
+    for them."""
+    engine = ScriptedEngine(list(reply), chat_template=template)
+    engine.holds_calls = held
+    return engine
 
 
 def choice(**body: Any) -> dict[str, Any]:
     """The one choice of a reply, whole; the stream is folded and must say the same."""
-    engine = ScriptedEngine(writes(CALL, held=False), chat_template=TEMPLATE)
+    engine = writer(CALL, TEMPLATE, held=False)
     asked = {"messages": [{"role": "user", "content": ASKED}], "tools": [WRITE], **body}
     with (
         running_server({"m": engine}) as server,
@@ -105,7 +100,7 @@ DIALECTS = {
 
 
 def json_reply(path: str, stream: bool, held: bool = True, **body: Any) -> str:
-    engine = ScriptedEngine(writes(JSON_CALL, held), chat_template=JSON_TEMPLATE)
+    engine = writer(JSON_CALL, JSON_TEMPLATE, held)
     tool = {"name": "write", "input_schema": {"type": "object"}} if "messages" in path else WRITE
     asked = {
         "messages": [{"role": "user", "content": ASKED}],
@@ -166,12 +161,8 @@ def test_in_no_notation_and_dialect_is_a_held_call_that_ends_open_a_fault_of_the
     """At any letter, by its own end, a limit or a stop, with what no notation writes in between."""
     said = {"reply": "", "held": True}
 
-    def script(request: Request) -> list[Any]:
-        if request.grammar is not None and not said["held"]:
-            return [Failure("", UnsupportedError.code, "the lark can't be enforced")]
-        prompt, reply = str(request.prompt), str(said["reply"])
-        begun = next((n for n in range(len(reply), 0, -1) if prompt.endswith(reply[:n])), 0)
-        return list(reply[begun:])
+    def script(request: Request) -> list[str]:
+        return list(str(said["reply"]))
 
     engines = {
         name.replace(", ", "-"): ScriptedEngine(script, chat_template=t)
@@ -202,7 +193,8 @@ def test_in_no_notation_and_dialect_is_a_held_call_that_ends_open_a_fault_of_the
             )
             cut = rng.randrange(len(reply) + 1)
             said["reply"] = reply[:cut] + rng.choice(["", "", "}", '"', "]", "<", reply[cut:]])
-            said["held"], engines[name].ends = rng.random() < 0.7, rng.choice(["stop", "length"])
+            said["held"] = engines[name].holds_calls = rng.random() < 0.7
+            engines[name].ends = rng.choice(["stop", "length"])
             asked: dict[str, Any] = {
                 "model": name,
                 "messages": [{"role": "user", "content": ASKED}],

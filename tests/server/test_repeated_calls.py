@@ -12,7 +12,7 @@ import pytest
 
 from localllm.engine.messages import Request
 from support.http_server import running_server
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import ScriptedEngine, grammar_of
 
 ROLL = {"type": "function", "function": {"name": "roll", "parameters": {"type": "object"}}}
 HERMES = (
@@ -27,14 +27,14 @@ class Caller:
     call ends with."""
 
     def __init__(self, sides: Sequence[int], ends: str = "}") -> None:
-        self._left, self._ends = list(sides), ends
+        self._sides, self._ends = sides, ends
 
     def __call__(self, request: Request) -> list[str]:
-        if request.grammar is not None:
-            return list(
-                '{"name": "roll", "arguments": {"sides": ' + f"{self._left.pop(0)}}}" + self._ends
-            )
-        return list("<tool_call>" if self._left else "Rolled.")
+        calls = [
+            f'<tool_call>{{"name": "roll", "arguments": {{"sides": {n}}}{self._ends}'
+            for n in self._sides
+        ]
+        return list("".join(calls) + "Rolled.")
 
 
 def answer(caller: Caller, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
@@ -118,7 +118,7 @@ def test_a_form_that_need_not_hold_whole_is_loosened_by_name(path: str) -> None:
         reply = http.post(path, json={"messages": [{"role": "user", "content": "Hi"}], **form})
     assert reply.status_code == 200, reply.text
     assert "response_format.uniqueItems" in reply.headers["x-localllm-ignored"]
-    kind, source = engine.requests[-1].grammar or ("", "")
+    kind, source = grammar_of(engine.requests[-1]) or ("", "")
     assert (kind, '"lenient"' in source) == ("json_schema", True)
 
 
@@ -156,6 +156,6 @@ def test_the_names_of_other_servers_mean_what_they_mean_there(
         both = http.post(path, json={**asked, **sent, "response_format": {"type": "json_object"}})
         bad = http.post(path, json={**asked, "guided_json": "{", "structured_outputs": None})
         unknown = http.post(path, json={**asked, "structured_outputs": {"structural_tag": "x"}})
-    assert engine.requests[-1].grammar == grammar
+    assert grammar_of(engine.requests[-1]) == grammar
     assert (both.status_code, bad.status_code, unknown.status_code) == (400, 400, 400)
     assert "structural_tag" in unknown.text

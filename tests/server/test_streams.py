@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.messages import Failure
+from localllm.engine.messages import Failure, Reasoning
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
@@ -104,8 +104,7 @@ def test_responses_events_build_the_whole_response(
     message, call = final["output"]
     assert message["content"][0]["text"] == text == "Let me see."
     assert (call["name"], call["arguments"]) == ("look", arguments) == ("look", '{"q": "x"}')
-    # All but what always follows an opening and ends a call: those are put there, not generated.
-    assert final["usage"]["output_tokens"] == len("".join(CALL)) - len("\n" + "\n</tool_call>")
+    assert final["usage"]["output_tokens"] == len("".join(CALL))
     whole = http.post("/v1/responses", json=body).json()
     assert [o["type"] for o in whole["output"]] == ["message", "function_call"]
 
@@ -295,27 +294,47 @@ def test_reasoning_that_a_client_drops_is_put_back(
 def test_a_schema_waits_until_the_reasoning_is_over(
     http: httpx.Client, thinker: ScriptedEngine
 ) -> None:
-    thinker.script = lambda r: ['{"a": 1}'] if r.grammar else ["Hm, ", "one.", "</think>", "never"]
+    thinker.script = ["Hm, ", "one.", "</think>", '{"a": 1}']
     thinker.requests.clear()
     body = {"model": "thinker", "messages": HI, "response_format": {"type": "json_object"}}
     reply = http.post("/v1/chat/completions", json=body).json()
     message = reply["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm, one.", '{"a": 1}')
-    free, formed = thinker.requests
-    assert (free.grammar, free.generation.stop) == (None, ("</think>",))
-    assert formed.prompt == free.prompt + "Hm, one.</think>\n\n"
-    assert reply["usage"]["prompt_tokens"] == len(free.prompt)
+    (request,) = thinker.requests
+    assert request.constraint is not None
+    assert request.constraint.reasoning == Reasoning("<think>", "</think>", opened=True)
+    assert request.constraint.lead == "\n\n"
+    assert reply["usage"]["prompt_tokens"] == len(request.prompt)
+    assert reply["usage"]["completion_tokens"] == len('Hm, one.</think>\n\n{"a": 1}')
 
 
 def test_a_forced_call_comes_after_the_reasoning(
     http: httpx.Client, thinker: ScriptedEngine
 ) -> None:
-    thinker.script = lambda r: ['{"q": ', '"x"}'] if r.grammar else ["Hm.", "</think>"]
+    thinker.script = ["Hm.", "</think>", '{"q": ', '"x"}']
     body = {"model": "thinker", "messages": HI, "tools": [TOOL], "tool_choice": "required"}
     message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
     assert message["reasoning_content"] == "Hm."
     assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"q": "x"}'}
     assert message["content"] is None
+
+
+def test_an_answer_with_reasoning_and_calls_is_one_request(
+    http: httpx.Client, thinker: ScriptedEngine
+) -> None:
+    calls = [f'<tool_call>{{"name": "look", "arguments": {{"q": {n}}}}}' for n in (1, 2)]
+    thinker.script = ["I could <tool_call>", "</think>", "Let me see. ", *calls, "Done."]
+    thinker.requests.clear()
+    body = {"model": "thinker", "messages": HI, "tools": [TOOL]}
+    reply = http.post("/v1/chat/completions", json=body).json()
+    message = reply["choices"][0]["message"]
+    assert message["reasoning_content"] == "I could <tool_call>"
+    assert message["content"] == "Let me see."
+    made = [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert made == [{"q": 1}, {"q": 2}]
+    (request,) = thinker.requests
+    assert request.constraint is not None
+    assert list(request.constraint.triggers) == ["<tool_call>"]
 
 
 def test_every_dialect_reports_the_same_context(http: httpx.Client) -> None:

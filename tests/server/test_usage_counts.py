@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from support.http_server import running_server
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import ScriptedEngine, grammar_of
 
 THINKING = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>{% if "
@@ -53,7 +53,7 @@ def test_several_choices_are_summed_and_the_stream_says_the_same(http: httpx.Cli
 
 def test_reasoning_before_a_schema_is_counted(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.info = ScriptedEngine(chat_template=OPENED).info
-    engine.script = lambda r: ["four</think>"] if r.grammar is None else ["{}"]
+    engine.script = ["four</think>", "{}"]
     body = {"messages": HI, "response_format": {"type": "json_object"}}
     reply = http.post("/v1/chat/completions", json=body).json()
     assert reply["choices"][0]["message"] == {
@@ -75,14 +75,15 @@ def test_schema_tools_and_reasoning_together(http: httpx.Client, engine: Scripte
     constrained twice."""
     engine.info = ScriptedEngine(chat_template=OPENED).info
     call = '<tool_call>\n{"name": "look", "arguments": {}}'
-    engine.script = lambda r: ["hm</think>"] if r.grammar is None else [call]
+    engine.script = ["hm</think>", call]
     tool = {"type": "function", "function": {"name": "look"}}
     body = {"messages": HI, "tools": [tool], "response_format": {"type": "json_object"}}
     choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"] == "hm"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
-    assert [r.grammar and r.grammar[0] for r in engine.requests] == [None, "lark"]
+    (request,) = engine.requests
+    assert (grammar_of(request) or ("",))[0] == "lark"
 
 
 def test_a_marker_inside_the_reasoning_opens_no_call(
@@ -96,7 +97,8 @@ def test_a_marker_inside_the_reasoning_opens_no_call(
         "no",
         "I could write <tool_call> but won't",
     )
-    assert all(r.grammar is None for r in engine.requests)
+    assert not message.get("tool_calls")
+    assert len(engine.requests) == 1
 
 
 def test_a_plain_chat_is_one_request_without_grammar_or_stops(
@@ -104,4 +106,5 @@ def test_a_plain_chat_is_one_request_without_grammar_or_stops(
 ) -> None:
     http.post("/v1/chat/completions", json={"messages": HI})
     (request,) = engine.requests
-    assert (request.grammar, request.generation.stop, request.render_control) == (None, (), False)
+    plain = (None, (), False)
+    assert (request.constraint, request.generation.stop, request.render_control) == plain

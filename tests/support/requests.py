@@ -6,7 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from localllm.engine.messages import Event, Failure, Finish, Generation, Request, Sampling
+from localllm.engine.messages import (
+    Constraint,
+    Event,
+    Failure,
+    Finish,
+    Generation,
+    Request,
+    Sampling,
+)
 from localllm.engine.worker.supervisor import EngineClient
 
 _OF_THE_REQUEST = frozenset(Request.__slots__) - {"generation"}
@@ -19,7 +27,10 @@ def request_for(
     sampling: Sampling | None = None,
     **more: Any,
 ) -> Request:
-    """A Request; `more` are fields of it and of its Generation."""
+    """A Request; `more` are fields of it and of its Generation, or `grammar` and `begun` of a
+    Constraint on the whole answer."""
+    if "grammar" in more:
+        more["constraint"] = Constraint(more.pop("grammar"), more.pop("begun", ""))
     own = {name: more.pop(name) for name in _OF_THE_REQUEST & set(more)}
     generation = Generation(sampling if sampling is not None else Sampling(), max_tokens, **more)
     return Request(id, prompt, generation, **own)

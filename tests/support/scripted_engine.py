@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -28,6 +28,9 @@ from localllm.engine.messages import (
     TokenLogprob,
     Usage,
 )
+from localllm.engine.request import TextStream
+from localllm.engine.sampling.constraint import AnswerConstraint
+from localllm.engine.sampling.grammar import GrammarMatcher
 from localllm.errors import LocalLLMError
 from localllm_backends.contract import ModelInfo
 
@@ -80,8 +83,9 @@ class ScriptedEngine:
     """Implements Engine and, for convenience, Host. `requests` and `cancelled` record what happened
     to it.
 
-    `ends` gives the finish reason; max_tokens and stop strings are honoured on the script's text,
-    so `usage` is exact.
+    `ends` gives the finish reason; max_tokens, stop strings and constraints are honoured on the
+    script's text, so `usage` is exact. Any text passes a grammar; if it `holds_calls`, a tool call
+    ends where its JSON does, otherwise no grammar can be made for calls.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class ScriptedEngine:
         self.info = model_info(**info)
         self.script = script
         self.ends: FinishReason = ends
+        self.holds_calls = True
         self.cached_tokens = 0
         self.cache_miss = ""
         self.load_gate: Gate | None = None
@@ -154,14 +159,10 @@ class ScriptedEngine:
         most = request.generation.max_tokens
         limit = room if most is None else min(most, room)
         steps = self.script(request) if callable(self.script) else self.script
-        if request.continues:
-            steps = _behind(
-                steps, encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
-            )
-        ends = JsonEnd() if request.grammar is not None and request.continues else None
         yield Queued(request.id, 0)
         yield Prefill(request.id, n_prompt, n_prompt, self.cached_tokens)
-        said, held, reason, stop = 0, "", self.ends, None
+        answer = _Answer(request, self.holds_calls)
+        ended = False
         for step in steps:
             if isinstance(step, Gate):
                 await step.wait()
@@ -169,34 +170,31 @@ class ScriptedEngine:
             if isinstance(step, Failure):
                 yield Failure(request.id, step.code, step.message, step.hint)
                 return
-            text = step if isinstance(step, str) else step[0]
-            end = ends.feed(text) if ends is not None else -1
-            whole = encode(text[:end] if end >= 0 else text)
-            tokens = whole[: limit - said]
-            end = end if tokens == whole else -1  # cut in front of its end
-            said += len(tokens)
-            held += decode(tokens)
-            hit = _first_stop(held, request.generation.stop)
-            if hit is not None:
-                at, stop = hit
-                # a token is a byte: those behind were never made
-                said -= len(encode(held[at + len(stop) :]))
-                text, held, reason = held[:at], "", "stop"
-            else:
-                keep = _partial(held, request.generation.stop)
-                text, held = held[: len(held) - keep], held[len(held) - keep :]
-            yield Text(
-                request.id, text, tuple(tokens), _logprobs(tokens, request.generation.logprobs)
-            )
-            if stop is not None or end >= 0:
+            for piece in answer.pieces(encode(step if isinstance(step, str) else step[0])):
+                text, tokens = "", []
+                for token in piece:
+                    tokens.append(token)
+                    text += answer.text.push(token, answer.constraint)
+                    answer.said += 1
+                    ended = answer.over or answer.said >= limit
+                    if ended:
+                        break
+                yield Text(
+                    request.id, text, tuple(tokens), _logprobs(tokens, request.generation.logprobs)
+                )
+                if ended:
+                    break
+            if ended:
                 break
-            if said >= limit:
-                reason = "length"
-                break
-        if held:
-            yield Text(request.id, held)
-        usage = Usage(n_prompt, said, self.cached_tokens, cache_miss=self.cache_miss)
-        yield Finish(request.id, reason, usage, Timings(0.0, 0.01, 0.02, 0.01), stop)
+        rest = answer.text.flush()
+        if rest:
+            yield Text(request.id, rest)
+        reason = self.ends
+        if ended:
+            reason = "stop" if answer.over else "length"
+        usage = Usage(n_prompt, answer.said, self.cached_tokens, cache_miss=self.cache_miss)
+        timings = Timings(0.0, 0.01, 0.02, 0.01)
+        yield Finish(request.id, reason, usage, timings, answer.text.stopped_by)
 
     async def tokenize(
         self,
@@ -223,36 +221,99 @@ class ScriptedEngine:
         }
 
 
-def _behind(steps: Sequence[Step], prompt: Sequence[int]) -> Sequence[Step]:
-    """What of `steps` comes behind a prompt that holds their beginning already, as a model would go
-    on; space between does not count."""
-    exact = decode(prompt)
-    said = "".join(exact.split())
-    script = "".join(
-        s if isinstance(s, str) else s[0] for s in steps if isinstance(s, (str, tuple))
-    )
-    lengths = range(len(script), 0, -1)
-    done = next((k for k in lengths if exact.endswith(script[:k])), 0)
-    done = done or next((k for k in lengths if said.endswith("".join(script[:k].split()))), 0)
-    left: list[Step] = []
-    for step in steps:
-        text = step if isinstance(step, str) else step[0] if isinstance(step, tuple) else ""
-        if done < len(text) or not text:
-            left.append(text[done:] if text else step)
-        done = max(0, done - len(text))
-    return left
+def grammar_of(request: Request) -> tuple[str, str] | None:
+    """The grammar of the whole answer, if it has one."""
+    return request.constraint.grammar if request.constraint is not None else None
 
 
-def _partial(text: str, stops: Sequence[str]) -> int:
-    longest = max((len(s) for s in stops), default=1) - 1
-    return next(
-        (
-            n
-            for n in range(min(longest, len(text)), 0, -1)
-            if any(s.startswith(text[-n:]) for s in stops)
-        ),
-        0,
-    )
+class _Answer:
+    """What an engine would write of a script's tokens under the request's constraint: what that puts
+    into the answer comes by itself, whether the script has it too or not."""
+
+    def __init__(self, request: Request, holds_calls: bool) -> None:
+        self.text = TextStream(_spelled, request.generation.stop)
+        self.said = 0
+        self._holds_calls = holds_calls
+        self._put: list[int] = []
+        self.constraint: AnswerConstraint | None = None
+        if request.constraint is not None:
+            self.constraint = AnswerConstraint(request.constraint, _spelled, encode, (EOS,))
+
+    @property
+    def over(self) -> bool:
+        """True once its end has come by a stop text or the constraint."""
+        finished = self.constraint is not None and self.constraint.finished
+        return self.text.stopped_by is not None or finished
+
+    def pieces(self, tokens: Sequence[int]) -> Iterator[Iterable[int]]:
+        """The tokens that come of the script's next ones; what is put there is a piece of its
+        own."""
+        if self.constraint is None:
+            yield tokens
+            return
+        left = list(tokens)
+        while left:
+            yield self._written(self.constraint, left)
+            if self.constraint.forced:
+                self._put = list(self.constraint.forced)
+                yield self._forced(self.constraint)
+
+    def _forced(self, constraint: AnswerConstraint) -> Iterator[int]:
+        while constraint.forced:
+            yield constraint.forced.pop(0)
+
+    def _written(self, constraint: AnswerConstraint, left: list[int]) -> Iterator[int]:
+        """What comes of the tokens that are `left`, which are taken, up to what is put there."""
+        while left:
+            token = left.pop(0)
+            if self._put[:1] == [token]:
+                del self._put[0]
+                continue
+            self._put = []
+            self._give_matcher(constraint)
+            accepted = constraint.accept(token)
+            assert accepted is not None
+            yield accepted
+            if constraint.forced:
+                return
+
+    def _give_matcher(self, constraint: AnswerConstraint) -> None:
+        if constraint.wanted is None:
+            return
+        if constraint.in_call and not self._holds_calls:
+            constraint.give_up()
+        else:
+            matcher = _ScriptedMatcher(ends=constraint.in_call)
+            constraint.use(constraint.wanted, cast("GrammarMatcher", matcher))
+
+
+class _ScriptedMatcher:
+    """A grammar that allows everything, and ends where JSON does if it `ends`."""
+
+    stuck = False
+    accepting = False
+
+    def __init__(self, ends: bool) -> None:
+        self._ends = ends
+        self._json = JsonEnd()
+        self.finished = False
+
+    def copy(self) -> _ScriptedMatcher:
+        """Its beginning."""
+        return _ScriptedMatcher(self._ends)
+
+    def accept(self, token: int) -> None:
+        """Take a token."""
+        self.finished = self._json.feed(_letter(token)) >= 0 and self._ends
+
+
+def _letter(token: int) -> str:
+    """A byte as a letter: the ends of JSON are in ASCII."""
+    return chr(token)
+
+
+def _spelled(token: int) -> bytes:
+    return bytes([token]) if token < 256 else b""
 
 
 def encode(text: str) -> list[int]:
@@ -263,11 +324,6 @@ def encode(text: str) -> list[int]:
 def decode(tokens: Sequence[int]) -> str:
     """Text of `tokens`."""
     return bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    hits = [(at, s) for s in stops if (at := text.find(s)) >= 0]
-    return min(hits) if hits else None
 
 
 def _logprobs(tokens: Sequence[int], top: int | None) -> tuple[TokenLogprob, ...]:

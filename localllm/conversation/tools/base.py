@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from localllm.conversation.reply import CallReader, Drop
 from localllm.errors import UnsupportedError
+from localllm.grammars.trigger import GrammarTrigger as GrammarTrigger
 
 Tool: TypeAlias = Mapping[str, Any]
 """A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`.
@@ -23,17 +24,6 @@ Grammar: TypeAlias = tuple[str, str]
 class NotConstrainableError(UnsupportedError, code="not_constrainable"):
     """A format's grammar can't spell some name or value. Its calls are then read as the model
     writes them."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarTrigger:
-    """What follows the marker that turns a grammar on: `lead` always, then what `grammar` allows,
-    then `closing` always. `again`: another call may follow."""
-
-    lead: str
-    grammar: Grammar
-    closing: str = ""
-    again: bool = False
 
 
 Reader: TypeAlias = Callable[[int, str, Sequence[Tool]], CallReader]

@@ -1,9 +1,8 @@
 """The grammars that constrain tool calls: begun by the model itself, forced, or beside an answer in
 a schema.
 
-Nothing is constrained before a trigger: the model is stopped at the opening marker, the marker and
-what always follows it are put behind its words, and the rest of the call is generated under the
-grammar. So an answer without a call costs nothing.
+Nothing is constrained before a trigger. When the model has written the opening marker, the engine
+puts there what always follows it, and the rest of the call is generated under the grammar.
 """
 
 from __future__ import annotations

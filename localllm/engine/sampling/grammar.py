@@ -29,6 +29,23 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder=
 _MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float32)
 
 
+def tokens_within(backend: Backend, text: bytes, *, special: bool) -> list[int]:
+    """The tokens that spell `text` in the middle of a text, or [] if the tokenizer offers none.
+    `special`: names of control tokens become those tokens."""
+    # SentencePiece puts a space before the beginning of a text. After a letter that belongs to no
+    # word it does not.
+    for lead in ("", _NO_WORD):
+        head: list[int] = []
+        if lead:
+            head = backend.tokenize(lead, special=False)
+        tokens = backend.tokenize(lead + text.decode("utf-8", "replace"), special=special)
+        rest = tokens[len(head) :]
+        spelled = b"".join(backend.token_bytes(token, special=True) for token in rest)
+        if tokens[: len(head)] == head and spelled == text:
+            return rest
+    return []
+
+
 class Vocabulary:
     """What llguidance's TokenizerWrapper asks of a tokenizer, and the `tokenizer` made of it."""
 
@@ -67,22 +84,11 @@ class Vocabulary:
         """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no
         way to say."""
         data = text if isinstance(text, bytes) else text.encode()
-        text = data.decode("utf-8", "replace")
-        # SentencePiece puts a space before what it takes for a beginning: behind a letter of no
-        # word it does not.
-        for lead in ("", _NO_WORD):
-            head = []
-            if lead:
-                head = self._backend.tokenize(lead, special=False)
-            tokens = self._backend.tokenize(lead + text, special=False)
-            rest = tokens[len(head) :]
-            if tokens[: len(head)] == head and b"".join(self.tokens[t] for t in rest) == data:
-                return rest
-        return []
+        return tokens_within(self._backend, data, special=False)
 
 
 class GrammarCompiler:
-    """Makes a Constraint from (kind, source), in any thread. The vocabulary is prepared on first
+    """Makes a GrammarMatcher from (kind, source), in any thread. The vocabulary is prepared on first
     use, which takes about a second."""
 
     def __init__(self, backend: Backend) -> None:
@@ -97,36 +103,36 @@ class GrammarCompiler:
             self._vocabulary = self._vocabulary or Vocabulary(self._backend)
             return self._vocabulary
 
-    def __call__(self, grammar: tuple[str, str], answer_start: str = "") -> Constraint:
-        """The constraint behind `answer_start`, an answer's beginning: of the rest of the answer
-        where the grammar allows that to begin so, else of what follows. Raises UnsupportedError,
+    def __call__(self, grammar: tuple[str, str], begun: str = "") -> GrammarMatcher:
+        """The matcher of an answer that begins with `begun`: of the rest of the answer if the
+        grammar allows that beginning, otherwise of what follows it. Raises UnsupportedError,
         saying what can't be enforced."""
         text = grammar_text(*grammar, lambda: self.vocabulary.outline()["named"])
         matcher = matcher_of(self.vocabulary.tokenizer, grammar[0], text)
-        tokens = self.vocabulary(answer_start) if answer_start else []
+        tokens = self.vocabulary(begun) if begun else []
         if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
             matcher.reset()
-        return Constraint(matcher, self.vocabulary.number_end if "%json" in text else None)
+        return GrammarMatcher(matcher, self.vocabulary.number_end if "%json" in text else None)
 
 
-class Constraint:
+class GrammarMatcher:
     """One request's place in its grammar. `number_end`: numbers in it need an end."""
 
     def __init__(
         self,
         matcher: Any,
         number_end: NumberEnd | None = None,
-        beginning: Constraint | None = None,
+        beginning: GrammarMatcher | None = None,
     ) -> None:
         self._matcher = matcher
         self._number_end = number_end
         self._beginning = beginning
         self._digits = 0
 
-    def copy(self) -> Constraint:
+    def copy(self) -> GrammarMatcher:
         """Another place in the same grammar, which keeps this one alive: the grammar's beginning,
         where this is never advanced."""
-        return Constraint(self._matcher.deep_copy(), self._number_end, self)
+        return GrammarMatcher(self._matcher.deep_copy(), self._number_end, self)
 
     def allowed(self) -> NDArray[np.uint8]:
         """A bit for each token that the grammar allows next, the lowest first."""
@@ -167,15 +173,19 @@ class Constraint:
         return why_stuck(self._matcher.get_error())
 
     @property
+    def accepting(self) -> bool:
+        """True if the text so far may be the whole of it."""
+        return bool(self._matcher.is_accepting())
+
+    @property
     def finished(self) -> bool:
         """True when nothing may follow."""
         return bool(self._matcher.is_stopped())
 
 
 COMPILE_S = 10.0  # a request waits no longer for its grammar
-# (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its
-# constraint.
-MakeConstraint = Callable[[tuple[str, str], str], Constraint]
+# From a grammar as (kind, source), and the answer's beginning if the prompt ends with it.
+MakeMatcher = Callable[[tuple[str, str], str], GrammarMatcher]
 # What compiling may take. Nearly all grammars are done within the first; what isn't begins anew
 # within the second, behind its like, and is then compiled here, where nothing can end it.
 _LIMITS = (ChildLimits(0.05, 32 * 2**20), ChildLimits(1.0, 96 * 2**20, nice=10))
@@ -193,12 +203,12 @@ def trials(compiler: GrammarCompiler) -> Stages:
 
 @dataclass(eq=False)
 class Compilation:
-    """One grammar on its way: once `done`, there is its `constraint`, or why it is `refused`. It
-    ends soon after its asker has `left`."""
+    """A grammar that is being compiled: once `done`, there is its `matcher`, or the reason why it is
+    `refused`. It ends soon after its request has `left`."""
 
     grammar: tuple[str, str]
-    answer_start: str = ""
-    constraint: Constraint | None = None
+    begun: str = ""
+    matcher: GrammarMatcher | None = None
     refused: str = f"it takes over {COMPILE_S:g} s to make"
     ended: bool = False
     left: bool = False
@@ -216,20 +226,20 @@ class Compilation:
 
 
 class BackgroundCompiler:
-    """Makes constraints beside the engine's thread, of grammars that passed `trials`; `news` is set
+    """Makes matchers beside the engine's thread, of grammars that passed `trials`; `news` is set
     with each that is done."""
 
-    def __init__(self, make: MakeConstraint, trials: Stages, news: threading.Event) -> None:
+    def __init__(self, make: MakeMatcher, trials: Stages, news: threading.Event) -> None:
         self._make = make
         self._trials = trials
         self._news = news
         # What requests hold now: choices of one request share theirs.
-        self._held: WeakValueDictionary[tuple[str, ...], Constraint] = WeakValueDictionary()
+        self._held: WeakValueDictionary[tuple[str, ...], GrammarMatcher] = WeakValueDictionary()
         self._copying = threading.Lock()
 
-    def start(self, grammar: tuple[str, str], answer_start: str) -> Compilation:
-        """Begin with `grammar`, of an answer that begins with `answer_start`."""
-        compilation = Compilation(grammar, answer_start)
+    def start(self, grammar: tuple[str, str], begun: str = "") -> Compilation:
+        """Start to compile the `grammar` of an answer that begins with `begun`."""
+        compilation = Compilation(grammar, begun)
         finish = partial(self._finish, compilation)
         self._trials.submit(grammar, lambda: compilation.wanted, finish)
         return compilation
@@ -241,7 +251,7 @@ class BackgroundCompiler:
     def _finish(self, compilation: Compilation, tried: tuple[str, str] | None, reason: str) -> None:
         try:
             if tried is not None:
-                compilation.constraint = self._constraint(*tried, compilation.answer_start)
+                compilation.matcher = self._matcher(*tried, compilation.begun)
         except Exception as e:
             reason = str(e)
         if compilation.wanted:
@@ -249,9 +259,9 @@ class BackgroundCompiler:
             compilation.refused = reason
             self._news.set()
 
-    def _constraint(self, kind: str, text: str, answer_start: str) -> Constraint:
-        key = kind, text, answer_start
-        made = self._held.get(key) or self._make((kind, text), answer_start)
+    def _matcher(self, kind: str, text: str, begun: str) -> GrammarMatcher:
+        key = kind, text, begun
+        made = self._held.get(key) or self._make((kind, text), begun)
         self._held[key] = made
         with self._copying:
             return made.copy()

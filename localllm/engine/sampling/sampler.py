@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localllm.engine.messages import Sampling, ThinkingLimit
+from localllm.engine.sampling.constraint import AnswerConstraint
 from localllm.engine.sampling.filters import candidates, distribution, excludes, readable
-from localllm.engine.sampling.grammar import Constraint
 from localllm.engine.sampling.penalties import Penalties, TokenBytes
 from localllm.engine.sampling.rejection import Distribution, rejection_sample
 from localllm.engine.sampling.row import Row, Top, base_of, block_sums, buffer, weigh
@@ -49,7 +49,7 @@ class Sampler:
     def __init__(
         self,
         sampling: Sampling,
-        constraint: Constraint | None = None,
+        constraint: AnswerConstraint | None = None,
         rules: TokenRules | None = None,
     ) -> None:
         self.sampling = sampling
@@ -65,14 +65,24 @@ class Sampler:
         self._penalties = Penalties(sampling, self._rules.text)
         self._ready: SampleSpec | None = None
 
+    @property
+    def constrained(self) -> bool:
+        """True if a grammar decides on the next token."""
+        return self.constraint is not None and self.constraint.active
+
+    def _banned(self, length: int) -> tuple[int, ...]:
+        """The tokens that may not come behind `length` tokens. Within a call its grammar alone
+        decides."""
+        if self.constraint is not None and self.constraint.in_call:
+            return ()
+        return self._rules.banned(length)
+
     def takes_argmax(self, length: int, ahead: int = 0) -> bool:
         """True when the best logits as they are will be the choices behind `length` tokens, and
         behind up to `ahead` more, wherever they are allowed (`allows`): the rows themselves need
         not be looked at."""
         plain = (
-            self.sampling.temperature <= 0
-            and not self._penalties.active
-            and self.constraint is None
+            self.sampling.temperature <= 0 and not self._penalties.active and not self.constrained
         )
         return plain and not (
             self._rules.thought is not None and self._rules.thought.may_force(length, ahead)
@@ -81,17 +91,17 @@ class Sampler:
     def allows(self, tokens: Sequence[int], length: int) -> bool:
         """True when each of `tokens` may come in its place, the first of them behind `length`
         tokens."""
-        return not any(token in self._rules.banned(at) for at, token in enumerate(tokens, length))
+        return not any(token in self._banned(at) for at, token in enumerate(tokens, length))
 
     def sample_spec(self, history: Sequence[int]) -> SampleSpec | None:
         """How a backend may sample the token behind `history`, and begin with the next one where
         that does not depend on this one by a grammar or a repetition; None where that takes a look
         here, or where the best logit is the choice anyway."""
         s = self.sampling
-        rules = self._rules
         n = len(history)
-        if self._ready is not None and self._uniforms and self._ready.uniform == self._uniforms[0]:
-            return self._ready
+        ready = self._ready
+        if ready is not None and self._uniforms[:1] == [ready.uniform] and not self.constrained:
+            return ready
         if self._needs_row(n):
             return None
         if s.temperature > 0:
@@ -109,7 +119,7 @@ class Sampler:
             s.min_p,
             uniform,
             following if reduced is None and allowed is None else None,
-            rules.banned(n),
+            self._banned(n),
             self._penalties.seen(history),
             self._penalties.bias,
             reduced,
@@ -132,6 +142,9 @@ class Sampler:
         thought = self._rules.thought
         if s.temperature > 0 and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K):
             return True
+        if self.constrained:
+            # Where a call may end, the choice may have to be made again.
+            return self.constraint is not None and self.constraint.may_go_on_freely
         return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
 
     def _next_uniforms(self, n: int) -> Sequence[float]:
@@ -140,12 +153,17 @@ class Sampler:
             self._uniforms.append(float(self._random.random()))
         return self._uniforms[:n]
 
-    def sampled(self, token: int) -> None:
-        """A backend chose `token` as the last `sample_spec` says."""
+    def sampled(self) -> None:
+        """A backend chose a token as the last `sample_spec` says."""
         if self.sampling.temperature > 0:
             self.uniform()
-        if self.constraint is not None:
-            self.constraint.accept(token)
+
+    def accept(self, token: int) -> int:
+        """Take the token that a backend chose; returns the one that counts."""
+        if self.constraint is None:
+            return token
+        accepted = self.constraint.accept(token)
+        return token if accepted is None else accepted
 
     def prepared(self, logits: Row, history: Sequence[int]) -> Row:
         """Logits after bias, penalties and constraint, behind any `history`; the input is never
@@ -156,11 +174,11 @@ class Sampler:
         """The same in a buffer, or the row itself where nothing changes it. `penalties` follow one
         growing line."""
         rules = self._rules
-        banned = [t for t in rules.banned(len(history)) if t < len(logits)]
+        banned = [t for t in self._banned(len(history)) if t < len(logits)]
         forced = None
-        if rules.thought is not None and self.constraint is None:
+        if rules.thought is not None and not self.constrained:
             forced = rules.thought.forced(history)
-        if not (penalties.active or banned or self.constraint is not None or forced is not None):
+        if not (penalties.active or banned or self.constrained or forced is not None):
             return logits
         row = buffer("prepared", len(logits))
         if forced is not None:
@@ -189,9 +207,16 @@ class Sampler:
             token = int(row.argmax())
             if math.isnan(row[token]):
                 token = int(readable(row).argmax())
-        if self.constraint is not None:
-            self.constraint.accept(token)
-        return token
+        return self._taken(token, logits, history)
+
+    def _taken(self, token: int, logits: Row, history: Sequence[int]) -> int:
+        """The token that counts of the one that was chosen, which may be chosen again."""
+        if self.constraint is None:
+            return token
+        accepted = self.constraint.accept(token)
+        if accepted is None:
+            return self.choose(logits, history)
+        return accepted
 
     def log_probabilities(
         self, logits: Row, token: int, n: int, also: Sequence[int] = ()
@@ -216,9 +241,7 @@ class Sampler:
         sampling against the distribution `choose` would draw from. Needs temperature > 0."""
         p = distribution(self._prepared(logits, history, self._penalties), self.sampling)
         token, accepted = rejection_sample(p, drawn_from, drafted, self.uniform(), self.uniform())
-        if self.constraint is not None:
-            self.constraint.accept(token)
-        return token, accepted
+        return self._taken(token, logits, history), accepted
 
     def uniform(self) -> float:
         """One number in [0, 1) from the request's own stream."""

@@ -202,4 +202,4 @@ class DraftModel(Drafter):
 def _draws(job: RunningRequest) -> bool:
     """True when the draft must be drawn like the target's tokens are; under a grammar the best
     guess is proposed."""
-    return job.request.generation.sampling.temperature > 0 and job.sampler.constraint is None
+    return job.request.generation.sampling.temperature > 0 and not job.sampler.constrained

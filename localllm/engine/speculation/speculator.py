@@ -154,7 +154,7 @@ class Speculator:
         between two slices of somebody's prompt, and no drafts may lengthen it."""
         if self.off_because:
             return
-        decoding = [j for j in running if not j.prefilling]
+        decoding = [j for j in running if not j.prefilling and j.compilation is None]
         for job in decoding:
             job.draft = []
             job.draft_from = None
@@ -261,7 +261,7 @@ class Speculator:
             tokens = tokens[: constraint.acceptable(tokens)]
         forced = []
         if constraint is not None and len(tokens) < 2:
-            forced = constraint.forced()[:most]
+            forced = constraint.must_come()[:most]
         if forced:
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(forced))]
             best = _Proposal(survival, drafter="grammar", tokens=forced)

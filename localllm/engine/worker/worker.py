@@ -93,7 +93,7 @@ class Worker:
         compiler = GrammarCompiler(backend)
         settings = EngineSettings(
             **options.get("engine", {}),
-            make_constraint=compiler,
+            make_matcher=compiler,
             grammar_trials=trials(compiler),
         )
         engine = Engine(backend, settings, draft_backend=draft)

@@ -15,20 +15,21 @@ from typing import Any, TypeVar
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.engine.messages import (
+    Constraint,
     Event,
     Failure,
     Finish,
     Prefill,
     Queued,
+    Reasoning,
     Request,
     Text,
     ThinkingLimit,
     TokenLogprob,
 )
 from localllm.engine.worker.client import EngineClient
-from localllm.errors import ContextLengthError, UnsupportedError, by_code
+from localllm.errors import by_code
 from localllm.server.generation.job import (
-    CUT,
     AnswerPlan,
     CollectedCall,
     CollectedChoice,
@@ -103,8 +104,6 @@ def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
 
 # What models write between reasoning and answer.
 _AFTER_REASONING = "\n\n"
-# Calls that are the same in every letter: with so many an answer ends.
-_MOST_ALIKE = 4
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:
@@ -160,64 +159,54 @@ async def _choice(
         generation = replace(generation, sampling=replace(generation.sampling, seed=seed + variant))
     if answer.marks and not generation.ignore_eos:
         generation = replace(generation, stop=(*generation.stop, *answer.marks))
+    if generation.max_tokens == 0:  # the prompt is computed, and nothing written
+        answer = replace(answer, grammar=None, prefix="", calls={})
+    constraint = _constraint(answer)
+    # What a call is forced to begin with stands in the prompt, or comes behind the reasoning.
+    prompt = job.prompt
+    prefix = ""
+    if isinstance(prompt, str) and not (constraint is not None and constraint.lead):
+        prefix = answer.prefix
+        prompt += prefix
     request = Request(
         secrets.token_hex(12),
-        job.prompt,
+        prompt,
         generation,
-        grammar=answer.grammar,
+        constraint,
         add_bos=job.add_bos,
         render_control=answer.control,
         thinking=_thinking_limit(answer, generation.thinking_tokens),
-        answer_start=answer.begun,
         images=job.images,
     )
-    stream = _ChoiceStream(engine, job, request, choice, writer, progress)
-    if generation.max_tokens == 0:  # the prompt is computed, and nothing written
-        await stream.generate(replace(request, grammar=None))
-        return stream.finish()
-    # A constraint waits for the end of the reasoning.
-    if answer.reply.thinking and answer.reply.think and any((answer.grammar, answer.prefix)):
-        closing = answer.reply.think[1]
-        stops = (*generation.stop, closing)
-        free = replace(_with_generation(request, stop=stops, ignore_eos=False), grammar=None)
-        await stream.generate(free)
-        request = await stream.rest(closing + _AFTER_REASONING)
-    if answer.prefix:
-        request = await stream.rest(answer.prefix)
+    stream = _ChoiceStream(job, choice, writer, progress)
+    if prefix:
+        stream.feed(prefix)
+    end = await engine.listen(request, stream.take)
+    if isinstance(end, Failure):
+        raise by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
+    return stream.finish(end)
+
+
+def _constraint(answer: AnswerPlan) -> Constraint | None:
+    """What the engine holds the answer to. A grammar waits for the end of reasoning that the prompt
+    has opened, and tool calls within reasoning are words; formats that mark every part of an answer
+    let a call end the reasoning."""
+    reply = answer.reply
+    reasoning = None
+    if reply.think is not None:
+        reasoning = Reasoning(*reply.think, reply.thinking, may_call=reply.calls_in_reasoning)
     if answer.calls:
-        await _generate_with_calls(answer, request, stream)
-    else:
-        await stream.generate(request)
-    return stream.finish()
-
-
-async def _generate_with_calls(answer: AnswerPlan, request: Request, stream: _ChoiceStream) -> None:
-    """Generate freely up to the opening of a tool call, then constrain the call to its tool's
-    schema, and so on."""
-    stops = (*request.generation.stop, *answer.calls)
-    while not stream.cut:
-        end = await stream.generate(_with_generation(request, stop=stops))
-        start = answer.calls.get(end.stop or "")
-        if start is None or stream.cut:
-            return
-        stream.feed(end.stop or "")
-        if stream.in_call:
-            rest = await stream.rest(start.lead)
-            try:
-                strict = _with_generation(rest, stop=(), ignore_eos=False)
-                await stream.generate(replace(strict, grammar=start.grammar))
-            except UnsupportedError:
-                # No grammar for this schema: the call comes as the model writes it.
-                await stream.generate(rest)
-                return
-            if stream.cut:
-                return
-            stream.feed(start.closing)
-            # Small models repeat a call until the context is full: that ends the answer, as does
-            # none.
-            if not (start.again and answer.reply.parallel) or not stream.new_call():
-                return
-        request = await stream.rest()
+        triggers = {
+            text: replace(trigger, again=trigger.again and reply.parallel)
+            for text, trigger in answer.calls.items()
+        }
+        return Constraint(triggers=triggers, reasoning=None if reply.drops else reasoning)
+    if answer.grammar is None:
+        return None
+    if reasoning is not None and reply.thinking:
+        lead = _AFTER_REASONING + answer.prefix
+        return Constraint(answer.grammar, lead=lead, reasoning=reasoning)
+    return Constraint(answer.grammar, answer.begun)
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
@@ -231,36 +220,6 @@ def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | N
     return ThinkingLimit(tokens, opening, closing, between, opened=answer.reply.thinking)
 
 
-def _with_generation(request: Request, **changes: Any) -> Request:
-    """`request` with some fields of its Generation changed."""
-    return replace(request, generation=replace(request.generation, **changes))
-
-
-def _merge_ends(first: Finish | None, second: Finish) -> Finish:
-    """Merges the ends of an answer generated in two parts; the second part's prompt contains the
-    first."""
-    if first is None:
-        return second
-    usage = first.usage
-    more = second.usage
-    early = first.timings
-    late = second.timings
-    return replace(
-        second,
-        usage=replace(
-            usage,
-            completion_tokens=usage.completion_tokens + more.completion_tokens,
-            accepted_draft_tokens=usage.accepted_draft_tokens + more.accepted_draft_tokens,
-            rejected_draft_tokens=usage.rejected_draft_tokens + more.rejected_draft_tokens,
-        ),
-        timings=replace(
-            early,
-            decode_s=early.decode_s + late.queued_s + late.prefill_s + late.decode_s,
-            decode_steps=early.decode_steps + late.decode_steps,
-        ),
-    )
-
-
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
@@ -270,107 +229,35 @@ def _is_json(text: str) -> bool:
 
 
 class _ChoiceStream:
-    """Generates one choice in parts, parses its events, reports them to the writer and collects
-    them."""
+    """Parses the events of one choice, reports them to the writer and collects them."""
 
     def __init__(
-        self,
-        engine: EngineClient,
-        job: GenerationJob,
-        request: Request,
-        choice: int,
-        writer: ReplyWriter,
-        progress: PrefillProgress,
+        self, job: GenerationJob, choice: int, writer: ReplyWriter, progress: PrefillProgress
     ) -> None:
-        self._engine = engine
         self._job = job
-        self._request = request
         self._choice = choice
         self._writer = writer
         self._progress = progress
         reply = job.answer.reply
         self._parser = None if reply.plain else ReplyParser(reply)
-        self._end: Finish | None = None  # of the parts so far
-        self._raw: list[str] = []
         self._reasoned = 0
         self._tokens = VisibleTokens()
         self._collected = CollectedChoice()
-        self._n_calls = 0  # when they were last asked for
-
-    @property
-    def cut(self) -> bool:
-        """Whether the answer was cut off: nothing more is generated."""
-        return self._end is not None and self._end.reason in CUT
-
-    def new_call(self) -> bool:
-        """Whether there was a tool call since this was last asked, and it is not one that is made
-        over and over: the same dice may be thrown more than once."""
-        said = [(call.name, call.arguments) for call in self._collected.begun_calls]
-        before = self._n_calls
-        self._n_calls = len(said)
-        return len(said) > before and said.count(said[-1]) < _MOST_ALIKE
-
-    @property
-    def in_call(self) -> bool:
-        """Whether the parser is inside a tool call."""
-        return self._parser is not None and self._parser.in_call
 
     def feed(self, text: str) -> None:
         """Parse text that the model did not generate itself."""
-        self._raw.append(text)
         if self._parser is not None:
             self._emit(self._parser.feed(text), ())
         else:
             self._show(text)
 
-    async def rest(self, text: str = "") -> Request:
-        """The request for the rest of the answer, behind `text` that the model did not write."""
-        if self.cut:
-            return self._request
-        if text:
-            self.feed(text)
-        prompt = self._request.prompt
-        raw = "".join(self._raw)
-        tail = raw if isinstance(prompt, str) else await self._engine.tokenize(raw)
-        spent = 0
-        if self._end is not None:
-            spent = self._end.usage.completion_tokens
-        most = self._request.generation.max_tokens
-        left = None if most is None else max(0, most - spent)
-        if self._end is not None and left == 0:
-            self._end = replace(self._end, reason="length")
-        least = max(0, self._request.generation.min_tokens - spent)
-        return replace(
-            _with_generation(self._request, max_tokens=left, min_tokens=least),
-            prompt=prompt + tail,  # type: ignore[operator]
-            continues=self._end is not None,
-            thinking=None,
-        )
-
-    async def generate(self, request: Request) -> Finish:
-        """Generate a part; returns how the answer has ended so far. Raises the engine's Failure; if
-        only the context has no room for more, the answer ends there. Of one that was cut off there
-        is no further part."""
-        if self._end is not None and self.cut:
-            return self._end
-        end = await self._engine.listen(request, self._event)
-        if isinstance(end, Failure):
-            error = by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
-            if self._end is None or not isinstance(error, ContextLengthError):
-                raise error
-            self._end = replace(self._end, reason="length")
-        else:
-            self._end = _merge_ends(self._end, end)
-        return self._end
-
-    def _event(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         """Called once per token while the event loop reads the engine's pipe: kept minimal."""
         if type(event) is Text:
             self._progress.written += len(event.tokens)
             if self._job.reports_tokens:
                 self._collected.tokens += event.tokens
                 self._writer.tokens(self._choice, event.tokens)
-            self._raw.append(event.text)
             parser = self._parser
             if parser is not None:
                 if parser.thinking:
@@ -391,9 +278,8 @@ class _ChoiceStream:
                 progress.accepted = True
                 self._writer.start()
 
-    def finish(self) -> CollectedChoice:
-        assert self._end is not None
-        end = self._end
+    def finish(self, end: Finish) -> CollectedChoice:
+        """The whole choice, which ended so."""
         if end.stop in self._job.answer.marks and end.stop not in self._job.generation.stop:
             # The turn end of this format, not a stop string of the client's.
             end = replace(end, stop=None)
@@ -404,8 +290,7 @@ class _ChoiceStream:
             cut = end.reason != "stop" or end.stop is not None
             self._emit(self._parser.close(cut), ())
             half_call = cut and bool(calls) and not _is_json(calls[-1].arguments)
-        reason: Reason
-        reason = "stop"
+        reason: Reason = "stop"
         if len(calls) > half_call:
             reason = "tool_calls"
         if end.reason == "length" or end.reason == "repetition":
@@ -439,5 +324,5 @@ class _ChoiceStream:
             elif isinstance(delta, CallArguments):
                 collected.begun_calls[delta.index].pieces.append(delta.text)
                 writer.call_arguments(choice, delta.index, delta.text)
-        if self.in_call:
+        if self._parser is not None and self._parser.in_call:
             self._tokens.clear()

@@ -51,7 +51,7 @@ def answer(
     sampling: Sampling, grammar: tuple[str, str], draft: str, prediction: str
 ) -> tuple[Outcome, Watching]:
     backend, ticks = Watching(), itertools.count(1.0)
-    settings = EngineSettings(draft=draft, make_constraint=GrammarCompiler(backend))
+    settings = EngineSettings(draft=draft, make_matcher=GrammarCompiler(backend))
     # A clock that ticks once per look: a step with drafts takes as long as one without.
     engine = Engine(backend, settings, clock=lambda: next(ticks) / 1000)
     settle(engine)
@@ -106,9 +106,7 @@ def test_a_real_model_says_the_same_with_a_half_right_guess(
     few_layers: Path, sampling: Sampling
 ) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
-    engine = Engine(
-        backend, EngineSettings(draft="ngram", make_constraint=GrammarCompiler(backend))
-    )
+    engine = Engine(backend, EngineSettings(draft="ngram", make_matcher=GrammarCompiler(backend)))
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
     engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]

@@ -58,7 +58,7 @@ def drafting(
     )  # fmt: skip
     settings = EngineSettings(
         draft="mtp" if companion is None else "auto",
-        make_constraint=GrammarCompiler(backend),
+        make_matcher=GrammarCompiler(backend),
         cache_bytes=cache_bytes,
         disk_dir=str(disk) if disk else None,
         headroom_bytes=0,

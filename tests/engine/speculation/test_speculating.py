@@ -194,7 +194,7 @@ def test_a_grammar_holds_over_drafts(temperature: float) -> None:
     sampling = Sampling(temperature=temperature, seed=5)
 
     def answer(mode: str, prediction: str) -> tuple[str, int]:
-        settings = EngineSettings(draft=mode, make_constraint=lambda *_: EveryOther())
+        settings = EngineSettings(draft=mode, make_matcher=lambda *_: EveryOther())
         ticks = itertools.count(1.0)
         engine = Engine(ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000)
         settle(engine)

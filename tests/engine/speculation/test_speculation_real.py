@@ -45,7 +45,7 @@ def speculating(path: Path, draft: Path | None = None, **spec: int) -> Engine:
     backend = llamacpp.load(LoadSpec(str(path), **shape))  # type: ignore[arg-type]
     engine = Engine(
         backend,
-        EngineSettings(draft="auto", make_constraint=GrammarCompiler(backend)),
+        EngineSettings(draft="auto", make_matcher=GrammarCompiler(backend)),
         draft_backend=small,
     )
     settle(engine)

@@ -64,7 +64,7 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
         end = _END
         lark = json_calls(tools, _before_json)
     return {
-        _SECTION: GrammarTrigger(_CALL + lead, lark, end, again=True),
+        _SECTION: GrammarTrigger(_CALL + lead, lark, end, again=True, once=True),
         _CALL: GrammarTrigger(lead, lark, end, again=True),
     }
 

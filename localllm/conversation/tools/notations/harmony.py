@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
 from localllm.conversation.tools.base import (
@@ -51,6 +52,7 @@ class _Reader(JsonReader):
 
 
 _MARKERS = tuple(f"{header} to=functions." for header in _HEADERS)
+_FIRST = " to=functions."
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
@@ -61,8 +63,11 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     outside = json_calls(tools, lambda name: f"{spelled(f'{name}<|channel|>commentary')} {kind}")
     # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
     either = json_calls(tools, lambda name: f'{text(name)} (<|channel|> "commentary")? {kind}')
-    calls = zip((*_MARKERS, " to=functions."), (inside, inside, outside, either), strict=True)
-    return {marker: GrammarTrigger("", lark, "<|call|>") for marker, lark in calls}
+    calls = zip((*_MARKERS, _FIRST), (inside, inside, outside, either), strict=True)
+    triggers = {marker: GrammarTrigger("", lark, "<|call|>") for marker, lark in calls}
+    # Elsewhere these words are text.
+    triggers[_FIRST] = replace(triggers[_FIRST], behind=r"\A")
+    return triggers
 
 
 def _framed(choices: str, answer: str) -> str:

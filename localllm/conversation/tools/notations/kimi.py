@@ -39,7 +39,7 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """The section opens the first call, its own token every other one."""
     lark = json_calls(tools, _before_arguments)
     return {
-        _SECTION: GrammarTrigger(_CALL, lark, "<|tool_call_end|>", again=True),
+        _SECTION: GrammarTrigger(_CALL, lark, "<|tool_call_end|>", again=True, once=True),
         _CALL: GrammarTrigger("", lark, "<|tool_call_end|>", again=True),
     }
 

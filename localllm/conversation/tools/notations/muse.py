@@ -26,6 +26,8 @@ _HEADER = "<|start|>assistant"
 _LINE = "\n"
 _OPEN = "<atem:function_calls>"
 _CLOSE = "</atem:function_calls>"
+# The header of a message to a function; the prompt ends with the beginning of the first one.
+_TO_A_FUNCTION = r"(?:\A|<\|start\|>assistant) to=(?!user<|self<)[^<\s]+<\|message\|>\s*"
 _PATTERNS = TagPatterns(
     re.compile(r'(?:[^<]*<\|message\|>\s*<atem:function_calls>)?\s*<atem:invoke name="([^"]+)">'),
     "</atem:invoke>",
@@ -77,7 +79,9 @@ FORMATS = (
         header=_HEADER,
         reader=_reader,
         # The calls of a message. The header of its first one is not the model's to write.
-        triggers=lambda template, tools: {_OPEN: GrammarTrigger(_LINE, _calls(tools), again=True)},
+        triggers=lambda template, tools: {
+            _OPEN: GrammarTrigger(_LINE, _calls(tools), again=True, behind=_TO_A_FUNCTION)
+        },
         unmarked_call=_unmarked_call,
         framed=_framed,
     ),

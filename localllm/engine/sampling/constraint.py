@@ -1,0 +1,332 @@
+"""The constraint of one answer, from its first token to its last.
+
+The answer may be free at first. A grammar becomes active when the model closes its reasoning, or
+writes a trigger: the text that opens a tool call. After the call the answer may be free again.
+(llama.cpp calls such grammars lazy.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.messages import Constraint, Reasoning
+from localllm.engine.sampling.grammar import GrammarMatcher
+from localllm.engine.sampling.row import Row
+from localllm.grammars.trigger import GrammarTrigger
+
+# An answer ends with the call that is made for the fourth time, letter by letter: small models
+# repeat one until the context is full.
+MOST_ALIKE = 4
+
+
+class AnswerConstraint:
+    """Follows the tokens of one answer and says what may come next.
+
+    `accept` takes each chosen token, before it counts. After it, `forced` holds tokens that come
+    next whatever the model wants: they are taken without `accept`. `wanted` is a grammar without
+    which the answer can't go on: its matcher is to be given by `use`, or refused by `give_up`.
+    `spelled`: the last token belongs to a marker or a call, so control tokens in it are text.
+    `turned`: with the last token a grammar began or ended, so a draft made before is worth nothing
+    behind that token."""
+
+    def __init__(
+        self,
+        asked: Constraint,
+        spell: Callable[[int], bytes],
+        tokens_of: Callable[[str], list[int]],
+        eog: Collection[int],
+    ) -> None:
+        self._asked = asked
+        self._spell = spell
+        self._tokens_of = tokens_of
+        self._eog = eog
+        self._text = bytearray()
+        self._markers = _Markers(asked)
+        self._searched = 0
+        self._compiled: dict[tuple[str, str], GrammarMatcher] = {}
+        self._matcher: GrammarMatcher | None = None
+        self._trigger: GrammarTrigger | None = None
+        self._call_at = 0
+        self._calls: Counter[bytes] = Counter()
+        self._over = False
+        self.forced: list[int] = []
+        self.turned = False
+        self.spelled = False
+        self.wanted: tuple[str, str] | None = None
+        if asked.grammar is not None and not self._awaits_reasoning:
+            self.wanted = asked.grammar
+
+    # --- the answer's place -----------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """True if a grammar decides on the next token."""
+        return self._matcher is not None
+
+    @property
+    def in_call(self) -> bool:
+        """True from a trigger to the end of its grammar."""
+        return self._trigger is not None
+
+    @property
+    def watches_stops(self) -> bool:
+        """True if a client's stop text ends the answer here: neither within a call, nor in
+        reasoning that a grammar follows."""
+        return not self.spelled and not self._awaits_reasoning
+
+    @property
+    def _awaits_reasoning(self) -> bool:
+        return self._asked.grammar is not None and self._markers.thinking
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing may follow."""
+        if self.forced:
+            return False
+        return self._over or (self._matcher is not None and self._matcher.finished)
+
+    @property
+    def stuck(self) -> bool:
+        """True if the active grammar's end can't be reached."""
+        return self._matcher is not None and self._matcher.stuck
+
+    @property
+    def why_stuck(self) -> str:
+        """The reason, in words."""
+        assert self._matcher is not None
+        return self._matcher.why_stuck
+
+    # --- the next token ---------------------------------------------------------------------------
+
+    def allowed(self) -> NDArray[np.uint8] | None:
+        """A bit for each token that the active grammar allows next; None without one."""
+        if self._matcher is None:
+            return None
+        return self._matcher.allowed()
+
+    def apply(self, logits: Row) -> None:
+        """Set what the active grammar forbids next to -inf."""
+        if self._matcher is not None:
+            self._matcher.apply(logits)
+
+    def acceptable(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` may come in a row from here, as far as is known."""
+        if self._matcher is None:
+            return len(tokens)
+        return self._matcher.acceptable(tokens)
+
+    def must_come(self) -> list[int]:
+        """The tokens of the text that the active grammar allows alone."""
+        if self._matcher is None:
+            return []
+        return self._matcher.forced()
+
+    @property
+    def may_go_on_freely(self) -> bool:
+        """True if the model's end here is that of a call alone, so that its next choice is a free
+        one."""
+        trigger = self._trigger
+        if trigger is None or self._matcher is None or trigger.closing or not trigger.again:
+            return False
+        return self._matcher.accepting
+
+    # --- taking tokens ----------------------------------------------------------------------------
+
+    def accept(self, token: int) -> int | None:
+        """Take the token that was chosen; returns the one that counts, which may be another. None
+        if a call ended and nothing counts: the model is to choose again."""
+        self.turned = False
+        self.spelled = self.in_call
+        if self._matcher is None:
+            return self._accept_free(token)
+        if self.in_call and token in self._eog:
+            return self._end_of_call(token)
+        self._matcher.accept(token)
+        self._text += self._spell(token)
+        if self.in_call and self._matcher.finished and not self._matcher.stuck:
+            self._close()
+        return token
+
+    def use(self, grammar: tuple[str, str], matcher: GrammarMatcher) -> None:
+        """Take the matcher of a compiled `grammar`."""
+        self._compiled[grammar] = matcher
+        self._activate()
+
+    def give_up(self) -> None:
+        """The grammar of a call was refused: the model writes this call and others as it likes."""
+        self.wanted = None
+        self._trigger = None
+        self._markers.forget_triggers()
+
+    def _accept_free(self, token: int) -> int:
+        if token in self._eog:
+            if self._awaits_reasoning:
+                return self._end_of_reasoning()
+            return token
+        new = len(self._text)
+        self._text += self._spell(token)
+        while True:
+            found = self._markers.next(self._text, self._searched, new)
+            if found is None:
+                return token
+            start, end = found
+            self._searched = end
+            trigger = self._markers.passed(self._text, start, end)
+            if trigger is not None and trigger.once and self._calls:
+                self._over = True
+                return token
+            if trigger is not None:
+                self._trigger = trigger
+                self._call_at = start
+                return self._begin(token, end, trigger.grammar, trigger.lead)
+            if self._asked.grammar is not None and not self._markers.thinking:
+                return self._begin(token, end, self._asked.grammar, self._asked.lead)
+
+    def _begin(self, token: int, end: int, grammar: tuple[str, str], lead: str) -> int:
+        """A `grammar` begins behind the marker that ends at `end`, and behind its `lead`. What the
+        last token has beyond that is dropped. Returns the token that counts in its place."""
+        beyond = bytes(self._text[end:])
+        rest = _without_beginning(lead, beyond)
+        if rest is not None:
+            self._put(rest)
+        else:
+            kept = self._spell(token).removesuffix(beyond)
+            del self._text[end - len(kept) :]
+            self._put(kept.decode("utf-8", "replace") + lead)
+            token = self.forced.pop(0)
+        self._want(grammar)
+        return token
+
+    def _end_of_reasoning(self) -> int:
+        """The model ended within its reasoning: that is closed instead."""
+        reasoning = self._asked.reasoning
+        assert reasoning is not None
+        assert self._asked.grammar is not None
+        self._markers.thinking = False
+        self._put(reasoning.closing + self._asked.lead)
+        self._want(self._asked.grammar)
+        return self.forced.pop(0)
+
+    def _end_of_call(self, token: int) -> int | None:
+        """The model ended within a call, as its grammar allows."""
+        self._close()
+        if self.forced:
+            return self.forced.pop(0)
+        if self._over:
+            return token
+        return None
+
+    def _close(self) -> None:
+        """The call's grammar has come to its end."""
+        trigger = self._trigger
+        assert trigger is not None
+        call = bytes(self._text[self._call_at :])
+        self._calls[call] += 1
+        self._over = not trigger.again or self._calls[call] >= MOST_ALIKE
+        self._trigger = None
+        self._matcher = None
+        self.turned = True
+        self._put(trigger.closing)
+        self._searched = len(self._text)
+
+    def _put(self, text: str) -> None:
+        """`text` comes next, whatever the model wants."""
+        self._text += text.encode()
+        if text:
+            self.forced = self._tokens_of(text)
+
+    def _want(self, grammar: tuple[str, str]) -> None:
+        self.turned = True
+        self.spelled = True
+        self.wanted = grammar
+        self._activate()
+
+    def _activate(self) -> None:
+        matcher = self._compiled.get(self.wanted) if self.wanted is not None else None
+        if matcher is not None:
+            self._matcher = matcher.copy()
+            self.wanted = None
+
+
+class _Markers:
+    """Finds the markers of reasoning and of calls in an answer's text. `thinking`: the text is
+    within the reasoning."""
+
+    def __init__(self, asked: Constraint) -> None:
+        self._triggers = {text.encode(): trigger for text, trigger in asked.triggers.items()}
+        self._reasoning = asked.reasoning
+        self.thinking = asked.reasoning is not None and asked.reasoning.opened
+        self._thought = self.thinking
+        self._reasoning_at = 0
+        self._compile()
+
+    def _compile(self) -> None:
+        """The patterns of the texts that are looked for before, in and after the reasoning."""
+        triggers = [*self._triggers]
+        reasoning = self._reasoning or Reasoning("", "")
+        in_reasoning = triggers if reasoning.may_call else []
+        self._before = _Pattern([*triggers, reasoning.opening.encode()])
+        self._within = _Pattern([*in_reasoning, reasoning.closing.encode()])
+        self._after = _Pattern(triggers)
+
+    def forget_triggers(self) -> None:
+        """No trigger counts any more."""
+        self._triggers = {}
+        self._compile()
+
+    def next(self, text: bytearray, searched: int, new: int) -> tuple[int, int] | None:
+        """Where the next marker begins and ends; None without one. Markers before `searched` were
+        passed, and the text from `new` on was not looked at yet."""
+        if self.thinking:
+            return self._within.search(text, searched, new)
+        if self._thought:
+            return self._after.search(text, searched, new)
+        return self._before.search(text, searched, new)
+
+    def passed(self, text: bytearray, start: int, end: int) -> GrammarTrigger | None:
+        """Take the marker that stands there; returns the trigger if it is one that counts."""
+        marker = bytes(text[start:end])
+        reasoning = self._reasoning
+        trigger = self._triggers.get(marker)
+        if trigger is not None:
+            if self.thinking and text[self._reasoning_at : start].strip():
+                return None
+            before = text[:start].decode("utf-8", "replace")
+            if trigger.behind and not re.search(rf"(?:{trigger.behind})\Z", before):
+                return None
+            self.thinking = False
+            return trigger
+        assert reasoning is not None
+        self.thinking = not self.thinking
+        self._thought = True
+        self._reasoning_at = end
+        return None
+
+
+class _Pattern:
+    """Finds the first of some texts; of two that begin at one place, the longer."""
+
+    def __init__(self, texts: Iterable[bytes]) -> None:
+        known = sorted({text for text in texts if text}, key=len, reverse=True)
+        self._longest = len(known[0]) if known else 0
+        self._pattern = re.compile(b"|".join(re.escape(text) for text in known))
+
+    def search(self, text: bytearray, searched: int, new: int) -> tuple[int, int] | None:
+        """Where the first begins and ends that does not begin before `searched` and ends behind
+        `new`."""
+        if not self._longest:
+            return None
+        found = self._pattern.search(text, max(searched, new - self._longest + 1))
+        return None if found is None else found.span()
+
+
+def _without_beginning(text: str, begun: bytes) -> str | None:
+    """The rest of `text` behind its beginning `begun`; None if it begins otherwise."""
+    if not text.encode().startswith(begun):
+        return None
+    return text.encode().removeprefix(begun).decode("utf-8", "replace")
