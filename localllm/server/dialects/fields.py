@@ -37,10 +37,13 @@ from localllm.server.dialects.constraints import (
 from localllm.server.dialects.known import BodyPart
 
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-TRUNCATION = (
-    "a conversation too long for the context: "
-    "refused (disabled), or its oldest turns left out (auto)"
-)
+Truncation = Annotated[
+    Literal["auto", "disabled"] | None,
+    Field(
+        description="a conversation too long for the context: "
+        "refused (disabled), or its oldest turns left out (auto)"
+    ),
+]
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
 
@@ -55,6 +58,9 @@ Bias = (
     | Annotated[Literal[False], AfterValidator(_lowest_bias)]
 )
 MAX_PROMPTS = 16
+Choices = Annotated[int, Field(ge=1, le=16)]
+Alternatives = Annotated[int, Field(ge=0, le=20)]
+SentTools = Annotated[list[dict[str, Any]], Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 StopText = Annotated[str, Field(max_length=1024)]
@@ -196,7 +202,7 @@ class SamplingFields(RequestBody, GenerationFields):
         max_length=1024,
         description="only requests of the same salt use each other's prefixes (vLLM)",
     )
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    n: Choices | None = None
     service_tier: str | None = Field(
         None, max_length=64, description="priority: before others; flex, batch: after them"
     )

@@ -37,6 +37,7 @@ ParseSpecial = Annotated[
         "otherwise they are text"
     ),
 ]
+Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningFields(BodyPart):
@@ -48,12 +49,10 @@ class ReasoningFields(BodyPart):
         None, description="tokens of reasoning at most; -1 = no limit"
     )
     exclude: bool | None = Field(None, description="true: reasoning is no part of the answer")
-    summary: Literal["auto", "concise", "detailed"] | None = Field(
+    summary: Summary | None = Field(
         None, description="the reasoning comes as summary parts; nothing is left out of it"
     )
-    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="the older name of summary"
-    )
+    generate_summary: Summary | None = Field(None, description="the older name of summary")
 
 
 class ThinkingSwitch(BodyPart):

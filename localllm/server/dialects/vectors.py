@@ -109,7 +109,7 @@ class RerankFields(RequestBody):
 
     query: str
     documents: Documents | None = None
-    texts: Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)] | None = Field(
+    texts: Texts | None = Field(
         None, description="the same, answered as text-embeddings-inference does"
     )
     top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(

@@ -13,7 +13,7 @@ from localllm.conversation.tools.prompt import checked
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import function_of, is_client_tool
 from localllm.server.dialects.constraints import Constraint, of_response_format, only_one
-from localllm.server.dialects.fields import Count, StopText, stop_texts
+from localllm.server.dialects.fields import Count, SentTools, StopText, stop_texts
 from localllm.server.dialects.known import (
     FORM,
     READS,
@@ -99,7 +99,7 @@ class MessagesFields(ReasonedFields):
     max_tokens: Count | None = None
     system: str | list[Any] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=32)] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tools: SentTools | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = Field(
         None, description="`effort`, and `format` with a JSON schema"

@@ -14,7 +14,15 @@ from localllm.conversation.images import images_in_prompt
 from localllm.engine.messages import Generation, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.fields import MAX_PROMPTS, Bias, SamplingFields, TokenId, first_limit
+from localllm.server.dialects.fields import (
+    MAX_PROMPTS,
+    Alternatives,
+    Bias,
+    Choices,
+    SamplingFields,
+    TokenId,
+    first_limit,
+)
 from localllm.server.dialects.known import BodyPart, Shape, Unused
 from localllm.server.dialects.wire import logprob_entry, quote, timings_body
 from localllm.server.generation.job import (
@@ -63,7 +71,7 @@ class LlamaCppFields(SamplingFields):
         None, description="by token id, or by a text for each of its tokens"
     )
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
-    n_probs: int | None = Field(None, ge=0, le=20)
+    n_probs: Alternatives | None = None
     return_tokens: bool | None = Field(None, description="the ids of the answer's tokens too")
     response_fields: Annotated[list[str], Field(max_length=64)] | None = Field(
         None, description="only these of the answer's fields; a/b is field b of a"
@@ -83,7 +91,7 @@ class InfillFields(LlamaCppFields):
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: list[ExtraFile] = Field(default_factory=list, max_length=256)
-    n_cmpl: Annotated[int, Field(ge=1, le=16)] | None = None
+    n_cmpl: Choices | None = None
 
 
 def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 from localllm.conversation.tools import format_for, has_unknown_notation
 from localllm.errors import BusyError, RequestError
-from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.fields import RequestBody, TokenId
 from localllm.server.dialects.llamacpp import completion
 from localllm.server.dialects.openapi import answer_of
 from localllm.server.dialects.paths import Paths
@@ -112,7 +112,7 @@ class TokenizeFields(RequestBody):
 class DetokenizeFields(RequestBody):
     """POST /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=list)
+    tokens: list[TokenId] = Field(default_factory=list)
 
 
 class ModelFields(RequestBody):

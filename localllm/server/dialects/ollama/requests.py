@@ -14,9 +14,12 @@ from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraints import Constraint, of_object, of_schema
 from localllm.server.dialects.fields import (
+    Alternatives,
     Budget,
     GenerationFields,
+    Limit,
     RequestBody,
+    SentTools,
     first_limit,
 )
 from localllm.server.dialects.known import (
@@ -74,7 +77,7 @@ class Options(GenerationFields):
 
     model_config = ConfigDict(allow_inf_nan=False)
     shapes: ClassVar[Shape] = {name: REFUSED[name] for name in ("mirostat", "tfs_z")}
-    num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
+    num_predict: Limit | None = None
     thinking_budget: Budget | None = Field(
         None, description="tokens of reasoning at most; -1 = no limit"
     )
@@ -94,7 +97,7 @@ class OllamaBody(ThinkingFields):
         None, description="leave out the oldest messages of a chat that does not fit"
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Alternatives | None = None
 
     def generation(self, default: Sampling) -> Generation:
         options = self.options or Options.model_validate({})
@@ -125,7 +128,7 @@ class OllamaChat(OllamaBody):
     """POST /api/chat."""
 
     messages: list[dict[str, Any]] = Field(default_factory=list)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tools: SentTools | None = None
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="as in /v1/chat/completions; auto where unsaid"
     )

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise, unfinished
 from localllm.engine.messages import TokenLogprob
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import TRUNCATION, Limit, first_limit
+from localllm.server.dialects.fields import Alternatives, Limit, SentTools, Truncation, first_limit
 from localllm.server.dialects.known import PART, STREAMED, BodyPart, Shape
 from localllm.server.dialects.thinking import ReasonedFields
 from localllm.server.dialects.toolbox import INPUT, NO_TOOLS, CustomInputReader, Toolbox
@@ -54,10 +54,10 @@ class ChatFields(ReasonedFields):
     max_completion_tokens: Limit | None = Field(None, description="the newer name of max_tokens")
     n_predict: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Alternatives | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tools: SentTools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = Field(
@@ -69,7 +69,7 @@ class ChatFields(ReasonedFields):
     prediction: dict[str, Any] | None = Field(
         None, description="text expected in the answer: drafted from first"
     )
-    truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
+    truncation: Truncation = None
 
     def predicted(self) -> str:
         """The text of `prediction`. Raises RequestError."""

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
-from localllm.server.dialects.fields import RequestBody, each
+from localllm.server.dialects.fields import Count, RequestBody, each
 from localllm.server.dialects.known import read
 from localllm.server.dialects.openai import chat, completions
 from localllm.server.dialects.paths import Paths
@@ -165,18 +165,15 @@ def model_entry(model: ServedModel) -> dict[str, Any]:
     }
 
 
-_Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-
-
 class EmbeddingFields(RequestBody):
     """POST /v1/embeddings."""
 
     input: (
         str
         | vectors.Texts
-        | Annotated[list[_Token], Field(min_length=1)]
+        | Annotated[list[Count], Field(min_length=1)]
         | Annotated[
-            list[Annotated[list[_Token], Field(min_length=1)]],
+            list[Annotated[list[Count], Field(min_length=1)]],
             Field(min_length=1, max_length=vectors.MOST_INPUTS),
         ]
     ) = Field(description="a text, texts, token ids, or lists of token ids")

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
 from localllm.errors import NotFoundError, RequestError
-from localllm.server.dialects.fields import TRUNCATION, Limit
+from localllm.server.dialects.fields import Alternatives, Limit, SentTools, Truncation
 from localllm.server.dialects.known import (
     FORM,
     PART,
@@ -171,15 +171,15 @@ class ResponsesFields(ReasonedFields):
         None, description="keep the response for previous_response_id (default true)"
     )
     max_output_tokens: Limit | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tools: SentTools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
+    truncation: Truncation = None
     include: list[str] | None = Field(
         None, description="message.output_text.logprobs; others change nothing here"
     )
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Alternatives | None = None
     stream_options: dict[str, Any] | None = None
 
     def alternatives(self) -> int | None:
