@@ -196,12 +196,12 @@ async def check_fits(
     tokens = await client.count(model, messages)
     if tokens is None or tokens < n_ctx:
         return
-    alone: int | None = tokens
+    question_tokens: int | None = tokens
     if not compacts:
-        alone = await client.count(model, would_send(True))
-    if alone is not None and alone >= n_ctx:
+        question_tokens = await client.count(model, would_send(True))
+    if question_tokens is not None and question_tokens >= n_ctx:
         raise ContextLengthError(
-            f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: "
+            f"this question alone is {question_tokens:,} tokens, and the context is {n_ctx:,}: "
             "it was not sent",
             hint="shorten it, or start the chat with a larger --context",
         )

@@ -321,9 +321,9 @@ def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
 
 def _words(node: SyntaxTreeNode, text: Text) -> None:
     start = len(text)
-    said = _said(node)
-    if said is not None:
-        text.append(said, "code.inline" if node.type == "code_inline" else None)
+    own = _own_text(node)
+    if own is not None:
+        text.append(own, "code.inline" if node.type == "code_inline" else None)
     else:
         for child in node.children:
             _words(child, text)
@@ -334,7 +334,7 @@ def _words(node: SyntaxTreeNode, text: Text) -> None:
         text.stylize(Style(meta={"@click": ("link", (address,))}), start)
 
 
-def _said(node: SyntaxTreeNode) -> str | None:
+def _own_text(node: SyntaxTreeNode) -> str | None:
     """The text of a part of a line; None if it consists of other parts."""
     if node.type == "text":
         return re.sub(r"\s+", " ", node.content)
