@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.setting_options import takes
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog, user_folder
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.library.catalog_update import Update
@@ -23,6 +25,7 @@ def catalog() -> None:
 
 
 @app.command(short_help="Read the models' file listings from the hub.")
+@takes("offline")
 def update(
     models: Annotated[
         list[str] | None,
@@ -34,9 +37,8 @@ def update(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would change; write nothing.")
     ] = False,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Refuse: an update needs the network.")
-    ] = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Read which files the hub holds of the catalog's models, with their exact sizes, into a
     catalog file of yours.
@@ -48,10 +50,10 @@ def update(
     from localllm.library import catalog_update, hub
     from localllm.library.describe import describe
 
-    if offline or hub.is_offline():
+    if settings.value("offline") or hub.is_offline():
         raise UsageError(
             "an update of the catalog asks the hub",
-            hint="run it without --offline and HF_HUB_OFFLINE",
+            hint="run it without --offline, the setting `offline` and HF_HUB_OFFLINE",
         )
     known = load_catalog()
     new: list[str] = []
