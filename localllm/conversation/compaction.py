@@ -85,8 +85,8 @@ class _Replay:
         self.dropped: set[int] = set()
 
     def next_to_go(self) -> list[_Unit]:
-        """The oldest turn, or of the newest one the oldest round but the last; empty when only what
-        must stay is left."""
+        """The units to drop next: the oldest turn, or if only the newest turn is left, its oldest
+        round, but not its last. Empty if no more may be dropped."""
         oldest = [unit for unit in self._kept if unit.turn == self._kept[0].turn]
         if oldest and oldest[0].turn < self._turn:
             return oldest

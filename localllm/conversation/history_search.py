@@ -50,8 +50,8 @@ def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
 
 
 def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
-    """The questions as they were typed, without the files that went along; newest first, each once.
-    Raises sqlite3.Error."""
+    """The questions as they were typed, without attached files; newest first, each once. Raises
+    sqlite3.Error."""
     where, args = _containing(query) if query.split() else ("1", [])
     rows = db.execute(
         "SELECT COALESCE(json_extract(m.meta, '$.typed'), m.content) AS typed FROM messages m"

@@ -58,9 +58,8 @@ def _spellings(
 
 
 def _completed_variables(tools: Sequence[Mapping[str, Any]] | None) -> Variables:
-    """The variables of a template that can't do without: `tools` left undefined instead of none, or
-    with every parameter described to the end, and what older templates call `functions` and
-    `datetime`."""
+    """The variables that stricter templates need: `tools` undefined instead of none, or with every
+    parameter described completely, and the `functions` and `datetime` of older templates."""
     functions = [tool.get("function", tool) for tool in tools or ()]
     variables: Variables = {
         "functions": json.dumps(functions, ensure_ascii=False, indent=4),

@@ -126,8 +126,7 @@ def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
 def _ollama_images(
     message: Mapping[str, Any], where: str, omitted: list[str] | None, found: Attachments
 ) -> list[str]:
-    """The marks of images that stand beside the content, as Ollama has them; `found` gets the
-    images."""
+    """The marks of the images in Ollama's field `images`; the images are added to `found`."""
     files = message.get("images") or []
     if not isinstance(files, list):
         files = [files]
@@ -147,7 +146,7 @@ def _reasoning(message: Mapping[str, Any], thoughts: Sequence[str]) -> str | Non
 
 
 def _reasoning_text(part: Mapping[str, Any]) -> str:
-    """The text of a part of reasoning, which is a text or (Mistral's spelling) parts of text."""
+    """The text of a part of reasoning, which is a text or (in Mistral's format) parts of text."""
     text = part.get("thinking", part.get("text"))
     if isinstance(text, list):
         return "\n".join(str(p.get("text", "")) for p in text if isinstance(p, Mapping))

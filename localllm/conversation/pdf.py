@@ -53,8 +53,8 @@ def installed() -> bool:
 
 
 def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
-    """What `data` holds; blocks for as long as that takes. `pictures`: of pages without text, where
-    a model sees them."""
+    """Read the PDF `data`; blocks until the child has answered. `pictures`: make pictures of pages
+    without text, for a model that sees them."""
     child = LimitedChild("localllm.conversation.pdf", _LIMITS)
     until_s = time.monotonic() + whole_s
 

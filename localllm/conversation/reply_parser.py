@@ -98,8 +98,8 @@ class ReplyParser:
                 rest = self._read_text(self._pending + rest, out)
 
     def _read_text(self, text: str, out: list[Delta]) -> str | None:
-        """Show the text before the next marker and enter that; the rest is returned, None where
-        there is no marker."""
+        """Show the text before the next marker and enter the marker. Returns the text after the
+        marker; None if there is no marker."""
         markers = self._markers()
         at, marker = _first(text, markers)
         keep = _partial(text, markers)
@@ -259,7 +259,7 @@ class _PossibleCall(CallReader):
         return []
 
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended. What a cut left half is not shown."""
+        """The reply ended. A call that a cut left incomplete is not shown."""
         if cut:
             return [] if self._parser.in_call else self._deltas
         if not self._closed:

@@ -152,9 +152,9 @@ class ChatTemplate:
         return shown
 
     def _answer(self, question: Mapping[str, Any]) -> Any:
-        """From the process of all templates; or, where that takes long, from one of its own, as the
-        next ones that are not much shorter until it is quick again. One conversation at a time is
-        slow."""
+        """The child's answer. The process that all templates share answers first. If that takes
+        long, a process of its own answers this conversation, and later ones that are not much
+        shorter, until the template is quick again. One slow conversation runs at a time."""
         n_chars = sum(len(str(message)) for message in question["messages"])
 
         def is_quick() -> bool:

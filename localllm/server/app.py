@@ -140,7 +140,7 @@ def _own_paths(
 
 
 async def _http(request: Request, error: Exception) -> NoReturn:
-    """Raises what the gate says of a path or a method that is not here."""
+    """Raise the error for a path or a method that is not here; the gate answers it."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         methods = ", ".join(_methods(request))
@@ -166,8 +166,8 @@ def _methods(request: Request, path: str = "") -> list[str]:
 
 
 def _path_meant(request: Request) -> str:
-    """The path without what stands before it (a base URL and a path may both begin with /v1), or
-    with the /v1 that it lacks, if that is one here; else ""."""
+    """The existing path that the client probably means, or "": the path without a prefix (a base
+    URL and a path may both begin with /v1), or with the /v1 that it lacks."""
     parts = request.url.path.split("/")[1:]
     likely = ["/" + "/".join(parts[i:]) for i in range(1, min(len(parts), 8))]
     likely.append(f"/v1/{parts[-1]}")

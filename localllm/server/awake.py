@@ -23,8 +23,8 @@ _UNTIL_LET_GO = ("cat",)
 def holding_command(
     platform: str, which: Callable[[str], str | None], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The program that keeps `platform` awake while its input is open; () where there is none, or
-    no desktop.
+    """The program that keeps `platform` awake while its input is open; () if there is no such
+    program, or no desktop.
 
     macOS: `caffeinate -i` (no idle sleep; the display may go dark). Linux: an inhibitor of logind,
     which desktops ask before they suspend an idle machine (systemd-inhibit(1))."""

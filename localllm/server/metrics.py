@@ -29,9 +29,8 @@ Snapshots = Mapping[str, Mapping[str, Any]]
 
 
 async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
-    """The page: of a key with a name what it has used, for others all. Does not load a model that
-    is not loaded. `power`: figures of what the machine uses, by their names; those that end in
-    _total are counters."""
+    """The page: a key with a name gets its own usage, others get everything. Does not load models.
+    `power`: the machine's power figures by their names; names that end in _total are counters."""
     if not caller().admin:
         return "\n".join(used_lines(server.accounts.visible_to(caller()))) + "\n"
     snapshots = {worker.name: await worker.snapshot() for worker in server.models.workers()}

@@ -198,9 +198,9 @@ class Server:
 
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:
-        """A block in which a request of `model` runs: it is counted, and the model stays loaded;
-        for `keep_s` after the last request, where a client that may unload it says so. Of a prompt
-        that is too long it is said which context this machine has room for."""
+        """A block in which a request of `model` runs. The request is counted, and the model stays
+        loaded; if an admin sends `keep_s`, for so long after the last request. The error for a
+        prompt that is too long names the context that this machine has room for."""
         self.requests += 1
         self.active += 1
         try:

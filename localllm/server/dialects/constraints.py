@@ -24,8 +24,8 @@ ChoiceTexts = Annotated[list[str], Field(max_length=4096)]
 
 
 def only_one(**named: Constraint | None) -> Constraint | None:
-    """The one constraint that is given; raises RequestError if there are several, by their field
-    names."""
+    """The constraint that was sent, or None. Raises RequestError if there are several; the keywords
+    are their field names."""
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1:
         names = list(given)
@@ -36,8 +36,8 @@ def only_one(**named: Constraint | None) -> Constraint | None:
 def of_schema(
     schema: Mapping[str, Any] | str | None, where: str = "json_schema", *, strict: bool = True
 ) -> Constraint | None:
-    """The constraint of a JSON schema, or of one as text. Raises RequestError for text that is
-    none."""
+    """The constraint of a JSON schema, which may be sent as text. Raises RequestError for a text
+    that is no JSON schema."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -76,7 +76,7 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
 
 
 def of_response_format(response_format: Any, where: str = "response_format") -> Constraint | None:
-    """The engine's constraint for OpenAI's `response_format`, which a client calls `where`; raises
+    """The constraint of OpenAI's `response_format`; `where` is the field's name in errors. Raises
     RequestError."""
     if response_format is None:
         return None

@@ -88,7 +88,7 @@ class LoopFields(BodyPart):
     min_count: int = Field(2, ge=2, le=MAX_TOKENS, description="times in a row")
 
     def limits(self) -> LoopLimits | None:
-        """The limits; None where it is off. Raises RequestError."""
+        """The limits; None if the detection is off. Raises RequestError."""
         if not self.max_pattern_size:
             return None
         if self.min_pattern_size > self.max_pattern_size:
@@ -163,8 +163,9 @@ class GenerationFields(_SamplingNumbers):
         return {name: _for_engine(name, value) for name, value in sent.items() if value is not None}
 
     def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
-        """The generation with these fields over the model's defaults: an answer of at most `longest`
-        tokens (None: what the window has left), with `more` of its fields. Raises RequestError."""
+        """The generation settings: these fields, and the model's defaults for fields that were not
+        sent. The answer has at most `longest` tokens (None: the rest of the window). `more` are
+        further fields of `Generation`. Raises RequestError."""
         if self.min_tokens and longest is not None and self.min_tokens > longest:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, and the answer has at most {longest}",
@@ -241,8 +242,8 @@ class SamplingFields(RequestBody, GenerationFields):
         )
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
-        """The one constraint on the answer's form, also by OpenAI's `response_format` where a body
-        has it. Raises RequestError when several are given."""
+        """The constraint on the answer's form, from these fields or OpenAI's `response_format`.
+        Raises RequestError if several are given."""
         structured = self.structured_outputs
         return only_one(
             response_format=of_response_format(response_format),
@@ -259,7 +260,7 @@ class SamplingFields(RequestBody, GenerationFields):
 
 
 def first_limit(*sent: int | None) -> int | None:
-    """The first limit that was sent; None = no limit, which a negative one asks for."""
+    """The first limit that was sent; None = no limit. A negative limit means no limit."""
     for limit in sent:
         if limit is not None:
             return limit if limit >= 0 else None
@@ -267,7 +268,7 @@ def first_limit(*sent: int | None) -> int | None:
 
 
 def each(sent: Any) -> list[Any]:
-    """Each of what is sent by itself: one text, the token ids of one, or several of those."""
+    """The inputs as a list: `sent` is a text, the token ids of a text, or a list of either."""
     if isinstance(sent, str) or isinstance(sent[0], int):
         return [sent]
     return list(sent)

@@ -50,7 +50,7 @@ READS = ""
 
 
 def _refused() -> dict[str, Refused]:
-    """What every body refuses, unless its model has a field of that name (`refused.toml`)."""
+    """The fields that every body refuses, unless its model has a field of that name."""
     table = Path(__file__).with_name("refused.toml").read_text(encoding="utf-8")
     refused = {}
     for name, field in tomllib.loads(table).items():
@@ -85,8 +85,8 @@ def shape(*names: str, **inner: Any) -> dict[str, Any]:
 
 
 def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> Iterator[str]:
-    """The paths of what in `sent` has no effect. Raises UnsupportedError for what is refused.
-    `spot`: the path with the places in lists."""
+    """The paths of the fields in `sent` that have no effect. Raises UnsupportedError for a field
+    that is refused. `spot`: the path with indices of lists, for errors."""
     if known is None:
         return
     if isinstance(sent, list):
@@ -119,8 +119,8 @@ def _below(path: str, name: str) -> str:
 
 @cache
 def shape_of(kind: type[BaseModel]) -> Shape:
-    """What is known of the body that `kind` reads: its fields, those of the objects in them, and
-    what its `shapes` says: the shapes of what is handed on as it is, and fields that are not
+    """The shape of the body that `kind` reads: its fields, the fields of objects in them, and its
+    `shapes`: the shapes of objects that are passed on as they are, and of fields that are not
     read."""
     own = {
         field.alias or name: _inner(field.annotation) for name, field in kind.model_fields.items()

@@ -104,7 +104,7 @@ def mount_prompt(
 
 
 def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """`read`, which also names what only the server's owner may say."""
+    """Validate `body`; the ignored names include `keep_alive`, which only an admin may set."""
     fields, ignored = read(kind, body)
     if getattr(fields, "keep_alive", None) is not None and not caller().admin:
         ignored.append("keep_alive")
@@ -155,7 +155,7 @@ def _key(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
 
 
 def event_number(sent: str | None, where: str) -> int:
-    """The number of the last event that a client has; -1 of none. Raises RequestError."""
+    """The number of the last event that a client has; -1 if it has none. Raises RequestError."""
     if re.fullmatch("[0-9]{0,9}", sent or "") is None:
         raise RequestError(f"{where} is the number of an event", param=where)
     return int(sent or -1)

@@ -143,14 +143,14 @@ class ThinkingFields(RequestBody):
         return "medium" if self.think or self.enable_thinking else None
 
     def summarises(self) -> str | None:
-        """How a summary of the reasoning is asked for; None where it is not."""
+        """The kind of summary of the reasoning that was asked for; None if none was."""
         asked = self.reasoning or ReasoningFields.model_validate({})
         return asked.summary or asked.generate_summary
 
     def response_options(
         self, toolbox: Toolbox, choice: Any, grammar: Constraint | None, **more: Any
     ) -> ResponseOptions:
-        """How the answer is wanted, with the tools that `choice` (OpenAI's `tool_choice`) leaves.
+        """The options of the answer, with the tools that `choice` (OpenAI's `tool_choice`) allows.
         Raises RequestError."""
         tools, chosen = toolbox.chosen(choice)
         hides = self._hiding()

@@ -134,8 +134,8 @@ def _as_function(choice: Any) -> Any:
 
 
 def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str, Any]:
-    """A custom tool as a function with one string, constrained by the tool's grammar if that is
-    regular; if not, its name goes to `skipped`."""
+    """A custom tool as a function with one string. The tool's grammar constrains the string if the
+    grammar is regular; otherwise its name is added to `skipped`."""
     tool = _inner(tool, "custom")
     wanted = tool.get("format")
     shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}

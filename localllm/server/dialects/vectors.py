@@ -26,8 +26,8 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 
 
 def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> ServedModel:
-    """The embedding model (or the one that `ranks`) of that name; without a name the first. Raises
-    UnsupportedError for a model of another kind."""
+    """The embedding model (if `ranks`, the reranker) of that name; the first one without a name.
+    Raises UnsupportedError for a model of another kind."""
     fact = "ranks" if ranks else "embeds"
     able = [m for m in models.list() if getattr(m.facts, fact)]
     if able and not name:
@@ -59,7 +59,7 @@ async def embed(
     truncate: bool = False,
     keep_s: float | None = None,
 ) -> tuple[str, list[bytes], int]:
-    """The model that embeds, the vectors of `inputs` (float32), and how many tokens those have.
+    """The model's name, the vectors of `inputs` (float32), and the number of tokens of `inputs`.
     `truncate`: cut what is too long instead of refusing it. `keep_s`: as in TranslatedRequest.
     Raises LocalLLMError."""
     model = model_for(server.models, name)

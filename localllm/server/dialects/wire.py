@@ -84,7 +84,7 @@ class PageFields(RequestBody):
 
 
 def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, Any]:
-    """The page that is `wanted` of what is `listed`, by ids."""
+    """The page of `listed` that the client wants, by its items' ids."""
     ids = [one["id"] for one in listed]
     after = wanted.after or wanted.after_id
     before = wanted.before_id

@@ -63,7 +63,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 class TokenBucket:
-    """A token bucket of a minute's allowance; it may go into debt, which is then waited for."""
+    """A token bucket with the allowance of a minute. It may be overdrawn: later requests wait."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self.size = per_minute
@@ -223,8 +223,8 @@ class Accounts:
         return found
 
     def on_behalf(self, account: Account, sent: bytes) -> Account:
-        """The account for which `account`, an admin's, hands on a request (see `delegation`).
-        Raises AuthError."""
+        """The account of the caller for whom the admin `account` forwards a request (see
+        `delegation`). Raises AuthError."""
         found = _DELEGATED.fullmatch(sent)
         if found is None or not account.admin:
             raise AuthError(
@@ -261,8 +261,8 @@ DELEGATION = "x-localllm-for"
 
 
 def delegation() -> dict[str, str]:
-    """That header for the current request, without a name in clear; none for a caller without a
-    name."""
+    """The delegation header of the current request, with pseudonyms in place of names; empty for a
+    caller without a name."""
     account = caller()
     if not account.name:
         return {}

@@ -162,9 +162,9 @@ class Connection(H11Protocol):
         # longer.
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it has gone, or it closed its half behind a whole request and
-        waits (RFC 9112 9.6). The two look alike until something is sent: then the system of one
-        that is gone refuses it. True keeps the connection."""
+        """The client sends no more: it has gone, or it closed its half after a complete request and
+        waits (RFC 9112 9.6). The two can only be told apart by sending something: the system of a
+        client that has gone refuses it. Returns True to keep the connection."""
         sock = self.transport.get_extra_info("socket")
         if self.cycle is None or self.cycle.response_complete:
             return False  # it asks for nothing
@@ -245,8 +245,8 @@ def plain_target(scope: Scope) -> None:
 
 
 def free_descriptors() -> int:
-    """How many more files this process may open, once the system gives it as many as it would
-    ask for."""
+    """The number of further files that this process may open, after raising its limit as far as the
+    system allows and the server needs."""
     try:
         import resource
     except ImportError:  # Windows bounds no sockets

@@ -94,8 +94,8 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
-    """Anthropic's error object. Clients parse this message of a too long prompt to compact the
-    conversation."""
+    """Anthropic's error object. Clients parse the message about a prompt that is too long, and
+    then compact the conversation."""
     message = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         tokens, window = error.counts

@@ -204,7 +204,7 @@ def _origin(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """A header that is there twice and must not be; "" where there is none."""
+    """The first header that was sent twice and must not be; "" if there is none."""
     names = [name for name, _ in headers]
     for name in _ONE_ONLY:
         if names.count(name) > 1:
@@ -213,8 +213,8 @@ def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
-    """Whether the type of a body is JSON's. Some programs say no type at all (LiteLLM's Ollama
-    client), or that of a form (`curl -d`); a browser's page always says where it is from."""
+    """Whether a body may be read as JSON. Some programs send no type at all (LiteLLM's Ollama
+    client), or the type of a form (`curl -d`). A page in a browser always sends its origin."""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind == b"application/json" or kind.endswith(b"+json"):
         return True

@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 class RecentlyUsed(Generic[Key, Value]):
-    """Entries by their keys: at most `most` of them, which are at most `most_size` together by
-    `size_of`. The one that was not used the longest goes first; the newest stays, however large."""
+    """Entries by their keys: at most `most` of them, and by `size_of` at most `most_size` together.
+    The least recently used entry is dropped first; the newest stays, however large."""
 
     def __init__(
         self, most: int, most_size: int = 0, size_of: Callable[[Value], int] | None = None

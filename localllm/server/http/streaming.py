@@ -191,8 +191,8 @@ async def run_into(produce: Produce, outbox: Outbox) -> None:
 
 
 async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
-    """Send keep-alives until cancelled: look once a second whether the stream was silent, and send a
-    frame if it has changed or the silence is long. One timer per stream, none per token."""
+    """Send keep-alives until cancelled. Once a second, check whether the stream was silent, and send
+    a frame if the frame has changed or the silence is long. One timer per stream, none per token."""
     period_s = min(_TICK_S, longest_s)
     most_silent = max(1, int(longest_s / period_s) - 1)
     seen = outbox.writes

@@ -109,7 +109,7 @@ class MessagesFields(ReasonedFields):
     )
 
     def effort(self) -> str | None:
-        """The same; `output_config` names a level of what is not switched off."""
+        """The same; `output_config` may name another level if reasoning is not off."""
         found = super().effort()
         if found != "none" and self.output_config:
             return self.output_config.effort or found

@@ -140,8 +140,8 @@ async def _generation(
 async def _prompts(
     fields: LlamaCppFields, engine: EngineClient
 ) -> tuple[list[str | list[int]], dict[str, str]]:
-    """The prompts, each by itself (where there are several, or texts among ids, as ids), and their
-    images by their marks."""
+    """The prompts, and their images by their marks. Several prompts, and a prompt with token ids,
+    become token ids."""
     sent = fields.prompt
     if isinstance(fields, InfillFields):
         return [await _gap(fields, engine)], {}
@@ -221,8 +221,7 @@ class CompletionEvents(ReplyWriter):
 
 
 def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, Any]:
-    """The fields of `body` that are wanted, inner ones by their paths; those it lacks are left
-    out."""
+    """The wanted fields of `body`: a/b is field b of a. Fields that it lacks are left out."""
     if not wanted:
         return body
     found = {}

@@ -56,7 +56,7 @@ def _details(form: str = "", family: str = "", size: str = "", quant: str = "") 
 
 
 def model_details(model: ServedModel, header: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """What a model is. `header`: what its file says, of one that isn't loaded."""
+    """The details of a model. `header`: the facts in its file, used if it is not loaded."""
     known = model.facts.details
     if model.info:
         family = model.info.architecture
@@ -110,7 +110,7 @@ def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
 
 
 def _expires_at(model: ServedModel, idle_s: float) -> str:
-    """When it will be unloaded; the year 1 means never to `ollama ps`."""
+    """The time when the model will be unloaded; `ollama ps` reads the year 1 as never."""
     if model.worker.idle_s is not None:
         idle_s = model.worker.idle_s
     if not idle_s or math.isinf(idle_s):

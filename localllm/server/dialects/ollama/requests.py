@@ -118,7 +118,7 @@ class OllamaBody(ThinkingFields):
         return of_schema(self.format) if self.format != "" else None
 
     def ignored(self) -> list[str]:
-        """Names of what has no effect beside the other fields."""
+        """Names of fields that have no effect together with the other fields."""
         if self.top_logprobs and not self.logprobs:
             return ["top_logprobs"]
         return []
@@ -155,8 +155,8 @@ class OllamaGenerate(OllamaBody):
         return bool(self.raw or self.suffix)
 
     def ignored(self) -> list[str]:
-        """The same, and what only means something of a conversation, where the prompt is none.
-        Raises UnsupportedError."""
+        """The same, and the fields that need a conversation, if the prompt is not templated. Raises
+        UnsupportedError."""
         if self.images and self.untemplated:
             raise UnsupportedError(
                 "images go with a prompt that is templated, not with raw or suffix", param="images"

@@ -142,9 +142,9 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
 
 
 class Chunks(ReplyWriter):
-    """Writes the events of OpenAI's streams: chat.completion.chunk, unless another kind says what
-    differs. The constant parts are made once: a token costs one JSON string. `counts_in_choice`: the
-    usage is in the last choice's end, and no chunk is without a choice."""
+    """Writes the events of OpenAI's streams: chat.completion.chunk, or the kind of a subclass. The
+    constant parts are made once: a token costs one JSON string. `counts_in_choice`: the usage is in
+    the last chunk of the last choice, and every chunk has a choice."""
 
     kind = "chat.completion.chunk"
     ids = "chatcmpl-"

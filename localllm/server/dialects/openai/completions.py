@@ -175,8 +175,8 @@ def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, 
 
 
 def offsets(logprobs: Sequence[TokenLogprob], at: int = 0) -> list[int]:
-    """Where each token begins in the answer, of which the first one is at `at`, and where the last
-    one ends; of several tokens that make one character, at that character."""
+    """The offset of each token in the answer, and the end of the last token. The first token begins
+    at `at`. Tokens that make one character together have the offset of that character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found = [at]
     for p in logprobs:
@@ -186,8 +186,8 @@ def offsets(logprobs: Sequence[TokenLogprob], at: int = 0) -> list[int]:
 
 
 def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
-    """All alternatives by their texts, or by what OpenAI writes for one that is no text
-    (bytes:\\xf0\\x9f). Of two tokens that are written alike (a byte, a control token) the second goes
+    """All alternatives by their texts. The name of bytes that are no text is OpenAI's
+    (bytes:\\xf0\\x9f). If two tokens have the same text (a byte, a control token), the second is named
     by its id."""
     named: dict[str, float] = {}
     for text, token, logprob in top:

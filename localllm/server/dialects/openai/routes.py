@@ -93,8 +93,8 @@ def _meta(model: ServedModel) -> dict[str, Any]:
 
 
 def remote_entry(model: RemoteModel) -> dict[str, Any]:
-    """An upstream's model: that server's facts under our name, and the server's name, never its
-    address."""
+    """An upstream's model: the upstream's facts, our name of the model, and the upstream's name.
+    The upstream's address is not shown."""
     listed = {name: model.facts[name] for name in _LISTED if name in model.facts}
     context = listed.get("context_length") or listed.get("max_model_len")
     if context:

@@ -46,8 +46,8 @@ _ID_HEADS = {
 
 
 def typed(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which
-    a client may leave out."""
+    """A sent item as it is stored and shown: with the fields that OpenAI's types of stored items
+    require, and that a client may leave out."""
     kind = item.get("type") or "message"
     whole: dict[str, Any] = {"id": new_id(_ID_HEADS.get(kind, "item") + "_")}
     if kind == "reasoning":
@@ -218,7 +218,8 @@ def _stored(item: Any, where: str, store: ResponseStore) -> Any:
 
 
 def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
-    """The conversation of `items`; `skipped` gets the names of those that are no part of one."""
+    """The conversation of `items`. The names of items that are no part of one are added to
+    `skipped`."""
     messages: list[dict[str, Any]] = []
     reasoning_text = ""
     for item in items:

@@ -51,8 +51,8 @@ class _Question(BodyPart):
         raise NotImplementedError
 
     def orders(self, most: int) -> list[list[int]]:
-        """Up to `most` orders to show the options in: turned around evenly, so that a full turn has
-        each option once in every place."""
+        """Up to `most` orders to show the options in: rotations at even distances. All rotations
+        together have each option once in every place."""
         n = len(self.options())
         n_orders = min(most, n)
         places = [*range(n)] * 2
@@ -71,7 +71,7 @@ class _Question(BodyPart):
         return "\n".join(lines)
 
     def option_of(self, answer: str | bool | int) -> int:
-        """Which option `answer` means. Raises RequestError."""
+        """The index of the option that `answer` names. Raises RequestError."""
         known = list(self.options())
         for i, option in enumerate(known):
             # True is not the level 1.
@@ -159,8 +159,8 @@ def choice_confidence(p: Probabilities) -> float:
 
 
 def score_confidence(p: Probabilities) -> float:
-    """1 less the mean distance to the likeliest level, as a share of what that is for a uniform
-    distribution around its middle (the same sources)."""
+    """1 minus the mean distance to the likeliest level, divided by the mean distance of a uniform
+    distribution to its middle (the same sources)."""
     if len(p) < 2:
         return 1.0
     mode = max(range(len(p)), key=p.__getitem__)
@@ -189,10 +189,10 @@ def loss(examples: Sequence[tuple[Sequence[float], int]], temperature: float) ->
 
 
 def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
-    """The temperature under which `examples` (an answer's scores, and which option is right) are
-    likeliest (temperature scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML
-    2017). Few examples, or ones that are all right, leave it near 1: its logarithm is taken to be
-    normal around 0."""
+    """The temperature that makes `examples` (an answer's scores, and the index of the right option)
+    most likely (temperature scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML
+    2017). The prior of its logarithm is a normal distribution around 0, so few examples, or
+    examples that are all right, leave it near 1."""
 
     def cost(temperature: float) -> float:
         prior = math.log(temperature) ** 2 / 2

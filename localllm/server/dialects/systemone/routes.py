@@ -159,9 +159,9 @@ class Forks:
     async def log_probabilities(
         self, shown: Sequence[tuple[str, list[int]]]
     ) -> tuple[list[list[float]], Usage]:
-        """For each question and order that is `shown` the log-probabilities of its labels as the
-        next token. Raises LocalLLMError; CannotDecideError where the model has too few labels that
-        are one token at the end of a prompt."""
+        """The log-probabilities of the labels as the next token, for each question and order in
+        `shown`. Raises LocalLLMError; CannotDecideError if too few labels are one token at the end
+        of a prompt."""
         most = max(len(order) for _, order in shown)
         # All prompts end alike behind their options, whatever the labels: the first one tells.
         first_name, first_order = shown[0]
