@@ -7,7 +7,7 @@ at the first start; CUDA 11.8's for 6.0 to 8.9 without PTX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localllm.device.types import Device
@@ -100,18 +100,18 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "cuda" and host.cuda_driver is None:
         raise SetupError(
             f"{device.name} has no NVIDIA GPU that a CUDA build could use",
-            hint="`localllm device` shows what was found, `localllm setup --dry-run` what would be "
-            "made",
+            hint="`localllm device` shows what was found, "
+            "`localllm setup --dry-run` what would be made",
         )
     cards = capabilities(device)
-    ready = _newest(host, lambda w: all(map(w.has_code_of, cards)))
-    best = ready or _newest(host, lambda w: all(map(w.runs_on, cards)))
-    wheels = [] if best is None else [_from_wheel(host, best, cards)]
-    compiled = _compiled(device, host, cards, ready)
-    if ready is None:
-        found = [*compiled, *wheels]
-    else:
-        found = [*wheels, *compiled]
+    wheels = _wheels(host)
+    ready = next((w for w in wheels if all(w.has_code_of(card) for card in cards)), None)
+    found = _compiled(device, host, cards, ready)
+    if ready is not None:
+        return chain(_from_wheel(host, ready, cards), *found)
+    by_ptx = next((w for w in wheels if all(w.runs_on(card) for card in cards)), None)
+    if by_ptx is not None:
+        found.append(_from_wheel(host, by_ptx, cards))
     if not found:
         raise _nothing(device, host, cards)
     return chain(*found)
@@ -122,38 +122,36 @@ def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> Setup
     if not cards:
         told = f"the compute capability of {device.name} is unknown"
         return SetupError(told, hint="update the NVIDIA driver")
+    listed = " and ".join(dotted(card) for card in cards)
+    told = f"no CUDA wheel or compiler here has code of {listed}"
     if host.cuda_driver:
-        driver = f" with a driver for CUDA {dotted(host.cuda_driver)}"
-    else:
-        driver = ""
-    told = f"no CUDA wheel or compiler here has code of {' and '.join(map(dotted, cards))}{driver}"
+        told += f" with a driver for CUDA {dotted(host.cuda_driver)}"
     return SetupError(told, hint="update the NVIDIA driver, or localllm setup --backend vulkan")
 
 
 # --- wheels ---------------------------------------------------------------------------------------
 
 
-def _newest(host: BuildHost, fits: Callable[[CudaWheel], bool]) -> CudaWheel | None:
-    """The newest wheel for this system and its driver that `fits`."""
+def _wheels(host: BuildHost) -> list[CudaWheel]:
+    """The wheels for this system and its driver, the newest first."""
+    if not is_x86(host):
+        return []
     driver = host.cuda_driver or WHEELS[0].cuda
-    here = [w for w in WHEELS if host.system in w.systems and w.cuda <= driver and is_x86(host)]
-    return next(filter(fits, here), None)
+    return [wheel for wheel in WHEELS if host.system in wheel.systems and wheel.cuda <= driver]
 
 
 def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> BuildRecipe:
-    because = (
-        "this wheel has code of "
-        f"{_listed(code for code in _CODE if found.oldest <= code <= found.newest)}"
-    )
+    codes = [code for code in _CODE if found.oldest <= code <= found.newest]
+    because = f"this wheel has code of {_listed(codes)}"
     notes: tuple[str, ...] = ()
     if any(not found.has_code_of(card) for card in cards):
         because += ", and PTX from which the driver makes code of newer parts"
-        notes = (
-            "the first start takes minutes, while the driver compiles; native code is faster "
-            "where it can be made",
-        )
+        first_start = "the first start takes minutes, while the driver compiles"
+        notes = (f"{first_start}; native code is faster where it can be made",)
+    elif len(cards) == 1:
+        because += f": {dotted(cards[0])} is covered"
     elif cards:
-        because += f": {_listed(cards)} {'is' if len(cards) == 1 else 'are'} covered"
+        because += f": {_listed(cards)} are covered"
     if host.cuda_driver and host.cuda_driver < WHEELS[0].cuda:
         because += f"; this driver does CUDA {dotted(host.cuda_driver)}"
     steps, libraries = _libraries(host, found)
@@ -172,13 +170,10 @@ def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> 
 def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """CUDA's own libraries, which are not in the wheels: of the system where its toolkit is of that
     CUDA, else of the packages; and where they then lie."""
-    if (
-        host.cuda_libraries
-        and host.nvcc
-        and host.nvcc[0] == found.cuda[0]
-        and host.nvcc >= found.cuda
-    ):
-        return (), (host.cuda_libraries,)
+    if host.cuda_libraries and host.nvcc:
+        is_same_major = host.nvcc[0] == found.cuda[0]
+        if is_same_major and host.nvcc >= found.cuda:
+            return (), (host.cuda_libraries,)
     version = dotted(found.cuda)
     step = Step(
         f"the CUDA {version} libraries",
@@ -186,15 +181,15 @@ def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tup
     )
     windows = host.system == "windows"
     if found.cuda[0] >= 13:
-        return (step,), (f"{_CUDA_13}/bin/x86_64" if windows else f"{_CUDA_13}/lib",)
+        folder = "bin/x86_64" if windows else "lib"
+        return (step,), (f"{_CUDA_13}/{folder}",)
     folder = "bin" if windows else "lib"
-    return (step,), tuple(
-        f"{TOOLKIT}/nvidia/{package}/{folder}" for package in ("cuda_runtime", "cublas")
-    )
+    packages = f"{TOOLKIT}/nvidia"
+    return (step,), (f"{packages}/cuda_runtime/{folder}", f"{packages}/cublas/{folder}")
 
 
-def _listed(versions: Iterable[Version]) -> str:
-    *most, last = map(dotted, versions)
+def _listed(versions: Sequence[Version]) -> str:
+    *most, last = (dotted(version) for version in versions)
     if most:
         return f"{', '.join(most)} and {last}"
     return last
@@ -219,17 +214,18 @@ def _compiled(
     refused = _refused(host, cards)
     if host.nvcc and not refused:
         how = f"compiled by this system's nvcc {dotted(host.nvcc)}"
+        cmake = []
         if host.nvcc_path:
-            cmake = [f"-DCMAKE_CUDA_COMPILER={host.nvcc_path}"]
-        else:
-            cmake = []
+            cmake.append(f"-DCMAKE_CUDA_COMPILER={host.nvcc_path}")
         found.append(_compile(host, cards, how, because, cmake=cmake))
     if device.family == "Jetson" and cards[-1] < (11, 0):
         if not found:
             needs = ("nvcc of JetPack: sudo apt install nvidia-jetpack",)
             found.append(_compile(host, cards, "compiled by JetPack's nvcc", because, needs=needs))
     elif host.system == "linux" and cards[0] >= _OLDEST_PACKAGED_CODE:
-        found.append(_packaged(host, cards, f"{because}; {refused}" if refused else because))
+        if refused:
+            because = f"{because}; {refused}"
+        found.append(_packaged(host, cards, because))
     return found
 
 
@@ -244,11 +240,8 @@ def _packaged(host: BuildHost, cards: Sequence[Version], because: str) -> BuildR
     cmake = [f"-DCMAKE_CUDA_COMPILER={_CUDA_13}/bin/nvcc", f"-DCUDAToolkit_ROOT={_CUDA_13}"]
     needs: tuple[str, ...] = ()
     if host.cuda_driver and host.cuda_driver < (13, 0):
-        told = (
-            "an NVIDIA driver of version 580 or newer (this one does CUDA "
-            f"{dotted(host.cuda_driver)}): update it"
-        )
-        needs = (told,)
+        this = f"this one does CUDA {dotted(host.cuda_driver)}"
+        needs = (f"an NVIDIA driver of version 580 or newer ({this}): update it",)
     how = "compiled by the CUDA 13 compiler from the package index"
     return _compile(host, cards, how, because, steps, cmake, needs, (f"{_CUDA_13}/lib",))
 
@@ -263,11 +256,9 @@ def _compile(
     needs: tuple[str, ...] = (),
     libraries: tuple[str, ...] = (),
 ) -> BuildRecipe:
-    """Native code alone. From 9.0 on "a" adds the instructions that only this very part has."""
+    """Native code alone."""
     numbers = [f"{major}{minor}" for major, minor in cards]
-    targets = ";".join(
-        f"{n}{'a' if card >= (9, 0) else ''}-real" for n, card in zip(numbers, cards, strict=True)
-    )
+    targets = ";".join(_target(card) for card in cards)
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={targets}", "-DLLAVA_BUILD=ON", *cmake]
     return BuildRecipe(
         name=f"cuda-{'-'.join(numbers)}",
@@ -279,6 +270,14 @@ def _compile(
         library_dirs=libraries,
         takes=minutes(host, 42 * len(cards)),
     )
+
+
+def _target(card: Version) -> str:
+    """CMake's name of a part. From 9.0 on "a" adds the instructions that only this very part has."""
+    major, minor = card
+    if card >= (9, 0):
+        return f"{major}{minor}a-real"
+    return f"{major}{minor}-real"
 
 
 def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
@@ -307,5 +306,5 @@ def _oldest_nvcc(capability: Version) -> Version:
     if capability > (12, 0) or capability[0] == 11:
         return 13, 0
     if capability >= (10, 0):
-        return (12, 8)
-    return (12, 0)
+        return 12, 8
+    return 12, 0

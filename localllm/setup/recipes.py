@@ -48,12 +48,13 @@ def recipes_for(
     backends = _best(device, host, None if lacking else preferred)
     first = backends[0] if backends else "cpu"
     made, refused = _in_turn(device, host, backends, preferred)
-    if first == "cpu" or (first in host.own_backends and not cuda.needs_own_code(device)):
-        made = [_own(device, first), *made]
+    is_installed = first in host.own_backends and not cuda.needs_own_code(device)
+    if first == "cpu" or is_installed:
+        made.insert(0, _own(device, first))
     if not made:
         raise SetupError("; ".join(refused), hint=_SEE)
     if preferred is not None and lacking:
-        # What can't run is no choice, but worth knowing.
+        # A build that can't run is no choice, but worth knowing.
         note = f"ROCm would be faster ({preferred.because}). {lacking}"
         made[0] = replace(made[0], notes=(*made[0].notes, note))
     best = chain(*made)
@@ -75,23 +76,21 @@ def _in_turn(
         except SetupError as e:
             refused.append(e.message)
             continue
+        reasons = [*refused, found.because]
         if preferred is not None and preferred.backend == backend:
-            faster = [preferred.because]
-        else:
-            faster = []
-        found = replace(found, because="; ".join([*refused, found.because, *faster]))
+            reasons.append(preferred.because)
         refused = []
-        made += (replace(found, otherwise=()), *found.otherwise)
+        made.append(replace(found, because="; ".join(reasons), otherwise=()))
+        made += found.otherwise
     return made, refused
 
 
 def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
     """`recipe` for `host.version`, a release of llama-cpp-python that is not the installed one:
     beside all others, by a name that says it."""
+    made = recipe
     if recipe.name == "own":
         made = _RECIPES[recipe.backend](device, host)
-    else:
-        made = recipe
     others = tuple(of_release(other, device, host) for other in made.otherwise)
     because = f"llama-cpp-python {host.version} was asked for; {made.because}"
     return replace(made, name=f"{made.name}-{host.version}", because=because, otherwise=others)
@@ -100,27 +99,32 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
 def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here.
     Raises SetupError where that takes more than a C++ compiler and its recipe does not compile."""
-    compiled = (
-        made
-        for made in (recipe, *recipe.otherwise)
-        if made.backend == recipe.backend and _compiles(made)
-    )
-    made = next(compiled, None)
-    if made is None:
-        flags = KINDS[recipe.backend].cmake
-        if not flags:
-            raise SetupError(
-                f"RPC with {recipe.backend} would have to be compiled, and its ready-made wheel "
-                "is what suits this machine",
-                hint="localllm setup --rpc --backend vulkan (or cpu)",
-            )
-        steps = (from_source(host, [flags, "-DLLAVA_BUILD=OFF"]),)
-        made = replace(recipe, steps=steps, needs=tuple(compiler(host)), takes=minutes(host, 10))
+    made = _compiled(recipe, host)
     name = recipe.backend if made.name == "own" else made.name
-    title = f"llama.cpp for {KINDS[recipe.backend].label} with RPC, compiled here"
-    because = "layers can lie on other machines"
-    more = tuple(map(_plus_rpc, made.steps))
-    return replace(made, name=f"{name}-rpc", title=title, steps=more, because=because, otherwise=())
+    return replace(
+        made,
+        name=f"{name}-rpc",
+        title=f"llama.cpp for {KINDS[recipe.backend].label} with RPC, compiled here",
+        steps=tuple(_plus_rpc(step) for step in made.steps),
+        because="layers can lie on other machines",
+        otherwise=(),
+    )
+
+
+def _compiled(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
+    """`recipe` or what follows it on its backend that compiles, else one made from source."""
+    for made in (recipe, *recipe.otherwise):
+        if made.backend == recipe.backend and _compiles(made):
+            return made
+    flags = KINDS[recipe.backend].cmake
+    if not flags:
+        raise SetupError(
+            f"RPC with {recipe.backend} would have to be compiled, and its ready-made wheel "
+            "is what suits this machine",
+            hint="localllm setup --rpc --backend vulkan (or cpu)",
+        )
+    steps = (from_source(host, [flags, "-DLLAVA_BUILD=OFF"]),)
+    return replace(recipe, steps=steps, needs=tuple(compiler(host)), takes=minutes(host, 10))
 
 
 def _compiles(recipe: BuildRecipe) -> bool:
@@ -128,17 +132,20 @@ def _compiles(recipe: BuildRecipe) -> bool:
 
 
 def _plus_rpc(step: Step) -> Step:
-    more = tuple((k, f"{v} -DGGML_RPC=ON" if k == "CMAKE_ARGS" else v) for k, v in step.environment)
-    return replace(step, environment=more)
+    environment = dict(step.environment)
+    if "CMAKE_ARGS" not in environment:
+        return step
+    environment["CMAKE_ARGS"] += " -DGGML_RPC=ON"
+    return replace(step, environment=tuple(environment.items()))
 
 
 def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[str]:
     """The backends that can drive `device`, in the order in which they are tried; nothing for the
     processor alone."""
     if device.accelerator == "rocm":
-        if device.compute_capability in _COMPUTE_ALONE or (
-            preferred is not None and preferred.backend == "rocm"
-        ):
+        if preferred is not None and preferred.backend == "rocm":
+            return ["rocm", "vulkan"]
+        if device.compute_capability in _COMPUTE_ALONE:
             return ["rocm", "vulkan"]
         if host.rocm is not None:
             return ["vulkan", "rocm"]
@@ -164,49 +171,46 @@ def _lacking(device: Device, host: BuildHost, preferred: Preferred | None) -> st
 
 
 def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
-    """Never refused for want of a row in the table: the trial says whether there is a device."""
+    """llama.cpp's wheel for Vulkan, then one compiled here. Never refused for want of a row in the
+    table: the trial tells whether there is a device."""
     if host.system == "macos":
-        raise SetupError(
-            "there is no Vulkan build for a Mac", hint="the Metal build is the one: localllm setup"
-        )
-    if host.vulkan_loader:
-        loader = []
-    else:
-        loader = [f"Vulkan's loader and a driver: {_vulkan_packages(host)}"]
-    found = []
-    if is_x86(host):
-        because = "it runs on every maker's driver as it is"
-        title = "llama.cpp for Vulkan, llama-cpp-python's own wheel"
-        steps = (wheel(host, "vulkan"),)
-        found.append(
-            BuildRecipe(
-                "vulkan", "vulkan", title, because, steps, tuple(loader), takes="a download"
-            )
-        )
-    if not found or host.glslc:
-        if found:
-            because = "it is made for this system"
-        else:
-            because = f"there are no Vulkan wheels for {host.architecture}"
-        if host.glslc:
-            tools = []
-        else:
-            tools = [
-                "glslc and Vulkan's headers: sudo apt install glslc libvulkan-dev spirv-headers"
-            ]
+        hint = "the Metal build is the one: localllm setup"
+        raise SetupError("there is no Vulkan build for a Mac", hint=hint)
+    loader = _vulkan_loader(host)
+    if not is_x86(host):
+        because = f"there are no Vulkan wheels for {host.architecture}"
         here = _compiled_here(host, "vulkan", because, 20)
-        needs = (*loader, *here.needs, *tools)
-        found.append(replace(here, name="vulkan-here" if found else "vulkan", needs=needs))
-    return chain(*found)
-
-
-def _vulkan_packages(host: BuildHost) -> str:
-    if host.system == "windows":
-        return "install the graphics driver of the card's maker"
-    return (
-        "sudo apt install libvulkan1 mesa-vulkan-drivers  (Fedora: vulkan-loader "
-        "mesa-vulkan-drivers)"
+        needs = (*loader, *here.needs)
+        if not host.glslc:
+            tools = "sudo apt install glslc libvulkan-dev spirv-headers"
+            needs += (f"glslc and Vulkan's headers: {tools}",)
+        return replace(here, needs=needs)
+    ready = BuildRecipe(
+        name="vulkan",
+        backend="vulkan",
+        title="llama.cpp for Vulkan, llama-cpp-python's own wheel",
+        because="it runs on every maker's driver as it is",
+        steps=(wheel(host, "vulkan"),),
+        needs=loader,
+        takes="a download",
     )
+    if not host.glslc:
+        return ready
+    here = _compiled_here(host, "vulkan", "it is made for this system", 20)
+    return chain(ready, replace(here, name="vulkan-here", needs=(*loader, *here.needs)))
+
+
+def _vulkan_loader(host: BuildHost) -> tuple[str, ...]:
+    """The packages of Vulkan's loader, if it is missing."""
+    if host.vulkan_loader:
+        return ()
+    packages = (
+        "sudo apt install libvulkan1 mesa-vulkan-drivers  "
+        "(Fedora: vulkan-loader mesa-vulkan-drivers)"
+    )
+    if host.system == "windows":
+        packages = "install the graphics driver of the card's maker"
+    return (f"Vulkan's loader and a driver: {packages}",)
 
 
 # What the ROCm wheels have code of, by system (llama-cpp-python's build-wheels-rocm.yaml, November
@@ -227,9 +231,8 @@ _COMPUTE_ALONE = ("gfx908", "gfx90a", "gfx942", "gfx950")
 
 
 def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
-    if device.compute_capability.startswith("gfx"):
-        gfx = device.compute_capability
-    else:
+    gfx = device.compute_capability
+    if not gfx.startswith("gfx"):
         gfx = ""
     if device.accelerator != "rocm" and not gfx:
         raise SetupError(f"{device.name} has no Radeon that ROCm knows", hint=_SEE)
@@ -240,29 +243,30 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
     if gfx and gfx not in code:
         told = f"the ROCm wheel has no code of {gfx} ({device.name}), only of {', '.join(code)}"
         raise SetupError(told, hint="localllm setup --backend vulkan")
-    if gfx:
-        why = f"it has code of {gfx}"
-    else:
-        why = f"the trial tells if it has code of this GPU (it has {', '.join(code)})"
+    because = f"it has code of {gfx}"
+    if not gfx:
+        because = f"the trial tells if it has code of this GPU (it has {', '.join(code)})"
     if host.system == "windows":
-        title = "llama.cpp for ROCm, llama-cpp-python's own wheel, with AMD's libraries in it"
         return BuildRecipe(
-            "rocm",
-            "rocm",
-            title,
-            why,
-            (wheel(host, "hip-radeon"),),
+            name="rocm",
+            backend="rocm",
+            title="llama.cpp for ROCm, llama-cpp-python's own wheel, with AMD's libraries in it",
+            because=because,
+            steps=(wheel(host, "hip-radeon"),),
             takes="a download of a gigabyte",
         )
+    notes: tuple[str, ...] = ()
+    if gfx == "gfx1151" and (host.rocm or (0, 0)) < (7, 13):
+        notes = _ROCM_NOTES
     return BuildRecipe(
         name="rocm",
         backend="rocm",
         title=f"llama.cpp for ROCm {ROCM_MAJOR}, llama-cpp-python's own wheel",
-        because=why,
+        because=because,
         steps=(wheel(host, "rocm72"),),
         needs=_rocm_needs(host.rocm),
         takes="a download of a gigabyte",
-        notes=_ROCM_NOTES if gfx == "gfx1151" and (host.rocm or (0, 0)) < (7, 13) else (),
+        notes=notes,
     )
 
 
@@ -270,16 +274,14 @@ _ROCM_NOTES = ("ROCm 7.2 crashes on some boards with Strix Halo, where 7.13 and 
 
 
 def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
-    if rocm is not None and rocm[0] == ROCM_MAJOR:
-        return ()
+    packages = f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer"
+    needs = f"{packages}: its libraries are not in the wheel"
     if rocm is None:
-        there = ""
-    else:
-        there = f" (here is {_version_text(rocm)}, which lacks the libraries it asks for)"
-    return (
-        f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer: its libraries are not in the "
-        f"wheel{there}",
-    )
+        return (needs,)
+    if rocm[0] == ROCM_MAJOR:
+        return ()
+    lacks = "which lacks the libraries it asks for"
+    return (f"{needs} (here is {_version_text(rocm)}, {lacks})",)
 
 
 def _version_text(version: Version) -> str:
@@ -294,60 +296,70 @@ def _version_text(version: Version) -> str:
 def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int) -> BuildRecipe:
     """What takes a C++ compiler and, but for the processor, the flag that turns its backend on."""
     kind = KINDS[backend]
-    flags = [kind.cmake] if backend != "cpu" else []
-    steps = (from_source(host, [*flags, "-DLLAVA_BUILD=ON"]),)
-    title = f"llama.cpp for {kind.label}, compiled here"
-    needs = tuple(compiler(host))
+    flags = ["-DLLAVA_BUILD=ON"]
+    if backend != "cpu":
+        flags.insert(0, kind.cmake)
     return BuildRecipe(
-        backend, backend, title, because, steps, needs, takes=minutes(host, cpu_minutes)
+        name=backend,
+        backend=backend,
+        title=f"llama.cpp for {kind.label}, compiled here",
+        because=because,
+        steps=(from_source(host, flags),),
+        needs=tuple(compiler(host)),
+        takes=minutes(host, cpu_minutes),
     )
 
 
 def _metal(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "metal":
         raise SetupError(f"{device.name} is no Mac with Apple's GPU: Metal is not there", hint=_SEE)
-    return _compiled_here(
-        host, "metal", "Metal is on wherever llama-cpp-python is compiled on a Mac", 8
-    )
+    because = "Metal is on wherever llama-cpp-python is compiled on a Mac"
+    return _compiled_here(host, "metal", because, 8)
 
 
 def _cpu(_: Device, host: BuildHost) -> BuildRecipe:
     if host.system == "macos":
         told = (
-            "there is no build for a Mac's processor alone: llama.cpp is never compiled "
-            "without "
-            "Metal there"
+            "there is no build for a Mac's processor alone: "
+            "llama.cpp is never compiled without Metal there"
         )
         raise SetupError(told, hint="run without the GPU: --gpu-layers 0")
     return _compiled_here(host, "cpu", "compiled for exactly this processor's instructions", 8)
 
 
 def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
-    title = "MLX on the processor"
-    computes_on = "cpu"
-    because = "MLX runs here, for what it is worth without a GPU"
-    if device.accelerator == "metal":
-        title = "MLX for Metal"
-        computes_on = device.accelerator
-        because = (
-            "Apple's own engine runs MLX models on the same GPU, many of them faster than llama.cpp"
-        )
-    elif device.accelerator == "cuda":
-        if host.system != "linux" or any(
-            capability < (7, 5) for capability in cuda.capabilities(device)
-        ):
-            raise SetupError(
-                "MLX for CUDA needs Linux and a GPU of compute capability 7.5 or newer",
-                hint="localllm setup",
+    match device.accelerator:
+        case "metal":
+            because = (
+                "Apple's own engine runs MLX models on the same GPU, "
+                "many of them faster than llama.cpp"
             )
-        title = "MLX for CUDA 13"
-        computes_on = device.accelerator
-        because = "MLX has CUDA code of 7.5, 8.0, 9.0a, 10.0a, 12.0a and 12.1a"
-    elif host.system == "windows":
+            return _mlx_for("metal", "MLX for Metal", because)
+        case "cuda":
+            oldest = min(cuda.capabilities(device), default=(7, 5))
+            if host.system != "linux" or oldest < (7, 5):
+                raise SetupError(
+                    "MLX for CUDA needs Linux and a GPU of compute capability 7.5 or newer",
+                    hint="localllm setup",
+                )
+            because = "MLX has CUDA code of 7.5, 8.0, 9.0a, 10.0a, 12.0a and 12.1a"
+            return _mlx_for("cuda", "MLX for CUDA 13", because)
+    if host.system == "windows":
         raise SetupError("MLX does not run on Windows", hint="localllm setup makes llama.cpp ready")
-    step = Step("MLX and its model code", ("install", *MLX.requirements[computes_on]))
+    because = "MLX runs here, for what it is worth without a GPU"
+    return _mlx_for("cpu", "MLX on the processor", because)
+
+
+def _mlx_for(accelerator: str, title: str, because: str) -> BuildRecipe:
+    step = Step("MLX and its model code", ("install", *MLX.requirements[accelerator]))
     return BuildRecipe(
-        MLX.name, MLX.name, title, because, (step,), takes="a download", into_environment=True
+        name=MLX.name,
+        backend=MLX.name,
+        title=title,
+        because=because,
+        steps=(step,),
+        takes="a download",
+        into_environment=True,
     )
 
 
@@ -358,17 +370,15 @@ BACKENDS = (*_RECIPES, MLX.name)
 
 
 def _own(device: Device, backend: str) -> BuildRecipe:
-    # What has a flag for its fix is about plans.
-    wrong = [f for f in device.findings if f.level != "info" and not f.fix.startswith("--")]
-    if backend == "cpu":
-        label = "the processor"
-    else:
-        label = KINDS[backend].label
-    title = "nothing to build"
-    because = f"the installed llama.cpp is made for {label} already"
+    """The installed build."""
     if backend != "cpu":
+        label = KINDS[backend].label
         title = f"llama.cpp for {label}, as it is installed"
-    elif wrong:
-        title = "the processor's build goes on"
-        because = wrong[0].message
-    return BuildRecipe("own", backend, title, because)
+        because = f"the installed llama.cpp is made for {label} already"
+        return BuildRecipe("own", backend, title, because)
+    # A finding with a flag for its fix is about plans.
+    wrong = [f for f in device.findings if f.level != "info" and not f.fix.startswith("--")]
+    if wrong:
+        return BuildRecipe("own", "cpu", "the processor's build goes on", wrong[0].message)
+    because = "the installed llama.cpp is made for the processor already"
+    return BuildRecipe("own", "cpu", "nothing to build", because)
