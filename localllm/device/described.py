@@ -67,16 +67,17 @@ def simulate(
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
     memory, said = _memory(row, gb)
-    if str(f"{gb:g}") in re.findall(r"[0-9.]+", row.name):
-        title = f"{row.name}"
-    else:
-        title = f"{row.name} {gb:g} GB"
+    if given_memory:
+        memory = replace(memory, basis="given", source="--memory")
+    title = row.name
+    if f"{gb:g}" not in re.findall(r"[0-9.]+", title):
+        title += f" {gb:g} GB"
     return Device(
         name=title,
         kind=row.kind,
         accelerator=row.accelerator,
         family=row.family,
-        memory=replace(memory, basis="given", source="--memory") if given_memory else memory,
+        memory=memory,
         bandwidth_gbps=bandwidth,
         **table.facts(row),
         compute_capability=row.compute_capability,
@@ -93,50 +94,38 @@ def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
     installed = int(gb * GIB)
     if row.accelerator == "metal":
         limit = usable.mac_default(installed)
-        note = Finding(
-            "info", "the GPU's share of RAM is macOS' older default; newer versions give up to 84 %"
-        )
-        return Memory(
-            installed, limit, limit, "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
-        ), [note]
+        source = "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
+        older = "the GPU's share of RAM is macOS' older default; newer versions give up to 84 %"
+        return Memory(installed, limit, limit, "assumed", source), [Finding("info", older)]
     if row.kind == "discrete":
         visible = int(installed * _VRAM_VISIBLE)
-        return usable.described_card(
-            visible,
-            f"{gb:g} GB, of which 99.5 % shows",
-            screens=not row.family.startswith(_NO_SCREENS),
-        ), []
+        source = f"{gb:g} GB, of which 99.5 % shows"
+        screens = not row.family.startswith(_NO_SCREENS)
+        return usable.described_card(visible, source, screens=screens), []
+    fix = f"ttm.pages_limit={usable.gtt_pages_advised(installed)}"
     if "Halo" in row.family:
         limit = int(installed * _HALO_REACH)
-        pages = usable.gtt_pages_advised(installed)
-        note = Finding(
-            "info",
-            "assumes the GTT limit is raised (Linux gives half by default)",
-            f"ttm.pages_limit={pages}",
-        )
-        return Memory(
-            installed, limit, limit, "assumed", "GTT raised: 110 of 128 GiB", installed - limit
-        ), [note]
+        raised = "assumes the GTT limit is raised (Linux gives half by default)"
+        source = "GTT raised: 110 of 128 GiB"
+        memory = Memory(installed, limit, limit, "assumed", source, installed - limit)
+        return memory, [Finding("info", raised, fix)]
     if row.vendor == "AMD":
-        pages = usable.gtt_pages_advised(installed)
-        note = Finding(
-            "info", "the system gives the graphics half of the memory", f"ttm.pages_limit={pages}"
-        )
-        return replace(
-            usable.described_pool(installed, "half of it for graphics"), limit_bytes=installed // 2
-        ), [note]
-    headless = row.family in _VISIBLE
-    visible = int(installed * _VISIBLE.get(row.family, 1.0))
-    memory = usable.described_pool(
-        visible, "what the system shows, less what it keeps", headless=headless
-    )
-    return replace(memory, basis="datasheet" if headless else "assumed"), []
+        memory = usable.described_pool(installed, "half of it for graphics")
+        half = "the system gives the graphics half of the memory"
+        return replace(memory, limit_bytes=installed // 2), [Finding("info", half, fix)]
+    source = "what the system shows, less what it keeps"
+    if row.family not in _VISIBLE:
+        return usable.described_pool(installed, source), []
+    visible = int(installed * _VISIBLE[row.family])
+    memory = usable.described_pool(visible, source, headless=True)
+    return replace(memory, basis="datasheet"), []
 
 
 def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
     """A machine that is in no table, described by its two figures: planned as one pool of system
     memory."""
     memory = usable.described_pool(int(memory_gb * GIB), "--memory, less what the system keeps")
+    told = f"{name!r} is not in the table: planned as a CPU with the figures given, and four cores"
     return Device(
         name=name,
         kind="system",
@@ -147,15 +136,7 @@ def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
         simulated=True,
         n_cpu_cores=USUAL_PROCESSOR.cores,
         cpu_vectors=USUAL_PROCESSOR.vector,
-        findings=(
-            Finding(
-                "warning",
-                f"{name!r} is not in the table: planned as a CPU with the figures "
-                "given, "
-                "and "
-                "four cores",
-            ),
-        ),
+        findings=(Finding("warning", told),),
     )
 
 
@@ -170,19 +151,17 @@ def without_card(
     if gb is None:
         gb = 32.0
         findings.append(Finding("info", "its memory size was not said: took 32 GB", "--memory GB"))
-    size = int(gb * GIB)
-    memory = replace(
-        usable.described_pool(size, "what was said, less what the system keeps"), basis="given"
-    )
+    memory = usable.described_pool(int(gb * GIB), "what was said, less what the system keeps")
+    bandwidth = cpu.bandwidth(ram)
+    if bandwidth_gbps is not None:
+        bandwidth = Figure(bandwidth_gbps, "given", "--bandwidth")
     return Device(
         name=f"{cpu.name} {gb:g} GB",
         kind="system",
         accelerator="cpu",
         family="CPU",
-        memory=memory,
-        bandwidth_gbps=cpu.bandwidth(ram)
-        if bandwidth_gbps is None
-        else Figure(bandwidth_gbps, "given", "--bandwidth"),
+        memory=replace(memory, basis="given"),
+        bandwidth_gbps=bandwidth,
         cpu=cpu.name,
         n_cpu_cores=cpu.cores,
         cpu_vectors=cpu.vector,
@@ -195,19 +174,13 @@ def without_card(
 def together(devices: list[Device]) -> Device:
     """Cards of one or several kinds in one computer. Raises UsageError where one is a machine of
     its own."""
-    kinds = {device.accelerator for device in devices}
-    whole = next(
-        (device for device in devices if device.kind != "discrete" and len(devices) > 1), None
-    )
-    if whole is not None:
-        raise UsageError(f"{whole.name} is a whole machine: a plan runs on one of them")
+    for device in devices:
+        if device.kind != "discrete" and len(devices) > 1:
+            raise UsageError(f"{device.name} is a whole machine: a plan runs on one of them")
+    kinds = sorted({device.accelerator for device in devices})
     if len(kinds) > 1:
         raise UsageError(
-            f"cards of {' and '.join(sorted(kinds))} do not share a model: one engine "
-            "runs "
-            "on "
-            "all "
-            "of them"
+            f"cards of {' and '.join(kinds)} do not share a model: one engine runs on all of them"
         )
     found = list(chain.from_iterable(device.cards or (device,) for device in devices))
     if len(found) == 1:
@@ -232,13 +205,8 @@ def with_host(device: Device, computer: Computer) -> Device:
     if ram.size_gb is None or device.kind != "discrete":
         return device
     size = int(ram.size_gb * GIB)
-    host = replace(
-        usable.described_pool(size, "what was said, less what the system keeps", device.os),
-        basis="given",
-    )
-    known = device.host_bandwidth_gbps
-    if known and not device.simulated:
-        figure = known
-    else:
+    host = usable.described_pool(size, "what was said, less what the system keeps", device.os)
+    figure = device.host_bandwidth_gbps
+    if figure is None or device.simulated:
         figure = (cpu or USUAL_PROCESSOR).bandwidth(ram)
-    return replace(device, host=host, host_bandwidth_gbps=figure)
+    return replace(device, host=replace(host, basis="given"), host_bandwidth_gbps=figure)

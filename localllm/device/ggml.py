@@ -43,11 +43,9 @@ class GgmlDevice:
     def accelerator(self) -> Accelerator:
         """What drives it, in our words; "cpu" for the processor and for what only helps it
         (BLAS)."""
-        if self.type in _GPU_TYPES:
-            known = accelerators.called(self.backend)
-        else:
-            known = None
-        return known or "cpu"
+        if self.type not in _GPU_TYPES:
+            return "cpu"
+        return accelerators.called(self.backend) or "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +78,29 @@ def read(answer: Mapping[str, Any]) -> GgmlBuild:
     """The JSON that the child printed, or what `to_json` made of it, as a GgmlBuild. Raises
     KeyError, TypeError or ValueError for anything else."""
     said = [str(line) for line in answer.get("said", ())]
-    found = tuple(
-        GgmlDevice(
-            name=str(device["name"]),
-            description=str(device["description"]),
-            backend=str(device["backend"]),
-            type=str(device["type"]),
-            memory_free_bytes=int(device["memory_free_bytes"]),
-            memory_total_bytes=int(device["memory_total_bytes"]),
-            largest_buffer_bytes=None
-            if device["largest_buffer_bytes"] is None
-            else int(device["largest_buffer_bytes"]),
-            id=str(device["id"] or ""),
-            capabilities=tuple(map(str, device["capabilities"])),
-            details=tuple(map(str, device.get("details", ())))
-            or _details(str(device["name"]), said),
-        )
-        for device in answer["devices"]
-    )
-    features = {
-        str(name): {str(k): str(v) for k, v in values.items()}
-        for name, values in answer["features"].items()
-    }
+    found = tuple(_device(device, said) for device in answer["devices"])
+    features = {}
+    for name, values in answer["features"].items():
+        features[str(name)] = {str(key): str(value) for key, value in values.items()}
     return GgmlBuild(str(answer["version"]), str(answer["folder"]), found, features)
+
+
+def _device(device: Mapping[str, Any], said: list[str]) -> GgmlDevice:
+    name = str(device["name"])
+    largest = device["largest_buffer_bytes"]
+    details = tuple(str(detail) for detail in device.get("details", ()))
+    return GgmlDevice(
+        name=name,
+        description=str(device["description"]),
+        backend=str(device["backend"]),
+        type=str(device["type"]),
+        memory_free_bytes=int(device["memory_free_bytes"]),
+        memory_total_bytes=int(device["memory_total_bytes"]),
+        largest_buffer_bytes=int(largest) if largest is not None else None,
+        id=str(device["id"] or ""),
+        capabilities=tuple(str(capability) for capability in device["capabilities"]),
+        details=details or _details(name, said),
+    )
 
 
 def _details(name: str, said: list[str]) -> tuple[str, ...]:
@@ -111,11 +109,15 @@ def _details(name: str, said: list[str]) -> tuple[str, ...]:
     number = re.sub(r"\D", "", name)
     kind = re.sub(r"[\d ].*", "", name)
     if kind in ("MTL", "Metal"):
-        features = filter(None, map(_METAL_FEATURE.match, said))
-        return tuple(f"{feature[1]}: {feature[2]}" for feature in features)
-    start, separator = _DETAIL_LINES.get(kind, ("", ""))
-    line = next((line for line in said if start and re.match(start.format(number), line)), "")
-    return tuple(part.strip() for part in line.split(separator or None)[1:])
+        features = [_METAL_FEATURE.match(line) for line in said]
+        return tuple(f"{feature[1]}: {feature[2]}" for feature in features if feature)
+    if kind not in _DETAIL_LINES:
+        return ()
+    start, separator = _DETAIL_LINES[kind]
+    for line in said:
+        if re.match(start.format(number), line):
+            return tuple(part.strip() for part in line.split(separator)[1:])
+    return ()
 
 
 # How a backend's line of a device begins, and what stands between its capabilities.
@@ -135,49 +137,35 @@ def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
 
 
 def differences(device: Device, build: GgmlBuild) -> list[Finding]:
-    """Where the build's devices are not what the probes found, each with what to do about it."""
+    """Differences between the build's devices and those that the probes found, each with its
+    fix."""
     if build.failure:
+        failed = f"the installed llama.cpp gave no list of its devices: {build.failure}"
+        fix = "localllm setup"
         if "/builds/" in build.folder:
             fix = "localllm setup --use own"
-        else:
-            fix = "localllm setup"
-        return [
-            Finding(
-                "error",
-                f"the installed llama.cpp gave no list of its devices: {build.failure}",
-                fix,
-            )
-        ]
+        return [Finding("error", failed, fix)]
     if device.accelerator == "cpu":
         seen = ", ".join(gpu.description for gpu in build.gpus)
-        told = f"the installed llama.cpp sees {seen}, which this machine's own tools did not show"
-        if seen:
-            return [Finding("warning", told)]
-        return []
+        if not seen:
+            return []
+        unknown = f"{seen}, which this machine's own tools did not show"
+        return [Finding("warning", f"the installed llama.cpp sees {unknown}")]
     driver = driven_by(device, build)
     if driver == "cpu":
         return [_unused(device, build)]
     used = [gpu for gpu in build.gpus if gpu.accelerator == driver]
-    said = (
-        (
-            len(used) != device.n_gpus,
-            Finding(
-                "warning",
-                f"the system shows {device.n_gpus} GPU(s), the installed llama.cpp uses {len(used)}",
-                "look for CUDA_VISIBLE_DEVICES and its like in the environment",
-            ),
-        ),
-        (
-            driver != device.accelerator,
-            Finding(
-                "info",
-                f"{device.name} is driven by {driver}, as the installed llama.cpp has no "
-                f"{device.accelerator}",
-                f"localllm setup --backend {device.accelerator}",
-            ),
-        ),
-    )
-    return [*(finding for is_so, finding in said if is_so), *_memory(device, used)]
+    findings = []
+    if len(used) != device.n_gpus:
+        told = f"the system shows {device.n_gpus} GPU(s), the installed llama.cpp uses {len(used)}"
+        fix = "look for CUDA_VISIBLE_DEVICES and its like in the environment"
+        findings.append(Finding("warning", told, fix))
+    if driver != device.accelerator:
+        lacks = f"the installed llama.cpp has no {device.accelerator}"
+        told = f"{device.name} is driven by {driver}, as {lacks}"
+        fix = f"localllm setup --backend {device.accelerator}"
+        findings.append(Finding("info", told, fix))
+    return findings + _memory(device, used)
 
 
 def _unused(device: Device, build: GgmlBuild) -> Finding:
@@ -185,38 +173,31 @@ def _unused(device: Device, build: GgmlBuild) -> Finding:
     why = "knows the processor only"
     if compiled:
         why = f"was compiled for {', '.join(compiled)} and finds no device: look at the driver"
-    return Finding(
-        "error", f"{device.name} would sit idle: the installed llama.cpp {why}", "localllm setup"
-    )
+    idle = f"{device.name} would sit idle: the installed llama.cpp {why}"
+    return Finding("error", idle, "localllm setup")
 
 
 def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
     """A GPU's memory by its driver and by ggml, and allocations that must stay smaller than the
     memory."""
+    findings = []
     total = sum(gpu.memory_total_bytes for gpu in used)
     limit = device.memory.limit_bytes
     # On one pool the driver may offer ggml less than the system would give, never more than plans
     # count with.
     low = total < (1 - _SAME_MEMORY) * limit
     high = device.kind == "discrete" and total > (1 + _SAME_MEMORY) * device.memory.total_bytes
-    differs = Finding(
-        "warning",
-        f"the system says {limit / 1e9:.1f} GB are usable, the installed llama.cpp says "
-        f"{total / 1e9:.1f} GB: a plan between the two may fail to load",
-    )
-    most = {gpu.name: gpu.largest_buffer_bytes for gpu in used}
-    small = [
-        Finding(
-            "info",
-            f"{name}: one allocation may have {n_bytes / 1e9:.1f} GB at most, though more memory "
-            "is there",
-        )
-        for name, n_bytes in most.items()
-        if n_bytes is not None and n_bytes < limit / max(device.n_gpus, 1)
-    ]
     if total and (low or high):
-        return [differs, *small]
-    return small
+        usable = f"the system says {limit / 1e9:.1f} GB are usable"
+        told = f"{usable}, the installed llama.cpp says {total / 1e9:.1f} GB"
+        findings.append(Finding("warning", f"{told}: a plan between the two may fail to load"))
+    most = {gpu.name: gpu.largest_buffer_bytes for gpu in used}
+    for name, n_bytes in most.items():
+        if n_bytes is None or n_bytes >= limit / max(device.n_gpus, 1):
+            continue
+        told = f"{name}: one allocation may have {n_bytes / 1e9:.1f} GB at most"
+        findings.append(Finding("info", f"{told}, though more memory is there"))
+    return findings
 
 
 def to_json(build: GgmlBuild) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from localllm import json_store, paths
@@ -99,13 +100,9 @@ def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
 
 def without_gpus(readings: Readings) -> Readings:
     """The same machine, had it no graphics at all."""
-    return replace(
-        readings,
-        files={
-            path: text for path, text in readings.files.items() if not path.startswith(_GPU_FILES)
-        },
-        outputs={name: text for name, text in readings.outputs.items() if name not in _GPU_OUTPUTS},
-    )
+    files = {path: text for path, text in readings.files.items() if not path.startswith(_GPU_FILES)}
+    outputs = {name: text for name, text in readings.outputs.items() if name not in _GPU_OUTPUTS}
+    return replace(readings, files=files, outputs=outputs)
 
 
 def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> Device:
@@ -142,7 +139,7 @@ def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
     if device.kind != "discrete" or len(gpus) <= len(ours):
         return device
     found = []
-    for gpu in sorted(gpus, key=lambda gpu: gpu.id):
+    for gpu in sorted(gpus, key=attrgetter("id")):
         own = next((card for card in ours if _alike(card.name, gpu.description)), None)
         if own is not None:
             ours.remove(own)
@@ -150,13 +147,11 @@ def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
     if ours:  # the build does not see one of them: which is which can't be told
         return device
     more = len(found) - max(1, len(device.cards))
-    told = (
-        f"{more} more {'card is' if more == 1 else 'cards are'} known from the installed "
-        "llama.cpp, and planned with"
-    )
-    return replace(
-        cards.together(cards.numbered(found)), findings=(*device.findings, Finding("info", told))
-    )
+    told = f"{more} more cards are known from the installed llama.cpp, and planned with"
+    if more == 1:
+        told = "1 more card is known from the installed llama.cpp, and planned with"
+    findings = (*device.findings, Finding("info", told))
+    return replace(cards.together(cards.numbered(found)), findings=findings)
 
 
 def _alike(name: str, description: str) -> bool:
@@ -169,41 +164,47 @@ def _alike(name: str, description: str) -> bool:
 def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
     """A card as ggml and the table have it, in the machine of `device`."""
     total = gpu.memory_total_bytes
+    used = total - min(gpu.memory_free_bytes, total)
     row = table.by_gpu_name(gpu.description, total)
-    return replace(
+    card = replace(
         device,
         name=gpu.description or gpu.name,
-        family=row.family if row else gpu.accelerator,
-        memory=usable.vram(
-            total, total - min(gpu.memory_free_bytes, total), 0, f"llama.cpp ({gpu.backend})"
-        ),
-        bandwidth_gbps=row.bandwidth() if row else table.of_like_cards("", "", total),
+        memory=usable.vram(total, used, 0, f"llama.cpp ({gpu.backend})"),
         **table.facts(row),
-        compute_capability=row.compute_capability if row else "",
+    )
+    if row is None:
+        bandwidth = table.of_like_cards("", "", total)
+        return replace(
+            card, family=gpu.accelerator, bandwidth_gbps=bandwidth, compute_capability=""
+        )
+    return replace(
+        card,
+        family=row.family,
+        bandwidth_gbps=row.bandwidth(),
+        compute_capability=row.compute_capability,
     )
 
 
 def _as_seen(device: Device, ram: Memory, build: ggml.GgmlBuild) -> Device:
     """`device` with as much of a processor's graphics' memory as this build sees."""
-    seen = sum(
-        gpu.memory_total_bytes for gpu in build.gpus if gpu.accelerator == device.accelerator
-    )
-    if device.kind != "unified" or device.accelerator not in ("rocm", "vulkan") or not seen:
+    kind = device.accelerator
+    if device.kind != "unified" or kind not in ("rocm", "vulkan"):
         return device
-    return replace(
-        device, memory=usable.as_seen(device.memory, ram, seen, f"llama.cpp ({device.accelerator})")
-    )
+    seen = sum(gpu.memory_total_bytes for gpu in build.gpus if gpu.accelerator == kind)
+    if not seen:
+        return device
+    memory = usable.as_seen(device.memory, ram, seen, f"llama.cpp ({kind})")
+    return replace(device, memory=memory)
 
 
 def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is
     the system memory's where it shares that one, else unknown."""
     kind = build.accelerators[0]
-    gpus = sorted((gpu for gpu in build.gpus if gpu.accelerator == kind), key=lambda gpu: gpu.id)
-    told = (
-        f"{gpus[0].description} is known from the installed llama.cpp alone: what it can do is "
-        "estimated roughly"
-    )
+    gpus = [gpu for gpu in build.gpus if gpu.accelerator == kind]
+    gpus.sort(key=attrgetter("id"))
+    alone = f"{gpus[0].description} is known from the installed llama.cpp alone"
+    told = f"{alone}: what it can do is estimated roughly"
     findings = (*machine.findings, Finding("info", told))
     machine = replace(machine, accelerator=kind, family=kind, match="", findings=findings)
     if any(gpu.type != "igpu" for gpu in gpus):
@@ -215,11 +216,9 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
     # what the system keeps is in its own account, and this is all that the driver lets a program
     # have of it
-    memory = replace(
-        usable.vram(total, total - free, 0, f"llama.cpp ({gpus[0].backend})"),
-        system_bytes=0,
-        available_bytes=min(free, machine.memory.available_bytes),
-    )
+    memory = usable.vram(total, total - free, 0, f"llama.cpp ({gpus[0].backend})")
+    available = min(free, machine.memory.available_bytes)
+    memory = replace(memory, system_bytes=0, available_bytes=available)
     return replace(
         machine,
         name=gpus[0].description or gpus[0].name,

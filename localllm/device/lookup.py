@@ -5,46 +5,18 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import chain, combinations
+from pathlib import Path
 
 from localllm.device import table, typed
 from localllm.device.table import DeviceRow
 from localllm.device.typed import FORMS, SUFFIXES, Typed
 
-# Nicknames that no row's name contains.
-_NICKNAMES = {
-    "strix halo": "ryzen ai max+ 395", "framework desktop": "ryzen ai max+ 395",
-    "gmktec evo x2": "ryzen ai max+ 395", "evo x2": "ryzen ai max+ 395",
-    "radeon 8060s": "ryzen ai max+ 395",
-    "8060s": "ryzen ai max+ 395", "radeon 8050s": "ryzen ai max 390",
-    "dgx spark": "dgx spark founders edition",
-    "spark": "dgx spark founders edition", "gb10": "dgx spark founders edition",
-    "project digits": "dgx spark founders edition", "rtx spark": "rtx spark n1x",
-    "h100": "h100 sxm5",
-    "h100 sxm": "h100 sxm5", "h100 pcie": "h100 pcie", "h200": "h200 sxm", "a100": "a100 sxm4",
-    "a100 pcie": "a100 pcie", "rtx pro 6000": "rtx pro 6000 blackwell",
-    "rtx 6000 ada": "rtx 6000 ada generation",
-    "iphone 17 pro max": "iphone 17 pro", "a19 pro": "iphone 17 pro", "macbook neo": "a18 pro",
-    "orin nano": "jetson orin nano super", "jetson nano super": "jetson orin nano super",
-    "jetson orin nano": "jetson orin nano super", "jetson thor": "jetson agx thor",
-    "agx thor": "jetson agx thor",
-    "thor": "jetson agx thor", "agx orin": "jetson agx orin", "orin nx": "jetson orin nx",
-    "780m": "ryzen 7 7840u",
-    "890m": "ryzen ai 9 hx 370", "a6000 ada": "rtx 6000 ada generation",
-    "rtx a6000 ada": "rtx 6000 ada generation",
-    "gmktec evo x2 395": "ryzen ai max+ 395", "bosgame m5": "ryzen ai max+ 395",
-    "beelink gtr9": "ryzen ai max+ 395",
-    "hp z2 mini g1a": "ryzen ai max+ 395", "steamdeck": "steam deck",
-    "steam deck lcd": "steam deck",
-    "zgx nano": "hp zgx nano g1n", "zbook ultra g1a": "ryzen ai max+ 395", "flow z13": "ryzen ai max+ 395",
-    "beelink gtr9 pro": "ryzen ai max+ 395", "ms s1 max": "ryzen ai max+ 395",
-    "rog ally": "ryzen z1 extreme", "rog ally x": "ryzen z1 extreme",
-    "legion go": "ryzen z1 extreme",
-    "gx10": "asus ascent gx10", "rpi 5": "raspberry pi 5",
-}  # fmt: skip
+_NICKNAMES_FILE = Path(__file__).with_name("nicknames.toml")
 
 
 @cache
@@ -52,7 +24,9 @@ def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
     """Rows by the set of words that name them, memory sizes and core counts left out."""
     index: dict[frozenset[str], list[DeviceRow]] = {}
     for row in table.rows():
-        for alias in _aliases(row) if row.kind != "system" else ():
+        if row.kind == "system":
+            continue
+        for alias in _aliases(row):
             words = frozenset(typed.read(alias).words)
             if words and row not in index.setdefault(words, []):
                 index[words].append(row)
@@ -64,13 +38,17 @@ def _aliases(row: DeviceRow) -> list[str]:
     alternative of "A / B" and "A1,A2"."""
     bare = re.sub(r"\([^)]*\)", " ", row.name)
     aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names]
-    aliases += row.cpu if row.bandwidth_gbps else ()
+    if row.bandwidth_gbps:
+        aliases += row.cpu
     if row.kind == "unified":  # "(Strix Point)", "(Phoenix/Hawk Point)"
-        inside = re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+(?=[)/])", row.name)
-        aliases += inside
-    for alias in map(str.strip, bare.split("/")):
+        aliases += re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+(?=[)/])", row.name)
+    for part in bare.split("/"):
+        alias = part.strip()
         either = re.fullmatch(r"(.*\s)(\S+),(\w+)", alias)
-        aliases += [either[1] + either[2], either[1] + either[3]] if either else [alias]
+        if either:
+            aliases += [either[1] + either[2], either[1] + either[3]]
+        else:
+            aliases.append(alias)
     if row.vendor == "Apple" and row.chip:
         aliases.append(row.chip)
     return aliases
@@ -83,16 +61,23 @@ MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 
 
 @cache
+def _listed_nicknames() -> dict[str, str]:
+    """The name that each nickname stands for. Package data: read once per process."""
+    return tomllib.loads(_NICKNAMES_FILE.read_text(encoding="utf-8"))
+
+
+@cache
 def _nicknames() -> dict[frozenset[str], frozenset[str]]:
     return {
-        frozenset(typed.words(n)): frozenset(typed.read(meant).words)
-        for n, meant in _NICKNAMES.items()
+        frozenset(typed.words(nick)): frozenset(typed.read(meant).words)
+        for nick, meant in _listed_nicknames().items()
     }
 
 
 @cache
 def _known() -> frozenset[str]:
-    return frozenset().union(*_index(), *map(typed.words, _NICKNAMES))
+    """Every word of a part's name."""
+    return frozenset().union(*_index(), *_nicknames())
 
 
 def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
@@ -102,9 +87,9 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     rows, found = _found(part)
     if not rows and part.count > 1:  # "evo x2" is one
         rows, found = _found(replace(part, words=typed.words(part.text), count=1))
-    if rows:
-        return (rows, found)
-    return ((), part)
+    if not rows:
+        return (), part
+    return rows, found
 
 
 def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
@@ -115,10 +100,11 @@ def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
         if found:
             return found, tried
         shorter = typed.without_number(tried)
-        if shorter is not None and shorter.memory_gb is not None:
-            sold = tuple(row for row in _named(shorter.words) if shorter.memory_gb in row.memory_gb)
-            if sold:
-                return sold, shorter
+        if shorter is None or shorter.memory_gb is None:
+            continue
+        sold = tuple(row for row in _named(shorter.words) if shorter.memory_gb in row.memory_gb)
+        if sold:
+            return sold, shorter
     return (), part
 
 
@@ -164,13 +150,14 @@ def called(name: str) -> DeviceRow | None:
     """The row that a typed name is letter by letter; of a kind of system memory, that it begins
     with ("DDR5-5600 dual-channel")."""
     text = _spelled(name)
-    whole = next((row for row in table.rows() if _spelled(row.name) == text), None)
-    begun = [
-        row
-        for row in table.rows()
-        if row.kind == "system" and text.startswith(f"{_spelled(row.name)} ")
-    ]
-    return whole or max(begun, key=lambda row: len(row.name), default=None)
+    begun = []
+    for row in table.rows():
+        spelled = _spelled(row.name)
+        if spelled == text:
+            return row
+        if row.kind == "system" and text.startswith(f"{spelled} "):
+            begun.append(row)
+    return max(begun, key=lambda row: len(row.name), default=None)
 
 
 def line(words: tuple[str, ...]) -> DeviceRow | None:
@@ -199,17 +186,25 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
     if meant is not None:
         if memory_gb is not None:
             itself = _of_memory(wanted, meant, memory_gb)
-        else:
-            itself = ()
-        if itself:
-            return itself
+            if itself:
+                return itself
         wanted = meant
     exact = _index().get(wanted, ())
     if exact:
         # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is
         # meant.
-        own = {row: row.chip if row.vendor == "Apple" else row.name for row in exact}
-        return tuple(r for r in exact if frozenset(typed.read(own[r]).words) == wanted) or exact
+        return tuple(row for row in exact if _own_words(row) == wanted) or exact
+    return _nearly_named(wanted)
+
+
+def _own_words(row: DeviceRow) -> frozenset[str]:
+    """The words of a row's own name; of a Mac's, those of its chip."""
+    name = row.chip if row.vendor == "Apple" else row.name
+    return frozenset(typed.read(name).words)
+
+
+def _nearly_named(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
+    """Rows of the one name that has few words more than these, none of which tells parts apart."""
     # "rtx" or "ryzen" names a shelf, not a machine.
     if len(wanted) < 2 and not any(c.isdigit() for c in "".join(wanted)):
         return ()
@@ -218,10 +213,11 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
         for key in _index()
         if wanted <= key and _says_no_more(key - wanted, wanted)
     }
-    closest = [key for key, extra in near.items() if extra == min(near.values())]
-    if len({_index()[key] for key in closest}) == 1:
-        return _named(closest[0])
-    return ()
+    least = min(near.values(), default=0)
+    closest = [key for key, extra in near.items() if extra == least]
+    if len({_index()[key] for key in closest}) != 1:
+        return ()
+    return _named(closest[0])
 
 
 def _of_memory(
@@ -245,14 +241,21 @@ _TIERS = {"3", "5", "7", "9"}
 def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
     """True where a name that has these words more is the same part: a brand, a maker, or what only
     one part is called with."""
-    lettered = any(re.fullmatch(r"[a-z]{1,2}[0-9]{2,5}[a-z]?", word) for word in wanted)
-    tiers = _TIERS if any(map(typed.is_number, wanted)) else set()
-    for word in set(extra) - tiers:
-        implied = (word == "blackwell" and "pro" in wanted) or (word == "pro" and lettered)
-        implied = implied or (word == "max" and bool(wanted & {"ai", "halo"}))
-        if any(c.isdigit() for c in word) or (word in SUFFIXES and not implied):
-            return False
-    return True
+    words = set(extra)
+    if any(typed.is_number(word) for word in wanted):
+        words -= _TIERS
+    if any(c.isdigit() for c in "".join(words)):
+        return False
+    return all(_is_implied(word, wanted) for word in words & SUFFIXES)
+
+
+def _is_implied(suffix: str, wanted: frozenset[str]) -> bool:
+    """True if the part that these words name has no other form than that with the suffix."""
+    if suffix == "blackwell":
+        return "pro" in wanted
+    if suffix == "pro":
+        return any(re.fullmatch(r"[a-z]{1,2}[0-9]{2,5}[a-z]?", word) for word in wanted)
+    return suffix == "max" and bool(wanted & {"ai", "halo"})
 
 
 def longer(part: Typed) -> list[str]:
@@ -264,12 +267,15 @@ def longer(part: Typed) -> list[str]:
 
 @cache
 def _spellings() -> dict[str, str]:
-    spelled = {" ".join(typed.words(_short(row))): _short(row) for row in reversed(table.rows())}
-    meant = {
-        nick: _index().get(frozenset(typed.words(target)), ())
-        for nick, target in _NICKNAMES.items()
-    }
-    return spelled | {nick: _short(rows[0]) for nick, rows in meant.items() if rows}
+    spelled = {}
+    for row in reversed(table.rows()):
+        name = _short(row)
+        spelled[" ".join(typed.words(name))] = name
+    for nick, meant in _listed_nicknames().items():
+        rows = _index().get(frozenset(typed.words(meant)), ())
+        if rows:
+            spelled[nick] = _short(rows[0])
+    return spelled
 
 
 def nearest(name: str, count: int = 3) -> list[str]:

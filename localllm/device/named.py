@@ -103,11 +103,10 @@ def _read(name: str) -> Computer:
     computer = Computer([])
     called = lookup.called(name)
     if called is not None:
+        following = name
         if called.kind == "system":
-            behind = name[len(called.name) :]
-        else:
-            behind = name
-        computer.parts.append(((called,), typed.read(behind)))
+            following = name[len(called.name) :]
+        computer.parts.append(((called,), typed.read(following)))
         return computer
     for text in typed.split(name):
         part = typed.read(text)
@@ -127,32 +126,49 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
     rows, found = lookup.find(part)
     if not rows:
         rows, found = _processor_or_run(computer, text, part)
-    # "framework desktop 395": what the row is called is read
-    called = set(chain.from_iterable(typed.words(row.name) for row in rows[:1]))
-    found = replace(found, rest=tuple(word for word in found.rest if word not in called))
-    if any(map(typed.is_number, found.rest)) and found.rest != part.words:
+    if rows:  # "framework desktop 395": what the row is called is read
+        called = typed.words(rows[0].name)
+        found = replace(found, rest=tuple(word for word in found.rest if word not in called))
+    _add_rest(computer, text, part, rows, found)
+    if rows and not _is_repeated(computer, rows):
+        computer.parts.append((rows, found))
+    size = None
+    if len(computer.parts) == n_parts:
+        size = _system_size(part, computer)
+    computer.add_ram(size, part.ram)
+
+
+def _add_rest(
+    computer: Computer, text: str, part: Typed, rows: tuple[DeviceRow, ...], found: Typed
+) -> None:
+    """The part that the other words name, if there is a number among them; else a finding with
+    those that say nothing."""
+    if found.rest != part.words and any(typed.is_number(word) for word in found.rest):
         more = replace(found, words=found.rest, rest=(), count=1)
         if rows and rows[0].kind == "discrete":
             more = replace(more, sizes_gb=(), own_gb=None, ram=None)
         _add_part(computer, text, more)
-    else:
-        left = [word for word in found.rest if word not in _ANY_COMPUTER | lookup.MAKERS]
+        return
+    left = [word for word in found.rest if word not in _ANY_COMPUTER | lookup.MAKERS]
+    if left:
         said = f"{' '.join(left)!r} says nothing that is known here"
-        computer.findings += [Finding("info", said)] if left else []
-    # "ryzen 7 7840hs, radeon 780m" is said twice
-    is_known = rows in [known for known, _ in computer.parts] and computer.cpu is not None
-    if rows and not (is_known and rows[0].kind == "unified"):
-        computer.parts.append((rows, found))
-    alone = len(computer.parts) == n_parts
-    computer.add_ram(_system_size(part, computer) if alone else None, part.ram)
+        computer.findings.append(Finding("info", said))
+
+
+def _is_repeated(computer: Computer, rows: tuple[DeviceRow, ...]) -> bool:
+    """True for a processor's graphics that are named after it: "ryzen 7 7840hs, radeon 780m"."""
+    if computer.cpu is None or rows[0].kind != "unified":
+        return False
+    return any(rows == known for known, _ in computer.parts)
 
 
 def _system_size(part: Typed, computer: Computer) -> float | None:
     """The size of a computer's memory that was said: terabytes are a disk's, unless the processor
     is a server's."""
     is_server = computer.cpu is not None and computer.cpu.channels >= _SERVER_CHANNELS
-    sizes = [size for size in part.sizes_gb if is_server or size < _TERABYTE]
-    return part.own_gb or next(iter(sizes), None)
+    if part.own_gb:
+        return part.own_gb
+    return next((size for size in part.sizes_gb if is_server or size < _TERABYTE), None)
 
 
 _SERVER_CHANNELS = 4
@@ -165,15 +181,15 @@ def _processor_or_run(
     """The processor among the words, with its graphics, or else the rows that a run of them names,
     and the part with what is left. Raises DeviceNotFoundError where there is neither."""
     named = cpus.named(part.words)
-    if named is None and frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
-        named = (USUAL_PROCESSOR, ())
-    if named is None:
-        return _run_or_line(text, part)
-    computer.cpu, rest = named
-    if computer.cpu is USUAL_PROCESSOR:
-        computer.sockets = 1
-    else:
+    if named is not None:
+        computer.cpu, rest = named
         computer.sockets = part.count
+    elif frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
+        computer.cpu = USUAL_PROCESSOR
+        computer.sockets = 1
+        rest = ()
+    else:
+        return _run_or_line(text, part)
     graphics = table.by_cpu(computer.cpu.name)
     processor = replace(part, words=(), rest=rest, count=1)
     if graphics is not None and graphics.kind == "unified":
@@ -189,12 +205,14 @@ def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
         said = set(typed.words(" ".join((whole.name, *whole.cpu))))
         return (whole,), replace(part, rest=tuple(w for w in part.words if w not in said))
     rows, found = lookup.run_of(part)
-    system = None if rows else lookup.line(part.words)
+    if rows:
+        return rows, found
+    system = lookup.line(part.words)
     if system is not None:
-        rows = (system,)
-    if not rows and not lookup.is_machine(part):
+        return (system,), found
+    if not lookup.is_machine(part):
         raise _not_found(text, part)
-    return rows, found if rows else replace(part, words=(), rest=part.words)
+    return (), replace(part, words=(), rest=part.words)
 
 
 # Words for a computer that say nothing of it.
@@ -220,23 +238,21 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     longer = lookup.longer(part)
     if longer and any(c.isdigit() for c in "".join(part.words)):
         names = ", ".join(longer[:4])
+        message = f"{text!r} is not in the table by itself, but {names}"
         hint = f"say which, if it is one of {names}; else describe it: --memory GB --bandwidth GBPS"
-        return DeviceNotFoundError(
-            f"{text!r} is not in the table by itself, but {names}", hint=hint, param="device"
-        )
+        return DeviceNotFoundError(message, hint=hint, param="device")
     near = ", ".join(lookup.nearest(part.text))
-    hint = f"did you mean {near}? Or describe it: --memory GB --bandwidth GBPS"
-    if not near:
-        hint = "name its processor or card, or describe it: --memory GB --bandwidth GBPS"
     if re.search(r"\b(?:i?mac|macbook)\b", text.lower()):
         hint = (
-            'name its chip, as "About This Mac" does: "M4 16GB", "M3 Pro 36GB"; one with an '
-            "Intel "
-            "processor by that"
+            'name its chip, as "About This Mac" does: "M4 16GB", "M3 Pro 36GB"; '
+            "one with an Intel processor by that"
         )
-    return DeviceNotFoundError(
-        f"no device called {text!r} is in the table", hint=hint, param="device"
-    )
+    elif near:
+        hint = f"did you mean {near}? Or describe it: --memory GB --bandwidth GBPS"
+    else:
+        hint = "name its processor or card, or describe it: --memory GB --bandwidth GBPS"
+    message = f"no device called {text!r} is in the table"
+    return DeviceNotFoundError(message, hint=hint, param="device")
 
 
 # GB that no computer with a card has less of.
@@ -253,24 +269,24 @@ _MOST_MEMORY = 256.0
 
 def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> Typed:
     """`part` without the sizes that are a disk's, which is said."""
-    sold = sorted(set(chain.from_iterable(row.memory_gb for row in rows)))
-    if rows[0].kind == "unified":
+    row = rows[0]
+    if row.kind == "system":
+        return part
+    largest: float = _TERABYTE - 1
+    is_fixed = False
+    if row.kind == "unified":
+        sold = set(chain.from_iterable(row.memory_gb for row in rows))
         largest = max(sold, default=_MOST_MEMORY)
-    else:
-        largest = _TERABYTE - 1
-    # A box that is sold in one size has that.
-    is_fixed = rows[0].kind == "unified" and rows[0].vendor.startswith("NVIDIA") and len(sold) == 1
-    is_server = rows[0].kind == "system"
-    disks = [
-        size
-        for size in part.sizes_gb
-        if size > largest and (size in _DISKS or is_fixed) and not is_server
-    ]
-    computer.findings += [
-        Finding("info", f"took {size:g} GB as the disk: no {rows[0].name} has so much memory")
-        for size in disks
-    ]
-    return replace(part, sizes_gb=tuple(size for size in part.sizes_gb if size not in disks))
+        # A box that is sold in one size has that.
+        is_fixed = row.vendor.startswith("NVIDIA") and len(sold) == 1
+    kept = []
+    for size in part.sizes_gb:
+        if size > largest and (is_fixed or size in _DISKS):
+            told = f"took {size:g} GB as the disk: no {row.name} has so much memory"
+            computer.findings.append(Finding("info", told))
+        else:
+            kept.append(size)
+    return replace(part, sizes_gb=tuple(kept))
 
 
 def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> float | None:
@@ -283,14 +299,9 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
     for size in part.sizes_gb:
         if size != own:
             computer.add_ram(size, None)
-            computer.findings.append(
-                Finding(
-                    "info",
-                    f"took {size:g} GB as the computer's memory: no {rows[0].name} has so much",
-                )
-            )
-    is_sum = own is not None and own not in sold and own / part.count in sold
-    if own is not None and is_sum:
+            told = f"took {size:g} GB as the computer's memory: no {rows[0].name} has so much"
+            computer.findings.append(Finding("info", told))
+    if own is not None and own not in sold and own / part.count in sold:
         return own / part.count
     return own
 
@@ -298,15 +309,18 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
 def _sold_size(sold: set[float], part: Typed) -> float | None:
     """The size that was said of those which a card is sold with, several have together, or one has
     after somebody soldered more memory on it."""
-    if "laptop" in part.words:
-        modded = set()
-    else:
+    for size in part.sizes_gb:
+        if size in sold:
+            return size
+    for size in part.sizes_gb:
+        if size / part.count in sold:
+            return size
+    modded = set()
+    if "laptop" not in part.words:
         modded = {_MODDED * size for size in sold}
-    fitting = [size for size in part.sizes_gb if size in sold]
-    fitting += [size for size in part.sizes_gb if size / part.count in sold]
-    fitting += [size for size in part.sizes_gb if size in modded or size < _LEAST_RAM or not sold]
-    if fitting:
-        return fitting[0]
+    for size in part.sizes_gb:
+        if not sold or size in modded or size < _LEAST_RAM:
+            return size
     return None
 
 
@@ -317,35 +331,29 @@ def _choose(
     stated."""
     wanted = memory_gb if memory_gb is not None else own_gb
     rows = _of_size(found, part, wanted)
-    # What people mean by a bare name: the larger bin with its largest memory.
-    row = max(
-        rows,
-        key=lambda r: (max(r.memory_gb, default=0.0), r.bandwidth_gbps or 0.0, r.compute_units),
-    )
-    others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
+    row = max(rows, key=_largest)
+    findings = []
+    if part.cores is None and len(rows) > 1:
+        others = [r.name for r in found if r.bandwidth_gbps != row.bandwidth_gbps]
+        if others:
+            told = f"took {row.name}; the same name also means {', '.join(others)}"
+            findings.append(Finding("info", told))
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
         taken = max(row.memory_gb, default=None)
-    else:
-        taken = wanted
-    said = (
-        (
-            part.cores is None and len(rows) > 1 and bool(others),
-            Finding("info", f"took {row.name}; the same name also means {', '.join(others)}"),
-        ),
-        (
-            wanted is None and len(row.memory_gb) > 1,
-            Finding("info", f"took {taken or 0:g} GB; it is sold with {sizes} GB", "--memory GB"),
-        ),
-        (
-            bool(sizes) and taken not in row.memory_gb and memory_gb is None,
-            Finding(
-                "warning",
-                f"{row.name} is listed with {sizes} GB, not {taken or 0:g}: taken as typed",
-            ),
-        ),
-    )
-    return row, taken, [finding for is_so, finding in said if is_so]
+        if len(row.memory_gb) > 1:
+            told = f"took {taken:g} GB; it is sold with {sizes} GB"
+            findings.append(Finding("info", told, "--memory GB"))
+        return row, taken, findings
+    if row.memory_gb and wanted not in row.memory_gb and memory_gb is None:
+        told = f"{row.name} is listed with {sizes} GB, not {wanted:g}: taken as typed"
+        findings.append(Finding("warning", told))
+    return row, wanted, findings
+
+
+def _largest(row: DeviceRow) -> tuple[float, float, int]:
+    """What people mean by a bare name: the larger bin with its largest memory."""
+    return max(row.memory_gb, default=0.0), row.bandwidth_gbps or 0.0, row.compute_units
 
 
 def _of_size(

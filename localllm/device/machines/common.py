@@ -32,55 +32,46 @@ def card_of(
     """A card of a `maker`, by itself. Its bandwidth is the table's figure, or what its clock and width come to
     (`told`) where that is another by a tenth or the table has none, else what cards like it
     have."""
-    known = row or DeviceRow("", maker, "", "discrete", _OWN_KIND[maker], "")
-    architecture = architecture or known.compute_capability
-    figure = listed = known.bandwidth()
+    facts = table.facts(row)
+    facts["compute_units"] = units or facts["compute_units"]
     if row is None:
+        kind = _OWN_KIND[maker]
+        drives = driver(kind, architecture)
+        family: str = drives
+        findings = []
         figure = told or table.of_like_cards(maker, architecture, memory.total_bytes)
-    elif told is not None and abs(told.value - listed.value) > 0.1 * listed.value:
-        figure = told
-    if row is None:
-        drives = driver(known.accelerator, architecture)
+        if drives != kind:
+            label = KINDS[kind].label
+            lacks = f"{label}'s builds have no code of {architecture} ({name}) any more"
+            findings.append(Finding("info", lacks, f"localllm setup --backend {drives}"))
     else:
         drives = row.accelerator
-    said = (
-        (
-            row is not None and figure is not listed,
-            Finding(
-                "warning",
-                f"{name}: the table says {listed.value:g} GB/s, its clocks say {figure.value:g}; "
-                "took its clocks",
-            ),
-        ),
-        (
-            figure.basis == "assumed",
-            Finding(
-                "warning",
-                f"{name}: its bandwidth is assumed, {figure.value:g} GB/s; {figure.source}",
-                "--bandwidth GBPS",
-            ),
-        ),
-        (
-            row is None and drives != known.accelerator,
-            Finding(
-                "info",
-                f"{KINDS[known.accelerator].label}'s builds have no code of {architecture} "
-                f"({name}) any more",
-                f"localllm setup --backend {drives}",
-            ),
-        ),
-    )
+        family = row.family or drives
+        architecture = architecture or row.compute_capability
+        figure, findings = _card_bandwidth(name, row, told)
+    if figure.basis == "assumed":
+        assumed = f"{name}: its bandwidth is assumed, {figure.value:g} GB/s; {figure.source}"
+        findings.insert(0, Finding("warning", assumed, "--bandwidth GBPS"))
     return Device(
         name=name,
         kind="discrete",
         accelerator=drives,
-        family=known.family or drives,
+        family=family,
         memory=memory,
         bandwidth_gbps=figure,
-        **(table.facts(row) | {"compute_units": units or known.compute_units}),
+        **facts,
         compute_capability=architecture,
-        findings=tuple(finding for is_so, finding in said if is_so),
+        findings=tuple(findings),
     )
+
+
+def _card_bandwidth(name: str, row: DeviceRow, told: Figure | None) -> tuple[Figure, list[Finding]]:
+    """The table's bandwidth, unless the card's clock and width come to another by a tenth."""
+    listed = row.bandwidth()
+    if told is None or abs(told.value - listed.value) <= 0.1 * listed.value:
+        return listed, []
+    figures = f"the table says {listed.value:g} GB/s, its clocks say {told.value:g}"
+    return told, [Finding("warning", f"{name}: {figures}; took its clocks")]
 
 
 # Programs read 60 to 90 % of what memory modules are made for; less than half means that one of the
@@ -89,13 +80,11 @@ _DISAGREE = 2.0
 
 
 def ram_disagrees(measured: Figure | None, told: Figure | None) -> list[Finding]:
-    """What there is to say where a measured bandwidth of system memory is far from what its modules
-    are made for."""
-    if (
-        measured is None
-        or told is None
-        or 1 / _DISAGREE <= measured.value / told.value <= _DISAGREE
-    ):
+    """A finding if the measured bandwidth of system memory is far from the one that its modules are
+    made for."""
+    if measured is None or told is None:
+        return []
+    if 1 / _DISAGREE <= measured.value / told.value <= _DISAGREE:
         return []
     said = (
         f"memory was measured at {measured.value:,.0f} GB/s, and {told.source} is "
@@ -109,19 +98,21 @@ def modules_bandwidth(modules: Ram | None, source: str) -> Figure | None:
     machines."""
     if modules is None:
         return None
-    return Figure(
-        round(modules.bandwidth_gbps, 1),
-        "derived",
-        f"{source}: {modules.modules} module(s), {modules.bus_bits} bit at "
-        f"{modules.megatransfers_s} MT/s",
-    )
+    rate = f"{modules.bus_bits} bit at {modules.megatransfers_s} MT/s"
+    told = f"{source}: {modules.modules} module(s), {rate}"
+    return Figure(round(modules.bandwidth_gbps, 1), "derived", told)
 
 
 def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vectors: str) -> Figure:
     """The system memory's: as measured, else as its modules are made (`told`), else as goes with
     the processor."""
+    known = measured or told
+    if known is not None:
+        return known
     row = table.by_cpu(cpu)
-    return measured or told or (row.bandwidth() if row else cpus.usual_bandwidth(cpu, vectors))
+    if row is not None:
+        return row.bandwidth()
+    return cpus.usual_bandwidth(cpu, vectors)
 
 
 def shared_bandwidth(row: DeviceRow | None, told: Figure | None, base: Device) -> Figure:
@@ -149,8 +140,8 @@ def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
     told = f"CUDA_VISIBLE_DEVICES={said} leaves {len(left)} of {len(gpus)} NVIDIA GPUs"
     if environment(readings).get("CUDA_DEVICE_ORDER") == "FASTEST_FIRST":
         told += (
-            "; with CUDA_DEVICE_ORDER=FASTEST_FIRST it may mean others than the ones that are "
-            "planned with"
+            "; with CUDA_DEVICE_ORDER=FASTEST_FIRST it may mean others "
+            "than the ones that are planned with"
         )
     return [gpus[i] for i in left], [Finding("info", told)]
 
@@ -166,19 +157,17 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
     """A discrete NVIDIA card; None when neither the driver nor the table says how much memory it
     has."""
     is_slice = gpu.is_mig or _SLICE.search(gpu.name) is not None
-    derived = None if is_slice else gpu.derived_bandwidth_gbps
-    if is_slice:
-        row = None
-    else:
+    derived = gpu.derived_bandwidth_gbps
+    row = None
+    if not is_slice:
         row = table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
     memory, findings = _nvidia_memory(gpu, row, is_slice=is_slice)
     if memory is None:
         return None, findings
+    told = None
     if is_slice:
         told = _share_of_whole(gpu.name, memory.total_bytes)
-    else:
-        told = None
-    if derived:
+    elif derived:
         told = Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)")
     limit = gpu.power_limit_w
     default = gpu.default_power_limit_w
@@ -197,11 +186,8 @@ def nvidia_cards(gpus: Sequence[NvidiaGpu]) -> tuple[list[Device], list[Finding]
 
 
 def no_driver(fix: str) -> Finding:
-    return Finding(
-        "error",
-        "an NVIDIA GPU is in this machine but its driver does not answer: it is not used",
-        fix,
-    )
+    told = "an NVIDIA GPU is in this machine but its driver does not answer: it is not used"
+    return Finding("error", told, fix)
 
 
 def as_processor(base: Device) -> Device:
@@ -210,10 +196,8 @@ def as_processor(base: Device) -> Device:
     if row is None:
         return base
     if row.accelerator == base.accelerator:
-        family = row.family
-    else:
-        family = base.family
-    return replace(base, match=row.name, family=family)
+        base = replace(base, family=row.family)
+    return replace(base, match=row.name)
 
 
 def _share_of_whole(name: str, memory_bytes: int) -> Figure | None:
@@ -233,40 +217,34 @@ def _nvidia_memory(
     if gpu.total_bytes is not None:
         # What is free is less than what nobody uses: the driver keeps a part, which `used` holds or
         # not.
-        if gpu.free_bytes is None:
-            used = gpu.used_bytes
-        else:
+        used = gpu.used_bytes or 0
+        if gpu.free_bytes is not None:
             used = gpu.total_bytes - gpu.free_bytes
-        return usable.vram(
-            gpu.total_bytes, max(used or 0, 0), gpu.reserved_bytes or 0, "NVIDIA driver (NVML)"
-        ), []
+        reserved = gpu.reserved_bytes or 0
+        memory = usable.vram(gpu.total_bytes, max(used, 0), reserved, "NVIDIA driver (NVML)")
+        return memory, []
     if row is not None and row.memory_gb and row.family != _SLICED:
-        memory = replace(
-            usable.vram(int(row.memory_gb[0] * GIB), 0, 0, row.source), basis="datasheet"
-        )
-        return memory, [
-            Finding("warning", f"the driver does not say how much memory of {gpu.name} is in use")
-        ]
+        memory = usable.vram(int(row.memory_gb[0] * GIB), 0, 0, row.source)
+        told = f"the driver does not say how much memory of {gpu.name} is in use"
+        return replace(memory, basis="datasheet"), [Finding("warning", told)]
     if is_slice or row is not None:
         told = (
             f"{gpu.name} does not say how much memory is ours: it may be a slice of any size "
             "(MIG, vGPU), so it is not planned with"
         )
         return None, [Finding("warning", told, "say its size: --memory GB")]
-    return None, [
-        Finding("warning", f"{gpu.name} reports no memory size and is not in the table: not used")
-    ]
+    told = f"{gpu.name} reports no memory size and is not in the table: not used"
+    return None, [Finding("warning", told)]
 
 
 def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Finding:
     """Cards beside those that are used: one engine runs a model, with the devices it has kernels
     for."""
-    what = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} here too"
-    return Finding(
-        "info",
-        f"{what}: {KINDS[accelerator].label} leaves it idle, a Vulkan build would use all cards",
-        "localllm setup --backend vulkan",
-    )
+    idle = f"{KINDS[accelerator].label} leaves it idle, a Vulkan build would use all cards"
+    told = f"{', '.join(names)} are here too: {idle}"
+    if len(names) == 1:
+        told = f"{names[0]} is here too: {idle}"
+    return Finding("info", told, "localllm setup --backend vulkan")
 
 
 def one_machine(found: Sequence[Device], base: Device) -> Device:
@@ -275,19 +253,19 @@ def one_machine(found: Sequence[Device], base: Device) -> Device:
     rooms: Counter[Accelerator] = Counter()
     for card in found:
         rooms[card.accelerator] += card.memory.total_bytes
-    accelerator = max(rooms, key=lambda kind: rooms[kind])
+    [(accelerator, _)] = rooms.most_common(1)
     used = [card for card in found if card.accelerator == accelerator]
     idle = [card.name for card in found if card.accelerator != accelerator]
-    told = (
-        f"{len(used)} GPUs: a model that one of them holds runs on the fastest that does; "
-        "larger ones are divided by layers"
-    )
-    said = (
-        (bool(idle), left_idle(idle, accelerator)),
-        (len(used) > 1, Finding("info", told)),
-    )
-    of_cards = chain.from_iterable(card.findings for card in found)
-    base = with_findings(base, [*of_cards, *(finding for is_so, finding in said if is_so)])
+    findings = list(chain.from_iterable(card.findings for card in found))
+    if idle:
+        findings.append(left_idle(idle, accelerator))
+    if len(used) > 1:
+        told = (
+            f"{len(used)} GPUs: a model that one of them holds runs on the fastest that does; "
+            "larger ones are divided by layers"
+        )
+        findings.append(Finding("info", told))
+    base = with_findings(base, findings)
     return cards.together(cards.numbered([_beside(base, card) for card in used]))
 
 

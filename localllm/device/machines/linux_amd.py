@@ -30,10 +30,8 @@ def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
         return None
     if readings.output("render-access") == "denied":
         told = "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd"
-        system = noted(
-            system,
-            [Finding("error", told, "sudo usermod -aG render,video $USER, then log in again")],
-        )
+        fix = "sudo usermod -aG render,video $USER, then log in again"
+        system = noted(system, [Finding("error", told, fix)])
     found = amd_cards(readings, gpus)
     if not found:
         return _amd_apu(readings, system, gpus)
@@ -46,21 +44,19 @@ def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Device]:
 
 
 def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Device:
-    gpu = max(gpus, key=lambda g: g.vram_total_bytes + g.gtt_total_bytes)
+    gpu = max(gpus, key=_reach)
     # The processor's name tells the SKU.
-    row = table.by_cpu(system.cpu.name) or table.by_pci(
-        "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}"
-    )
+    row = table.by_cpu(system.cpu.name) or _by_pci(gpu)
     if row is None and gpu.gfx:
         row = next((r for r in table.rows() if r.compute_capability == gpu.gfx), None)
-    memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
     accelerator: Accelerator
     if row is not None and row.accelerator == "rocm":
         accelerator = "rocm"
+        memory = usable.rocm_alone(gpu, system.base.memory)
     else:
         accelerator = "vulkan"
-    if accelerator == "rocm":
-        memory = usable.rocm_alone(gpu, system.base.memory)
+        available = system.memory.available_bytes() or 0
+        memory = usable.apu(gpu, system.base.memory.total_bytes, available)
     facts = table.facts(row)
     facts["compute_units"] = gpu.compute_units or facts["compute_units"]
     return replace(
@@ -73,59 +69,56 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
         bandwidth_gbps=shared_bandwidth(row, system.told_bandwidth, system.base),
         **facts,
         compute_capability=gpu.gfx,
-        findings=(*system.base.findings, *_gtt_findings(gpu, system, row)),
+        findings=(*system.base.findings, *_gtt_findings(gpu, system)),
     )
+
+
+def _reach(gpu: AmdGpu) -> int:
+    """Bytes that the GPU may use."""
+    return gpu.vram_total_bytes + gpu.gtt_total_bytes
+
+
+def _by_pci(gpu: AmdGpu, memory_bytes: int | None = None) -> DeviceRow | None:
+    return table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", memory_bytes)
 
 
 def _amd_name(readings: Readings, gpu: AmdGpu, row: DeviceRow | None) -> str:
-    listed = marketing_name(
-        readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision
-    )
-    return gpu.name or listed or (row.name if row else f"AMD GPU 1002:{gpu.device_id:04x}")
+    ids = readings.file("/usr/share/libdrm/amdgpu.ids")
+    name = gpu.name or marketing_name(ids, gpu.device_id, gpu.revision)
+    if name:
+        return name
+    if row is not None:
+        return row.name
+    return f"AMD GPU 1002:{gpu.device_id:04x}"
 
 
 def _amd_card(readings: Readings, gpu: AmdGpu) -> Device:
+    total = gpu.vram_total_bytes
     name = _amd_name(readings, gpu, None)
-    row = table.by_gpu_name(name, gpu.vram_total_bytes) or table.by_pci(
-        "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", gpu.vram_total_bytes
-    )
-    memory = usable.vram(
-        gpu.vram_total_bytes, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used"
-    )
+    row = table.by_gpu_name(name, total) or _by_pci(gpu, total)
     if row is not None and name.startswith("AMD GPU "):
-        shown = row.name
-    else:
-        shown = name
-    told = gpu.bandwidth_gbps and Figure(gpu.bandwidth_gbps, "derived", "amdgpu's clock and width")
+        name = row.name
+    memory = usable.vram(total, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used")
+    told = None
+    if gpu.bandwidth_gbps:
+        told = Figure(gpu.bandwidth_gbps, "derived", "amdgpu's clock and width")
     return card_of(
-        "AMD", shown, memory, row, architecture=gpu.gfx, units=gpu.compute_units, told=told or None
+        "AMD", name, memory, row, architecture=gpu.gfx, units=gpu.compute_units, told=told
     )
 
 
-def _gtt_findings(gpu: AmdGpu, system: LinuxSystem, row: DeviceRow | None) -> list[Finding]:
-    """Advice where the kernel lets the GPU map much less RAM than there is."""
+def _gtt_findings(gpu: AmdGpu, system: LinuxSystem) -> list[Finding]:
+    """Advice if the kernel lets the GPU map much less RAM than there is."""
+    findings = []
     installed = system.machine.total_bytes + gpu.vram_total_bytes
-    reach = gpu.vram_total_bytes + gpu.gtt_total_bytes
-    pages = usable.gtt_pages_advised(installed)
-    findings = (
-        (
-            reach < 0.75 * installed and installed >= 24 * GIB,
-            Finding(
-                "warning",
-                f"the GPU may use {reach / GIB:.0f} of {installed / GIB:.0f} GiB: the kernel's "
-                "GTT limit is small",
-                f'add "ttm.pages_limit={pages}" to the kernel command line (GRUB_CMDLINE_LINUX), '
-                "update-grub, reboot",
-            ),
-        ),
-        (
-            gpu.vram_total_bytes > max(16 * GIB, system.machine.total_bytes),
-            Finding(
-                "info",
-                f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good; models "
-                "load through the rest",
-                "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead",
-            ),
-        ),
-    )
-    return [finding for is_so, finding in findings if is_so]
+    if _reach(gpu) < 0.75 * installed and installed >= 24 * GIB:
+        share = f"{_reach(gpu) / GIB:.0f} of {installed / GIB:.0f} GiB"
+        small = f"the GPU may use {share}: the kernel's GTT limit is small"
+        limit = f'"ttm.pages_limit={usable.gtt_pages_advised(installed)}"'
+        fix = f"add {limit} to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot"
+        findings.append(Finding("warning", small, fix))
+    if gpu.vram_total_bytes > max(16 * GIB, system.machine.total_bytes):
+        given = f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good"
+        fix = "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead"
+        findings.append(Finding("info", f"{given}; models load through the rest", fix))
+    return findings

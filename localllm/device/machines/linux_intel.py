@@ -35,11 +35,7 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
         return None
     note = Finding(
         "info",
-        "how much RAM this integrated GPU may map depends on its driver: what "
-        "is "
-        "available "
-        "is "
-        "shown",
+        "how much RAM this integrated GPU may map depends on its driver: what is available is shown",
     )
     return replace(
         system.base,
@@ -66,39 +62,40 @@ def arcs(readings: Readings) -> list[Device]:
     """Intel's discrete cards, as i915 or the table says their memory."""
     names = [
         name
-        for name, *which in vulkaninfo(readings.output("vulkaninfo"))
-        if which == ["discrete", _INTEL_VENDOR]
+        for name, kind, vendor in vulkaninfo(readings.output("vulkaninfo"))
+        if kind == "discrete" and vendor == _INTEL_VENDOR
     ]
-    cards = [
-        _arc(readings, folder, names) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
-    ]
-    return [card for card in cards if card is not None]
+    cards = []
+    for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR):
+        card = _arc(readings, folder, names)
+        if card is not None:
+            cards.append(card)
+    return cards
 
 
 def _arc(readings: Readings, folder: str, names: list[str]) -> Device | None:
     """A card by its PCI id, else, where it is on a bus of its own, by the next of the `names` that
     the Vulkan driver has for cards; None where it is none, or nobody says how much memory it
     has."""
-    total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
-    row = _by_pci(readings, folder, total or None)
-    if row:
+    total = integer(readings.file(f"{folder}/lmem_total_bytes")) or None
+    row = _by_pci(readings, folder, total)
+    name = f"Intel GPU 8086:{_device_id(readings, folder)}"
+    if row is not None:
         name = row.name
-    else:
-        name = f"Intel GPU 8086:{_device_id(readings, folder)}"
-    if row is None and names and (total or _on_own_bus(readings, folder)):
+    elif names and (total or _on_own_bus(readings, folder)):
         name = names.pop(0)
-        row = table.by_gpu_name(name, total or None)
-    if (row is None and not total) or (row is not None and row.kind != "discrete"):
+        row = table.by_gpu_name(name, total)
+    if row is not None and row.kind != "discrete":
         return None
-    memory = usable.vram(total, 0, 0, "lmem_total_bytes")
-    if row is not None and not total:
-        size = int(row.memory_gb[0] * GIB)
-        memory = replace(usable.vram(size, 0, 0, "the table"), basis="datasheet")
-    return card_of("Intel", name, memory, row)
+    if total:
+        return card_of("Intel", name, usable.vram(total, 0, 0, "lmem_total_bytes"), row)
+    if row is None:
+        return None
+    memory = usable.vram(int(row.memory_gb[0] * GIB), 0, 0, "the table")
+    return card_of("Intel", name, replace(memory, basis="datasheet"), row)
 
 
 def _on_own_bus(readings: Readings, folder: str) -> bool:
-    slot = re.search(
-        r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I
-    )
-    return slot is not None and slot.group(1) != "00"
+    event = readings.file(f"{folder}/uevent")
+    slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", event, re.I)
+    return slot is not None and slot[1] != "00"

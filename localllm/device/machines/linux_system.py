@@ -47,46 +47,23 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
         )
     pool, is_limited = system_pool(memory)
     cpu = linux.cpuinfo(readings.file("/proc/cpuinfo"))
-    said = (
-        (
-            is_limited,
-            Finding(
-                "info",
-                f"this container may use {pool.total_bytes / GIB:.1f} GiB of the host's "
-                f"{machine.total_bytes / GIB:.1f} GiB",
-                "start it with a larger memory limit (docker run --memory …)",
-            ),
-        ),
-        (
-            linux.is_wsl(readings),
-            Finding(
-                "info",
-                f"WSL sees {machine.total_bytes / GIB:.1f} GiB of this PC's memory (half of it "
-                "unless told otherwise)",
-                "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown",
-            ),
-        ),
-        (
-            cpu.apple and "/.dockerenv" in readings.files,
-            Finding(
-                "info",
-                "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead",
-            ),
-        ),
-    )
-    findings = [finding for is_so, finding in said if is_so]
+    findings = _limits(readings, pool if is_limited else None, machine.total_bytes)
+    if cpu.apple and "/.dockerenv" in readings.files:
+        no_metal = "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead"
+        findings.append(Finding("info", no_metal))
+    modules = None
     records = readings.file("/run/udev/data/+dmi:id")
     if records:
         modules = linux.udev_memory(records, cpus.channels(cpu.name))
-    else:
-        modules = None
     told = modules_bandwidth(modules, "udev")
     # A board, or Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook Air (M1, 2020)".
     board = readings.file("/proc/device-tree/model")[:80]
     if "model name" in readings.file("/proc/cpuinfo"):
         board = ""
     row = _board_row(board)
-    known = told or (row.bandwidth() if row else None)
+    known = told
+    if told is None and row is not None:
+        known = row.bandwidth()
     bandwidth = ram_bandwidth(measured, known, cpu.name, cpu.vectors)
     findings += ram_disagrees(measured, told)
     base = Device(
@@ -106,6 +83,22 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
     return LinuxSystem(memory, machine, cpu, told, base)
 
 
+def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> list[Finding]:
+    """What a container or WSL shows of the machine's memory. `container`: the pool of one whose
+    limit is smaller."""
+    findings = []
+    total = f"{total_bytes / GIB:.1f} GiB"
+    if container is not None:
+        part = f"this container may use {container.total_bytes / GIB:.1f} GiB of the host's {total}"
+        fix = "start it with a larger memory limit (docker run --memory …)"
+        findings.append(Finding("info", part, fix))
+    if linux.is_wsl(readings):
+        part = f"WSL sees {total} of this PC's memory (half of it unless told otherwise)"
+        fix = "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown"
+        findings.append(Finding("info", part, fix))
+    return findings
+
+
 def _board_row(board: str) -> DeviceRow | None:
     """The row of that name, of several the slowest: its memory is the processor's too."""
     if not board:
@@ -113,7 +106,9 @@ def _board_row(board: str) -> DeviceRow | None:
     from localllm.device import lookup, typed  # names of all rows: on boards alone
 
     named = typed.read(board)
-    rows = lookup.find(named)[0] or lookup.run_of(named)[0]
+    rows, _ = lookup.find(named)
+    if not rows:
+        rows, _ = lookup.run_of(named)
     return min(rows, key=lambda row: row.bandwidth().value, default=None)
 
 
@@ -122,9 +117,8 @@ def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tupl
     shows the host's. Where huge pages are reserved (`huge_free_bytes`), those alone can hold a
     model on some boards."""
     smallest = memory.smallest_limit()
-    if huge_free_bytes is None:
-        source = "/proc/meminfo MemAvailable"
-    else:
+    source = "/proc/meminfo MemAvailable"
+    if huge_free_bytes is not None:
         source = "/proc/meminfo HugePages_Free"
     if smallest is not None:
         source = f"limited by {smallest[1]}"

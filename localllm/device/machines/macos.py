@@ -75,48 +75,36 @@ def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings
     processor calls itself VirtualApple. A virtual machine has a paravirtual GPU, whose Metal
     computes no matrices, and no AGX accelerator.)"""
     profile = readings.output("system_profiler")
-    named_so = "(Virtual)" in chip or chip == "Apple processor"
-    named_so = named_so or mac.model.startswith("VirtualMac")
-    is_apple = chip.startswith("Apple ")
     virtual = "a virtual machine"
-    reasons = (
-        (mac.translated, "Rosetta hides it from an x86 Python"),
-        (named_so or "Paravirtual" in readings.output("metal") + profile, virtual),
-        (is_apple and cores is None and "sppci_" in profile, virtual),
-        (not is_apple, virtual if readings.architecture == "arm64" else "an Intel Mac"),
-    )
-    return next((why for is_so, why in reasons if is_so), "")
+    if mac.translated:
+        return "Rosetta hides it from an x86 Python"
+    if "(Virtual)" in chip or chip == "Apple processor" or mac.model.startswith("VirtualMac"):
+        return virtual
+    if "Paravirtual" in readings.output("metal") + profile:
+        return virtual
+    if not chip.startswith("Apple "):
+        return virtual if readings.architecture == "arm64" else "an Intel Mac"
+    if cores is None and "sppci_" in profile:
+        return virtual
+    return ""
 
 
 def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> list[Finding]:
+    findings = []
     limit_mb = mac.wired_limit_mb or 0
-    findings = (
-        (
-            limit_mb * usable.MIB > (mac.memory_bytes or 0),
-            Finding(
-                "warning",
-                f"iogpu.wired_limit_mb ({limit_mb} MiB) is above this Mac's RAM; filling it hangs "
-                "the Mac",
-                "sudo sysctl iogpu.wired_limit_mb=0",
-            ),
-        ),
-        (
-            assumed and not working_set,
-            Finding(
-                "info",
-                "Metal could not be asked (no GPU session?): the GPU's share of RAM is "
-                "assumed, a low figure",
-            ),
-        ),
-        (
-            mac.pressure == 4,
-            Finding(
-                "warning",
-                "macOS reports critical memory pressure: close other apps before loading a model",
-            ),
-        ),
-    )
-    return [finding for is_so, finding in findings if is_so]
+    if limit_mb * usable.MIB > (mac.memory_bytes or 0):
+        above = f"iogpu.wired_limit_mb ({limit_mb} MiB) is above this Mac's RAM"
+        fix = "sudo sysctl iogpu.wired_limit_mb=0"
+        findings.append(Finding("warning", f"{above}; filling it hangs the Mac", fix))
+    if assumed and not working_set:
+        unread = "Metal could not be asked (no GPU session?)"
+        share = "the GPU's share of RAM is assumed, a low figure"
+        findings.append(Finding("info", f"{unread}: {share}"))
+    if mac.pressure == 4:
+        critical = "macOS reports critical memory pressure"
+        close = "close other apps before loading a model"
+        findings.append(Finding("warning", f"{critical}: {close}"))
+    return findings
 
 
 def _without_gpu(

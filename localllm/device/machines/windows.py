@@ -64,9 +64,11 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     if gpus:
         cards, findings = nvidia_cards(gpus)
         base = with_findings(base, findings)
-        others = [card.name for card in _cards(adapters)]
         if cards:
-            return one_machine(cards, with_findings(base, [left_idle(others)]) if others else base)
+            others = [card.name for card in _cards(adapters)]
+            if others:
+                base = with_findings(base, [left_idle(others)])
+            return one_machine(cards, base)
     elif not hidden and any(adapter.vendor == "10de" for adapter in adapters):
         fix = "install the NVIDIA driver, then check with nvidia-smi"
         base = with_findings(base, [no_driver(fix)])
@@ -81,11 +83,8 @@ def _emulation(readings: Readings) -> tuple[Finding, ...]:
     native = readings.output("native-architecture").strip().upper()
     if (native, readings.architecture.upper()) != ("ARM64", "AMD64"):
         return ()
-    return (
-        Finding(
-            "warning", "an x64 Python runs emulated on this ARM PC", "install the ARM64 Python"
-        ),
-    )
+    told = "an x64 Python runs emulated on this ARM PC"
+    return (Finding("warning", told, "install the ARM64 Python"),)
 
 
 # The makers whose cards are looked for in the registry; NVIDIA's driver tells of its own.
@@ -98,17 +97,22 @@ def _cards(adapters: list[windows.Adapter]) -> list[Device]:
     cards = []
     for adapter in adapters:
         row = table.by_gpu_name(adapter.name, adapter.memory_bytes or None)
-        maker = _MAKERS.get(adapter.vendor) or (row.vendor if row else "")
-        if row:
-            is_card = row.kind == "discrete"
-        else:
+        maker = _MAKERS.get(adapter.vendor, "")
+        if row is None:
+            family = "vulkan"
             is_card = _is_unknown_card(adapter)
+        else:
+            family = row.family
+            is_card = row.kind == "discrete"
+            maker = maker or row.vendor
         if not is_card or maker not in _MAKERS.values():
             continue
-        size = adapter.memory_bytes or int(row.memory_gb[0] * GIB if row else 0)
+        size = adapter.memory_bytes
+        if row is not None and not size:
+            size = int(row.memory_gb[0] * GIB)
         memory = usable.vram(size, 0, 0, "registry HardwareInformation.qwMemorySize")
         card = card_of(maker, adapter.name, memory, row)
-        cards.append(replace(card, accelerator="vulkan", family=row.family if row else "vulkan"))
+        cards.append(replace(card, accelerator="vulkan", family=family))
     return cards
 
 
@@ -121,10 +125,10 @@ def _is_unknown_card(adapter: windows.Adapter) -> bool:
 
 def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
     cards = _cards(adapters)
+    if not cards:
+        return None
     told = "memory in use on this card can't be read here: all of it counts as free"
-    if cards:
-        return one_machine(cards, with_findings(base, [Finding("info", told)]))
-    return None
+    return one_machine(cards, with_findings(base, [Finding("info", told)]))
 
 
 def _integrated(
