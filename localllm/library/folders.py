@@ -139,7 +139,7 @@ def mlx(
     if not quantized and not _makes_text(config):
         return None
     index = by_name.get("model.safetensors.index.json")
-    if index is not None and not all(shard in by_name for shard in _shards_of(index)):
+    if index is not None and not _shards_of(index) <= set(by_name):
         return None
     return LocalModel(
         names.shown(name),
@@ -159,12 +159,12 @@ def _makes_text(config: dict[str, Any]) -> bool:
     return any(name.endswith(_TEXT_ARCHITECTURES) for name in named)
 
 
-def _shards_of(index: Path) -> set[Any]:
+def _shards_of(index: Path) -> set[str]:
     """The names of the files that an index of weights names."""
     weight_map = json_store.read(index).get("weight_map")
     if not isinstance(weight_map, dict):
         return set()
-    return {name if isinstance(name, str) else None for name in weight_map.values()}
+    return {str(name) for name in weight_map.values()}
 
 
 def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from localllm.conversation.tools.lark import (
     text,
     whole_pattern,
 )
-from localllm.conversation.tools.schemas import kind_of, names_all, options_of, parameters
+from localllm.conversation.tools.schemas import kind_of_option, names_all, options_of, parameters
 from localllm.conversation.tools.values import SpelledValues, Spelling
 
 # Places in the texts of a TagGrammar: a function's or a parameter's name, any number, and the JSON
@@ -158,10 +158,7 @@ def _parameter(
     if options is None:
         options = [{"type": kind} for kind in _KINDS]
     for option in options:
-        if "const" in option:
-            kind = kind_of(option["const"])
-        else:
-            kind = str(option["type"])
+        kind = kind_of_option(option)
         way = ways.setdefault(tags.before_value(key, kind), [])
         if kind != "string":
             way.append(f"{value(option, root)} {tags.lark(tags.after)}")

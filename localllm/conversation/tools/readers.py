@@ -89,46 +89,54 @@ class JsonReader(CallReader):
     def feed(self, text: str) -> list[Delta]:
         out: list[Delta] = []
         self._held += text
-        while self.rest is None:
-            if self._scan is not None:
-                at = self._scan.feed(self._held)
-                piece = self._held
-                if at >= 0:
-                    piece = self._held[:at]
-                self._held = self._held[len(piece) :]
-                if piece:
-                    out.append(CallArguments(self._next - 1, piece))
-                if at < 0:
-                    break
-                self._scan = None
-                if self._alone:
-                    self.rest = self._held
-                    self._held = ""
-                    break
-            match = self._head.match(self._held)
-            if match is not None:
-                said = next(filter(None, match.groups()))
-                if said.startswith('"'):
-                    quoted = json_store.parsed(said)
-                else:
-                    quoted = said
-                name = str(quoted or said.strip('"'))
-                if not self._is_known(name):
-                    out.append(Content(self._opening + self._held))
-                    self.rest = ""
-                    self._held = ""
-                    break
-                out.append(CallStart(self._next, name))
-                self._next += 1
-                self._scan = JsonEnd()
-                self._held = self._held[match.end() :]
-                continue
-            block, end, behind = self._held.partition(self._end)
-            if not end:
-                break
-            self._block(block, out, end)
-            self.rest = behind
+        while self.rest is None and self._read_next(out):
+            pass
         return out
+
+    def _read_next(self, out: list[Delta]) -> bool:
+        """Read arguments, the head of a call, or the end of the block; False if more text is
+        needed for that."""
+        if self._scan is not None:
+            return self._read_arguments(self._scan, out)
+        match = self._head.match(self._held)
+        if match is not None:
+            self._begin_call(match, out)
+            return True
+        block, end, behind = self._held.partition(self._end)
+        if not end:
+            return False
+        self._block(block, out, end)
+        self.rest = behind
+        return True
+
+    def _read_arguments(self, scan: JsonEnd, out: list[Delta]) -> bool:
+        at = scan.feed(self._held)
+        piece = self._held if at < 0 else self._held[:at]
+        self._held = self._held[len(piece) :]
+        if piece:
+            out.append(CallArguments(self._next - 1, piece))
+        if at < 0:
+            return False
+        self._scan = None
+        if self._alone:
+            self.rest = self._held
+            self._held = ""
+        return True
+
+    def _begin_call(self, match: re.Match[str], out: list[Delta]) -> None:
+        said = next(filter(None, match.groups()))
+        name = said
+        if said.startswith('"'):
+            name = str(json_store.parsed(said) or said.strip('"'))
+        if not self._is_known(name):
+            out.append(Content(self._opening + self._held))
+            self.rest = ""
+            self._held = ""
+            return
+        out.append(CallStart(self._next, name))
+        self._next += 1
+        self._scan = JsonEnd()
+        self._held = self._held[match.end() :]
 
     def close(self, cut: bool) -> list[Delta]:
         """The reply ended inside the block. Arguments that went out are what they are: half an

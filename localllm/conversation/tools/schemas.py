@@ -122,8 +122,14 @@ def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
 
 def kinds_of(described: Any, root: Mapping[str, Any]) -> set[str]:
     """The JSON types of the values a schema allows; empty where it does not say."""
-    options = options_of(described, root) or ()
-    return {kind_of(o["const"]) if "const" in o else str(o["type"]) for o in options}
+    return {kind_of_option(option) for option in options_of(described, root) or ()}
+
+
+def kind_of_option(option: Mapping[str, Any]) -> str:
+    """The JSON type of the values that one of `options_of` allows."""
+    if "const" in option:
+        return kind_of(option["const"])
+    return str(option["type"])
 
 
 def kind_of(value: Any) -> str:
