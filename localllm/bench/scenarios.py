@@ -138,7 +138,9 @@ class Scenarios:
         seconds = time.perf_counter() - begun
         total = sum(self._counted(t, answer) for answer in answers)
         self.put(RoundComparison(_TOGETHER.format(n), "tok/s"), t, total / seconds)
-        gaps = [gap for answer in answers for gap in answer.gaps_s]
+        gaps: list[float] = []
+        for answer in answers:
+            gaps += answer.gaps_s
         if len(gaps) >= _ENOUGH_GAPS:
             self.put(RoundComparison(_EVEN.format(n), "ms", "less"), t, _p95_ms(gaps))
 

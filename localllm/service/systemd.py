@@ -201,10 +201,11 @@ def parse_show(text: str) -> State:
     for line in text.splitlines():
         name, _, value = line.partition("=")
         answer[name] = value
+    detail = _detail(answer["ActiveState"], answer["SubState"], answer["Result"])
     state = State(
         installed=answer["LoadState"] not in ("", "not-found"),
         running=answer["ActiveState"] in ("active", "reloading"),
-        detail=_detail(answer["ActiveState"], answer["SubState"], answer["Result"]),
+        detail=detail,
         pid=_number(answer["MainPID"]) or None,
         since=answer["ActiveEnterTimestamp"],
         restarts=_number(answer["NRestarts"]),

@@ -190,7 +190,10 @@ _SCREENS = (
     Command("quit", actions.leave, "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
 COMMANDS = (*_CONVERSATIONS, *_TURNS, *_TEXTS, *_QUESTION, *_MODEL, *_SCREENS)
-_NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+_NAMES: dict[str, Command] = {}
+for _command in COMMANDS:
+    for _name in (_command.name, *_command.aliases):
+        _NAMES[_name] = _command
 
 
 def _key_of(command: Command) -> Key:
