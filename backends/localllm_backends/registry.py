@@ -7,6 +7,7 @@ What they declare is known without loading any engine.
 from __future__ import annotations
 
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from localllm_backends.declaration import Declaration
@@ -24,7 +25,7 @@ def backends() -> dict[str, BackendType]:
     installed; none imports its engine."""
     from importlib.metadata import entry_points
 
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    points = sorted(entry_points(group=GROUP), key=attrgetter("name"))
     return {point.name: point.load() for point in points}
 
 

@@ -69,18 +69,18 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
         ended_s.append(time.perf_counter())
         best = int(row.argmax())
         token = follow[index] if follow else best
-        # A row that holds NaN or infinities is no answer, whatever its argmax is; and JSON knows no
-        # infinity.
-        gaps.append(float(row[best]) - float(row[token]) if np.isfinite(row).all() else 1e30)
+        if np.isfinite(row).all():
+            gaps.append(float(row[best]) - float(row[token]))
+        else:
+            # A row that holds NaN or infinities is no answer, whatever its argmax is; and JSON
+            # knows no infinity.
+            gaps.append(1e30)
         chosen.append(best)
         tokens = [token]
     backend.drop(sequence)
-    return {
-        "tokens": chosen,
-        "text": backend.detokenize(chosen),
-        "gaps": gaps,
-        "decode_s": (ended_s[-1] - ended_s[0]) / max(len(chosen) - 1, 1),
-    }
+    decode_s = (ended_s[-1] - ended_s[0]) / max(len(chosen) - 1, 1)
+    text = backend.detokenize(chosen)
+    return {"tokens": chosen, "text": text, "gaps": gaps, "decode_s": decode_s}
 
 
 def turn(backend: Backend) -> dict[str, Any]:

@@ -78,12 +78,12 @@ class LoadSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:
         """The spec that `dataclasses.asdict` made plain data of, and JSON lists of its tuples."""
-        sent: dict[str, Any] = data.get("placement") or {}
-        placed: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in sent.items()
-        }
-        adapters = (LoraAdapter(**adapter) for adapter in data.get("adapters", ()))
-        return cls(**{**data, "placement": Placement(**placed), "adapters": tuple(adapters)})
+        placed: dict[str, Any] = dict(data.get("placement") or {})
+        for name, value in placed.items():
+            if isinstance(value, list):
+                placed[name] = tuple(value)
+        adapters = tuple(LoraAdapter(**adapter) for adapter in data.get("adapters", ()))
+        return cls(**{**data, "placement": Placement(**placed), "adapters": adapters})
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,7 @@ def test_reading_what_is_declared_loads_no_engine() -> None:
 def test_a_backend_of_somebody_elses_needs_nothing_but_its_entry_point() -> None:
     """Settings offer it, its files are planned for the machines it names, and the worker finds it
     by name."""
-    table = {s.name: s for s in settings.TABLE}
-    assert table["backend"].allowed == ("auto", "llamacpp", "mlx", "third")
+    assert settings.setting("backend").allowed == ("auto", "llamacpp", "mlx", "third")
     assert backends.named("third").declaration.label == "Third"
     device, model = resolve("RTX 4090"), catalog.load().by_id["qwen3-8b"]
     assert recommend.backends_of(device) == ("llamacpp", "third")

@@ -31,6 +31,7 @@ from localllm_backends.llamacpp.batch import (
     Batch,
     Decoder,
     LlamaCppStepResult,
+    Rows,
 )
 from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.context import outputs_reserved
@@ -92,24 +93,26 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
         # What keeps books on every sequence.
         self._books: list[Any] = [self._ledger]
+        self._magic = KV
         if heads is not None:
             self._books.append(heads)
+            self._magic = KV_WITH_HEADS
         n_native = int(llama.llama_n_seq_max(context))
         self._spare: int | None = None
         if n_native > spec.n_seq_max:
             self._spare = n_native - 1
-        self._magic = KV if heads is None else KV_WITH_HEADS
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
         self.info = self._model_info(path, n_batch)
         warm = self._warm_up(1)
-        plain = not self._n_swa and not self._recurrent
+        keeps_all = not self._n_swa and not self._recurrent
         # Can its states be had apart (Capabilities.states)?
         self._states = False
-        if self._spare is not None and not plain:
+        if self._spare is not None and not keeps_all:
             self._states = self._memory.part_states(warm, self._spare)
-            self._spare = self._spare if self._states else None
+            if not self._states:
+                self._spare = None
         self.drop(warm)
         on_device = spec.n_gpu_layers != 0 and has_gpu()
         # A device may compute from the mapping itself.
@@ -122,7 +125,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             states=self._states,
             on_device=on_device,
         )
-        if self.capabilities.asynchronous and plain:
+        if self.capabilities.asynchronous and keeps_all:
             self.sort_where_computed()
 
     def sort_where_computed(self) -> None:
@@ -148,13 +151,18 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if not n_tokens:
             return self.new_sequence()
         self._check_range(source, 0, n_tokens)
-        # llama_memory_seq_cp copies the newest recurrent state, whatever is to be taken back of it.
-        newest = n_tokens == self._ledger.length(source) and self._undoable.get(source, 0) >= 0
-        if not (newest if self._recurrent else self.can_rewind(source, n_tokens)):
+        if not self._can_split(source, n_tokens):
             raise CannotRewindError(f"this model's memory can't be split at {n_tokens} tokens")
         target = self.new_sequence()
         self._share(source, target, n_tokens)
         return target
+
+    def _can_split(self, source: SequenceId, n_tokens: int) -> bool:
+        """Return whether a fork can have the first `n_tokens` of `source`."""
+        if not self._recurrent:
+            return self.can_rewind(source, n_tokens)
+        # llama_memory_seq_cp copies the newest recurrent state, whatever is to be taken back of it.
+        return n_tokens == self._ledger.length(source) and self._undoable.get(source, 0) >= 0
 
     def _share(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """The empty `target` gets the first `n_tokens` cells of `source`."""
@@ -221,13 +229,17 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode,
         recurrent rollback (n_rs_seq, "experimental" in llama.h) was seen to restore wrong
         states."""
-        rows = []
+        rows: list[Rows] = []
         for chunk in chunks:
             try:
                 rows.append(self._decode([chunk]).rows.copy())
             except NoCellsError as e:
                 raise StepError(str(e)) from e
-        return LlamaCppStepResult(lambda _: np.concatenate(rows), chunks)
+
+        def read(_n_rows: int) -> Rows:
+            return np.concatenate(rows)
+
+        return LlamaCppStepResult(read, chunks)
 
     def _decode(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         batch = self._batch
@@ -285,16 +297,19 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
         """Not the middle of an image whose tokens stand at one position: its beginning would go
         with it."""
-        return not (
-            self._two_dimensional and any(c.image is not None and c.image.start for c in chunks)
-        )
+        if not self._two_dimensional:
+            return True
+        return not any(chunk.image is not None and chunk.image.start for chunk in chunks)
 
     def _undo(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks if self._can_undo(chunks) else ():
+        if not self._can_undo(chunks):
+            return
+        for chunk in chunks:
             self._memory.cut(chunk.sequence, self._end(chunk.sequence))
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
-        kv, compute = (purpose_bytes(self._buffers, purpose) for purpose in ("KV", "compute"))
+        kv = purpose_bytes(self._buffers, "KV")
+        compute = purpose_bytes(self._buffers, "compute")
         # Its micro-batches may be larger than ours.
         compute = compute * MICRO_BATCH // min(MICRO_BATCH, self.info.n_batch)
         return kv * cells_for(n_tokens) // self._ledger.capacity + compute
@@ -326,14 +341,16 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._check_range(sequence, start, stop)
         ledger = self._ledger
         via: int | None = self._spare
-        if (start, stop) == (0, self._ledger.length(sequence)) and not self._states:
+        if (start, stop) == (0, ledger.length(sequence)) and not self._states:
             via = sequence
         if via is None:
             raise CannotRewindError("this model's memory can only be exported whole")
         images = ledger.images_in(sequence, start, stop)
-        said = header(self._magic, start, stop, ledger.last_position(sequence, stop), images)
-        ends = ledger.position(sequence, start), ledger.position(sequence, stop)
-        data = self._memory.export(sequence, *ends, via, said)
+        last = ledger.last_position(sequence, stop)
+        named = header(self._magic, start, stop, last, images)
+        begin = ledger.position(sequence, start)
+        end = ledger.position(sequence, stop)
+        data = self._memory.export(sequence, begin, end, via, named)
         if self._heads is not None:
             data = joined(data, self._heads.export_range(sequence, start, stop, via))
         return data
@@ -361,11 +378,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         for image in images:
             if start <= image.start and image.stop <= stop:
                 self._ledger.place(sequence, image)
-        positions = self._ledger.position(sequence, start), self._ledger.position(sequence, stop)
+        begin = self._ledger.position(sequence, start)
+        end = self._ledger.position(sequence, stop)
         via = sequence if self._spare is None else self._spare
         ends = range(last_position + 1, last_position + 2)
         try:
-            self._memory.append(sequence, kv, *positions, via, ends)
+            self._memory.append(sequence, kv, begin, end, via, ends)
         except BackendFailure:
             self._ledger.truncate(sequence, start)
             raise
@@ -415,18 +433,20 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """What llama.cpp said it allocated for the context (and the draft heads'), and the weights'
         own bytes."""
         weights = int(self._llama.llama_model_size(self._model))
+        weights += purpose_bytes(self._buffers, "LoRA")
         if self._heads is not None:
             weights += self._heads.weights_bytes
-        adapters, kv, recurrent, compute, output = (
-            purpose_bytes(self._buffers, purpose)
-            for purpose in ("LoRA", "KV", "RS", "compute", "output")
-        )
         places: Counter[str] = Counter()
         for (place, _), n_bytes in self._buffers.items():
             places[place] += n_bytes
-        weights += adapters
         return MemoryReport(
-            weights, kv, recurrent, compute, output, self._projector_bytes, dict(places)
+            weights_bytes=weights,
+            kv_bytes=purpose_bytes(self._buffers, "KV"),
+            recurrent_bytes=purpose_bytes(self._buffers, "RS"),
+            compute_bytes=purpose_bytes(self._buffers, "compute"),
+            output_bytes=purpose_bytes(self._buffers, "output"),
+            projector_bytes=self._projector_bytes,
+            places=dict(places),
         )
 
     def check_integrity(self) -> None:
@@ -439,7 +459,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._top.close()
             self._llama.llama_free(self._context)
             self._llama.llama_model_free(self._model)
-            self._context = self._model = None
+            self._context = None
+            self._model = None
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
         # What is stored with the heads' KV is of no use without them.

@@ -29,6 +29,8 @@ class Batch:
         self, llama: Any, capacity: int, *, width: int = 0, tokens: bool = True, dimensions: int = 1
     ) -> None:
         i32 = ctypes.POINTER(ctypes.c_int32)
+        f32 = ctypes.POINTER(ctypes.c_float)
+        i8 = ctypes.POINTER(ctypes.c_int8)
         self._token: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
         self._pos: NDArray[np.int32] = np.zeros(capacity * dimensions, dtype=np.int32)
         self._n_seq: NDArray[np.int32] = np.ones(capacity, dtype=np.int32)
@@ -37,14 +39,15 @@ class Batch:
         pointers = self._seq.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
         self._seq_pointers: NDArray[np.uint64] = pointers
         self.rows: Rows = np.zeros((capacity, width), dtype=np.float32)
-        self.native = llama.llama_batch(
-            token=self._token.ctypes.data_as(i32) if tokens else None,
-            embd=self.rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if width else None,
-            pos=self._pos.ctypes.data_as(i32),
-            n_seq_id=self._n_seq.ctypes.data_as(i32),
-            seq_id=ctypes.cast(int(self._seq_pointers.ctypes.data), ctypes.POINTER(i32)),
-            logits=self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
+        self.native = llama.llama_batch()
+        if tokens:
+            self.native.token = self._token.ctypes.data_as(i32)
+        if width:
+            self.native.embd = self.rows.ctypes.data_as(f32)
+        self.native.pos = self._pos.ctypes.data_as(i32)
+        self.native.n_seq_id = self._n_seq.ctypes.data_as(i32)
+        self.native.seq_id = self._seq_pointers.ctypes.data_as(ctypes.POINTER(i32))
+        self.native.logits = self._logits.ctypes.data_as(i8)
 
     def clear(self) -> None:
         self.native.n_tokens = 0
@@ -123,24 +126,23 @@ class LlamaCppStepResult(StepResult):
         return self._top.read(self._chunks, self._few)
 
     def argmax(self, chunk: int) -> list[int]:
-        # Where a token is sampled another than the best may be.
+        # A token that was sampled need not be the best.
         if self._chunks[chunk].sample is None:
             token = self._tokens[chunk]
-        else:
-            token = None
-        if token is None:
-            return [int(row.argmax()) for row in self.logits(chunk)]
-        return [token]
+            if token is not None:
+                return [token]
+        return [int(row.argmax()) for row in self.logits(chunk)]
 
     def sampled(self, chunk: int) -> int | None:
-        if self._chunks[chunk].sample is not None:
-            return self._tokens[chunk]
-        return None
+        if self._chunks[chunk].sample is None:
+            return None
+        return self._tokens[chunk]
 
     def logits(self, chunk: int) -> Rows:
         if self._top is not None and chunk in self._few:
             return self._top.row(self._chunks[chunk].sequence)
-        return self.rows[self._ends[chunk - 1] if chunk else 0 : self._ends[chunk]]
+        start = self._ends[chunk - 1] if chunk else 0
+        return self.rows[start : self._ends[chunk]]
 
 
 # With more tokens than this a step computes long between its barriers: the more threads the better,
@@ -160,10 +162,14 @@ class Decoder:
         self._context = context
         vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
         self._n_vocab = int(llama.llama_vocab_n_tokens(vocab))
-        self._all = self._few = int(llama.llama_n_threads(context))
+        self._all = int(llama.llama_n_threads(context))
+        self._few = self._all
         self._wanted = False
-        self._asked = llama.ggml_abort_callback(lambda _: self._wanted)
+        self._asked = llama.ggml_abort_callback(self._is_wanted)
         self._never = llama.ggml_abort_callback()
+
+    def _is_wanted(self, _user_data: Any) -> bool:
+        return self._wanted
 
     def use_threads(self, most: int) -> None:
         """Short steps take no more than `most` from now on."""

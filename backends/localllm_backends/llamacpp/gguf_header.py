@@ -13,7 +13,9 @@ from typing import Any
 from localllm_backends.contract import LoadError
 from localllm_backends.llamacpp.native import GgufInitParams, ggml_function
 
-_STRING, _ARRAY = 8, 9  # gguf.h: enum gguf_type
+# gguf.h: enum gguf_type
+_STRING = 8
+_ARRAY = 9
 _NUMBERS: dict[int, Any] = {4: ctypes.c_uint32, 5: ctypes.c_int32, 7: ctypes.c_bool}
 
 
@@ -22,9 +24,9 @@ def parts(path: Path) -> list[Path]:
     named = re.fullmatch(r"(.*-)00001(-of-\d{5}\.gguf)", path.name)
     if named is None:
         return [path]
-    return sorted(
-        path.parent.glob(f"{glob.escape(named[1])}[0-9][0-9][0-9][0-9][0-9]{glob.escape(named[2])}")
-    )
+    number = "[0-9]" * 5
+    pattern = glob.escape(named[1]) + number + glob.escape(named[2])
+    return sorted(path.parent.glob(pattern))
 
 
 class NativeHeader:
@@ -55,14 +57,15 @@ class NativeHeader:
             return []
         kind = self._get("kv_type", at)
         n = 1
-        data = "val_data"
+        what = "val_data"
         if kind == _ARRAY:
             kind = self._get("arr_type", at)
             n = self._get("arr_n", at)
-            data = "arr_data"
+            what = "arr_data"
         if kind not in _NUMBERS or not n:
             return []
-        return [int(value) for value in (_NUMBERS[kind] * n).from_address(self._get(data, at))]
+        values = (_NUMBERS[kind] * n).from_address(self._get(what, at))
+        return [int(value) for value in values]
 
     def number(self, key: str, otherwise: int = 0) -> int:
         """The first of `numbers`; `otherwise` where there are none."""

@@ -62,10 +62,7 @@ class HugeWeights:
     def __init__(
         self, path: Path, page_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if page_bytes is None:
-            self._page = huge_page_bytes()
-        else:
-            self._page = page_bytes
+        self._page = huge_page_bytes() if page_bytes is None else page_bytes
         self._path = path
         self._clock = clock
         self._round: Iterator[tuple[int, int]] | None = None
@@ -110,32 +107,27 @@ class HugeWeights:
         """Put a copy in huge pages where `n_bytes` at `address` are mapped; False (nothing changed)
         where it can't be."""
         libc = _libc()
-        taken = libc.mmap(
-            None,
-            n_bytes + self._page,
-            _PROT_READ | _PROT_WRITE,
-            _MAP_PRIVATE | _MAP_ANONYMOUS,
-            -1,
-            0,
-        )
+        writable = _PROT_READ | _PROT_WRITE
+        own = _MAP_PRIVATE | _MAP_ANONYMOUS
+        taken = libc.mmap(None, n_bytes + self._page, writable, own, -1, 0)
         if taken == _FAILED:
             return False
+        # What lies before and behind whole huge pages goes back.
         copy = -(-taken // self._page) * self._page
-        after = taken + n_bytes + self._page - (copy + n_bytes)
-        for start, spare in ((copy + n_bytes, after), (taken, copy - taken)):
-            if spare:
-                libc.munmap(start, spare)
+        before = copy - taken
+        behind = self._page - before
+        if behind:
+            libc.munmap(copy + n_bytes, behind)
+        if before:
+            libc.munmap(taken, before)
         libc.madvise(copy, n_bytes, _MADV_HUGEPAGE)
         ctypes.memmove(copy, address, n_bytes)
         libc.mprotect(copy, n_bytes, _PROT_READ)
         # The kernel does both under one lock: a thread that reads there waits, and finds the same
         # bytes.
-        if (
-            libc.mremap(
-                copy, n_bytes, n_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(address)
-            )
-            == _FAILED
-        ):
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        moved = libc.mremap(copy, n_bytes, n_bytes, flags, ctypes.c_void_p(address))
+        if moved == _FAILED:
             libc.munmap(copy, n_bytes)
             return False
         return True
@@ -152,19 +144,14 @@ def _in_use(pagemap: BinaryIO, address: int, n_bytes: int) -> bool:
 @cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    for name in ("munmap", "mprotect", "madvise"):
-        getattr(libc, name).argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            *[ctypes.c_int] * (name != "munmap"),
-        ]
-    libc.mremap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
+    pointer = ctypes.c_void_p
+    size = ctypes.c_size_t
+    number = ctypes.c_int
+    libc.mmap.restype = pointer
+    libc.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_long]
+    libc.munmap.argtypes = [pointer, size]
+    libc.mprotect.argtypes = [pointer, size, number]
+    libc.madvise.argtypes = [pointer, size, number]
+    libc.mremap.restype = pointer
+    libc.mremap.argtypes = [pointer, size, size, number, pointer]
     return libc

@@ -61,7 +61,9 @@ class PausingPrefill(PrefillSlices):
         self._sequence = sequence
         self._tokens = list(tokens)
         self._prefix = backend.length(sequence)
-        self._copied = self._read = self._joined = 0
+        self._copied = 0
+        self._read = 0
+        self._joined = 0
         self._largest = MICRO_BATCH
         self._timer = PauseTimer()
         self._failure: BackendFailure | None = None
@@ -73,7 +75,7 @@ class PausingPrefill(PrefillSlices):
         # Between two nodes, so that it can do something else.
         self.paused = False
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
-        self._abort = llama.ggml_abort_callback(lambda _user_data: True)
+        self._abort = llama.ggml_abort_callback(_always)
         self._context: Any = None
         self.memory: Any = None
         self._made = threading.Event()
@@ -264,10 +266,9 @@ class PauseTimer:
         if following < len(self._before):
             was_s = sum(self._before[:following])
             # It is deeper now, and the machine may be slower than it was.
+            slower = 1.0
             if was_s > 0:
                 slower = max(1.0, sum(self._spent) / was_s)
-            else:
-                slower = 1.0
             now += slower * self._before[following]
         return now > self.until
 
@@ -280,6 +281,10 @@ class PauseTimer:
         disturbed.)"""
         longest = sorted(self._spent, reverse=True)[: max(1, len(self._spent) // 20)]
         return bool(longest) and longest[-1] > self.longest_wanted_s
+
+
+def _always(_user_data: Any) -> bool:
+    return True
 
 
 def _as_failure(error: Exception) -> BackendFailure:

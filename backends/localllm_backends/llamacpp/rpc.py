@@ -46,13 +46,10 @@ def connect(workers: Sequence[str]) -> None:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
                 pass
         except (OSError, ValueError) as e:
-            if isinstance(e, OSError) and e.strerror:
-                why = e.strerror
-            else:
-                why = str(e)
+            why = getattr(e, "strerror", None) or str(e)
             raise OtherMachineError(
-                f"the worker at {worker} does not answer ({why}): is `localllm worker` running "
-                "there?"
+                f"the worker at {worker} does not answer ({why}): "
+                "is `localllm worker` running there?"
             ) from e
         rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
         found = rpc.ggml_backend_rpc_add_server(worker.encode())
@@ -75,9 +72,13 @@ def serve(endpoint: str, n_threads: int) -> None:
     )
 
 
-if __name__ == "__main__":
+def _main(endpoint: str, n_threads: str = "") -> None:
     try:
-        serve(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else (os.cpu_count() or 1))
+        serve(endpoint, int(n_threads or os.cpu_count() or 1))
     except OtherMachineError as e:
         print(e, file=sys.stderr)
         sys.exit(6)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -24,15 +24,18 @@ def usable_cores(root: Path = _SYSTEM) -> int:
     `root`: where the system's own files begin."""
     import psutil
 
+    cores = processors()
+    physical = psutil.cpu_count(logical=False)
+    if physical is not None:
+        cores = min(cores, physical)
+    fast = _performance_cores(root, _allowed())
+    if fast is not None:
+        cores = min(cores, fast)
     quota = cpu_quota(root)
-    limits = [
-        processors(),
-        psutil.cpu_count(logical=False),
-        _performance_cores(root, _allowed()),
+    if quota is not None:
         # Threads that are stopped in the middle of a step, its quota spent, hold up all others.
-        None if quota is None else math.floor(quota + 0.5),
-    ]
-    return max(1, min(limit for limit in limits if limit is not None))
+        cores = min(cores, math.floor(quota + 0.5))
+    return max(1, cores)
 
 
 def processors() -> int:
@@ -67,8 +70,12 @@ def lower_priority() -> None:
 def cpu_quota(root: Path = _SYSTEM) -> float | None:
     """Processors' worth of time that the tightest control group around this process gives it; None
     where none limits it."""
-    limits = [_limit(folder) for folder in _groups(root)]
-    return min((limit for limit in limits if limit is not None), default=None)
+    limits = []
+    for folder in _groups(root):
+        limit = _limit(folder)
+        if limit is not None:
+            limits.append(limit)
+    return min(limits, default=None)
 
 
 def _groups(root: Path) -> list[Path]:
@@ -104,14 +111,14 @@ def _performance_cores(root: Path, allowed: set[int] | None) -> int | None:
     words = _words(root / "sys/devices/cpu_core/cpus")
     if not words:
         return None
-    if allowed is None:
-        fast = _numbers(words[0])
-    else:
-        fast = _numbers(words[0]) & allowed
-    cores = {
-        tuple(_words(root / f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list")) or n
-        for n in fast
-    }
+    fast = _numbers(words[0])
+    if allowed is not None:
+        fast &= allowed
+    cores: set[object] = set()
+    for n in fast:
+        topology = root / f"sys/devices/system/cpu/cpu{n}/topology"
+        siblings = _words(topology / "thread_siblings_list")
+        cores.add(tuple(siblings) or n)
     return len(cores) or None
 
 
@@ -152,9 +159,8 @@ def release_helpers(n_threads: int) -> None:
 def libgomp() -> Any:
     """The one ggml's CPU backend is linked with, once that is loaded: asked through it, since other
     packages bring copies of their own into this process."""
-    loaded = (file for _, _, file in mappings() if "/libggml-cpu" in file and Path(file).exists())
-    path = next(loaded, None)
-    library = ctypes.CDLL(path) if path else None
-    if hasattr(library, "omp_pause_resource_all"):
-        return library
+    for _, _, file in mappings():
+        if "/libggml-cpu" in file and Path(file).exists():
+            library = ctypes.CDLL(file)
+            return library if hasattr(library, "omp_pause_resource_all") else None
     return None

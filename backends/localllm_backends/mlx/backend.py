@@ -28,6 +28,7 @@ from localllm_backends.contract import (
 from localllm_backends.fingerprints import under_adapters
 from localllm_backends.following import joined, parted
 from localllm_backends.mlx import backend_type, memory
+from localllm_backends.mlx.attention import Attention
 from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.kv_export import KvExport
 from localllm_backends.mlx.mtp import MlxHeads, MtpModule
@@ -81,8 +82,10 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         self._take_ownership()
         self._lines: dict[SequenceId, SequenceCache] = {}
         self._next = 0
-        rewind = spec.n_rewind or (_DRAFT_REWIND if loaded.heads is not None else 0)
-        self._n_rewind = min(rewind, n_batch) if layout.recurrent else 0
+        self._n_rewind = 0
+        if layout.recurrent:
+            usual = _DRAFT_REWIND if loaded.heads is not None else 0
+            self._n_rewind = min(spec.n_rewind or usual, n_batch)
         self.stepper = Stepper(
             loaded.model,
             layout,
@@ -99,10 +102,9 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         self.capabilities = _capabilities(loaded, self._n_rewind)
         self.info = _model_info(loaded, self)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
+        self._heads = None
         if loaded.heads is not None:
             self._heads = MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch)
-        else:
-            self._heads = None
         self._exports = KvExport(identity, shapes, self.stepper, self.capabilities.states)
         # One to compile what a step needs, one as decoding has it.
         self.drop(self._warm_up(2, 1))
@@ -266,10 +268,10 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
             )
         self._check_step(n_tokens, n_outputs)
         if n_tokens > WHOLE_TOKENS:
-            needed = (n_tokens + self.info.n_batch) * self._shapes.sizes()[
-                0
-            ] + n_outputs * n_vocab * 4
-            memory.require(needed, f"a step of {n_tokens} tokens")
+            token_bytes, _ = self._shapes.sizes()
+            kv_bytes = (n_tokens + self.info.n_batch) * token_bytes
+            logits_bytes = n_outputs * n_vocab * 4
+            memory.require(kv_bytes + logits_bytes, f"a step of {n_tokens} tokens")
         return lines
 
     # --- KV in and out ----------------------------------------------------------------------------
@@ -329,17 +331,24 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
     # --- facts ------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        caches = self._heads.caches if self._heads is not None else {}
-        lines = [*self._lines.values(), *caches.values()]
+        lines = list(self._lines.values())
+        if self._heads is not None:
+            lines += self._heads.caches.values()
         batches = {id(line.batch.buffers): line.batch for line in lines}
-        leaves = list(chain.from_iterable(batch.leaves for batch in batches.values()))
-        states = [leaf.cache for leaf in leaves if not hasattr(leaf, "planes")]
-        for undo in [line.undo for line in lines if line.undo is not None]:
-            states += undo.state
+        kv_bytes = 0
+        states: list[list[Any]] = []
+        for leaf in chain.from_iterable(batch.leaves for batch in batches.values()):
+            if isinstance(leaf, Attention):
+                kv_bytes += leaf.nbytes
+            else:
+                states.append(leaf.cache)
+        for line in lines:
+            if line.undo is not None:
+                states += line.undo.state
         arrays = [a for a in chain.from_iterable(states) if a is not None]
         return MemoryReport(
             weights_bytes=self.info.weights_bytes,
-            kv_bytes=sum(int(leaf.nbytes) for leaf in leaves if hasattr(leaf, "planes")),
+            kv_bytes=kv_bytes,
             recurrent_bytes=sum(int(a.nbytes) for a in arrays),
             compute_bytes=int(mx.get_cache_memory()),
             output_bytes=self.stepper.output_bytes,
@@ -349,11 +358,15 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         """free + held == capacity, and every line stands where its length says; AssertionError
         otherwise."""
         assert 0 <= self.cells_free() <= self.info.n_ctx, "more cells are held than there are"
-        begun = self.stepper.ahead
-        ahead = {id(line) for line in begun.lines} if begun else set()
+        ahead = self.stepper.ahead
         for line in self._lines.values():
+            if line.broken:
+                continue
             moved = line.batch.offsets[line.row] - line.computed
-            assert line.broken or moved in (0, int(id(line) in ahead)), "a line moved"
+            if ahead is not None and line in ahead.lines:
+                assert moved in (0, 1), "a line moved"
+            else:
+                assert moved == 0, "a line moved"
 
     def close(self) -> None:
         if self.stepper.model is None:
@@ -373,13 +386,18 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
     # Where no layer keeps every token there is nothing that states could be apart from.
     keeps_tokens = any(leaf.keeps_tokens for leaf in layout.leaves)
     apart = keeps_tokens and not layout.plain and loaded.n_shares == 1
-    rewind: Literal["any", "bounded", "none"]
-    if layout.recurrent and not n_rewind:
+    rewind: Literal["any", "bounded", "none"] = "bounded"
+    if layout.plain:
+        rewind = "any"
+    elif layout.recurrent and not n_rewind:
         rewind = "none"
-    else:
-        rewind = "bounded"
+    drafts = 0
+    draft_kind = ""
+    if heads is not None:
+        drafts = MlxHeads.longest
+        draft_kind = MlxHeads.kind
     return Capabilities(
-        rewind="any" if layout.plain else rewind,
+        rewind=rewind,
         rewind_tokens=n_rewind if layout.recurrent else layout.slack,
         # The first token written after a fork copies the buffers, so a fork's cells are taken when
         # it is made.
@@ -390,42 +408,52 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
         # away.
         samples=on_gpu and loaded.n_shares == 1,
         kv_on_device=on_gpu,
-        drafts=MlxHeads.longest if heads is not None else 0,
-        draft_kind=MlxHeads.kind if heads is not None else "",
+        drafts=drafts,
+        draft_kind=draft_kind,
     )
 
 
 def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
     spec = loaded.spec
-    config = loaded.config
-    asked = spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
+    n_batch = loaded.n_batch
     mark = under_adapters(fingerprint(loaded.folder), spec.adapters)
-    return ModelInfo(
-        architecture=str(config.get("model_type", "")),
-        description=loaded.folder.name,
+    if loaded.heads is not None:
         # What is stored with the heads' KV is of no use without them.
-        fingerprint=mark + ("-mtp" if loaded.heads is not None else ""),
-        n_vocab=loaded.shapes.n_vocab,
+        mark += "-mtp"
+    usual_outputs = min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
+    n_outputs = min(n_batch, spec.n_outputs or usual_outputs)
+    kv_type = loaded.shapes.kv_type
+    # The libraries that compute exported KV and lay it out.
+    kv_meaning = f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
+    if loaded.n_shares > 1:
+        kv_meaning += f"; shared by {loaded.n_shares}"
+    notes = (loaded.left_out,) if loaded.left_out else ()
+    of_vocabulary: dict[str, Any] = {
+        "eog_tokens": words.eog_tokens,
+        "bos_token": words.bos_token,
+        "eos_token": words.eos_token,
+        "adds_bos": words.adds_bos,
+        "bos_text": words.text(words.bos_token),
+        "eos_text": words.text(words.eos_token),
+        "chat_template": words.chat_template,
+        "fim_tokens": words.fim_tokens,
+        "control_texts": words.control_texts,
+    }
+    return ModelInfo(
+        architecture=str(loaded.config.get("model_type", "")),
+        description=loaded.folder.name,
+        fingerprint=mark,
+        n_vocab=words.n_vocab,
         n_ctx=loaded.n_ctx,
         n_ctx_train=loaded.n_ctx_train,
         n_seq_max=max(1, spec.n_seq_max),
-        n_batch=loaded.n_batch,
-        n_outputs=min(loaded.n_batch, asked),
+        n_batch=n_batch,
+        n_outputs=n_outputs,
         n_params=loaded.n_params,
         weights_bytes=loaded.weights_bytes,
-        eog_tokens=words.eog_tokens,
-        bos_token=words.bos_token,
-        eos_token=words.eos_token,
-        adds_bos=words.adds_bos,
-        bos_text=words.text(words.bos_token),
-        eos_text=words.text(words.eos_token),
-        chat_template=words.chat_template,
-        kv_type_k=loaded.shapes.kv_type,
-        kv_type_v=loaded.shapes.kv_type,
-        # The libraries that compute exported KV and lay it out.
-        kv_meaning=f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
-        + (f"; shared by {loaded.n_shares}" if loaded.n_shares > 1 else ""),
-        fim_tokens=words.fim_tokens,
-        control_texts=words.control_texts,
-        load_notes=(loaded.left_out,) if loaded.left_out else (),
+        kv_type_k=kv_type,
+        kv_type_v=kv_type,
+        kv_meaning=kv_meaning,
+        load_notes=notes,
+        **of_vocabulary,
     )
