@@ -10,7 +10,7 @@ knows is named as well.
 
 from __future__ import annotations
 
-import tomllib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -50,10 +50,13 @@ READS = ""
 
 
 def _refused() -> dict[str, Refused]:
-    """The fields that every body refuses, unless its model has a field of that name."""
-    table = Path(__file__).with_name("refused.toml").read_text(encoding="utf-8")
+    """The fields that every body refuses, unless its model has a field of that name. `off`: values
+    that ask for nothing, as null does. Sources: OpenAI's API reference; llama.cpp
+    tools/server/README.md; vLLM's OpenAI-compatible server."""
+    # JSON: each start of a server would wait for a parser of TOML.
+    table = Path(__file__).with_name("refused.json").read_text(encoding="utf-8")
     refused = {}
-    for name, field in tomllib.loads(table).items():
+    for name, field in json.loads(table).items():
         refused[name] = Refused(field["reason"], (None, *field["off"]))
     return refused
 
