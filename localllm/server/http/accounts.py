@@ -206,7 +206,7 @@ class Accounts:
     """The accounts of a server: one for each named key, and one for the owner's key without a
     name."""
 
-    def __init__(self, keys: Iterable[NamedKey] = (), owner_key: str | None = None) -> None:
+    def __init__(self, keys: Iterable[NamedKey], owner_key: str | None) -> None:
         self._keys = [(key.digest, Account(key)) for key in keys]
         if owner_key is not None:
             digest = digest_of(owner_key.encode())

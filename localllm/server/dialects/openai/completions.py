@@ -174,7 +174,7 @@ def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, 
     }
 
 
-def offsets(logprobs: Sequence[TokenLogprob], at: int = 0) -> list[int]:
+def offsets(logprobs: Sequence[TokenLogprob], at: int) -> list[int]:
     """The offset of each token in the answer, and the end of the last token. The first token begins
     at `at`. Tokens that make one character together have the offset of that character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
