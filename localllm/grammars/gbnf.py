@@ -114,25 +114,29 @@ class _GbnfReader:
             self._name = said
         elif kind == "times":
             self._repeat(found)
-        elif said == "|" and kind == "mark":
-            self._end_way()
-            self._pieces.append(_BAR)
-            self._item = None
-        elif said == ")" and kind == "mark":
-            if not self._opened:
-                raise self._wrong("expected no )")
-            self._end_way()
-            self._pieces.append(_CLOSE)
-            self._item = self._opened.pop()
-        elif said == "(" and kind == "mark":
+        elif kind == "mark" and said != ".":
+            self._take_mark(said)
+        else:
+            self._item = len(self._pieces)
+            self._pieces += self._items(kind, said)
+
+    def _take_mark(self, mark: str) -> None:
+        if mark == "(":
             self._opened.append(len(self._pieces))
             if len(self._opened) > _MOST_NESTED:
                 raise self._wrong("it is nested too deeply")
             self._pieces.append(_OPEN)
             self._item = None
+            return
+        if mark == ")" and not self._opened:
+            raise self._wrong("expected no )")
+        self._end_way()
+        if mark == ")":
+            self._pieces.append(_CLOSE)
+            self._item = self._opened.pop()
         else:
-            self._item = len(self._pieces)
-            self._pieces += self._items(kind, said)
+            self._pieces.append(_BAR)
+            self._item = None
 
     def _items(self, kind: str, said: str) -> Sequence[Piece]:
         if kind == "text":

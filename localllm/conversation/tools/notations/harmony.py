@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
 from localllm.conversation.tools.base import (
@@ -53,21 +52,31 @@ class _Reader(JsonReader):
 
 _MARKERS = tuple(f"{header} to=functions." for header in _HEADERS)
 _FIRST = " to=functions."
+# What stands before the arguments. In a history the template leaves <|constrain|> out.
+_KIND = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
+
+
+def _in_channel(name: str) -> str:
+    return f"{text(name)} {_KIND}"
+
+
+def _before_channel(name: str) -> str:
+    return f"{spelled(f'{name}<|channel|>commentary')} {_KIND}"
+
+
+def _in_or_before_channel(name: str) -> str:
+    return f'{text(name)} (<|channel|> "commentary")? {_KIND}'
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """One call: <|call|> ends the turn, so none comes behind it."""
-    # In a history the template leaves <|constrain|> out.
-    kind = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
-    inside = json_calls(tools, lambda name: f"{text(name)} {kind}")
-    outside = json_calls(tools, lambda name: f"{spelled(f'{name}<|channel|>commentary')} {kind}")
+    commentary, analysis, start = _MARKERS
+    inside = GrammarTrigger("", json_calls(tools, _in_channel), "<|call|>")
+    outside = GrammarTrigger("", json_calls(tools, _before_channel), "<|call|>")
     # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
-    either = json_calls(tools, lambda name: f'{text(name)} (<|channel|> "commentary")? {kind}')
-    calls = zip((*_MARKERS, _FIRST), (inside, inside, outside, either), strict=True)
-    triggers = {marker: GrammarTrigger("", lark, "<|call|>") for marker, lark in calls}
     # Elsewhere these words are text.
-    triggers[_FIRST] = replace(triggers[_FIRST], behind=r"\A")
-    return triggers
+    first = GrammarTrigger("", json_calls(tools, _in_or_before_channel), "<|call|>", behind=r"\A")
+    return {commentary: inside, analysis: inside, start: outside, _FIRST: first}
 
 
 def _framed(choices: str, answer: str) -> str:
@@ -84,6 +93,11 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> _Reader:
     return _Reader(first, marker, _HEAD, "\0", alone=True)
 
 
+# What is said to a tool of the model's own (python, container.exec, browser.search) is for nobody
+# else; a call of a function that nobody offered is shown as what it says.
+_TO_OWN_TOOLS = tuple((f"{header} to=", "<|end|>") for header in _HEADERS)
+_TO_USERS = tuple((f"{header} to=user", _MESSAGE) for header in _HEADERS)
+_TO_FUNCTIONS = tuple((f"{header} to=functions", _MESSAGE) for header in _HEADERS)
 FORMATS = (
     # Everything a reply says stands in a channel.
     ToolFormat(
@@ -96,10 +110,9 @@ FORMATS = (
             "<|start|>assistant",
             # The header of any other message, and what somebody else is made to say.
             ("<|channel|>", _MESSAGE),
-            # What is said to a tool of the model's own (python, container.exec, browser.search) is
-            # for nobody else; a call of a function that nobody offered is shown as what it says.
-            *((f"{header} to=", "<|end|>") for header in _HEADERS),
-            *((f"{h} to={who}", _MESSAGE) for h in _HEADERS for who in ("user", "functions")),
+            *_TO_OWN_TOOLS,
+            *_TO_USERS,
+            *_TO_FUNCTIONS,
             ("<|start|>assistant to=assistant", _MESSAGE),
             ("<|start|>", "<|end|>"),
             # A header without a message, in front of the real one.

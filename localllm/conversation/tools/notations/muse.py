@@ -16,6 +16,7 @@ from localllm.conversation.tools.base import (
     NamedSchemas,
     Tool,
     ToolFormat,
+    Triggers,
 )
 from localllm.conversation.tools.call_grammars import NAME, TagGrammar, tagged_calls
 from localllm.conversation.tools.lark import spelled, text
@@ -57,6 +58,12 @@ def _calls(tools: NamedSchemas) -> Grammar:
     return tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE)
 
 
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    """The calls of a message. The header of its first one is not the model's to write."""
+    trigger = GrammarTrigger(_LINE, _calls(tools), again=True, behind=_TO_A_FUNCTION)
+    return {_OPEN: trigger}
+
+
 def _unmarked_call(tools: NamedSchemas) -> str:
     calls = _calls(tools)[1].replace("start:", "calls:", 1)
     return f'" to=" /[^<\\s]{{1,64}}/ <|message|> {text(f"{_OPEN}{_LINE}")} calls\n{calls}'
@@ -78,10 +85,7 @@ FORMATS = (
         think=(f"{_HEADER} to=self<|message|>", "<|eom|>"),
         header=_HEADER,
         reader=_reader,
-        # The calls of a message. The header of its first one is not the model's to write.
-        triggers=lambda template, tools: {
-            _OPEN: GrammarTrigger(_LINE, _calls(tools), again=True, behind=_TO_A_FUNCTION)
-        },
+        triggers=_triggers,
         unmarked_call=_unmarked_call,
         framed=_framed,
     ),
