@@ -80,13 +80,13 @@ class LimitedChild:
         """What the child answers; blocks until it does. The work is ended where that is not
         `wanted` any more. Raises OverLimitError, RefusedError, or another ChildError."""
 
-        def goes_on() -> bool:
+        def is_wanted() -> bool:
             return not self._closed and (wanted is None or wanted())
 
         with self._turn:
             if self._process is None or self._process.ended:
                 self._process = _Process(self)
-            return self._process.answer(question, goes_on)
+            return self._process.answer(question, is_wanted)
 
     def close(self) -> None:
         """End it for good, whatever it is at."""

@@ -17,16 +17,16 @@ VERBS = set(
         """
         accept add allow answer apply ask avoid bind bound build cache call cancel change check
         choose clear close collect compare compile compute connect convert copy correct count
-        cut declare decode define delete describe detect document draft drop encode end evict
+        cut decide declare decode define delete describe detect document draft draw drop encode end evict
         exclude explain export extend fetch find fix follow forget give group handle hide hold ignore
         import include inline install join keep learn let limit list load log lower make map
         mark match measure merge move name open order parse pass pin place plan prefer prefill
         prepare print protect put quote raise rank read record reduce refuse reject release rely
         remove rename render replace report require resolve restore restructure resume retry
         return reuse rewrap rewrite run save search select send separate serve set share shorten
-        show simplify skip sort speed split start state stop store stream take test tighten time
-        translate truncate try unify unpack update use validate verify wait warn widen wrap
-        write
+        show simplify skip sort speed split start state stop store stream take tell test tighten time
+        translate truncate try unify unpack update use validate verify wait warn weigh widen wrap
+        write yield
         """,
     )
 )

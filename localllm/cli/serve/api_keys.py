@@ -96,7 +96,7 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
     where = f"[keys.{name}] of config.toml"
     one_or_more = Field(ge=1, le=10**12)
     rate = (Annotated[float, one_or_more] | None, None)
-    said = read_table(
+    fields = read_table(
         table,
         where,
         **dict.fromkeys(("sha256", "env", "file"), (str | None, None)),
@@ -108,26 +108,26 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
     )
     if not name.strip():
         raise UsageError(f"{where} has no name")
-    if sum(said[way] is not None for way in ("sha256", "env", "file")) != 1:
+    if sum(fields[way] is not None for way in ("sha256", "env", "file")) != 1:
         raise UsageError(
             f"{where} must say its key in one way: sha256, env or file",
             hint="env names a variable that holds it, file a file, and sha256 is its hash: `printf "
             "%s KEY | sha256sum`",
         )
-    if said["sha256"] is None:
-        digest = digest_of(_secret(said, where).encode())
-    elif _SHA256.fullmatch(said["sha256"]):
-        digest = bytes.fromhex(said["sha256"])
+    if fields["sha256"] is None:
+        digest = digest_of(_secret(fields, where).encode())
+    elif _SHA256.fullmatch(fields["sha256"]):
+        digest = bytes.fromhex(fields["sha256"])
     else:
         raise UsageError(f"sha256 in {where} must be 64 hexadecimal digits")
-    return NamedKey(name, digest, **{key: said[key] for key in _KEPT})
+    return NamedKey(name, digest, **{key: fields[key] for key in _KEPT})
 
 
-def _secret(said: dict[str, Any], where: str) -> str:
-    if said["env"] is not None:
-        key = variable(said["env"], where)
+def _secret(fields: dict[str, Any], where: str) -> str:
+    if fields["env"] is not None:
+        key = variable(fields["env"], where)
     else:
-        path = Path(said["file"]).expanduser()
+        path = Path(fields["file"]).expanduser()
         try:
             key = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as e:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Where a client finds the key: none is asked for, the one that is kept (api_keys.py), or one
 # somebody chose.
 Key = Literal["none", "kept", "chosen"]
-# A process's start is told in hundredths of a second, and computed from the boot's.
+# The start of a process is known to hundredths of a second, and computed from the boot's.
 SAME_START_S = 2.0
 _LONGEST_FILE_BYTES = 4096
 
@@ -73,11 +73,11 @@ def running() -> list[Running]:
         return []
     found = []
     for file in files:
-        told = _read(file)
-        if told is None or told.host != socket.gethostname():
+        server = _read(file)
+        if server is None or server.host != socket.gethostname():
             continue  # another machine's, where the folder is on a shared disk
-        if _lives(told):
-            found.append(told)
+        if _lives(server):
+            found.append(server)
         else:
             with suppress(OSError):
                 file.unlink()
@@ -130,12 +130,12 @@ def _read(file: Path) -> Running | None:
     return replace(server, key="chosen")
 
 
-def _lives(told: Running) -> bool:
+def _lives(server: Running) -> bool:
     import psutil
 
     try:
-        process = psutil.Process(told.pid)
-        if abs(process.create_time() - told.started_s) >= SAME_START_S:
+        process = psutil.Process(server.pid)
+        if abs(process.create_time() - server.started_s) >= SAME_START_S:
             return False
         return process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError):
