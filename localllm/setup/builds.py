@@ -99,12 +99,11 @@ def read(folder: Path, name: str = "") -> Build | None:
     """The finished build that `folder` holds, of this name, or whatever it is called ("") while
     another of its name is made; None where it holds none."""
     build = json_store.record(Build, json_store.read(folder / "build.json"))
-    complete = (
-        build is not None and name in ("", build.name) and (folder / "site" / "llama_cpp").is_dir()
-    )
-    if complete:
-        return build
-    return None
+    if build is None or name not in ("", build.name):
+        return None
+    if not (folder / "site" / "llama_cpp").is_dir():
+        return None
+    return build
 
 
 def finish(build: Build) -> None:
@@ -116,19 +115,27 @@ def drivers_now(root: Path = Path("/")) -> str:
     come on their own, the kernel's where they come with it, ROCm's, and when Vulkan's drivers were
     installed. "" where there are none."""
     modules = root / "sys/module"
-    found = [
-        f"{name} {_line(modules / name / 'version')}" for name in ("nvidia", "amdgpu", "i915", "xe")
-    ]
-    if any((modules / name).is_dir() for name in ("amdgpu", "i915", "xe")):
-        found.append("Linux " + ".".join(_line(root / "proc/sys/kernel/osrelease").split(".")[:2]))
-    found.append(f"ROCm {_line(root / 'opt/rocm/.info/version')}")
+    versions = {name: _line(modules / name / "version") for name in ("nvidia", *_WITH_KERNEL)}
+    if any((modules / name).is_dir() for name in _WITH_KERNEL):
+        release = _line(root / "proc/sys/kernel/osrelease").split(".")
+        versions["Linux"] = ".".join(release[:2])
+    versions["ROCm"] = _line(root / "opt/rocm/.info/version")
+    versions["Vulkan"] = _vulkan_drivers(root)
+    return "; ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+# Drivers that come with the kernel, or on their own.
+_WITH_KERNEL = ("amdgpu", "i915", "xe")
+
+
+def _vulkan_drivers(root: Path) -> str:
+    """A digest of Vulkan's drivers and of when they were installed; "" without any."""
     folders = (root / "usr/share/vulkan/icd.d", root / "etc/vulkan/icd.d")
-    drivers = chain.from_iterable(folder.glob("*.json") for folder in folders)
-    vulkan = sorted((f.name, f.stat().st_mtime_ns) for f in drivers if f.is_file())
-    found.append(
-        f"Vulkan {hashlib.sha256(repr(vulkan).encode()).hexdigest()[:8] if vulkan else ''}"
-    )
-    return "; ".join(said for said in found if not said.endswith(" "))
+    files = chain.from_iterable(folder.glob("*.json") for folder in folders)
+    drivers = sorted((file.name, file.stat().st_mtime_ns) for file in files if file.is_file())
+    if not drivers:
+        return ""
+    return hashlib.sha256(repr(drivers).encode()).hexdigest()[:8]
 
 
 def _line(file: Path) -> str:
@@ -144,8 +151,8 @@ def stale(build: Build, drivers: str) -> str:
     now = drivers.split("; ")
     changed = ", ".join(said for said in now if said not in before) or "one is gone"
     return (
-        f"the GPU's drivers changed since the build {build.name} was tried ({changed}): `localllm "
-        "setup` tries it again"
+        f"the GPU's drivers changed since the build {build.name} was tried ({changed}): "
+        "`localllm setup` tries it again"
     )
 
 
@@ -183,14 +190,14 @@ def apply(name: str, environment: MutableMapping[str, str], path: list[str] | No
     """Have processes with this environment, and this one where its `path` (sys.path) is given, run
     the build `name`: its package and its libraries come first, and those of any other build leave.
     Raises BuildNotFoundError."""
-    build = named(name) if name != OWN else None
-    site = [str(build.folder / "site")] if build else []
+    site: list[str] = []
+    libraries: list[str] = []
+    if name != OWN:
+        build = named(name)
+        site = [str(build.folder / "site")]
+        libraries = _libraries(build.folder, build.library_dirs)
     _put_first(environment, "PYTHONPATH", site)
-    _put_first(
-        environment,
-        library_variable(),
-        _libraries(build.folder, build.library_dirs) if build else [],
-    )
+    _put_first(environment, library_variable(), libraries)
     if path is not None:
         path[:] = [*site, *(entry for entry in path if not _is_of_a_build(entry))]
 
@@ -212,7 +219,13 @@ def _libraries(folder: Path, library_dirs: tuple[str, ...]) -> list[str]:
 
 def library_variable() -> str:
     """The environment variable that says where this system's loader looks for shared libraries."""
-    return {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
+    match sys.platform:
+        case "darwin":
+            return "DYLD_LIBRARY_PATH"
+        case "win32":
+            return "PATH"
+        case _:
+            return "LD_LIBRARY_PATH"
 
 
 def _put_first(environment: MutableMapping[str, str], variable: str, entries: list[str]) -> None:

@@ -22,27 +22,25 @@ def settle(
     say: Say,
     *,
     again: bool = False,
-    accept_slower: Callable[[str], bool] = lambda _: False,
+    accept_slower: Callable[[str], bool] | None = None,
     run: Run | None = None,
 ) -> str:
     """Have `recipe`, or what follows it, made, tried on `model` and chosen: the name of the build
     that runs from now on.
 
     One that is there goes before those that would be made, but for `again`. One that is slower than
-    what runs now is taken only where `accept_slower` says so of the sentence it is asked. Raises
-    SetupError with the reason of each where none
-    works: what ran before still runs.
+    what runs now is taken only if `accept_slower`, which is given a sentence about it, returns
+    True. Raises SetupError with the reason of each if none works: what ran before still runs.
     """
     kept = [] if again else builds.listed()
     there = {builds.OWN, *(build.name for build in kept if build.version == host.version)}
     wanted = sorted([recipe, *recipe.otherwise], key=lambda made: made.name not in there)
     failures: list[SetupError] = []
     for number, candidate in enumerate(wanted, 1):
+        title = candidate.title
         if candidate.takes and candidate.name not in there:
-            takes = f" ({candidate.takes})"
-        else:
-            takes = ""
-        say(f"{candidate.title}{takes}")
+            title += f" ({candidate.takes})"
+        say(title)
         if number > 1:
             say(f"   because {candidate.because}")
         try:
@@ -57,9 +55,8 @@ def settle(
             else:
                 build = install.make(candidate, host, model, say, run, accept_slower=accept_slower)
                 builds.choose(build.name)
-                say(
-                    f"{build.name} works ({build.trial}) and runs from the next start of a model on"
-                )
+                works = f"{build.name} works ({build.trial})"
+                say(f"{works} and runs from the next start of a model on")
             return candidate.name
         except install.SlowerBuildError as e:
             say(f"not taken: {e.message}: {e.hint}")
@@ -92,13 +89,11 @@ def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
     verdict = trial.judge(recipe.backend, expected, environment)
     if verdict.failure:
         hint = (
-            "`localllm setup --again` makes it anew, `localllm setup --use own` goes back to "
-            "the "
-            "one that came along"
+            "`localllm setup --again` makes it anew, "
+            "`localllm setup --use own` goes back to the one that came along"
         )
         raise SetupError(f"the build {recipe.name} is there, but {verdict.failure}", hint=hint)
     if recipe.name != builds.OWN:
-        builds.finish(
-            replace(builds.named(recipe.name), trial=verdict.said, drivers=builds.drivers_now())
-        )
+        build = builds.named(recipe.name)
+        builds.finish(replace(build, trial=verdict.said, drivers=builds.drivers_now()))
     say(f"the build {recipe.name} is there and works: {verdict.said}")

@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import Device
@@ -50,25 +50,13 @@ class BuildHost:
 def read(own_backends: tuple[str, ...]) -> BuildHost:
     """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where
     nothing)."""
-    nvcc_path = shutil.which("nvcc") or next(
-        filter(os.path.exists, ["/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"]), ""
-    )
-    if nvcc_path:
-        nvcc = version_of(run(nvcc_path, "--version").partition("release ")[2])
-    else:
-        nvcc = None
-    return BuildHost(
-        system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
+    host = BuildHost(
+        system=_system(),
         architecture=platform.machine(),
         version=installed_version(),
-        n_cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        n_cores=_n_cores(),
         own_backends=own_backends or ("cpu",),
         cxx=any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")),
-        nvcc=nvcc,
-        nvcc_path=nvcc_path,
-        cuda_libraries=_cuda_libraries(nvcc_path, nvcc) if nvcc else "",
         cuda_driver=_cuda_driver(),
         glslc=shutil.which("glslc") is not None,
         vulkan_loader=ctypes.util.find_library("vulkan") is not None or sys.platform == "win32",
@@ -76,21 +64,57 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
         gcc=_gcc(),
         glibc=version_of(platform.libc_ver()[1]),
     )
+    nvcc_path = _nvcc_path()
+    if not nvcc_path:
+        return host
+    host = replace(host, nvcc_path=nvcc_path)
+    nvcc = version_of(run(nvcc_path, "--version").partition("release ")[2])
+    if nvcc is None:
+        return host
+    return replace(host, nvcc=nvcc, cuda_libraries=_cuda_libraries(nvcc_path, nvcc))
+
+
+def _system() -> str:
+    match sys.platform:
+        case "darwin":
+            return "macos"
+        case "win32":
+            return "windows"
+        case _:
+            return "linux"
+
+
+def _n_cores() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _nvcc_path() -> str:
+    """The CUDA compiler on the path, or where packages put it; "" without one."""
+    found = shutil.which("nvcc")
+    if found:
+        return found
+    for path in ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"):
+        if os.path.exists(path):
+            return path
+    return ""
 
 
 def assumed(device: Device) -> BuildHost:
     """An ordinary machine with that device: for showing what would be done on a machine that is not
     this one. No CUDA compiler, every driver up to date, the build that `make chat` makes (Metal on
     a Mac, the processor's elsewhere)."""
-    mac = device.accelerator == "metal" or device.os == "macOS"
-    arm = mac or device.family in ("GB10", "N1X", "Jetson")
-    return BuildHost(
-        system="macos" if mac else "windows" if device.os == "Windows" else "linux",
-        architecture="arm64" if mac else "aarch64" if arm else "x86_64",
-        version=installed_version() or "0.3.36",
-        n_cores=device.n_cpu_cores or _USUAL_CORES.get(device.family, 8),
-        own_backends=("metal",) if mac else ("cpu",),
-    )
+    version = installed_version() or "0.3.36"
+    n_cores = device.n_cpu_cores or _USUAL_CORES.get(device.family, 8)
+    if device.accelerator == "metal" or device.os == "macOS":
+        return BuildHost("macos", "arm64", version, n_cores, own_backends=("metal",))
+    architecture = "x86_64"
+    if device.family in ("GB10", "N1X", "Jetson"):
+        architecture = "aarch64"
+    system = "windows" if device.os == "Windows" else "linux"
+    return BuildHost(system, architecture, version, n_cores)
 
 
 def installed_version() -> str:
@@ -104,9 +128,9 @@ def installed_version() -> str:
 def version_of(text: str) -> Version | None:
     """The first two numbers of "13.0.88"."""
     found = re.search(r"(\d+)\.(\d+)", text)
-    if found:
-        return (int(found[1]), int(found[2]))
-    return None
+    if found is None:
+        return None
+    return int(found[1]), int(found[2])
 
 
 def _cuda_libraries(nvcc_path: str, version: Version) -> str:
@@ -127,18 +151,16 @@ def _cuda_libraries(nvcc_path: str, version: Version) -> str:
 def _gcc() -> int | None:
     """The major number of the g++ that nvcc takes, which these variables choose (Arch sets one);
     None where there is none (on a Mac g++ is clang)."""
+    if not sys.platform.startswith("linux"):
+        return None
     chosen = os.environ.get("CUDAHOSTCXX") or os.environ.get("NVCC_CCBIN") or "g++"
-    if sys.platform.startswith("linux"):
-        path = shutil.which(chosen)
-    else:
-        path = None
-    if path:
-        number = run(path, "-dumpversion").partition(".")[0].strip()
-    else:
-        number = ""
-    if number.isdigit():
-        return int(number)
-    return None
+    path = shutil.which(chosen)
+    if path is None:
+        return None
+    number, _, _ = run(path, "-dumpversion").partition(".")
+    if not number.strip().isdigit():
+        return None
+    return int(number)
 
 
 def _rocm() -> Version | None:
@@ -147,10 +169,11 @@ def _rocm() -> Version | None:
     if found:
         return found
     name = ctypes.util.find_library("amdhip64") or ""
-    number = name.rpartition(".so.")[2].partition(".")[0]
-    if number.isdigit():
-        return (int(number), 0)
-    return None
+    _, _, version = name.rpartition(".so.")
+    number, _, _ = version.partition(".")
+    if not number.isdigit():
+        return None
+    return int(number), 0
 
 
 def _cuda_driver() -> Version | None:
@@ -159,8 +182,6 @@ def _cuda_driver() -> Version | None:
     with nvidia.session() as api:
         if api is not None:
             number = int(api.nvmlSystemGetCudaDriverVersion_v2())
-        else:
-            number = 0
-    if number:
-        return (number // 1000, number % 1000 // 10)
-    return None
+    if not number:
+        return None
+    return number // 1000, number % 1000 // 10

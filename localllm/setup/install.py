@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
+import math
 import os
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ def make(
     say: Say,
     run: Run | None = None,
     *,
-    accept_slower: Callable[[str], bool] = lambda _: False,
+    accept_slower: Callable[[str], bool] | None = None,
 ) -> builds.Build:
     """Make the recipe's build, and have it compute ten tokens of `model`. It is not chosen yet.
 
@@ -78,22 +79,21 @@ def make(
             )
         before = _before(recipe, old, host, plain)
         other = host.version != installed_version()
-        if before is None:
-            slower = ""
-        else:
+        slower = ""
+        if before is not None:
             slower = _slower(model, before, environment, say, other_release=other)
-        if slower and not accept_slower(slower):
+        if slower and (accept_slower is None or not accept_slower(slower)):
             raise SlowerBuildError(f"{recipe.name} works, but {slower}")
         build = builds.Build(
-            recipe.name,
-            recipe.backend,
-            recipe.title,
-            host.version,
-            datetime.date.today().isoformat(),
-            verdict.devices,
-            verdict.said,
-            recipe.library_dirs,
-            builds.drivers_now(),
+            name=recipe.name,
+            backend=recipe.backend,
+            title=recipe.title,
+            version=host.version,
+            made=datetime.date.today().isoformat(),
+            devices=verdict.devices,
+            trial=verdict.said,
+            library_dirs=recipe.library_dirs,
+            drivers=builds.drivers_now(),
         )
         builds.finish(build)
         return build
@@ -118,23 +118,18 @@ def _judged(
     """The trial; of a ready-made build with the processor's part of the build that was compiled
     here, where that goes well."""
     package = folder / "site" / "llama_cpp"
+    own = ""
     if any("--only-binary" in step.pip for step in recipe.steps):
         own = ask_build(plain).folder
-    else:
-        own = ""
     if own and processor_part.exchange(package, Path(own)):
         verdict = trial.judge(recipe.backend, expected, environment)
         failure = verdict.failure or trial.computed(expected, environment, layers=0).failure
         if not failure:
-            say(
-                "   the processor's part is that of the build which came with localllm: it was "
-                "compiled for this processor"
-            )
+            own_part = "the processor's part is that of the build which came with localllm"
+            say(f"   {own_part}: it was compiled for this processor")
             return verdict
-        say(
-            f"   with the processor's part of the build which came with localllm {failure}: its "
-            "own is put back"
-        )
+        own_part = "with the processor's part of the build which came with localllm"
+        say(f"   {own_part} {failure}: its own is put back")
         processor_part.put_back(package)
     return trial.judge(recipe.backend, expected, environment)
 
@@ -164,20 +159,20 @@ def _slower(
 ) -> str:
     """How much slower the new build is, measured in turns with the one before; "" where it is not,
     or that one no longer runs."""
-    if other_release:
-        limit, turns = (_SLOWER_RELEASE, _TURNS_RELEASE)
-    else:
-        limit, turns = (_SLOWER, _TURNS)
+    limit = _SLOWER_RELEASE if other_release else _SLOWER
+    turns = _TURNS_RELEASE if other_release else _TURNS
     say(f"measured beside the build that runs now: a short turn, each {turns} times")
-    both: tuple[list[float], list[float]] = ([], [])
+    old_s = new_s = math.inf
     for turn in range(turns):
-        for which in (turn % 2, 1 - turn % 2):
-            seconds = trial.turn_s(model, now if which else before)
+        # Each goes first in every second turn.
+        for is_new in (turn % 2 == 1, turn % 2 == 0):
+            seconds = trial.turn_s(model, now if is_new else before)
             if seconds is None:
                 return ""
-            both[which].append(seconds)
-    old_s = min(both[0])
-    new_s = min(both[1])
+            if is_new:
+                new_s = min(new_s, seconds)
+            else:
+                old_s = min(old_s, seconds)
     said = f"a turn takes {new_s * 1e3:.0f} ms, with the build that runs now {old_s * 1e3:.0f} ms"
     say(f"   {said}")
     if new_s > limit * old_s:
@@ -196,14 +191,12 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
     failure = programs.ask("mlx.devices").failure
     if not failure:
         return
-    if not before:
-        (run or _run)(
-            installer.command(["uninstall", "--yes", *MLX.distributions]), dict(os.environ), log
-        )
-    raise SetupError(
-        f"MLX was {'not changed back' if before else 'taken out again'}: {failure}",
-        hint=f"all that was printed is in {log}",
-    )
+    hint = f"all that was printed is in {log}"
+    if before:
+        raise SetupError(f"MLX was not changed back: {failure}", hint=hint)
+    uninstall = installer.command(["uninstall", "--yes", *MLX.distributions])
+    (run or _run)(uninstall, dict(os.environ), log)
+    raise SetupError(f"MLX was taken out again: {failure}", hint=hint)
 
 
 @contextmanager
@@ -252,9 +245,8 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
     environment = dict(os.environ)
     # Another build that is in use is none of pip's business.
     builds.apply(builds.OWN, environment)
-    environment |= {
-        name: _joined(name, value.replace(FOLDER, str(folder))) for name, value in step.environment
-    }
+    for name, value in step.environment:
+        environment[name] = _joined(name, value.replace(FOLDER, str(folder)))
     words = [word.replace(FOLDER, str(folder)) for word in step.pip]
     started = time.monotonic()
     code = run(installer.command(words), environment, log)
@@ -328,11 +320,8 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return process.wait(_TICK_S)
-                print(
-                    f"   … {time.monotonic() - started:.0f} s: {last_words(log)[:90]}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                waited = f"   … {time.monotonic() - started:.0f} s: {last_words(log)[:90]}"
+                print(waited, file=sys.stderr, flush=True)
         except BaseException:
             process.terminate()
             process.wait()
@@ -344,15 +333,14 @@ def last_words(log: Path) -> str:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 4000))
-            lines = [
-                line.strip()
-                for line in file.read().decode("utf-8", "replace").splitlines()
-                if line.strip()
-            ]
+            text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or [""])[-1][:300]
+    if not lines:
+        return ""
+    return (errors or lines)[-1][:300]
 
 
 def _log_path(name: str) -> Path:

@@ -130,15 +130,21 @@ def compiler(host: BuildHost) -> list[str]:
     """The compiler that is missing, with how to get it; nothing where one is here."""
     if host.cxx:
         return []
-    how = {
-        "macos": "xcode-select --install",
-        "windows": "winget install Microsoft.VisualStudio.2022.BuildTools, with its C++ workload",
-    }.get(host.system, "sudo apt install build-essential  (Fedora: sudo dnf install gcc-c++)")
-    return [f"a C++ compiler: {how}"]
+    match host.system:
+        case "macos":
+            return ["a C++ compiler: xcode-select --install"]
+        case "windows":
+            tools = "Microsoft.VisualStudio.2022.BuildTools, with its C++ workload"
+            return [f"a C++ compiler: winget install {tools}"]
+        case _:
+            packages = "build-essential  (Fedora: sudo dnf install gcc-c++)"
+            return [f"a C++ compiler: sudo apt install {packages}"]
 
 
 def minutes(host: BuildHost, cpu_minutes: int) -> str:
-    return f"about {max(1, round(cpu_minutes / max(1, host.n_cores)))} min on {host.n_cores} cores"
+    """The time that a compilation of so many minutes on one core takes here."""
+    here = max(1, round(cpu_minutes / max(1, host.n_cores)))
+    return f"about {here} min on {host.n_cores} cores"
 
 
 def is_x86(host: BuildHost) -> bool:

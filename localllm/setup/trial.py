@@ -13,7 +13,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,12 @@ def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str
         f"{device.name}: {device.description}, {device.memory_total_bytes / 1e9:.1f} GB"
         for device in build.devices
     )
-    if backend != "cpu" and backend not in build.accelerators:
-        return TrialVerdict(
-            f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices
-        )
-    return computed(expected, environment, 0 if backend == "cpu" else -1, devices)
+    if backend == "cpu":
+        return computed(expected, environment, 0, devices)
+    if backend not in build.accelerators:
+        sees = ", ".join(devices) or "nothing"
+        return TrialVerdict(f"it sees no {backend} device (it sees {sees})", devices)
+    return computed(expected, environment, -1, devices)
 
 
 def computed(
@@ -119,13 +120,13 @@ def compare(
 ) -> TrialVerdict:
     """Whether an answer of the trial program is the reference's, but for near ties."""
     gaps = [float(gap) for gap in answer["gaps"]]
-    worst = max((math.inf if math.isnan(gap) else gap for gap in gaps), default=math.inf)
+    worst = max(gaps, default=math.inf)
+    if any(math.isnan(gap) for gap in gaps):
+        worst = math.inf
     if len(gaps) != len(expected.tokens) or worst > _NEAR_TIE:
-        said = (
-            f"it computes other tokens than the processor: {answer['text']!r} where "
-            f"{expected.text!r} is right"
-        )
-        return TrialVerdict(f"{said} (off by {worst:.3g} in logits)", devices)
+        wrong = f"{answer['text']!r} where {expected.text!r} is right"
+        told = f"it computes other tokens than the processor: {wrong}"
+        return TrialVerdict(f"{told} (off by {worst:.3g} in logits)", devices)
     same = sum(gap == 0 for gap in gaps)
     said = f"{same} of {len(gaps)} tokens as on the processor, {speed(answer)}"
     return TrialVerdict("", devices, said)
@@ -200,60 +201,76 @@ def examine(
     else:
         verdict = judge(driver, expected, environment)
     checks, broken = conformance(model, driver, environment)
-    failed = [
-        f"{check['check']}: {check['said']}" for check in checks if check["outcome"] == "failed"
-    ]
+    failures = [verdict.failure]
+    for check in checks:
+        if check["outcome"] == "failed":
+            failures.append(f"{check['check']}: {check['said']}")
+    failures.append(broken)
     if device.accelerator != "cpu" and driver == "cpu":
-        unused = f"{device.name} was not used: the installed llama.cpp is a build for the processor"
-    else:
-        unused = ""
-    failures = [verdict.failure, *failed, broken, unused]
+        processor = "the installed llama.cpp is a build for the processor"
+        failures.append(f"{device.name} was not used: {processor}")
     return SelfTest(device, build, driver, verdict, tuple(checks), tuple(filter(None, failures)))
 
 
 def report(test: SelfTest) -> list[str]:
-    device = test.device
-    build = test.build
-    figure = device.bandwidth_gbps
+    """The lines of the text file."""
+    result = "passed"
+    if test.failures:
+        result = f"{len(test.failures)} failure(s)"
     lines = [
         f"localllm {__version__} self-test, {datetime.date.today().isoformat()}",
-        f"result: {'passed' if not test.failures else f'{len(test.failures)} failure(s)'}",
+        f"result: {result}",
         "",
-        f"machine      {device.name}, {device.accelerator} {device.compute_capability}".rstrip(),
-        f"system       {platform.system()} {platform.release()} {platform.machine()}, Python "
-        f"{platform.python_version()}",
-        f"memory       {device.memory.limit_bytes / 1e9:.1f} GB usable of "
-        f"{device.memory.total_bytes / 1e9:.1f}",
-        f"bandwidth    {figure.value:g} GB/s ({figure.basis})",
-        f"llama.cpp    llama-cpp-python {build.version or 'unknown'}, tested on: "
-        f"{test.backend or 'nothing'}",
+        *_machine_lines(test.device),
+        *_build_lines(test),
+        "",
+        f"ten tokens   {test.verdict.said or 'FAILED'}",
     ]
-    lines += map(_device_line, build.devices)
-    for name, features in build.features.items():
-        lines.append(f"compiled     {name}: {' '.join(f'{k}={v}' for k, v in features.items())}")
-    lines += [f"difference   {_plain(f.message)}" for f in ggml.differences(device, build)]
-    lines += ["", f"ten tokens   {test.verdict.said or 'FAILED'}"]
     for check in test.checks:
-        said = f": {check['said']}" if check["said"] else ""
-        lines.append(
-            f"{check['outcome']:<12} {check['check']} ({check['seconds']:.1f} s, noise "
-            f"{check['noise']:.2g}){said}"
-        )
+        line = f"{check['outcome']:<12} {check['check']}"
+        line += f" ({check['seconds']:.1f} s, noise {check['noise']:.2g})"
+        if check["said"]:
+            line += f": {check['said']}"
+        lines.append(line)
     if test.failures:
-        lines += ["", "failures", *(f"  {_plain(failure)}" for failure in test.failures)]
+        lines += ["", "failures"]
+        lines += [f"  {_plain(failure)}" for failure in test.failures]
     return lines
 
 
+def _machine_lines(device: Device) -> list[str]:
+    memory = device.memory
+    figure = device.bandwidth_gbps
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    usable = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}"
+    return [
+        f"machine      {device.name}, {device.accelerator} {device.compute_capability}".rstrip(),
+        f"system       {system}, Python {platform.python_version()}",
+        f"memory       {usable}",
+        f"bandwidth    {figure.value:g} GB/s ({figure.basis})",
+    ]
+
+
+def _build_lines(test: SelfTest) -> Iterator[str]:
+    build = test.build
+    version = f"llama-cpp-python {build.version or 'unknown'}"
+    yield f"llama.cpp    {version}, tested on: {test.backend or 'nothing'}"
+    for device in build.devices:
+        yield _device_line(device)
+    for name, features in build.features.items():
+        compiled = " ".join(f"{key}={value}" for key, value in features.items())
+        yield f"compiled     {name}: {compiled}"
+    for finding in ggml.differences(test.device, build):
+        yield f"difference   {_plain(finding.message)}"
+
+
 def _device_line(seen: ggml.GgmlDevice) -> str:
+    memory = f"{seen.memory_free_bytes} of {seen.memory_total_bytes} B free"
     if seen.largest_buffer_bytes is not None:
-        most = f", one buffer up to {seen.largest_buffer_bytes} B"
-    else:
-        most = ""
-    return (
-        f"device       {seen.name} ({seen.backend}, {seen.type}): {seen.description}, "
-        f"{seen.memory_free_bytes} of {seen.memory_total_bytes} B free{most}; "
-        f"{', '.join((*seen.details, *seen.capabilities))}"
-    )
+        memory += f", one buffer up to {seen.largest_buffer_bytes} B"
+    name = f"{seen.name} ({seen.backend}, {seen.type})"
+    capabilities = ", ".join((*seen.details, *seen.capabilities))
+    return f"device       {name}: {seen.description}, {memory}; {capabilities}"
 
 
 def _plain(text: str) -> str:
