@@ -175,6 +175,9 @@ class ResponseEvents(ReplyWriter):
         if not text and not logprobs:
             return
         self._enter("message", _MESSAGE)
+        if not logprobs:
+            self._delta(text, ',"logprobs":[]')
+            return
         entries = [logprob_entry(p) for p in logprobs]
         self._logprobs += entries
         self._delta(text, f',"logprobs":{json.dumps(entries)}')
@@ -207,8 +210,9 @@ class ResponseEvents(ReplyWriter):
         usage = reply.usage
         cut = outcome.reason in CUT
         # A call that is complete when the answer is cut has been written to its end.
-        complete_call = self._kind in (_FUNCTION_CALL, _CUSTOM_CALL) and not outcome.half_call
-        self._leave("completed" if complete_call or not cut else "incomplete")
+        called = self._kind in (_FUNCTION_CALL, _CUSTOM_CALL)
+        incomplete = outcome.half_call or (cut and not called)
+        self._leave("incomplete" if incomplete else "completed")
         if cut:
             self.body["status"] = "incomplete"
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
