@@ -62,18 +62,21 @@ def ggufs(
     `files` are those of one folder, or, with `root`, of all folders of the repository that lies
     there. Projectors go to the model they belong to; what is no model is named with it.
     """
-    if not any(is_gguf(f.name) for f in files):
+    named = {_name_below(root, file): file for file in files if is_gguf(file.name)}
+    if not named:
         return []
     from localllm_catalog.kinds import MODELS
 
-    named: dict[str, Path] = {}
-    for file in files:
-        if is_gguf(file.name):
-            named[_name_below(root, file)] = file
-    kinds_of = file_kinds.of_files(named)
-    weights = {name: f for name, (f, kind) in kinds_of.items() if kind in MODELS}
-    others = [(str(kind), f) for f, kind in kinds_of.values() if kind not in MODELS]
-    projectors = {name: f for name, (f, kind) in kinds_of.items() if kind == "projector"}
+    weights: dict[str, Path] = {}
+    projectors: dict[str, Path] = {}
+    others: list[tuple[str, Path]] = []
+    for name, (file, kind) in file_kinds.of_files(named).items():
+        if kind in MODELS:
+            weights[name] = file
+            continue
+        others.append((str(kind), file))
+        if kind == "projector":
+            projectors[name] = file
     sizes = {name: _total_size([file]) for name, file in weights.items()}
     found = []
     for name, parts in names.whole_models(sizes):

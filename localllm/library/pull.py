@@ -89,10 +89,7 @@ def pull(
         try:
             return bring(listing, selection, wanted, say, reserve_bytes, patience, _check_kind)
         except ModelFileError as e:
-            refused = selection.files[0].name
-            if wanted.file == refused:
-                raise DownloadError(e.message, hint=e.hint) from e
-            listing = replace(listing, files=tuple(f for f in listing.files if f.name != refused))
+            listing = _without_refused(listing, selection, wanted, e)
             try:
                 selection = _picked(listing, wanted, catalog, choose, mmproj)
             except DownloadError as nothing_else:
@@ -100,6 +97,17 @@ def pull(
     raise DownloadError(
         f"{listing.repo} holds too many files that are no models", hint="name one by its address"
     )
+
+
+def _without_refused(
+    listing: Listing, selection: Selection, wanted: ModelReference, why: ModelFileError
+) -> Listing:
+    """The listing without the file that is no model. Raises DownloadError if the user named that
+    file."""
+    refused = selection.files[0].name
+    if wanted.file == refused:
+        raise DownloadError(why.message, hint=why.hint) from why
+    return replace(listing, files=tuple(f for f in listing.files if f.name != refused))
 
 
 def pull_drafter(
