@@ -6,6 +6,10 @@ From https://github.com/ggml-org/llama.cpp src/models/*.cpp (load_arch_hparams),
 
 from __future__ import annotations
 
+# More than any model has: headers and configs are untrusted.
+MAX_LAYERS = 2_048
+MAX_TOKENS = 1 << 40
+
 # Encoders: they keep nothing of earlier tokens.
 NO_CACHE = frozenset(
     {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert",

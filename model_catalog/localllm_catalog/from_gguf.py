@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from localllm_catalog import architectures, gguf_blocks, stated
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo
 from localllm_catalog.gguf_blocks import BLOCK_TENSOR, BlockTensors, GgufLayer
-from localllm_catalog.gguf_facts import MAX_TOKENS, Facts
+from localllm_catalog.gguf_facts import Facts
 from localllm_catalog.layers import mixer
 from localllm_catalog.names import Format, quant_of, shown
 from localllm_catalog.types import Experts, FfnKind, Layer, Model, Purpose, Variant
@@ -200,7 +200,7 @@ def _model(
         n_heads=max(facts.heads, default=0),
         head_dim=facts.head_dim_k,
         vocab_size=_vocabulary(header, facts),
-        native_context=facts.number("context_length", 0, maximum=MAX_TOKENS),
+        native_context=facts.number("context_length", 0, maximum=architectures.MAX_TOKENS),
         variants=(variant,),
     )
     is_gated = any(".ffn_gate" in tensor.name for tensor in header.tensors)

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from localllm_catalog import shapes, stated
+from localllm_catalog.architectures import MAX_LAYERS
 from localllm_catalog.build import build_layers
 from localllm_catalog.errors import BadHeaderError, CatalogError
 from localllm_catalog.from_gguf import describe
-from localllm_catalog.gguf_facts import MAX_LAYERS
 from localllm_catalog.hf_config import ALL_RECURRENT, MAMBAS, Config
 from localllm_catalog.layers import mixer
 from localllm_catalog.names import Format, shown

@@ -7,12 +7,11 @@ What is no language model, or is laid out as Ollama alone does, is refused here.
 from __future__ import annotations
 
 from localllm_catalog import kinds
+from localllm_catalog.architectures import MAX_LAYERS
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, Value
 
-MAX_LAYERS = 2_048
 _MAX_WIDTH = 1 << 24
-MAX_TOKENS = 1 << 40
 
 # Ollama's own engine has its own names and keeps what sees, hears and drafts in the model's file,
 # where llama.cpp wants other files (https://github.com/ollama/ollama convert/,

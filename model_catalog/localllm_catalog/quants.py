@@ -193,22 +193,30 @@ _FIVE_BITS_AND_MORE = (
     _mix("F16", 16.0005, "F16", head="F16"),
     _mix("BF16", 16.0005, "BF16", head="BF16"),
 )
+
+
 # Unsloth Dynamic and MXFP4 mixtures: file bytes over text weights of Qwen3.6-35B-A3B (PyPI
 # rigma 0.12.2 and https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05;
 # the latter rounded to 0.1 GiB).
+def _dynamic(
+    name: str, file_bits: float, base: str, embed: str = "", head: str = "Q6_K"
+) -> Mixture:
+    return _mix(name, file_bits, base, embed, head=head, reference=_QWEN)
+
+
 _DYNAMIC = (
-    _mix("UD-Q2_K_XL", 2.837, "Q2_K", reference=_QWEN),
-    _mix("UD-Q3_K_M", 3.84, "Q3_K", reference=_QWEN),
-    _mix("UD-Q3_K_XL", 3.888, "Q3_K", reference=_QWEN),
-    _mix("UD-IQ4_XS", 4.09, "IQ4_XS", reference=_QWEN),
-    _mix("UD-Q4_K_M", 5.109, "Q4_K", reference=_QWEN),  # 5.373 on Gemma 4 26B-A4B
-    _mix("UD-Q4_K_XL", 5.161, "Q4_K", reference=_QWEN),
-    _mix("UD-Q5_K_M", 6.1, "Q5_K", reference=_QWEN),
-    _mix("UD-Q5_K_XL", 6.15, "Q5_K", reference=_QWEN),
-    _mix("UD-Q6_K", 6.77, "Q6_K", reference=_QWEN),
-    _mix("UD-Q6_K_XL", 7.36, "Q6_K", reference=_QWEN, head="Q8_0"),
-    _mix("UD-Q8_K_XL", 8.87, "Q8_0", reference=_QWEN, head="Q8_0"),
-    _mix("MXFP4_MOE", 5.01, "MXFP4", "Q8_0", reference=_QWEN, head="Q8_0"),
+    _dynamic("UD-Q2_K_XL", 2.837, "Q2_K"),
+    _dynamic("UD-Q3_K_M", 3.84, "Q3_K"),
+    _dynamic("UD-Q3_K_XL", 3.888, "Q3_K"),
+    _dynamic("UD-IQ4_XS", 4.09, "IQ4_XS"),
+    _dynamic("UD-Q4_K_M", 5.109, "Q4_K"),  # 5.373 on Gemma 4 26B-A4B
+    _dynamic("UD-Q4_K_XL", 5.161, "Q4_K"),
+    _dynamic("UD-Q5_K_M", 6.1, "Q5_K"),
+    _dynamic("UD-Q5_K_XL", 6.15, "Q5_K"),
+    _dynamic("UD-Q6_K", 6.77, "Q6_K"),
+    _dynamic("UD-Q6_K_XL", 7.36, "Q6_K", head="Q8_0"),
+    _dynamic("UD-Q8_K_XL", 8.87, "Q8_0", head="Q8_0"),
+    _dynamic("MXFP4_MOE", 5.01, "MXFP4", "Q8_0", head="Q8_0"),
 )
 MIXTURES: dict[str, Mixture] = {
     m.name: m

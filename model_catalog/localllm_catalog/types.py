@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from localllm_catalog.layers.mixer import Mixer
 from localllm_catalog.names import FOLDER_FORMATS, Format
+
+if TYPE_CHECKING:
+    from localllm_catalog.layers.mixer import Mixer
 
 FfnKind = Literal["dense", "experts", "both", "none"]
 Purpose = Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]

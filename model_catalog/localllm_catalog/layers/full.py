@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from localllm_catalog.gguf_blocks import GgufLayer
-from localllm_catalog.hf_config import Config
 from localllm_catalog.layers.mixer import CacheLayout, Mixer, TableLayer, Widths, register
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf_blocks import GgufLayer
+    from localllm_catalog.hf_config import Config
 
 
 @register

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from localllm_catalog.gguf_blocks import GgufLayer
 from localllm_catalog.layers import mixer
 from localllm_catalog.layers.mixer import Mixer, TableLayer, Wrapper, register
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf_blocks import GgufLayer
 
 # Rows as wide as an indexer's key that it keeps for each token (on the layers that
 # `attention.indexer.types` gives one). From https://github.com/ggml-org/llama.cpp

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from localllm_catalog.errors import BadCatalogError, BadHeaderError
-from localllm_catalog.gguf_blocks import GgufLayer
-from localllm_catalog.hf_config import Config
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+    from localllm_catalog.gguf_blocks import GgufLayer
+    from localllm_catalog.hf_config import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from localllm_catalog.gguf_blocks import GgufLayer
-from localllm_catalog.gguf_facts import MAX_TOKENS
+from localllm_catalog.architectures import MAX_TOKENS
 from localllm_catalog.layers.full import Full
 from localllm_catalog.layers.indexed import Indexed
 from localllm_catalog.layers.mixer import CacheLayout, Mixer, Wrapper, register
 from localllm_catalog.layers.sliding import Sliding
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf_blocks import GgufLayer
 
 # Layers that keep every 4th token's row choose among the rows by an index.
 _INDEXED_RATIO = 4

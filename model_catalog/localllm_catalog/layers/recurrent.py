@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from localllm_catalog.errors import BadCatalogError
-from localllm_catalog.gguf_blocks import GgufLayer
-from localllm_catalog.gguf_facts import Facts
-from localllm_catalog.hf_config import Config
 from localllm_catalog.layers.mixer import Mixer, TableLayer, Widths, register
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf_blocks import GgufLayer
+    from localllm_catalog.gguf_facts import Facts
+    from localllm_catalog.hf_config import Config
 
 # Which layers of an architecture are recurrent: all but every nth; those without heads; those
 # without heads and feed-forward; all. From https://github.com/ggml-org/llama.cpp src/models/*.cpp
@@ -151,26 +153,19 @@ def stated_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
     Weights: the layers of https://github.com/ml-explore/mlx-lm
     models/{qwen3_next,nemotron_h,lfm2,bailing_moe_v3}.py, 0.32.2.
     """
-    conv = int(facts["conv"])
-    match facts["kind"]:
-        case "short_conv":
-            return hidden * (conv - 1), 3 * hidden * hidden + hidden * conv + hidden * hidden
-        case "gated_delta":
-            return _gated_delta(facts, hidden, conv)
-        case "mamba2":
-            return _mamba2(facts, hidden, conv)
-        case "mamba":
-            return _mamba(facts, hidden, conv)
-        case "wkv":
-            state = hidden * int(facts["head"]) + 2 * hidden
-            return state, 4 * hidden * hidden + 2 * hidden * int(facts["ranks"])
-        case "kda":
-            return _kda(facts, hidden, conv)
-        case kind:
-            raise BadCatalogError(
-                f"{kind!r} is not a recurrent kind",
-                "known: gated_delta, mamba2, mamba, wkv, short_conv, kda",
-            )
+    kind = facts["kind"]
+    if kind not in _SIZES:
+        raise BadCatalogError(f"{kind!r} is not a recurrent kind", f"known: {', '.join(_SIZES)}")
+    return _SIZES[kind](facts, hidden, int(facts["conv"]))
+
+
+def _short_conv(facts: Mapping[str, Any], hidden: int, conv: int) -> tuple[int, int]:
+    return hidden * (conv - 1), 4 * hidden * hidden + hidden * conv
+
+
+def _wkv(facts: Mapping[str, Any], hidden: int, conv: int) -> tuple[int, int]:
+    weights = 4 * hidden * hidden + 2 * hidden * int(facts["ranks"])
+    return hidden * int(facts["head"]) + 2 * hidden, weights
 
 
 def _gated_delta(facts: Mapping[str, Any], hidden: int, conv: int) -> tuple[int, int]:
@@ -214,6 +209,16 @@ def _kda(facts: Mapping[str, Any], hidden: int, conv: int) -> tuple[int, int]:
         gates = 2 * (hidden + width) * rank
     weights = 4 * hidden * width + gates + 3 * width * conv + hidden * heads + heads + width
     return 3 * (conv - 1) * width + size * width, weights
+
+
+_SIZES = {
+    "gated_delta": _gated_delta,
+    "mamba2": _mamba2,
+    "mamba": _mamba,
+    "wkv": _wkv,
+    "short_conv": _short_conv,
+    "kda": _kda,
+}
 
 
 # --- config.json ----------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from localllm_catalog.gguf_blocks import GgufLayer
 from localllm_catalog.layers import mixer
 from localllm_catalog.layers.mixer import CacheLayout, Mixer, TableLayer, Widths, Wrapper, register
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf_blocks import GgufLayer
 
 # Layers of a Gemma 3n with KV of their own (llama.cpp src/models/gemma3n.cpp).
 _GEMMA_3N_LAYERS = 20

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from localllm_catalog.gguf_blocks import GgufLayer
-from localllm_catalog.gguf_facts import MAX_LAYERS, MAX_TOKENS, Facts
-from localllm_catalog.hf_config import Config
+from localllm_catalog.architectures import MAX_LAYERS, MAX_TOKENS
 from localllm_catalog.layers.full import Full
 from localllm_catalog.layers.mixer import CacheLayout, Mixer, TableLayer, register
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf_blocks import GgufLayer
+    from localllm_catalog.gguf_facts import Facts
+    from localllm_catalog.hf_config import Config
 
 # Architectures with sliding layers: (every nth layer is full, the first of n rather than the last,
 # window if unstated). From https://github.com/ggml-org/llama.cpp src/models/*.cpp

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from localllm_catalog.gguf_blocks import GgufLayer
 from localllm_catalog.layers import mixer
 from localllm_catalog.layers.mixer import Mixer, Wrapper, register
 from localllm_catalog.layers.recurrent import header_state
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf_blocks import GgufLayer
 
 
 @register
