@@ -19,10 +19,7 @@ def together(cards: Sequence[Device]) -> Device:
     numbered already."""
     if len(cards) == 1:
         return cards[0]
-    biggest = max(
-        cards,
-        key=lambda c: (c.memory.total_bytes, c.bandwidth_gbps.value),
-    )
+    biggest = max(cards, key=attrgetter("memory.total_bytes", "bandwidth_gbps.value"))
     return replace(
         biggest,
         name=_joined(cards),
@@ -60,9 +57,11 @@ def with_released_bytes(device: Device, n_bytes: int) -> Device:
     taken = device.memory.others_bytes
     if device.kind != "discrete" or n_bytes <= 0 or taken <= 0:
         return device
-    return with_each(
-        device, lambda memory: with_released(memory, n_bytes * memory.others_bytes // taken)
-    )
+
+    def released(memory: Memory) -> Memory:
+        return with_released(memory, n_bytes * memory.others_bytes // taken)
+
+    return with_each(device, released)
 
 
 def with_share(device: Device, share: float) -> Device:
@@ -70,10 +69,9 @@ def with_share(device: Device, share: float) -> Device:
     card alike."""
 
     def less(memory: Memory) -> Memory:
+        room = memory.limit_bytes
         if device.kind == "discrete":
             room = memory.loadable_bytes
-        else:
-            room = memory.limit_bytes
         return replace(memory, limit_bytes=int(share * room))
 
     return with_each(device, less)
@@ -90,10 +88,10 @@ def with_each(device: Device, changed: Callable[[Memory], Memory]) -> Device:
 
 
 def _joined(cards: Sequence[Device]) -> str:
-    counted = Counter(card.name for card in cards)
-    return " + ".join(
-        name if count == 1 else f"{count} × {name}" for name, count in counted.items()
-    )
+    names = []
+    for name, count in Counter(card.name for card in cards).items():
+        names.append(name if count == 1 else f"{count} × {name}")
+    return " + ".join(names)
 
 
 # What of several cards' memory adds up.
@@ -104,7 +102,8 @@ _ADD_UP = (
 
 
 def _sum(memories: Sequence[Memory]) -> Memory:
-    return replace(memories[0], **{name: sum(map(attrgetter(name), memories)) for name in _ADD_UP})
+    total = {name: sum(getattr(memory, name) for memory in memories) for name in _ADD_UP}
+    return replace(memories[0], **total)
 
 
 def _in_turn(cards: Sequence[Device]) -> Figure:
@@ -115,9 +114,7 @@ def _in_turn(cards: Sequence[Device]) -> Figure:
         return figures[0]
     seconds = sum(card.memory.total_bytes / card.bandwidth_gbps.value for card in cards)
     total = sum(card.memory.total_bytes for card in cards)
-    is_assumed = any(figure.basis == "assumed" for figure in figures)
-    return Figure(
-        round(total / seconds, 1),
-        "assumed" if is_assumed else "derived",
-        "GPUs read in turn: total memory ÷ Σ(memory ÷ bandwidth)",
-    )
+    source = "GPUs read in turn: total memory ÷ Σ(memory ÷ bandwidth)"
+    if any(figure.basis == "assumed" for figure in figures):
+        return Figure(round(total / seconds, 1), "assumed", source)
+    return Figure(round(total / seconds, 1), "derived", source)

@@ -71,9 +71,13 @@ def _lines() -> list[_ProcessorLine]:
         cores: dict[str, int] = {}
         for n, parts in facts["cores"].items():
             cores |= dict.fromkeys(parts.split(), int(n))
+        letters: Sequence[str] = ()
+        if facts.get("desktop"):
+            letters = _PLAIN_LETTERS
+        elif "epyc" in facts["brand"]:
+            letters = ("P",)
         lettered: dict[str, int] = {}
-        letters = ("P",) if "epyc" in facts["brand"] else ()
-        for part, letter in product(cores, _PLAIN_LETTERS if facts.get("desktop") else letters):
+        for part, letter in product(cores, letters):
             lettered.setdefault(part.rstrip("K") + letter, cores[part])
         lines.append(_ProcessorLine(facts, cores, lettered))
     return lines
@@ -92,8 +96,9 @@ def _numbered(number: str) -> list[Processor]:
 
 def _processor(line: _ProcessorLine, number: str, cores: dict[str, int]) -> Processor:
     facts = line.facts
+    name = f"{_family(facts['name'])} {number.replace('-', ' ')}"
     return Processor(
-        f"{_family(facts['name'])} {number.replace('-', ' ')}",
+        name,
         facts["name"],
         cores[number],
         facts["channels"],
@@ -116,27 +121,17 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
     for i, word in enumerate(words):
         end = i + 1
         part = word.upper()
-        following = words[end] if end < len(words) else ""
-        if re.fullmatch(r"v[2-6]|extreme|go", following):
-            if following[0] == "v":
-                joined = part + following.upper()
-            else:
-                joined = f"{part}-{following.upper()}"
-            if _numbered(joined):
-                part, end = (joined, end + 1)
-            else:
-                part, end = (part, end)
+        joined = _joined(part, words[end : end + 1])
+        if joined and _numbered(joined):
+            part = joined
+            end += 1
         start = i
         while start and words[start - 1] in _BETWEEN:
             start -= 1
         said = set(words[start:i])
         numbered = _numbered(part)
         found = [p for p in numbered if said & set(p.brand)]
-        if (
-            not found
-            and len(numbered) == 1
-            and re.fullmatch(r"[0-9]{3,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+", part)
-        ):
+        if not found and len(numbered) == 1 and _ONLY_A_PROCESSORS.fullmatch(part):
             found = numbered
         if found:
             # The line whose brand is said most closely: "ai" of "ryzen ai".
@@ -145,26 +140,40 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
     return None
 
 
+# Numbers with letters that no other part has.
+_ONLY_A_PROCESSORS = re.compile(r"[0-9]{3,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+")
+
+
+def _joined(part: str, following: Sequence[str]) -> str:
+    """A number with the word after it, if that can belong to it ("E5-2690 v4", "Z1 Extreme"); else
+    ""."""
+    if not following or not re.fullmatch(r"v[2-6]|extreme|go", following[0]):
+        return ""
+    word = following[0].upper()
+    if word.startswith("V"):
+        return part + word
+    return f"{part}-{word}"
+
+
 @cache
 def of_name(name: str) -> Processor | None:
     """The processor of a name as a system prints it: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD
     EPYC 9654 96-Core Processor"."""
     text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
     found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
-    if found:
-        return found[0]
-    return None
+    if found is None:
+        return None
+    processor, _ = found
+    return processor
 
 
 def usual_bandwidth(name: str, vectors: str) -> Figure:
     """Peak GB/s of the memory that goes with the processor which a system prints as `name`; of one
     that the table does not have as its widest `vectors` tell its age."""
-    is_old = vectors in ("SSE", "AVX")
-    if is_old:
-        usual = replace(USUAL_PROCESSOR, memory=_OLD_MEMORY)
-    else:
-        usual = USUAL_PROCESSOR
-    return (of_name(name) or usual).bandwidth()
+    processor = of_name(name) or USUAL_PROCESSOR
+    if processor is USUAL_PROCESSOR and vectors in ("SSE", "AVX"):
+        processor = replace(processor, memory=_OLD_MEMORY)
+    return processor.bandwidth()
 
 
 def channels(name: str) -> int:

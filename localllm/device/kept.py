@@ -38,11 +38,10 @@ class Measurement:
     @property
     def figure(self) -> Figure:
         """The figure, with how and when it was found."""
+        source = f"{self.how}, {self.date}"
         if self.busy:
-            beside = f", while other programs had {self.others_share:.0%} of the processor"
-        else:
-            beside = ""
-        return Figure(self.value, "measured", f"{self.how}, {self.date}{beside}", self.busy)
+            source += f", while other programs had {self.others_share:.0%} of the processor"
+        return Figure(self.value, "measured", source, self.busy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,8 @@ class ProcessorTimes:
         # A guest's time is part of its host's `user` (proc_stat(5)).
         spent = {name: s for name, s in times.items() if not name.startswith("guest")}
         idle = spent.get("idle", 0.0) + spent.get("iowait", 0.0)
-        return cls(time.process_time() + child_s, sum(spent.values()) - idle, sum(spent.values()))
+        there = sum(spent.values())
+        return cls(time.process_time() + child_s, there - idle, there)
 
     def others_share(self, later: ProcessorTimes) -> float:
         """Of the processor's time between this and `later`, what other programs had."""
@@ -93,12 +93,14 @@ class FigureFile:
 
     def reliable_of(self, folder: Path, start: str) -> dict[str, Figure]:
         """The `reliable` figures of every machine whose name begins so, by the rest of the name."""
-        found = {
-            name.removeprefix(start): self._figure(entry)
-            for name, entry in json_store.read(folder / self.file_name).items()
-            if name.startswith(start) and not 0 < _tries(entry) < _MOST_TRIES
-        }
-        return {rest: figure for rest, figure in found.items() if figure is not None}
+        found = {}
+        for name, entry in json_store.read(folder / self.file_name).items():
+            if not name.startswith(start) or 0 < _tries(entry) < _MOST_TRIES:
+                continue
+            figure = self._figure(entry)
+            if figure is not None:
+                found[name.removeprefix(start)] = figure
+        return found
 
     def due(self, folder: Path, machine: str) -> bool:
         """True where `machine` has no figure, or one of a busy moment that was not tried often
@@ -128,17 +130,18 @@ class FigureFile:
         if kept is not None and kept.value > figure.value:
             if taken.busy and not tries:
                 return kept
-            figure = kept if tries else figure
-        known[machine] = {"value": figure.value, "source": figure.source} | (
-            {"tries": tries + 1} if taken.busy else {}
-        )
+            if tries:
+                figure = kept
+        entry = {"value": figure.value, "source": figure.source}
+        if taken.busy:
+            entry["tries"] = tries + 1
+        known[machine] = entry
         return figure
 
     def _figure(self, entry: Any) -> Figure | None:
         try:
-            figure = Figure(
-                float(entry["value"]), "measured", str(entry["source"]), _tries(entry) > 0
-            )
+            value = float(entry["value"])
+            figure = Figure(value, "measured", str(entry["source"]), _tries(entry) > 0)
         except (ValueError, KeyError, TypeError):
             return None
         if self.sane[0] <= figure.value <= self.sane[1]:

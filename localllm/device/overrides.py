@@ -24,11 +24,8 @@ def with_memory(
     the system's, left to others, instead of what is assumed. Raises UsageError."""
     if ram_gb is not None:
         if device.kind != "discrete":
-            raise UsageError(
-                f"{device.name} has one memory: say its size, such as "
-                f"{device.name.split(' ')[0]} "
-                "64GB"
-            )
+            maker, _, _ = device.name.partition(" ")
+            raise UsageError(f"{device.name} has one memory: say its size, such as {maker} 64GB")
         device = replace(with_host(device, Computer([], ram=StatedRam(ram_gb))), simulated=True)
     if vram_headroom_gb is not None:
         device = _keeping_of_cards(device, vram_headroom_gb)
@@ -81,12 +78,9 @@ def overridden(
     without either."""
     check_overrides(memory_gb, bandwidth_gbps)
     if device.accelerator == "cpu" and (memory_gb, bandwidth_gbps) != (None, None):
-        told = Finding(
-            "info",
-            f"planned with this machine's processor, of {device.n_cpu_cores} cores",
-            "--device NAME",
-        )
-        device = replace(device, findings=(*device.findings, told))
+        told = f"planned with this machine's processor, of {device.n_cpu_cores} cores"
+        finding = Finding("info", told, "--device NAME")
+        device = replace(device, findings=(*device.findings, finding))
     if memory_gb is not None:
         size = int(memory_gb * GIB)
         if device.kind == "discrete":

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def by_gpu_name(
         return None
     found: list[tuple[str, DeviceRow]] = []
     for row in rows():
-        found += [(key, row) for key in map(plain, row.names) if _is_in(key, wanted)]
+        keys = [plain(name) for name in row.names]
+        found += [(key, row) for key in keys if _is_in(key, wanted)]
     longest = max((key for key, _ in found), key=len, default="")
     if not _OTHER_PART.isdisjoint(wanted.replace(longest, " ", 1).split()):
         return None
@@ -158,12 +160,10 @@ def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> Devi
     """Of rows sharing a name the one of nearest memory; None if memory is known and none is within
     10 %."""
     candidates = list(found)
-    if not candidates or memory_bytes is None:
-        if candidates:
-            return candidates[0]
+    if not candidates:
         return None
     sized = [row for row in candidates if row.memory_gb]
-    if not sized:
+    if memory_bytes is None or not sized:
         return candidates[0]
 
     def off(row: DeviceRow) -> float:
@@ -205,17 +205,21 @@ def by_cpu(cpu: str) -> DeviceRow | None:
     found: list[tuple[int, DeviceRow]] = []
     for row in _with_cpu():
         found += [(len(part), row) for part in row.cpu if _cpu_part(part, wanted)]
-    return max(found, key=lambda one: one[0], default=(0, None))[1]
+    if not found:
+        return None
+    _, row = max(found, key=itemgetter(0))
+    return row
 
 
 def _cpu_part(part: str, wanted: str) -> bool:
     # Windows leaves the dashes out: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R)
     # Oryon(TM) CPU".
-    spellings = {part.lower().replace("-", between) for between in ("-", "", " ")}
-    return any(
-        known in wanted and re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted)
-        for known in spellings
-    )
+    for dash in ("-", "", " "):
+        known = part.lower().replace("-", dash)
+        # Most are not in the name at all, which is found out faster than by a pattern.
+        if known in wanted and re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted):
+            return True
+    return False
 
 
 def by_pci(
@@ -226,7 +230,9 @@ def by_pci(
     full = f"{vendor}:{device}:{revision}".lower()
     short = f"{vendor}:{device}".lower()
     found = [row for row in rows() if full in row.pci or short in row.pci]
-    return nearest_memory(found, memory_bytes) or (found[0] if len(found) == 1 else None)
+    if len(found) == 1:
+        return found[0]
+    return nearest_memory(found, memory_bytes)
 
 
 def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
@@ -234,21 +240,22 @@ def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
     nearest size have ("" = nobody knows which), of its generation where that is known ("8.6" is
     one with "8.9")."""
     cards = [row for row in rows() if row.kind == "discrete" and vendor in (row.vendor, "")]
+    generation = architecture[:-1]
     if "." in architecture:
-        generation = architecture.rpartition(".")[0] + "."
-    else:
-        generation = architecture[:-1]
-    own = [row for row in cards if generation and row.compute_capability.startswith(generation)]
+        major, _, _ = architecture.rpartition(".")
+        generation = f"{major}."
+    if generation:
+        own = [row for row in cards if row.compute_capability.startswith(generation)]
+        cards = own or cards
 
     def off(row: DeviceRow) -> float:
         return min(abs(math.log(gb * GIB / memory_bytes)) for gb in row.memory_gb)
 
-    nearest = min(map(off, own or cards))
-    alike = [row for row in own or cards if off(row) <= nearest + _NEAR]
-    found = sorted(row.bandwidth().value for row in alike)
-    return Figure(
-        found[0], "assumed", f"cards of such a size have {found[0]:g} to {found[-1]:g} GB/s"
-    )
+    nearest = min(off(row) for row in cards)
+    found = [row.bandwidth().value for row in cards if off(row) <= nearest + _NEAR]
+    least = min(found)
+    source = f"cards of such a size have {least:g} to {max(found):g} GB/s"
+    return Figure(least, "assumed", source)
 
 
 def slowest(found: Iterable[DeviceRow]) -> Figure:
@@ -274,10 +281,9 @@ def facts(row: DeviceRow | None) -> dict[str, Any]:
     if row is None:
         unknown = dict.fromkeys(("fp16_tflops", "fp8_tflops", "fp4_tflops"))
         return {**unknown, "compute_units": 0, "match": ""}
-    fp16, fp8, fp4 = (
-        None if value is None else Figure(value, row.compute_basis, row.source)
-        for value in (row.fp16_tflops, row.fp8_tflops, row.fp4_tflops)
-    )
+    fp16 = _listed(row, row.fp16_tflops)
+    fp8 = _listed(row, row.fp8_tflops)
+    fp4 = _listed(row, row.fp4_tflops)
     if row.family in ("GB10", "N1X") and fp4 is not None:
         rule = f"FP4 dense {fp4.value:g} halved per doubling of the operand"
         fp8 = fp8 or Figure(fp4.value / 2, "derived", rule)
@@ -291,21 +297,24 @@ def facts(row: DeviceRow | None) -> dict[str, Any]:
     }
 
 
+def _listed(row: DeviceRow, tflops: float | None) -> Figure | None:
+    if tflops is None:
+        return None
+    return Figure(tflops, row.compute_basis, row.source)
+
+
 def _in_proportion(row: DeviceRow) -> Figure | None:
     """FP16 of the largest of the family that is published, by compute units; None where its chips
     are not of one architecture."""
     if not row.compute_units or row.family not in _ONE_ARCHITECTURE:
         return None
     published = [r for r in rows() if r.family == row.family and r.fp16_tflops and r.compute_units]
-    sibling = max(published, key=lambda r: r.compute_units, default=None)
+    sibling = max(published, key=attrgetter("compute_units"), default=None)
     if sibling is None or sibling.fp16_tflops is None:
         return None
     value = sibling.fp16_tflops * row.compute_units / sibling.compute_units
-    return Figure(
-        round(value, 1),
-        "derived",
-        f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s in proportion to compute units",
-    )
+    known = f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s"
+    return Figure(round(value, 1), "derived", f"{known} in proportion to compute units")
 
 
 _ONE_ARCHITECTURE = {

@@ -53,8 +53,7 @@ def split(name: str) -> list[str]:
     for part in filter(None, map(str.strip, _JOINED.split(text))):
         # "Mac Studio with M2 Ultra": what has no number is no part of its own.
         if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
-            is_counted = re.match(_MANY, part, re.I) is not None
-            if is_counted:
+            if re.match(_MANY, part, re.I):
                 part = f"{part} {parts.pop()}"
             else:
                 part = f"{parts.pop()} {part}"
@@ -201,7 +200,9 @@ def _gigabytes(number: str, unit: str) -> float:
         if shown.is_integer():
             return shown
         return math.ceil(shown / 2) * 2
-    return float(number) * (1024 if unit.startswith("t") else 1)
+    if unit.startswith("t"):
+        return float(number) * 1024
+    return float(number)
 
 
 def _without(found: re.Match[str]) -> str:
@@ -213,13 +214,15 @@ def _counted(text: str) -> tuple[int, str]:
     """How many of what: "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090 x2", "3090x2"."""
     before = _BEFORE.match(text)
     if before:
-        return int(before[1]) if before[1] else _COUNTS[before[2]], text[before.end() :]
+        digits, word = before.groups()
+        count = int(digits) if digits else _COUNTS[word]
+        return count, text[before.end() :]
     text = re.sub(r"\(\s*([1-9]|1[0-6])\s*[x×*]\s*\)\s*$", r" x\1", text)
     alone = re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text)
     found = alone or _BEHIND.search(text)
-    if found:
-        return (int(found[1]), _without(found).strip())
-    return (1, text)
+    if found is None:
+        return 1, text
+    return int(found[1]), _without(found).strip()
 
 
 def _ram(text: str) -> tuple[StatedRam | None, str]:
@@ -228,31 +231,34 @@ def _ram(text: str) -> tuple[StatedRam | None, str]:
     if found:
         channels = _CHANNEL_WORDS.get(found[1]) or int(found[1])
         text = _without(found)
-    found = next(filter(None, (pattern.search(text) for pattern in _RAM)), None)
-    if found is None:
-        return (replace(NO_RAM, channels=channels) if channels else None), text
-    said = found.groupdict()
-    if said.get("number"):
-        size = _gigabytes(said["number"], said["unit"])
-    else:
+    for pattern in _RAM:
+        found = pattern.search(text)
+        if found is None:
+            continue
+        said = found.groupdict()
         size = None
-    return StatedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(
-        found
-    )
+        if said.get("number"):
+            size = _gigabytes(said["number"], said["unit"])
+        rate = int(said.get("rate") or 0)
+        return StatedRam(size, said.get("kind") or "", rate, channels), _without(found)
+    if channels:
+        return replace(NO_RAM, channels=channels), text
+    return None, text
 
 
 def _cores(text: str) -> tuple[int | None, float | None, str]:
     """(GPU cores, GB, the rest): "30-core GPU", "16c/40c" and Apple's "12/19/32" (CPU, GPU, GB)."""
     found = re.search(r"\(?\b([0-9]{1,2})/([0-9]{1,2})(?:/([0-9]{1,3}))?\b\)?", text)
     if found:
-        return int(found[2]), float(found[3]) if found[3] else None, _without(found)
+        memory = float(found[3]) if found[3] else None
+        return int(found[2]), memory, _without(found)
     pattern = r"\b([0-9]{1,3})[\s-]*(?:cores?|c)\b[\s-]*(gpu|cpu)?"
-    found_all = re.findall(pattern, text)
+    counts = re.findall(pattern, text)
     rest = re.sub(pattern, " ", text)
-    gpu = [int(n) for n, of in found_all if of == "gpu"] or [
-        int(n) for n, of in found_all if not of
-    ]
-    return (gpu[-1] if gpu else None), None, rest
+    of_gpu = [int(n) for n, of in counts if of == "gpu"]
+    unnamed = [int(n) for n, of in counts if not of]
+    cores = of_gpu or unnamed
+    return cores[-1] if cores else None, None, rest
 
 
 # What stands around a Mac's chip: its body, the inches of one that has a screen, and the year.

@@ -126,10 +126,10 @@ class Device:
         places = [(card.name, card.memory) for card in self.cards] or [(here, self.memory)]
         if self.kind == "discrete" and self.host is not None:
             places.append(("system memory", self.host))
-        return [
-            memory.account() if len(places) < 2 else f"{name}: {memory.account()}"
-            for name, memory in places
-        ]
+        if len(places) == 1:
+            [(_, memory)] = places
+            return [memory.account()]
+        return [f"{name}: {memory.account()}" for name, memory in places]
 
 
 class DeviceUnreadableError(
@@ -180,12 +180,11 @@ class Readings:
 def device_to_json(device: Device) -> dict[str, Any]:
     """The published shape of a Device: bytes as integers, GB/s and TFLOP/s as {value, basis,
     source} or null."""
-    return {
-        "name": device.name,
-        "kind": device.kind,
-        "accelerator": device.accelerator,
-        "family": device.family,
-        "simulated": device.simulated,
+    matrix_rates = [
+        {"type": rates.type, "stored": _rates(rates.stored), "laid_out": _rates(rates.laid_out)}
+        for rates in device.matrix_rates
+    ]
+    figures = {
         "memory": _memory(device.memory),
         "bandwidth_gbps": _figure(device.bandwidth_gbps),
         "host_memory": _memory(device.host),
@@ -193,10 +192,15 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "fp16_tflops": _figure(device.fp16_tflops),
         "fp8_tflops": _figure(device.fp8_tflops),
         "fp4_tflops": _figure(device.fp4_tflops),
-        "matrix_rates": [
-            {"type": rates.type, "stored": _rates(rates.stored), "laid_out": _rates(rates.laid_out)}
-            for rates in device.matrix_rates
-        ],
+        "matrix_rates": matrix_rates,
+    }
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "accelerator": device.accelerator,
+        "family": device.family,
+        "simulated": device.simulated,
+        **figures,
         "compute_units": device.compute_units or None,
         "compute_capability": device.compute_capability or None,
         "n_gpus": device.n_gpus,

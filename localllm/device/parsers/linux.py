@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from localllm.device.parsers import integer, key_values
@@ -40,22 +41,34 @@ def cpuinfo(text: str) -> CpuInfo:
     """/proc/cpuinfo: name from "model name", or ARM part numbers (the fastest kind listed last
     names the machine)."""
     processors = [key_values(block) for block in re.split(r"\n\s*\n", text)]
-    parts = [(p.get("CPU implementer", ""), p.get("CPU part", "").lower()) for p in processors]
-    named = [
-        p.get("model name") or _ARM_PARTS.get(part, "")
-        for p, part in zip(processors, parts, strict=True)
-    ]
-    kinds = list(dict.fromkeys(filter(None, named)))
-    physical = {(p.get("physical id"), p["core id"]) for p in processors if "core id" in p}
-    flags = next((p["flags"].split() for p in processors if "flags" in p), [])
+    kinds: list[str] = []
+    flags: list[str] = []
+    is_apple = False
+    for processor in processors:
+        implementer = processor.get("CPU implementer", "")
+        part = processor.get("CPU part", "").lower()
+        kind = processor.get("model name") or _ARM_PARTS.get((implementer, part), "")
+        if kind and kind not in kinds:
+            kinds.append(kind)
+        is_apple = is_apple or implementer == "0x61"
+        if "flags" in processor and not flags:
+            flags = processor["flags"].split()
     return CpuInfo(
         name=" + ".join(kinds[:3]),
-        cores=len(physical)
-        or sum("processor" in p for p in processors)
-        or max(integer(key_values(text).get("# processors")) or 0, 0),  # s390x
-        apple=any(implementer == "0x61" for implementer, _ in parts),
+        cores=_cores(processors, text),
+        apple=is_apple,
         vectors=next((name for flag, name in _VECTORS.items() if flag in flags), ""),
     )
+
+
+def _cores(processors: Sequence[Mapping[str, str]], text: str) -> int:
+    physical = {(p.get("physical id"), p["core id"]) for p in processors if "core id" in p}
+    if physical:
+        return len(physical)
+    n_processors = sum("processor" in p for p in processors)
+    if n_processors:
+        return n_processors
+    return max(integer(key_values(text).get("# processors")) or 0, 0)  # s390x
 
 
 def udev_memory(text: str, channels: int = 0) -> Ram | None:
@@ -67,15 +80,14 @@ def udev_memory(text: str, channels: int = 0) -> Ram | None:
     devices: dict[int, dict[str, str]] = {}
     for index, key, value in re.findall(r"MEMORY_DEVICE_([0-9]{1,4})_([A-Z_0-9]+)=(.*)", text):
         devices.setdefault(int(index), {})[key] = value.strip()
-    sticks = [
-        Stick(
-            f"{fields.get('BANK_LOCATOR', '')} {fields.get('LOCATOR', '')}",
-            integer(fields.get("CONFIGURED_SPEED_MTS")) or integer(fields.get("SPEED_MTS")) or 0,
-            integer(fields.get("DATA_WIDTH")) or 0,
-        )
-        for _, fields in sorted(devices.items())
-        if fields.get("PRESENT") != "0" and integer(fields.get("SIZE"))
-    ]
+    sticks = []
+    for _, fields in sorted(devices.items()):
+        if fields.get("PRESENT") == "0" or not integer(fields.get("SIZE")):
+            continue
+        place = f"{fields.get('BANK_LOCATOR', '')} {fields.get('LOCATOR', '')}"
+        rated = integer(fields.get("SPEED_MTS"))
+        speed = integer(fields.get("CONFIGURED_SPEED_MTS")) or rated or 0
+        sticks.append(Stick(place, speed, integer(fields.get("DATA_WIDTH")) or 0))
     return ram_of(sticks, channels)
 
 
@@ -88,6 +100,9 @@ def last_level_cache_bytes(readings: Readings) -> int:
     """The largest cache level in bytes summed over its instances as seen from cpu0 (0 =
     unknown)."""
     units = {"K": 1024, "M": 1 << 20, "G": 1 << 30}
-    paths = readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size")
-    texts = [readings.file(path) for path in paths]
-    return max([0, *((integer(text) or 0) * units.get(text[-1:].upper(), 1) for text in texts)])
+    largest = 0
+    for path in readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size"):
+        text = readings.file(path)
+        size = (integer(text) or 0) * units.get(text[-1:].upper(), 1)
+        largest = max(largest, size)
+    return largest

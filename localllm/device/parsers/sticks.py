@@ -41,9 +41,7 @@ def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
     """The memory that `sticks` are; None of none, or where one has a speed or width that no memory
     has. The slowest speed counts.
     `channels`: of 64 bits of each socket, where the processor is known (0: it is not)."""
-    if not sticks or any(
-        not 100 <= s.megatransfers_s <= 20_000 or not 0 < s.data_bits <= 512 for s in sticks
-    ):
+    if not sticks or not all(_is_plausible(stick) for stick in sticks):
         return None
     sockets = {_place(stick)[0] for stick in sticks}
     bits = _bus_bits(sticks, channels)
@@ -52,17 +50,22 @@ def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
     return Ram(min(s.megatransfers_s for s in sticks), bits, len(sticks))
 
 
+def _is_plausible(stick: Stick) -> bool:
+    return 100 <= stick.megatransfers_s <= 20_000 and 0 < stick.data_bits <= 512
+
+
 def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
     if all(stick.data_bits < _CHANNEL_BITS for stick in sticks):
-        return sum(
-            stick.data_bits for stick in sticks
-        )  # soldered: each record is a piece of a channel, and none shares one
+        # soldered: each record is a piece of a channel, and none shares one
+        return sum(stick.data_bits for stick in sticks)
     places = [_place(stick) for stick in sticks]
     # One place for all is none that firmware knows: two sticks can't sit in one.
     if len({stick.place for stick in sticks}) == len(sticks) and all(p[2] for p in places):
         return _placed_bits(places)
+    if channels:
+        return _CHANNEL_BITS * len(sticks)
     sockets = Counter(socket for socket, _, _ in places)
-    return _CHANNEL_BITS * sum(n if channels else _usual_channels(n) for n in sockets.values())
+    return _CHANNEL_BITS * sum(_usual_channels(n) for n in sockets.values())
 
 
 def _placed_bits(places: Sequence[tuple[str, str, str]]) -> int:

@@ -79,17 +79,18 @@ def physical_memory(text: str, channels: int = 0) -> Ram | None:
     """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or
     one alone. `channels`: as ram_of."""
     data = from_json(text)
+    if not isinstance(data, list):
+        data = [data]
     sticks = []
-    for stick in data if isinstance(data, list) else [data]:
-        if isinstance(stick, dict):
-            speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
-            bits = stick.get("DataWidth") or 64
-            place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}"
-            sticks.append(
-                Stick(
-                    place,
-                    speed if isinstance(speed, int) else 0,
-                    bits if isinstance(bits, int) else 0,
-                )
-            )
+    for stick in data:
+        if not isinstance(stick, dict):
+            continue
+        place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}"
+        speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
+        bits = stick.get("DataWidth") or 64
+        sticks.append(Stick(place, _whole(speed), _whole(bits)))
     return ram_of(sticks, channels)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -8,7 +8,7 @@ import ctypes
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,21 @@ def _has_driver() -> bool:
     return False
 
 
+def _bus_id(info: Any) -> str:
+    return text(info.busId)
+
+
+def _current_mode(modes: Sequence[int]) -> int:
+    """The first of a pair of the current mode and the pending one."""
+    return int(modes[0])
+
+
 # What is asked of each GPU, by our names: NVML's function, and what is taken of its answer.
 _ASKED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "name": ("nvmlDeviceGetName", text),
     "uuid": ("nvmlDeviceGetUUID", text),
-    "pci": ("nvmlDeviceGetPciInfo", lambda info: text(info.busId)),
-    "mig": ("nvmlDeviceGetMigMode", lambda modes: int(modes[0])),
+    "pci": ("nvmlDeviceGetPciInfo", _bus_id),
+    "mig": ("nvmlDeviceGetMigMode", _current_mode),
     "capability": ("nvmlDeviceGetCudaComputeCapability", tuple),
     "bus_bits": ("nvmlDeviceGetMemoryBusWidth", int),
     "addressing": ("nvmlDeviceGetAddressingMode", int),

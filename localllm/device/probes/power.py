@@ -27,16 +27,14 @@ class PowerUse:
 def counters() -> list[power.EnergyCounter]:
     """The machine's energy counters, of its processors and GPUs; none where they can't be read."""
     folders = sorted(glob.glob("/sys/class/powercap/intel-rapl*:*"))
-    zones = power.rapl(
-        {
-            folder: (
-                read_text(f"{folder}/name"),
-                read_text(f"{folder}/energy_uj"),
-                read_text(f"{folder}/max_energy_range_uj"),
-            )
-            for folder in folders
-        }
-    )
+    read = {}
+    for folder in folders:
+        read[folder] = (
+            read_text(f"{folder}/name"),
+            read_text(f"{folder}/energy_uj"),
+            read_text(f"{folder}/max_energy_range_uj"),
+        )
+    zones = power.rapl(read)
     return [*zones, *(power.EnergyCounter(*one, 0.0) for one in nvidia.energy())]
 
 
@@ -55,7 +53,8 @@ class PowerMeter:
     use: PowerUse | None = None
 
     def __enter__(self) -> PowerMeter:
-        self._before, self._began_s = counters(), time.monotonic()
+        self._before = counters()
+        self._began_s = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -138,10 +138,9 @@ def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
             receiver: int, message: bytes, *arguments: int, restype: Any = ctypes.c_uint64
         ) -> int:
             call = objc.objc_msgSend
-            call.restype, call.argtypes = (
-                restype,
-                [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint64] * len(arguments)],
-            )
+            call.restype = restype
+            of_arguments = [ctypes.c_uint64] * len(arguments)
+            call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *of_arguments]
             return int(call(receiver, objc.sel_registerName(message), *arguments) or 0)
 
         framework.MTLCreateSystemDefaultDevice.restype = ctypes.c_void_p
@@ -152,15 +151,14 @@ def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
             if not listed or not send(listed, b"count"):
                 return ""
             device = send(listed, b"objectAtIndex:", 0, restype=ctypes.c_void_p)
+        size = 0
         if device:
             size = send(device, b"recommendedMaxWorkingSetSize")
-        else:
-            size = 0
     except (OSError, AttributeError):
         return ""
-    if size:
-        return f"recommendedMaxWorkingSetSize = {size} bytes"
-    return ""
+    if not size:
+        return ""
+    return f"recommendedMaxWorkingSetSize = {size} bytes"
 
 
 # --- Windows
