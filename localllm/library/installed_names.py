@@ -76,12 +76,16 @@ class InstalledNames:
             )
         return ModelNotFoundError(f"no model is called {reference.text!r}", hint=hint)
 
-    def _by_name(self, typed: str) -> Sequence[LocalModel]:
+    @cached_property
+    def _table(self) -> NameTable[LocalModel]:
         table: NameTable[LocalModel] = NameTable()
         for model in self.models:
             for name in _full_names(model):
                 table.add(name, model)
-        return table.named(typed)
+        return table
+
+    def _by_name(self, typed: str) -> Sequence[LocalModel]:
+        return self._table.named(typed)
 
     def _by_part(self, typed: str) -> Sequence[LocalModel]:
         reference = names.parsed(typed)

@@ -42,8 +42,8 @@ class DiskModels:
         self._only = only
         self._named = {real_path(local.path): (local, model) for local, model in named}
         self._listed: dict[Path, Offered] = {}
-        # Which served model answers to the names of which files.
-        self._answers: dict[LocalModel, ServedModel] = {}
+        # As of the last look, so that the catalog is read once for many names.
+        self._rules: Rules[ServedModel] = {}
         self._lock = threading.Lock()
         self._looked_s = -_FRESH_S
         self._looking: threading.Thread | None = None
@@ -71,9 +71,7 @@ class DiskModels:
 
     def rules(self) -> Rules[ServedModel]:
         """See InstalledModels."""
-        answers = self._answers
-        installed = InstalledNames([*answers])
-        return {rule: self._served_by(files, answers) for rule, files in installed.rules.items()}
+        return self._rules
 
     def look_again(self) -> bool:
         """See InstalledModels."""
@@ -105,7 +103,7 @@ class DiskModels:
                 if found[1].loaded:
                     listed.setdefault(path, found)
             self._listed = listed
-            self._answers = self._answering(scanned)
+            self._rules = self._rules_of(self._answering(scanned))
             self._looked_s = time.monotonic()
 
     def _answering(self, scanned: Sequence[LocalModel]) -> dict[LocalModel, ServedModel]:
@@ -118,6 +116,10 @@ class DiskModels:
             if found is not None:
                 answers[local] = found[1]
         return answers
+
+    def _rules_of(self, answers: dict[LocalModel, ServedModel]) -> Rules[ServedModel]:
+        installed = InstalledNames([*answers])
+        return {rule: self._served_by(files, answers) for rule, files in installed.rules.items()}
 
     def _served_by(
         self, rule: Callable[[str], Sequence[LocalModel]], answers: dict[LocalModel, ServedModel]
