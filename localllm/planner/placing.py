@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 
+from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
 from localllm.memory.verdict import TIGHT_SHARE, Fits, Part
 from localllm.memory.verdict import verdict as judge
 from localllm.planner import memory, places, speed
-from localllm.planner.types import MemoryNeed, RunSettings
+from localllm.planner.types import USUAL, MemoryNeed, RunSettings
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
@@ -132,6 +133,20 @@ def _goals(
     if left > 0:
         return limits
     return tuple(goals)
+
+
+def pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
+    """`settings` with weights that are read, if CUDA has part of them in system memory and that is
+    free. llama.cpp then keeps them in pinned buffers, which prompts' steps are copied to the card
+    from faster than from a mapped file (it says so itself, src/llama-model-loader.cpp; if the
+    driver pins no more, it takes ordinary memory)."""
+    if not KINDS[device.accelerator].pins_host_weights:
+        return settings
+    if settings.placement.weights != USUAL.placement.weights or device.host is None:
+        return settings
+    if need.host_bytes > device.host.available_bytes:
+        return settings
+    return settings.placed(weights="read")
 
 
 # Choices of cards that are weighed against each other, at most.

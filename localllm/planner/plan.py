@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
 from localllm.memory.verdict import Fits
 from localllm.planner import (
@@ -174,16 +173,8 @@ class _Run:
     ) -> _Run:
         purpose = needs.need_of(workload)
         tokens = context_for(model, workload) // max(1, workload.parallel)
-        return cls(
-            device,
-            model,
-            variant,
-            workload,
-            overrides,
-            purpose,
-            tokens,
-            min(purpose.prompt_tokens, tokens),
-        )
+        prompt = min(purpose.prompt_tokens, tokens)
+        return cls(device, model, variant, workload, overrides, purpose, tokens, prompt)
 
     def rough_plan(self) -> Plan:
         """The best way to run it, rough; as it would be where none fits."""
@@ -321,8 +312,7 @@ class _Run:
         settings, need, fits = settled
         cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
         plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
-        same = fits == "yes" and not cost and not need.cards_bytes
-        if same:
+        if fits == "yes" and not cost and not need.cards_bytes:
             return plan
         return replace(plan, score=score(plan, self.purpose))
 
@@ -347,10 +337,9 @@ class _Run:
             return settled
         rate = self.decode_tok_s(settings)
         for size in self.micro_batches(settings):
-            found = self.divided(
-                replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size)
-            )
-            if found is not None and self.decode_tok_s(found[0]) >= _AS_FAST * rate:
+            anew = settings.placed(experts_on_host=0, tensor_split=())
+            found = self.divided(replace(anew, n_batch=size))
+            if found is not None and self.decode_tok_s(found.settings) >= _AS_FAST * rate:
                 return found
         return settled
 
@@ -370,10 +359,8 @@ class _Run:
         for size, share in sizes:
             tried = replace(settings, n_batch=size)
             taken = memory.need(self.model, self.variant, tried, used)
-            if (
-                taken.total_bytes - need.total_bytes <= share * need.limit_bytes
-                and verdict(used, taken) == "yes"
-            ):
+            more_bytes = taken.total_bytes - need.total_bytes
+            if more_bytes <= share * need.limit_bytes and verdict(used, taken) == "yes":
                 return _Settled(tried, taken, fits)
         return settled
 
@@ -415,7 +402,7 @@ class _Run:
         variant = self.variant
         workload = self.workload
         if fits == "split" and not rough:
-            settings = _pinned(self.device, settings, need)
+            settings = placing.pinned(self.device, settings, need)
         rating = quality.rate(model, workload.purpose)
         lost = quality.format_cost(model, variant) + quality.kv_cost(settings.kv_type)
         plan = Plan(
@@ -471,22 +458,6 @@ class _Run:
             "ttft_s": speed.ttft(over_prompt, decode, prompt),
             "ttft_cached_s": ttft_cached,
         }
-
-
-def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
-    """`settings` with weights that are read where CUDA has part of them in system memory and that
-    is free: llama.cpp then keeps them in pinned buffers, which prompts' steps are copied to the
-    card from faster than from a mapped file (it says so itself, src/llama-model-loader.cpp; where
-    the driver pins no more it takes ordinary memory)."""
-    if (
-        not KINDS[device.accelerator].pins_host_weights
-        or settings.placement.weights != USUAL.placement.weights
-    ):
-        return settings
-    has_room = device.host is not None and need.host_bytes <= device.host.available_bytes
-    if has_room:
-        return settings.placed(weights="read")
-    return settings
 
 
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)

@@ -32,7 +32,10 @@ class Catalog:
         may be left off."""
         wanted = model_id.lower()
         names = (wanted, f"{wanted}-instruct", f"{wanted}-it")
-        return next((self.by_id[name] for name in names if name in self.by_id), None)
+        for name in names:
+            if name in self.by_id:
+                return self.by_id[name]
+        return None
 
     def recognise(self, *names: str) -> Model | None:
         """The model one of these belongs to: a repository, a file name, a `general.name`. None
@@ -47,12 +50,18 @@ class Catalog:
             for name in (model.id, model.name, *repos):
                 known.setdefault(bare(name), model)
         known.pop("", None)
-        return next((known[key] for key in map(bare, names) if key in known), None)
+        for name in names:
+            if bare(name) in known:
+                return known[bare(name)]
+        return None
 
     def suggest(self, name: str, limit: int = 3) -> list[str]:
         """Ids a person who typed `name` may have meant, best first; empty if nothing is near."""
         wanted = name.lower().rpartition("/")[2]
-        inside = sorted((i for i in self.by_id if wanted and (wanted in i or i in wanted)), key=len)
+        inside: list[str] = []
+        if wanted:
+            inside = [i for i in self.by_id if wanted in i or i in wanted]
+            inside.sort(key=len)
         near = difflib.get_close_matches(wanted, self.by_id, n=limit, cutoff=0.55)
         return list(dict.fromkeys(inside + near))[:limit]
 
@@ -80,11 +89,13 @@ def load(user_dir: Path | None = None, read: Callable[[], Documents] = shipped) 
     for path in shipped_files()[1:]:
         for table in _models_of(documents[path.name], path):
             if table["id"] in raw:
-                raise BadCatalogError(
-                    f"{path.name}: {table['id']} is already in {raw[table['id']]['_file']}"
-                )
+                first = raw[table["id"]]["_file"]
+                raise BadCatalogError(f"{path.name}: {table['id']} is already in {first}")
             raw[table["id"]] = table
-    for path in _files_in(user_dir) if user_dir is not None else ():
+    user_files = []
+    if user_dir is not None:
+        user_files = _files_in(user_dir)
+    for path in user_files:
         for table in read_family(path):
             _check_values(table, f"{path.name}: {table['id']}")
             raw[table["id"]] = _overlay(raw.get(table["id"]), table)
@@ -129,7 +140,8 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
                 raise BadCatalogError(
                     f"{where}: {key} is {value}, not a number from {least} to {most:,}"
                 )
-        for part in value if isinstance(value, list) else (value,):
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
             if isinstance(part, Mapping):
                 _check_values(part, f"{where}: {key}")
 
@@ -177,10 +189,10 @@ def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, An
         return table
     merged = dict(base)
     for key, value in table.items():
+        if key == "family":
+            continue
         old = merged.get(key)
-        if key != "family":
-            if isinstance(old, dict) and isinstance(value, dict):
-                merged[key] = {**old, **value}
-            else:
-                merged[key] = value
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = {**old, **value}
+        merged[key] = value
     return merged

@@ -137,6 +137,7 @@ def _variant(header: GgufHeader, facts: Facts, blocks: list[BlockTensors], repo:
         else:
             active_bytes += tensor.n_bytes
     names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
+    layer_bytes = tuple(block.n_bytes() for block in blocks)
     return Variant(
         Format.GGUF,
         quant_of(names[0]) or _stated_quant(header),
@@ -148,7 +149,7 @@ def _variant(header: GgufHeader, facts: Facts, blocks: list[BlockTensors], repo:
         active_bytes=active_bytes,
         source="the file's own header",
         mtp_bytes=n_bytes["mtp"],
-        layer_bytes=tuple(block.n_bytes() for block in blocks),
+        layer_bytes=layer_bytes,
         input_bytes=n_bytes["input"],
         output_bytes=n_bytes["output"] + n_bytes["tied"],
     )
@@ -188,11 +189,12 @@ def _model(
     blocks: list[BlockTensors],
 ) -> Model:
     experts = _experts(facts, blocks)
+    n_params = sum(tensor.n_elements for tensor in header.tensors)
     model = Model(
         id="",
         name="",
         family="",
-        params_total=sum(tensor.n_elements for tensor in header.tensors),
+        params_total=n_params,
         params_active=_active_params(header, facts, experts),
         layers=layers,
         hidden_size=facts.hidden,
@@ -232,10 +234,11 @@ def _with_names(model: Model, header: GgufHeader, facts: Facts) -> Model:
     name = shown(header.text("general.name") or base or PurePosixPath(header.files[0]).stem)
     template = header.text("tokenizer.chat_template")
     pre = shown(header.text("tokenizer.ggml.pre"))
+    model_id = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
     purpose: Purpose = "chat" if facts.kind == "model" else "embedding"
     return replace(
         model,
-        id=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
+        id=model_id or "model",
         name=name,
         family=shown(base.lower() or facts.arch),
         licence=shown(header.text("general.license")),
@@ -282,9 +285,12 @@ def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:
     """The catalog's word for an architecture: dense, moe, hybrid, hybrid-moe, with -mla or -swa
     where it applies."""
     mixers = [layer.mixer for layer in layers]
-    word = "dense" if experts is None else "moe"
+    words = []
     if any(one.is_recurrent for one in mixers):
-        word = "hybrid" if experts is None else "hybrid-moe"
+        words.append("hybrid")
+    if experts is not None:
+        words.append("moe")
+    word = "-".join(words) or "dense"
     if any(one.heads_share_row for one in mixers):
         word += "-mla"
     if any(one.is_bounded for one in mixers):
