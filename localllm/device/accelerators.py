@@ -56,34 +56,52 @@ class AcceleratorKind:
         return max(_LEAST_RUNTIME_MIB * _MIB if mib else 0, round(mib * _MIB))
 
 
-KINDS: dict[str, AcceleratorKind] = {
+_CUDA = AcceleratorKind(
+    "CUDA",
+    ("cuda",),
+    ("vulkan",),
+    ("CUDA_VISIBLE_DEVICES",),
+    lacks=("2.", "3."),  # CUDA 12, the oldest that llama.cpp is built with, begins at 5.0
     # Driver context and kernels: 107 MiB on 34 SMs, 555 MiB on 188
     # (https://github.com/ggml-org/llama.cpp/pull/23604).
-    "cuda": AcceleratorKind(
-        "CUDA", ("cuda",), ("vulkan",), ("CUDA_VISIBLE_DEVICES",),
-        lacks=("2.", "3."),  # CUDA 12, the oldest that llama.cpp is built with, begins at 5.0
-        runtime_mib=((34, 107), (188, 555)),
-        pins_host_weights=True, dequantises_kv=True,
-    ),
-    "rocm": AcceleratorKind(
-        "ROCm", ("rocm", "hip"), ("vulkan",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-        lighter="vulkan",
-        lacks=("gfx6", "gfx7", "gfx8", "gfx900", "gfx902", "gfx90c", "gfx101"),
-        reads_weights=True, dequantises_kv=True,
-    ),
-    "metal": AcceleratorKind(
-        "Metal", ("metal", "mtl"), cmake="-DGGML_METAL=ON",
-        runtime_mib=((0, 100), (1, 100)),
-        shares_tables=True,
-    ),
-    "vulkan": AcceleratorKind(
-        "Vulkan", ("vulkan",), ("sycl", "rocm"), ("GGML_VK_VISIBLE_DEVICES",),
-        cmake="-DGGML_VULKAN=ON"
-    ),
-    "sycl": AcceleratorKind("SYCL", ("sycl",), ("vulkan",)),
-    "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF",
-    runtime_mib=((0, 0), (1, 0))),
-}  # fmt: skip
+    runtime_mib=((34, 107), (188, 555)),
+    pins_host_weights=True,
+    dequantises_kv=True,
+)
+_ROCM = AcceleratorKind(
+    "ROCm",
+    ("rocm", "hip"),
+    ("vulkan",),
+    ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    lighter="vulkan",
+    lacks=("gfx6", "gfx7", "gfx8", "gfx900", "gfx902", "gfx90c", "gfx101"),
+    reads_weights=True,
+    dequantises_kv=True,
+)
+_METAL = AcceleratorKind(
+    "Metal",
+    ("metal", "mtl"),
+    cmake="-DGGML_METAL=ON",
+    runtime_mib=((0, 100), (1, 100)),
+    shares_tables=True,
+)
+_VULKAN = AcceleratorKind(
+    "Vulkan",
+    ("vulkan",),
+    ("sycl", "rocm"),
+    ("GGML_VK_VISIBLE_DEVICES",),
+    cmake="-DGGML_VULKAN=ON",
+)
+_SYCL = AcceleratorKind("SYCL", ("sycl",), ("vulkan",))
+_CPU = AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF", runtime_mib=((0, 0), (1, 0)))
+KINDS: dict[str, AcceleratorKind] = {
+    "cuda": _CUDA,
+    "rocm": _ROCM,
+    "metal": _METAL,
+    "vulkan": _VULKAN,
+    "sycl": _SYCL,
+    "cpu": _CPU,
+}
 # The environment's variables that hide GPUs from the programs which are started here.
 HIDING_VARIABLES = tuple(chain.from_iterable(kind.hidden_by for kind in KINDS.values()))
 # Libraries of ggml for accelerators that nothing here plans for yet.
@@ -106,8 +124,9 @@ def driver(kind: Accelerator, architecture: str) -> Accelerator:
 def rival(kind: Accelerator) -> Accelerator | None:
     """The other kind of the two whose builds drive the same parts, where which is faster has to be
     predicted."""
-    heavier = (other for other in get_args(Accelerator) if KINDS[other].lighter == kind)
-    return KINDS[kind].lighter or next(heavier, None)
+    if KINDS[kind].lighter:
+        return KINDS[kind].lighter
+    return next((other for other in get_args(Accelerator) if KINDS[other].lighter == kind), None)
 
 
 def compiled_in(libraries: str) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ def _device(device: Mapping[str, Any], said: list[str]) -> GgmlDevice:
     name = str(device["name"])
     largest = device["largest_buffer_bytes"]
     details = tuple(str(detail) for detail in device.get("details", ()))
+    capabilities = tuple(str(capability) for capability in device["capabilities"])
     return GgmlDevice(
         name=name,
         description=str(device["description"]),
@@ -98,7 +99,7 @@ def _device(device: Mapping[str, Any], said: list[str]) -> GgmlDevice:
         memory_total_bytes=int(device["memory_total_bytes"]),
         largest_buffer_bytes=int(largest) if largest is not None else None,
         id=str(device["id"] or ""),
-        capabilities=tuple(str(capability) for capability in device["capabilities"]),
+        capabilities=capabilities,
         details=details or _details(name, said),
     )
 

@@ -66,15 +66,10 @@ class CudaWheel:
         return self.has_code_of(capability) or (self.ptx and capability > self.newest)
 
 
-WHEELS = (
-    CudaWheel((13, 0), (7, 5)),
-    CudaWheel((12, 5), (6, 0)),
-    CudaWheel((12, 4), (6, 0)),
-    CudaWheel((12, 3), (6, 0), systems=("linux",)),
-    CudaWheel((12, 2), (6, 0), systems=("linux",)),
-    CudaWheel((12, 1), (6, 0), systems=("linux",)),
-    CudaWheel((11, 8), (6, 0), newest=(8, 9), ptx=False),
-)
+_CUDA_12 = tuple(CudaWheel((12, minor), (6, 0)) for minor in (5, 4))
+_CUDA_12_LINUX = tuple(CudaWheel((12, n), (6, 0), systems=("linux",)) for n in (3, 2, 1))
+_CUDA_11 = CudaWheel((11, 8), (6, 0), newest=(8, 9), ptx=False)
+WHEELS = (CudaWheel((13, 0), (7, 5)), *_CUDA_12, *_CUDA_12_LINUX, _CUDA_11)
 
 
 def capabilities(device: Device) -> tuple[Version, ...]:

@@ -50,19 +50,22 @@ class BuildHost:
 def read(own_backends: tuple[str, ...]) -> BuildHost:
     """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where
     nothing)."""
+    compilers = [shutil.which(name) for name in ("c++", "g++", "clang++", "cl")]
+    loader = ctypes.util.find_library("vulkan")
+    _, glibc = platform.libc_ver()
     host = BuildHost(
         system=_system(),
         architecture=platform.machine(),
         version=installed_version(),
         n_cores=_n_cores(),
         own_backends=own_backends or ("cpu",),
-        cxx=any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")),
+        cxx=any(compilers),
         cuda_driver=_cuda_driver(),
         glslc=shutil.which("glslc") is not None,
-        vulkan_loader=ctypes.util.find_library("vulkan") is not None or sys.platform == "win32",
+        vulkan_loader=loader is not None or sys.platform == "win32",
         rocm=_rocm(),
         gcc=_gcc(),
-        glibc=version_of(platform.libc_ver()[1]),
+        glibc=version_of(glibc),
     )
     nvcc_path = _nvcc_path()
     if not nvcc_path:

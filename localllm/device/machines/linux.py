@@ -124,16 +124,24 @@ def _one_pool(
         # Only reserved pages can hold a model here:
         # https://github.com/ggml-org/llama.cpp/pull/17368
         memory, _ = system_pool(system.memory, system.machine.huge_free_bytes)
+    capability = gpu.compute_capability
+    if row is None:
+        family = "cuda"
+        bandwidth = _unknown_pool(capability)
+    else:
+        family = row.family
+        bandwidth = row.bandwidth()
+        capability = capability or row.compute_capability
     return replace(
         system.base,
         name=_one_pool_name(readings, row) or gpu.name,
         kind="unified",
         accelerator="cuda",
         memory=memory,
-        family=row.family if row else "cuda",
-        bandwidth_gbps=row.bandwidth() if row else _unknown_pool(gpu.compute_capability),
+        family=family,
+        bandwidth_gbps=bandwidth,
         **table.facts(row),
-        compute_capability=gpu.compute_capability or (row.compute_capability if row else ""),
+        compute_capability=capability,
         findings=findings,
     )
 

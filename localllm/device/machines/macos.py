@@ -42,19 +42,25 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     memory = usable.mac(mac.memory_bytes, working_set, mac.wired_limit_mb, free, to_be_had)
     findings += _limit_findings(mac, memory.basis == "assumed", working_set)
     if row is None:
+        family = " ".join(chip.split()[:2])
+        bandwidth = _of_unlisted(chip)
         findings.append(Finding("warning", f"{chip} with {cores} GPU cores is not in the table"))
-    elif cores is None:
-        findings.append(
-            Finding("warning", f"the number of GPU cores could not be read: took {row.name}")
-        )
+    else:
+        family = row.family
+        bandwidth = row.bandwidth()
+        if cores is None:
+            took = f"the number of GPU cores could not be read: took {row.name}"
+            findings.append(Finding("warning", took))
+    facts = table.facts(row)
+    facts["compute_units"] = cores or 0
     return Device(
         name=f"{chip} ({cores}-core GPU)" if cores else chip,
         kind="unified",
         accelerator="metal",
-        family=row.family if row else " ".join(chip.split()[:2]),
+        family=family,
         memory=memory,
-        bandwidth_gbps=row.bandwidth() if row else _of_unlisted(chip),
-        **(table.facts(row) | {"compute_units": cores or 0}),
+        bandwidth_gbps=bandwidth,
+        **facts,
         os="macOS",
         cpu=chip,
         n_cpu_cores=mac.cpu_cores,

@@ -112,10 +112,11 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
     for folder in pci_folders(readings, DRM_CARDS, AMD_VENDOR):
         device_id = hexadecimal(readings.file(f"{folder}/device")) or 0
         node = nodes.get(device_id) or {"gfx": APU_DEVICES.get(device_id, "")}
+        name = readings.file(f"{folder}/product_name")
         gpu = AmdGpu(
             device_id=device_id,
             revision=hexadecimal(readings.file(f"{folder}/revision")) or 0,
-            name=" ".join(readings.file(f"{folder}/product_name").split())[:120],
+            name=" ".join(name.split())[:120],
             vram_total_bytes=_size(readings, folder, "vram_total"),
             vram_used_bytes=_size(readings, folder, "vram_used"),
             gtt_total_bytes=_size(readings, folder, "gtt_total"),
@@ -237,8 +238,9 @@ _ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
 
 
 def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
+    name = str(entry["name"])
     gpu = NvidiaGpu(
-        name=" ".join(str(entry["name"]).split())[:120],
+        name=" ".join(name.split())[:120],
         compute_capability=_capability(entry),
         bus_bits=_number(entry, "bus_bits") or None,
         max_memory_mhz=_number(entry, "max_memory_mhz") or None,
