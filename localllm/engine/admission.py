@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block
@@ -113,7 +114,7 @@ class Admission:
             if party is None:
                 break
             victims = [j for j in running.values() if shares.party(j.sharer) == party]
-            self.jobs.park(max(victims, key=lambda j: j.arrived_s))
+            self.jobs.park(max(victims, key=attrgetter("arrived_s")))
             if len(running) < most and self._try_admit(job, now):
                 return True
         # Nobody is parked for it again: it waits for room like others.
@@ -261,7 +262,7 @@ class Admission:
         if self.jobs.pool.drop_one():
             return
         if len(running) > 1:
-            self.jobs.park(max(running.values(), key=lambda j: j.arrived_s))
+            self.jobs.park(max(running.values(), key=attrgetter("arrived_s")))
             self._parked_at_step = self.jobs.metrics.steps
             return
         for job in list(running.values()):

@@ -160,7 +160,7 @@ class Engine:
         self.jobs.enter(job)
         constraint = request.constraint
         if constraint is not None and constraint.grammar is not None:
-            job.compilation = self._compiler.start(constraint.grammar, constraint.begun)
+            job.compilation = self._compiler.start(constraint.grammar, constraint.beginning)
             return []
         if constraint is not None and constraint.triggers:
             # The grammar of the first call, which is likely ready when that comes.
@@ -270,8 +270,7 @@ class Engine:
         before = self.metrics.prefilled_tokens
         sliced = self.prefill.advance(
             self.jobs.running.values(),
-            # How long others wait for their next step at most, in seconds.
-            lambda: self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else PROMPT_STEP_S,
+            self._slice_s,
             self.guard.free_bytes,
         )
         if sliced is not None:
@@ -281,6 +280,12 @@ class Engine:
             list(self.jobs.running.values()), hurry=self.prefill.job is not None
         )
         return self._plan()
+
+    def _slice_s(self) -> float:
+        """How long others wait for their next step at most while a slice is read, in seconds."""
+        if self.jobs.decoding:
+            return self._sizer.slice_s(self._last_step_s)
+        return PROMPT_STEP_S
 
     def _forward(self, grants: list[Grant]) -> StepResult | None:
         """One sweep over the weights; None where there is nothing to compute, or it could not be
@@ -437,21 +442,28 @@ class Engine:
 
     def snapshot(self) -> dict[str, float | int | str]:
         self._admission.look_at_memory()
-        return {
+        prefill_tok_s = 0.0
+        if self._sizer.token_s:
+            prefill_tok_s = 1.0 / self._sizer.token_s
+        parts: dict[str, float | int | str] = {
             **self.metrics.snapshot(self.clock()),
             **self.speculator.snapshot(),
             **self.guard.snapshot(),
             "waiting": len(self.jobs.waiting),
             "running": len(self.jobs.running),
             **self.pool.snapshot(),
+        }
+        parts |= {
             "kv_cells": self.backend.info.n_ctx,
             "kv_cells_free": self.backend.cells_free(),
             "prefill_chunk": self._sizer.chunk,
-            "prefill_tok_s": 1.0 / self._sizer.token_s if self._sizer.token_s else 0.0,
+            "prefill_tok_s": prefill_tok_s,
             "power_share": self.settings.power,
             "decode_threads_most": self._throttle.threads,
-            **(self._images.encoder.snapshot() if self._images else {}),
         }
+        if self._images is not None:
+            parts |= self._images.encoder.snapshot()
+        return parts
 
     def check_integrity(self) -> None:
         """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""

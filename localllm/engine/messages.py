@@ -176,7 +176,7 @@ class Constraint:
     """What an answer must match.
 
     `grammar` is that of the whole answer, as ("json_schema" | "lark" | "regex" | "gbnf", source).
-    The prompt may end with `begun`, the answer's beginning: the grammar goes on behind it, if it
+    The prompt may end with `beginning`, the answer's beginning: the grammar goes on behind it, if it
     allows that. In an answer with `reasoning` that is open, the grammar begins behind it and behind
     `lead`, which is put there.
     `triggers`: texts in a free answer, each with the grammar of what follows it. Those in the
@@ -184,7 +184,7 @@ class Constraint:
     """
 
     grammar: tuple[str, str] | None = None
-    begun: str = ""
+    beginning: str = ""
     lead: str = ""
     triggers: dict[str, GrammarTrigger] = field(default_factory=dict)
     reasoning: Reasoning | None = None

@@ -22,6 +22,14 @@ _DECAY = 0.9
 RECOMPUTED = ("evicted", "unread", "lost", "no_cells", "short", "no_snapshot", "parked")
 
 
+def _decode_speed() -> DecayedRatio:
+    return DecayedRatio(_DECAY)
+
+
+def _no_recomputed() -> dict[str, int]:
+    return dict.fromkeys(RECOMPUTED, 0)
+
+
 @dataclass
 class Metrics:
     """Totals since `started_s`; its speed is that of the last steps. `recomputed_tokens` had their
@@ -39,11 +47,11 @@ class Metrics:
     decode_sequences: int = 0
     decode_steps: int = 0
     busy_s: float = 0.0
-    decode_speed: DecayedRatio = field(default_factory=lambda: DecayedRatio(_DECAY))
+    decode_speed: DecayedRatio = field(default_factory=_decode_speed)
     longest_step_s: float = 0.0
     sliced_prefill_tokens: int = 0
     longest_slice_s: float = 0.0
-    recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RECOMPUTED, 0))
+    recomputed_tokens: dict[str, int] = field(default_factory=_no_recomputed)
 
     def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float) -> None:
         """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled`
@@ -71,7 +79,7 @@ class Metrics:
         occupancy = 0.0
         if self.decode_steps:
             occupancy = self.decode_sequences / self.decode_steps
-        return {
+        requests = {
             "uptime_s": now_s - self.started_s,
             "requests": self.requests,
             "cancelled": self.cancelled,
@@ -80,6 +88,8 @@ class Metrics:
             "cached_tokens": self.cached_tokens,
             "prefilled_tokens": self.prefilled_tokens,
             "generated_tokens": self.generated_tokens,
+        }
+        steps = {
             "steps": self.steps,
             "batch_occupancy": occupancy,
             "busy_s": self.busy_s,
@@ -87,8 +97,11 @@ class Metrics:
             "longest_step_s": self.longest_step_s,
             "sliced_prefill_tokens": self.sliced_prefill_tokens,
             "longest_slice_s": self.longest_slice_s,
-            **{f"recomputed_{reason}_tokens": n for reason, n in self.recomputed_tokens.items()},
         }
+        recomputed = {
+            f"recomputed_{reason}_tokens": n for reason, n in self.recomputed_tokens.items()
+        }
+        return {**requests, **steps, **recomputed}
 
 
 _SPAN_S = 0.25
@@ -145,7 +158,10 @@ class DecodeSpeedTracker:
             self._end(depth, now)
 
     def _begin(self, depth: int, now: float) -> None:
-        self._steps, self._depth, self._begun_s, self._began = [], depth, now, self.others.mark()
+        self._steps = []
+        self._depth = depth
+        self._begun_s = now
+        self._began = self.others.mark()
 
     def _end(self, depth: int, now: float) -> None:
         others = 0.0

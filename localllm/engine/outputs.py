@@ -143,25 +143,35 @@ class OutputProcessor:
             if not best or job.request.generation.logprobs is not None:
                 rows = result.logits(index)
             accepted, finish = self._verify(job, draft, drawn_from, best, rows, texts)
-        if deferred:
-            tokens = job.tokens[before:]
-            if finish == "stop":
-                tokens.pop()
-            if tokens:
-                self._pending.append((job, tokens))
-        elif texts:
+        if texts:
             self.jobs.events.append(_joined(texts))
+        elif deferred:
+            self._defer(job, job.tokens[before:], finish)
         self._count_drafts(job, len(draft), accepted)
         self.jobs.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
-        constraint = job.sampler.constraint
-        if constraint is not None and constraint.stuck:
-            self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", constraint.why_stuck))
-            return
-        if constraint is not None and constraint.wanted is not None:
-            job.compilation = self._compilation(job, constraint.wanted)
+        if job.sampler.constraint is not None:
+            failure = self._follow(job, job.sampler.constraint)
+            if failure is not None:
+                self.jobs.finish(job, "stop", failure)
+                return
         if finish is not None:
             self.send_text()
             self.jobs.finish(job, finish)
+
+    def _defer(self, job: RunningRequest, tokens: list[int], finish: FinishReason | None) -> None:
+        """The text of these tokens is made later; the token that ended the answer has none."""
+        if finish == "stop":
+            tokens.pop()
+        if tokens:
+            self._pending.append((job, tokens))
+
+    def _follow(self, job: RunningRequest, constraint: AnswerConstraint) -> Failure | None:
+        """Start what the constraint needs next; the failure if no token can follow."""
+        if constraint.stuck:
+            return Failure(job.id, "constraint_stuck", constraint.why_stuck)
+        if constraint.wanted is not None:
+            job.compilation = self._compilation(job, constraint.wanted)
+        return None
 
     def _compilation(self, job: RunningRequest, grammar: tuple[str, str]) -> Compilation:
         """The compilation of a grammar that the job can't go on without: the one that was started
@@ -203,25 +213,32 @@ class OutputProcessor:
                 token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
             else:
                 token = job.sampler.choose(row, job.tokens)
-            if constraint is not None and constraint.stuck:
-                return accepted, None
             right = i < len(draft) and token == draft[i]
-            if constraint is not None and constraint.turned:
-                right = False
+            if constraint is None:
+                finish = self._emit(job, token, row, texts)
+            elif constraint.stuck:
+                return accepted, None
+            else:
+                right = right and not constraint.turned
+                finish = self._emit_constrained(job, constraint, token, row, texts)
             accepted += right
-            finish = self._emit(job, token, row, texts)
-            if finish is None and constraint is not None:
-                finish = self._emit_forced(job, constraint, texts)
             if finish is not None or not right:
                 return accepted, finish
         return accepted, None
 
-    def _emit_forced(
-        self, job: RunningRequest, constraint: AnswerConstraint, texts: list[Text] | None
+    def _emit_constrained(
+        self,
+        job: RunningRequest,
+        constraint: AnswerConstraint,
+        token: int,
+        row: Row | None,
+        texts: list[Text] | None,
     ) -> FinishReason | None:
-        """Append what the constraint puts behind the last token; the reason if that ends the
-        request."""
-        finish: FinishReason | None = None
+        """Append the chosen token and what the constraint puts behind it; the reason if that ends
+        the request."""
+        finish = self._emit(job, token, row, texts)
+        if finish is not None:
+            return finish
         if constraint.forced and texts:
             # An event of its own: the reader may count the tokens before it differently.
             self.jobs.events.append(_joined(texts))

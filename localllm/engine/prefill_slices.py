@@ -92,7 +92,9 @@ class SlicedPrefill:
         except BackendFailure:
             self._refused.add(job.id)
             return
-        self.job, self._start, self._stop = job, job.n_kv, len(job.tokens) - 1
+        self.job = job
+        self._start = job.n_kv
+        self._stop = len(job.tokens) - 1
         self._read = 0
         self._waited = False
 

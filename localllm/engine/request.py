@@ -242,8 +242,11 @@ def running_request(
     if request.thinking is not None:
         thought = ThinkingBudget(request.thinking, len(prompt), backend.tokenize, spell)
     eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
+    min_length = 0
+    if generation.min_tokens:
+        min_length = len(prompt) + generation.min_tokens
     rules = TokenRules(
-        min_length=len(prompt) + generation.min_tokens if generation.min_tokens else 0,
+        min_length=min_length,
         end_tokens=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
         never=tuple(eog) if generation.ignore_eos else (),
         thought=thought,
@@ -254,22 +257,24 @@ def running_request(
         constraint = AnswerConstraint(
             request.constraint, spell, partial(_put_tokens, backend), backend.info.eog_tokens
         )
-    return RunningRequest(
+    shown = partial(backend.token_bytes, special=request.render_control)
+    job = RunningRequest(
         request=request,
         tokens=list(prompt),
         n_prompt=len(prompt),
-        max_tokens=room if generation.max_tokens is None else min(room, generation.max_tokens),
+        max_tokens=room,
         sampler=Sampler(generation.sampling, constraint, rules),
-        text=TextStream(
-            partial(backend.token_bytes, special=request.render_control), generation.stop, spell
-        ),
+        text=TextStream(shown, generation.stop, spell),
         submitted_s=submitted_s,
         images=images,
-        predicted=backend.tokenize(generation.prediction, special=False)
-        if generation.prediction
-        else [],
-        loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
     )
+    if generation.max_tokens is not None:
+        job.max_tokens = min(room, generation.max_tokens)
+    if generation.prediction:
+        job.predicted = backend.tokenize(generation.prediction, special=False)
+    if generation.loops is not None:
+        job.loop_guard = LoopGuard(generation.loops)
+    return job
 
 
 def _put_tokens(backend: Backend, text: str) -> list[int]:

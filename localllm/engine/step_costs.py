@@ -230,7 +230,8 @@ class PrefillCost:
         fixed_s = self._fixed_s + float(gain[0]) * difference
         # What can't be less than nothing leaves its part of the difference to the tokens.
         token_s = self.token_s + float(gain[1]) * difference + min(fixed_s, 0.0) * steps / n_tokens
-        self._fixed_s, self.token_s = max(fixed_s, 0.0), max(token_s, self.token_s / 2, 1e-9)
+        self._fixed_s = max(fixed_s, 0.0)
+        self.token_s = max(token_s, self.token_s / 2, 1e-9)
         drift = _DRIFT * np.array([self.seconds(_FIXED_TOKENS), self.token_s])
         self._unsure += np.diag(drift**2) - np.outer(gain, covariance)
 

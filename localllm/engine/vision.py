@@ -94,7 +94,10 @@ class Encoder:
         """Have it encoded soon, unless it is or will be."""
         if run.key not in self._found:
             encoding = self._found[run.key] = self._thread.submit(self._encode, run)
-            encoding.add_done_callback(lambda _: self._news.set())
+            encoding.add_done_callback(self._encoded)
+
+    def _encoded(self, _encoding: Future[Any]) -> None:
+        self._news.set()
 
     def embeddings(self, run: ImageRun) -> Embeddings | None:
         """What the image came to; None while it is being encoded. Raises BackendFailure where it
@@ -301,8 +304,7 @@ class ImageSteps:
         largest = max((i.run.n_tokens for i in images), default=0)
         if self.indivisible and largest > n_batch:
             return (
-                f"an image comes to {largest} tokens that this model must read at once; "
-                f"{n_batch} "
+                f"an image comes to {largest} tokens that this model must read at once; {n_batch} "
                 "are the most here"
             )
         return ""

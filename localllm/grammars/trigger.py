@@ -13,7 +13,7 @@ class GrammarTrigger:
 
     `once`: the marker opens the first call of an answer only. If it comes again, the answer ends:
     nothing behind it would be read as a call.
-    `behind`: a regular expression; the marker counts only if the answer before it ends with a
+    `preceded_by`: a regular expression; the marker counts only if the answer before it ends with a
     match."""
 
     lead: str
@@ -21,4 +21,4 @@ class GrammarTrigger:
     closing: str = ""
     again: bool = False
     once: bool = False
-    behind: str = ""
+    preceded_by: str = ""

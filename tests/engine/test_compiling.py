@@ -37,10 +37,10 @@ class HeldBack:
         self._compile = compile_
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def __call__(self, grammar: tuple[str, str], begun: str) -> GrammarMatcher:
+    def __call__(self, grammar: tuple[str, str], beginning: str) -> GrammarMatcher:
         self.asked.set()
         assert self.let.wait(60)
-        return self._compile(grammar, begun)
+        return self._compile(grammar, beginning)
 
 
 @pytest.fixture
@@ -152,18 +152,20 @@ def test_it_is_queued_once_its_grammar_is_known_to_be_one(
 def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     engine = Engine(backend, EngineSettings(make_matcher=GrammarCompiler(backend)))
-    begun = '{"name": "To'
-    ask = request_for("tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, begun=begun)
+    beginning = '{"name": "To'
+    ask = request_for(
+        "tied", "A cat in JSON: " + beginning, 60, GREEDY, grammar=GRAMMAR, beginning=beginning
+    )
     outcome = run(engine, ask)
     assert outcome.finish("tied").reason == "stop"
     assert not outcome.text["tied"].startswith("{")
-    value = json.loads(begun + outcome.text["tied"])
+    value = json.loads(beginning + outcome.text["tied"])
     assert re.fullmatch("To.{0,10}", value["name"], re.DOTALL)
     assert isinstance(value["legs"], int)
     whole = '{"name": "Tom", "legs": 4}'
     outcome = run(
         engine,
-        request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, begun=whole),
+        request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, beginning=whole),
     )
     assert outcome.text.get("whole", "") == ""
     assert outcome.finish("whole").reason == "stop"
@@ -171,7 +173,7 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     said = "Here it is: "
     outcome = run(
         engine,
-        request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, begun=said),
+        request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, beginning=said),
     )
     assert set(json.loads(outcome.text["behind"])) == {"name", "legs"}
     engine.close()

@@ -189,7 +189,7 @@ def test_a_limit_counts_the_whole_answer() -> None:
 
 
 def test_what_the_marker_needs_before_it() -> None:
-    behind = {"<call>": GrammarTrigger("\n", CALL, behind=r"to=\w+ ")}
+    behind = {"<call>": GrammarTrigger("\n", CALL, preceded_by=r"to=\w+ ")}
     free, _, _ = answer('<call>{"n": 7}', Constraint(triggers=behind))
     assert free.text["a"] == '<call>{"n": 7}'
     held, _, _ = answer('to=f <call>{"n": 7}', Constraint(triggers=behind))

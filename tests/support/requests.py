@@ -27,10 +27,10 @@ def request_for(
     sampling: Sampling | None = None,
     **more: Any,
 ) -> Request:
-    """A Request; `more` are fields of it and of its Generation, or `grammar` and `begun` of a
+    """A Request; `more` are fields of it and of its Generation, or `grammar` and `beginning` of a
     Constraint on the whole answer."""
     if "grammar" in more:
-        more["constraint"] = Constraint(more.pop("grammar"), more.pop("begun", ""))
+        more["constraint"] = Constraint(more.pop("grammar"), more.pop("beginning", ""))
     own = {name: more.pop(name) for name in _OF_THE_REQUEST & set(more)}
     generation = Generation(sampling if sampling is not None else Sampling(), max_tokens, **more)
     return Request(id, prompt, generation, **own)

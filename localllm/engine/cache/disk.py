@@ -57,6 +57,10 @@ Outcome = Literal["written", "failed", "removed", "held back"]
 Copy: TypeAlias = "tuple[EvictablePool, Block]"
 
 
+def _opened(path: Path) -> Readable:
+    return path.open("rb")
+
+
 @dataclass
 class DiskTier:
     """The directory of one model's prefixes, of `capacity_bytes` together with those of other
@@ -97,7 +101,7 @@ class DiskTier:
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
         # Buffered, so that each read comes whole: a piece that came short would count as damaged.
-        self.open_file: Callable[[Path], Readable] = lambda path: path.open("rb")
+        self.open_file: Callable[[Path], Readable] = _opened
         self.reads = ReadAhead(self.load)
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:

@@ -83,6 +83,10 @@ def label(folder: Path) -> str | None:
         return None
 
 
+def _today() -> str:
+    return time.strftime("%Y-%m-%d")
+
+
 @dataclass
 class WriteBudget:
     """What all models under `root` together may write in a day: `limit_bytes` (0: no limit). A
@@ -90,7 +94,7 @@ class WriteBudget:
 
     root: Path
     limit_bytes: int = 0
-    day: Callable[[], str] = lambda: time.strftime("%Y-%m-%d")
+    day: Callable[[], str] = _today
     # The day, and what its files said when they were last read.
     _known: tuple[str, int] = ("", 0)
 

@@ -51,7 +51,8 @@ class PromptMatch:
         n = min(len(other.tokens), len(self.tokens))
         if same < n and not parted:
             new = common_prefix(other.line(same, n), self.tokens[same:n])
-            same, parted = same + new, new < n - same
+            parted = new < n - same
+            same += new
             self._shared[other] = same, parted
         return min(same, n)
 

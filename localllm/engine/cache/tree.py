@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -249,24 +250,20 @@ class PrefixCache:
                 continue
             assert node.parent is not None
             below = node.children.values()
-            laws = {
-                "an empty edge": len(node.tokens) > 0,
-                "a gap between parent and child": node.start == node.parent.stop,
-                "a child under the wrong first token": (
-                    node.parent.children.get(int(node.tokens[0])) is node
-                ),
-                "a dead leaf": bool(below or node.block or node.locks),
-                "a lock without its path": all(child.locks <= node.locks for child in below),
-                "a beginning older than its end": self.indivisible
-                or all(child.last_used <= node.last_used for child in below),
-            }
+            assert len(node.tokens) > 0, "an empty edge"
+            assert node.start == node.parent.stop, "a gap between parent and child"
+            placed = node.parent.children.get(int(node.tokens[0]))
+            assert placed is node, "a child under the wrong first token"
+            assert below or node.block or node.locks, "a dead leaf"
+            assert all(child.locks <= node.locks for child in below), "a lock without its path"
+            if not self.indivisible:
+                recent = all(child.last_used <= node.last_used for child in below)
+                assert recent, "a beginning older than its end"
             if node.block is not None:
                 users[node.block] = users.get(node.block, 0) + 1
                 begins = 0 if self.indivisible else node.start
-                laws["a block of other tokens"] = (
-                    node.block.start <= begins and node.block.stop >= node.stop
-                )
-            assert all(laws.values()), laws
+                covers = node.block.start <= begins and node.block.stop >= node.stop
+                assert covers, "a block of other tokens"
         assert users == {block: len(nodes) for block, nodes in self._users.items()}, (
             "users disagree with the tree"
         )
@@ -302,7 +299,7 @@ class PrefixCache:
 
     def line(self, block: Block) -> Tokens | None:
         """The tokens that `block` ends; None where its end has another block now."""
-        end = max(self._users[block], key=lambda node: node.stop)
+        end = max(self._users[block], key=attrgetter("stop"))
         if end.stop == block.stop:
             return np.concatenate([node.tokens for node in self._path(end)])
         return None

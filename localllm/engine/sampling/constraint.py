@@ -53,7 +53,7 @@ class AnswerConstraint:
         self._trigger: GrammarTrigger | None = None
         self._call_at = 0
         self._calls: Counter[bytes] = Counter()
-        self._over = False
+        self._ended = False
         self.forced: list[int] = []
         self.turned = False
         self.spelled = False
@@ -88,7 +88,7 @@ class AnswerConstraint:
         """True if nothing may follow."""
         if self.forced:
             return False
-        return self._over or (self._matcher is not None and self._matcher.finished)
+        return self._ended or (self._matcher is not None and self._matcher.finished)
 
     @property
     def stuck(self) -> bool:
@@ -178,7 +178,7 @@ class AnswerConstraint:
             self._searched = end
             trigger = self._markers.passed(self._text, start, end)
             if trigger is not None and trigger.once and self._calls:
-                self._over = True
+                self._ended = True
                 return token
             if trigger is not None:
                 self._trigger = trigger
@@ -217,7 +217,7 @@ class AnswerConstraint:
         self._close()
         if self.forced:
             return self.forced.pop(0)
-        if self._over:
+        if self._ended:
             return token
         return None
 
@@ -227,7 +227,7 @@ class AnswerConstraint:
         assert trigger is not None
         call = bytes(self._text[self._call_at :])
         self._calls[call] += 1
-        self._over = not trigger.again or self._calls[call] >= MOST_ALIKE
+        self._ended = not trigger.again or self._calls[call] >= MOST_ALIKE
         self._trigger = None
         self._matcher = None
         self.turned = True
@@ -270,9 +270,9 @@ class _Markers:
         triggers = [*self._triggers]
         reasoning = self._reasoning or Reasoning("", "")
         in_reasoning = triggers if reasoning.may_call else []
-        self._before = _Pattern([*triggers, reasoning.opening.encode()])
-        self._within = _Pattern([*in_reasoning, reasoning.closing.encode()])
-        self._after = _Pattern(triggers)
+        self._before_reasoning = _Pattern([*triggers, reasoning.opening.encode()])
+        self._in_reasoning = _Pattern([*in_reasoning, reasoning.closing.encode()])
+        self._after_reasoning = _Pattern(triggers)
 
     def forget_triggers(self) -> None:
         """No trigger counts any more."""
@@ -283,10 +283,10 @@ class _Markers:
         """Where the next marker begins and ends; None without one. Markers before `searched` were
         passed, and the text from `new` on was not looked at yet."""
         if self.thinking:
-            return self._within.search(text, searched, new)
+            return self._in_reasoning.search(text, searched, new)
         if self._thought:
-            return self._after.search(text, searched, new)
-        return self._before.search(text, searched, new)
+            return self._after_reasoning.search(text, searched, new)
+        return self._before_reasoning.search(text, searched, new)
 
     def passed(self, text: bytearray, start: int, end: int) -> GrammarTrigger | None:
         """Take the marker that stands there; returns the trigger if it is one that counts."""
@@ -297,7 +297,7 @@ class _Markers:
             if self.thinking and text[self._reasoning_at : start].strip():
                 return None
             before = text[:start].decode("utf-8", "replace")
-            if trigger.behind and not re.search(rf"(?:{trigger.behind})\Z", before):
+            if trigger.preceded_by and not re.search(rf"(?:{trigger.preceded_by})\Z", before):
                 return None
             self.thinking = False
             return trigger
@@ -325,8 +325,8 @@ class _Pattern:
         return None if found is None else found.span()
 
 
-def _without_beginning(text: str, begun: bytes) -> str | None:
-    """The rest of `text` behind its beginning `begun`; None if it begins otherwise."""
-    if not text.encode().startswith(begun):
+def _without_beginning(text: str, prefix: bytes) -> str | None:
+    """The rest of `text` after its `prefix`; None if it begins otherwise."""
+    if not text.encode().startswith(prefix):
         return None
-    return text.encode().removeprefix(begun).decode("utf-8", "replace")
+    return text.encode().removeprefix(prefix).decode("utf-8", "replace")

@@ -103,14 +103,17 @@ class GrammarCompiler:
             self._vocabulary = self._vocabulary or Vocabulary(self._backend)
             return self._vocabulary
 
-    def __call__(self, grammar: tuple[str, str], begun: str = "") -> GrammarMatcher:
-        """The matcher of an answer that begins with `begun`: of the rest of the answer if the
-        grammar allows that beginning, otherwise of what follows it. Raises UnsupportedError,
+    def _named_tokens(self) -> Any:
+        return self.vocabulary.outline()["named"]
+
+    def __call__(self, grammar: tuple[str, str], beginning: str = "") -> GrammarMatcher:
+        """The matcher of an answer that begins with `beginning`: of the rest of the answer if the
+        grammar allows that, otherwise of what follows it. Raises UnsupportedError,
         saying what can't be enforced."""
-        text = grammar_text(*grammar, lambda: self.vocabulary.outline()["named"])
+        text = grammar_text(*grammar, self._named_tokens)
         matcher = matcher_of(self.vocabulary.tokenizer, grammar[0], text)
-        tokens = self.vocabulary(begun) if begun else []
-        if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
+        tokens = self.vocabulary(beginning) if beginning else []
+        if matcher.try_consume_tokens(tokens) < len(tokens):  # all of it or nothing
             matcher.reset()
         return GrammarMatcher(matcher, self.vocabulary.number_end if "%json" in text else None)
 
@@ -122,11 +125,11 @@ class GrammarMatcher:
         self,
         matcher: Any,
         number_end: NumberEnd | None = None,
-        beginning: GrammarMatcher | None = None,
+        origin: GrammarMatcher | None = None,
     ) -> None:
         self._matcher = matcher
         self._number_end = number_end
-        self._beginning = beginning
+        self._origin = origin
         self._digits = 0
 
     def copy(self) -> GrammarMatcher:
@@ -201,18 +204,23 @@ def trials(compiler: GrammarCompiler) -> Stages:
     )
 
 
+def _time_limit() -> float:
+    """When a compilation that starts now is given up (time.monotonic)."""
+    return time.monotonic() + COMPILE_S
+
+
 @dataclass(eq=False)
 class Compilation:
     """A grammar that is being compiled: once `done`, there is its `matcher`, or the reason why it is
     `refused`. It ends soon after its request has `left`."""
 
     grammar: tuple[str, str]
-    begun: str = ""
+    beginning: str = ""
     matcher: GrammarMatcher | None = None
     refused: str = f"it takes over {COMPILE_S:g} s to make"
     ended: bool = False
     left: bool = False
-    until_s: float = field(default_factory=lambda: time.monotonic() + COMPILE_S)
+    until_s: float = field(default_factory=_time_limit)
 
     @property
     def wanted(self) -> bool:
@@ -237,9 +245,9 @@ class BackgroundCompiler:
         self._held: WeakValueDictionary[tuple[str, ...], GrammarMatcher] = WeakValueDictionary()
         self._copying = threading.Lock()
 
-    def start(self, grammar: tuple[str, str], begun: str = "") -> Compilation:
-        """Start to compile the `grammar` of an answer that begins with `begun`."""
-        compilation = Compilation(grammar, begun)
+    def start(self, grammar: tuple[str, str], beginning: str = "") -> Compilation:
+        """Start to compile the `grammar` of an answer that begins with `beginning`."""
+        compilation = Compilation(grammar, beginning)
         finish = partial(self._finish, compilation)
         self._trials.submit(grammar, lambda: compilation.wanted, finish)
         return compilation
@@ -251,7 +259,7 @@ class BackgroundCompiler:
     def _finish(self, compilation: Compilation, tried: tuple[str, str] | None, reason: str) -> None:
         try:
             if tried is not None:
-                compilation.matcher = self._matcher(*tried, compilation.begun)
+                compilation.matcher = self._matcher(*tried, compilation.beginning)
         except Exception as e:
             reason = str(e)
         if compilation.wanted:
@@ -259,9 +267,9 @@ class BackgroundCompiler:
             compilation.refused = reason
             self._news.set()
 
-    def _matcher(self, kind: str, text: str, begun: str) -> GrammarMatcher:
-        key = kind, text, begun
-        made = self._held.get(key) or self._make((kind, text), begun)
+    def _matcher(self, kind: str, text: str, beginning: str) -> GrammarMatcher:
+        key = kind, text, beginning
+        made = self._held.get(key) or self._make((kind, text), beginning)
         self._held[key] = made
         with self._copying:
             return made.copy()

@@ -94,7 +94,8 @@ class Penalties:
 
     def __init__(self, sampling: Sampling, text: TokenBytes | None) -> None:
         self._sampling = sampling
-        self._tallies, self._recent = Tallies(sampling.repeat_last_n), TokenLine()
+        self._tallies = Tallies(sampling.repeat_last_n)
+        self._recent = TokenLine()
         ids = np.array(list(sampling.logit_bias), dtype=np.int64)
         bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self.bias = None

@@ -81,12 +81,10 @@ class Sampler:
         """True when the best logits as they are will be the choices behind `length` tokens, and
         behind up to `ahead` more, wherever they are allowed (`allows`): the rows themselves need
         not be looked at."""
-        plain = (
-            self.sampling.temperature <= 0 and not self._penalties.active and not self.constrained
-        )
-        return plain and not (
-            self._rules.thought is not None and self._rules.thought.may_force(length, ahead)
-        )
+        if self.sampling.temperature > 0 or self._penalties.active or self.constrained:
+            return False
+        thought = self._rules.thought
+        return thought is None or not thought.may_force(length, ahead)
 
     def allows(self, tokens: Sequence[int], length: int) -> bool:
         """True when each of `tokens` may come in its place, the first of them behind `length`
@@ -99,15 +97,13 @@ class Sampler:
         here, or where the best logit is the choice anyway."""
         s = self.sampling
         n = len(history)
-        ready = self._ready
-        if ready is not None and self._uniforms[:1] == [ready.uniform] and not self.constrained:
-            return ready
+        if self._is_ready():
+            return self._ready
         if self._needs_row(n):
             return None
+        uniform = following = 0.0
         if s.temperature > 0:
             uniform, following = self._next_uniforms(2)
-        else:
-            uniform, following = (0.0, 0.0)
         reduced = self._penalties.repetitions(history)
         allowed = None
         if self.constraint is not None:
@@ -126,6 +122,12 @@ class Sampler:
             allowed,
         )
 
+    def _is_ready(self) -> bool:
+        """Whether the spec that was made ahead still holds."""
+        if self._ready is None or not self._uniforms or self.constrained:
+            return False
+        return self._ready.uniform == self._uniforms[0]
+
     def look_ahead(self, spec: SampleSpec) -> None:
         """Make the spec of the token behind the one that `spec`, the last one, will sample, where
         it does not depend on that."""
@@ -142,9 +144,9 @@ class Sampler:
         thought = self._rules.thought
         if s.temperature > 0 and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K):
             return True
-        if self.constrained:
+        if self.constraint is not None and self.constraint.active:
             # Where a call may end, the choice may have to be made again.
-            return self.constraint is not None and self.constraint.may_go_on_freely
+            return self.constraint.may_go_on_freely
         return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
 
     def _next_uniforms(self, n: int) -> Sequence[float]:
@@ -274,7 +276,8 @@ class ThinkingBudget:
         self._n_prompt = n_prompt
         self._tokenize = tokenize
         self._text = text
-        self._opening, self._closing = limit.opening.encode(), limit.closing.encode()
+        self._opening = limit.opening.encode()
+        self._closing = limit.closing.encode()
         longest = len(tokenize(limit.closing + limit.after)) + len(self._closing)
         self._first = n_prompt + limit.tokens
         self._last = self._first + longest + (0 if limit.opened else _OPENS_WITHIN)

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import ClassVar, Self
 
 from localllm.engine.request import RunningRequest
@@ -105,4 +106,4 @@ def registered() -> list[type[Drafter]]:
     """Every drafter of this package, by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    return sorted(Drafter.__subclasses__(), key=lambda kind: kind.name)
+    return sorted(Drafter.__subclasses__(), key=attrgetter("name"))

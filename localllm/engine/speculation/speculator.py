@@ -70,6 +70,10 @@ _LEAST_SEEN = 4
 _MOST_RECENTS = 64
 
 
+def _gain_overall() -> DecayedRatio:
+    return DecayedRatio(1.0)
+
+
 @dataclass
 class _DraftState:
     """One decoding request: its lookup, every drafter's back-off, who drafted last and what it
@@ -82,7 +86,7 @@ class _DraftState:
     drafter: str = ""
     stopped_at: int = -1
     recent: DecayedRatio = field(default_factory=gain_lately)
-    overall: DecayedRatio = field(default_factory=lambda: DecayedRatio(1.0))
+    overall: DecayedRatio = field(default_factory=_gain_overall)
     since_burst: int = _TRIED_EVERY
 
     def learn(self, tokens: int, steps: float) -> None:
@@ -134,7 +138,8 @@ class Speculator:
         # By salt: others' words would be told by how fast they come.
         self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
         names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
-        self._drafted, self._accepted = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        self._drafted = dict.fromkeys(names, 0)
+        self._accepted = dict.fromkeys(names, 0)
         self._since_plain = 0
         self._most_steps = math.inf
         self._drafting_s = self._plain_s = 0.0
@@ -350,7 +355,8 @@ class Speculator:
         # brought nothing.
         unsure = state.stopped_at == drafted
         state.stopped_at = -1
-        state.learn(len(tokens), self._steps(state.drafter, drafted, unsure))
+        # What a constraint put behind them is no gain of the draft.
+        state.learn(accepted + 1, self._steps(state.drafter, drafted, unsure))
         if not drafted and not unsure:
             return
         self._drafted[state.drafter] += drafted
@@ -415,13 +421,18 @@ class Speculator:
         """Counters and what verification costs, as plain values. `speculation_gain`: speed over no
         drafting, as measured; 1.0 while nothing was drafted."""
         plain = self.cost.seconds(1)
+        gain = 1.0
+        if self._drafting_s:
+            gain = self._plain_s / self._drafting_s
+        accepted = {f"accepted_{name}_tokens": n for name, n in self._accepted.items()}
+        drafted = {f"drafted_{name}_tokens": n for name, n in self._drafted.items()}
         return {
             "speculation": self.off_because or "on",
             "drafted_tokens": sum(self._drafted.values()),
             "accepted_draft_tokens": sum(self._accepted.values()),
-            **{f"accepted_{name}_tokens": n for name, n in self._accepted.items()},
-            **{f"drafted_{name}_tokens": n for name, n in self._drafted.items()},
-            "speculation_gain": self._plain_s / self._drafting_s if self._drafting_s else 1.0,
+            **accepted,
+            **drafted,
+            "speculation_gain": gain,
             "verify_8_cost": self.cost.seconds(8) / plain,
             "verify_16_cost": self.cost.seconds(16) / plain,
         }

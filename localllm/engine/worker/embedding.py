@@ -109,7 +109,11 @@ def serve(pipe: ChildPipe) -> None:
     """Load what `pipe` names and answer questions until it ends."""
     embedder = pipe.load(_load)
     pipe.send({"ready": asdict(embedder.info), "n_embd": embedder.n_embd})
-    pipe.hear(lambda message: pipe.answer(message, _answer(embedder, message)))
+
+    def receive(message: Message) -> None:
+        pipe.answer(message, _answer(embedder, message))
+
+    pipe.hear(receive)
     embedder.close()
 
 

@@ -86,8 +86,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
                 raise errors.WorkerDiedError(
                     f"the engine's process ended while loading {loads!r} "
                     f"({exit_reason(self.returncode)})",
-                    hint="the file may be damaged or too large for this machine; see `localllm "
-                    "doctor`",
+                    hint="the file may be damaged or too large for this machine; "
+                    "see `localllm doctor`",
                 )
             if "fatal" in message:
                 await self.wait()

@@ -171,7 +171,7 @@ class Worker:
     # --- the reader thread ------------------------------------------------------------------------
 
     def _read(self, engine: Engine) -> None:
-        self._pipe.hear(lambda message: self._receive(engine, message))
+        self._pipe.hear(partial(self._receive, engine))
         self._inbox.put(None)
         self._pipe.exit_soon()
 
@@ -179,35 +179,51 @@ class Worker:
         backend = engine.backend
         match message["op"]:
             case "submit":
-                if _takes_long(message["request"], "prompt"):
-                    self._preparing.add(message["request"]["id"])
-                    self._preparer.submit(self._submit, backend, message["request"])
-                else:
-                    self._submit(backend, message["request"])
-            case "tokenize" if _takes_long(message, "text"):
-                find = partial(self._tokens, backend, message)
-                self._preparer.submit(self._pipe.reply, message, find)
+                self._prepare(backend, message["request"])
             case "tokenize":
-                self._pipe.answer(message, self._tokens(backend, message))
+                self._tokenize(backend, message)
             case "detokenize":
-                data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
-                self._pipe.answer(message, data.decode("utf-8", "surrogateescape"))
+                self._detokenize(backend, message)
             case "pulse":
-                since_s = self._busy_since_s
-                metrics = engine.metrics
-                busy_s = 0.0
-                if since_s is not None:
-                    busy_s = time.monotonic() - since_s
-                pulse = Pulse(busy_s, metrics.steps, metrics.longest_step_s)
-                self._pipe.answer(message, asdict(pulse))
+                self._answer_pulse(engine, message)
             case "cancel":
-                self._inbox.put(message)
-                # One that is being prepared comes, and goes at once.
-                if message["id"] in self._preparing:
-                    self._preparer.submit(self._inbox.put, message)
-                engine.interrupt(message["id"])
+                self._cancel(engine, message)
             case _:
                 self._inbox.put(message)
+
+    def _prepare(self, backend: Backend, sent: dict[str, Any]) -> None:
+        """Make a request's tokens, in the background if that takes long."""
+        if _takes_long(sent, "prompt"):
+            self._preparing.add(sent["id"])
+            self._preparer.submit(self._submit, backend, sent)
+        else:
+            self._submit(backend, sent)
+
+    def _tokenize(self, backend: Backend, message: Message) -> None:
+        if _takes_long(message, "text"):
+            find = partial(self._tokens, backend, message)
+            self._preparer.submit(self._pipe.reply, message, find)
+        else:
+            self._pipe.answer(message, self._tokens(backend, message))
+
+    def _detokenize(self, backend: Backend, message: Message) -> None:
+        data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
+        self._pipe.answer(message, data.decode("utf-8", "surrogateescape"))
+
+    def _answer_pulse(self, engine: Engine, message: Message) -> None:
+        since_s = self._busy_since_s
+        busy_s = 0.0
+        if since_s is not None:
+            busy_s = time.monotonic() - since_s
+        pulse = Pulse(busy_s, engine.metrics.steps, engine.metrics.longest_step_s)
+        self._pipe.answer(message, asdict(pulse))
+
+    def _cancel(self, engine: Engine, message: Message) -> None:
+        self._inbox.put(message)
+        # One that is being prepared comes, and goes at once.
+        if message["id"] in self._preparing:
+            self._preparer.submit(self._inbox.put, message)
+        engine.interrupt(message["id"])
 
     def _submit(self, backend: Backend, sent: dict[str, Any]) -> None:
         """Hand the engine a request with its tokens and what was made of its images. One that can't

@@ -108,7 +108,7 @@ async def fit_to_context(
     whole = await counts.of_prompt(prompt.text)
     if whole <= budget:
         return prompt, ""
-    head = list(takewhile(lambda m: m["role"] == "system", messages))
+    head = list(takewhile(_is_system, messages))
     least = await render([*head, {"role": "user", "content": _PROBE}])
     fixed = await counts.of_prompt(least.text)
     costs = await _costs(counts, template, messages)
@@ -123,14 +123,15 @@ async def fit_to_context(
     if size >= n_ctx:
         raise ContextLengthError(
             f"the conversation has {whole} tokens, and {size} when the {len(kept.dropped)} "
-            "messages that may be left "
-            f"out are; the served context is {n_ctx}",
-            hint="shorten the system prompt, the tools or the newest turn, or serve with a larger "
-            "--context",
+            f"messages that may be left out are; the served context is {n_ctx}",
+            hint="shorten the system prompt, the tools or the newest turn, "
+            "or serve with a larger --context",
             param="messages",
             counts=(size, n_ctx),
         )
-    return prompt, f"{len(kept.dropped)} messages, {whole - size} tokens" if kept.dropped else ""
+    if not kept.dropped:
+        return prompt, ""
+    return prompt, f"{len(kept.dropped)} messages, {whole - size} tokens"
 
 
 async def _costs(
@@ -165,6 +166,10 @@ async def _frame_tokens(counts: TokenCounts, template: ChatTemplate) -> int:
     more = await counts.of(two) - await counts.of(one)
     # Rounded up: too high a count only compacts a little early.
     return max(1, (more - 2 * await counts.of(_PROBE) + 1) // 2)
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "system")
 
 
 def _keeps_reasoning(template: ChatTemplate) -> bool:
@@ -216,18 +221,21 @@ async def chat_job(
         prompt = await render(messages)
         compacted = ""
     generation, ignored = _reasoning(chat, prompt, template)
-    ignored = (*ignored, *attached.ignored, *chat.omitted)
+    asked = None
+    if prompt.answer.reply.think is not None:
+        asked = chat.messages[-1]["content"]
+    images = {mark: file for mark, file in attached.files.items() if mark in prompt.text}
     return GenerationJob(
         prompt=prompt.text,
         generation=generation,
         answer=prompt.answer,
         add_bos=wants_bos(engine.info, prompt.text),
         n=chat.n,
-        images={mark: file for mark, file in attached.files.items() if mark in prompt.text},
-        ignored=ignored,
+        images=images,
+        ignored=(*ignored, *attached.ignored, *chat.omitted),
         normalised=normalised,
         compacted=compacted,
-        asked=chat.messages[-1]["content"] if prompt.answer.reply.think is not None else None,
+        asked=asked,
         hides_reasoning=chat.options.hides_reasoning,
     )
 

@@ -130,10 +130,14 @@ async def run(
         for i in range(job.choices)
     )
     usages = [choice.outcome.usage for choice in choices]
+    # The choices of one prompt share it.
+    prompts = usages[:: job.n]
+    prompt_tokens = sum(u.prompt_tokens for u in prompts)
+    cached_tokens = sum(u.cached_tokens for u in prompts)
     spent = ReplyUsage(
-        prompt_tokens=sum(u.prompt_tokens for u in usages[:: job.n]),
+        prompt_tokens=prompt_tokens,
         completion_tokens=sum(u.completion_tokens for u in usages),
-        cached_tokens=sum(u.cached_tokens for u in usages[:: job.n]),
+        cached_tokens=cached_tokens,
         accepted_draft_tokens=sum(u.accepted_draft_tokens for u in usages),
         rejected_draft_tokens=sum(u.rejected_draft_tokens for u in usages),
         cache_miss=usages[0].cache_miss,
@@ -206,7 +210,7 @@ def _constraint(answer: AnswerPlan) -> Constraint | None:
     if reasoning is not None and reply.thinking:
         lead = _AFTER_REASONING + answer.prefix
         return Constraint(answer.grammar, lead=lead, reasoning=reasoning)
-    return Constraint(answer.grammar, answer.begun)
+    return Constraint(answer.grammar, beginning=answer.begun)
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:

@@ -48,6 +48,18 @@ class _FetchBudget:
     n_bytes: int = MOST_REQUEST_BYTES
 
 
+def _image_bytes(cached: tuple[bytes, float]) -> int:
+    return len(cached[0])
+
+
+def _no_images() -> RecentlyUsed[str, tuple[bytes, float]]:
+    return RecentlyUsed(_CACHED_IMAGES, _CACHE_BYTES, _image_bytes)
+
+
+def _fetching_slots() -> asyncio.Semaphore:
+    return asyncio.Semaphore(_MAX_PARALLEL)
+
+
 @dataclass
 class ImageFetcher:
     """Fetches from `hosts` (name, port), by https alone. `whole_s`: the longest that one image may
@@ -57,12 +69,8 @@ class ImageFetcher:
     whole_s: float = _WHOLE_S
     most_images: int = MOST_IMAGES
     # Images by their addresses, and until when each may be used again.
-    _cache: RecentlyUsed[str, tuple[bytes, float]] = field(
-        default_factory=lambda: RecentlyUsed(
-            _CACHED_IMAGES, _CACHE_BYTES, lambda cached: len(cached[0])
-        )
-    )
-    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
+    _cache: RecentlyUsed[str, tuple[bytes, float]] = field(default_factory=_no_images)
+    _slots: asyncio.Semaphore = field(default_factory=_fetching_slots)
 
     async def fetched(self, messages: Messages) -> Messages:
         """`messages` with their images fetched, or with the reason why not."""
@@ -124,8 +132,8 @@ class ImageFetcher:
                 url = url.join(there)
                 if not self._allowed(url):
                     raise RequestError(
-                        "the image's host sends to another one that was not named, which is not "
-                        "followed"
+                        "the image's host sends to another one that was not named, "
+                        "which is not followed"
                     )
         raise RequestError(f"the image's host sends on and on; {_MAX_REDIRECTS} times are followed")
 

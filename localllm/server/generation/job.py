@@ -153,12 +153,16 @@ class PrefillProgress:
         return "loading"
 
 
+def _call_id() -> str:
+    return new_id("call_")
+
+
 @dataclass
 class CollectedCall:
     """One tool call; `arguments` is JSON text."""
 
     name: str
-    id: str = field(default_factory=lambda: new_id("call_"))
+    id: str = field(default_factory=_call_id)
     pieces: list[str] = field(default_factory=list)
 
     @property

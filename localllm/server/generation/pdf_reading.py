@@ -24,14 +24,20 @@ _CACHE_BYTES = 64 * 2**20
 _CACHED_PDFS = 4096
 
 
+def _empty_cache() -> RecentlyUsed[tuple[bytes, bool], Pdf]:
+    return RecentlyUsed(_CACHED_PDFS, _CACHE_BYTES, _size)
+
+
+def _free_slots() -> asyncio.Semaphore:
+    return asyncio.Semaphore(_MAX_PARALLEL)
+
+
 @dataclass
 class PdfReader:
     """Reads PDFs in child processes, with a cache."""
 
-    _cache: RecentlyUsed[tuple[bytes, bool], Pdf] = field(
-        default_factory=lambda: RecentlyUsed(_CACHED_PDFS, _CACHE_BYTES, _size)
-    )
-    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
+    _cache: RecentlyUsed[tuple[bytes, bool], Pdf] = field(default_factory=_empty_cache)
+    _slots: asyncio.Semaphore = field(default_factory=_free_slots)
 
     async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:
         """`chat` with its PDFs as text, or as images of pages without text if the model has vision.

@@ -123,9 +123,8 @@ def _build(
     style = _style(template)
     if tools and template.knows_tools and tool_formats.has_unknown_notation(template.source):
         raise UnsupportedError(
-            "this model's chat template asks for tool calls in a notation that can't be read "
-            "here: they would come as "
-            "plain text",
+            "this model's chat template asks for tool calls in a notation that can't be read here: "
+            "they would come as plain text",
             hint="send tool_choice none, or use another model for tools",
             param="tools",
         )
@@ -177,10 +176,11 @@ def _rendered(
     if not template.knows_tools:
         # The template would ignore the tools, and refuse or garble the `tool` role.
         messages = with_instruction(messages, shown)
-    render = template.render_continued if continues else template.render
-    return render(messages, tools=shown or None, **kwargs), messages[-1][
-        "content"
-    ] if continues else ""
+    tools_shown = shown or None
+    if continues:
+        text = template.render_continued(messages, tools=tools_shown, **kwargs)
+        return text, messages[-1]["content"]
+    return template.render(messages, tools=tools_shown, **kwargs), ""
 
 
 def _marked_message(message: Mapping[str, Any], controls: ControlTexts) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     outside = GrammarTrigger("", json_calls(tools, _before_channel), "<|call|>")
     # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
     # Elsewhere these words are text.
-    first = GrammarTrigger("", json_calls(tools, _in_or_before_channel), "<|call|>", behind=r"\A")
+    first = GrammarTrigger(
+        "", json_calls(tools, _in_or_before_channel), "<|call|>", preceded_by=r"\A"
+    )
     return {commentary: inside, analysis: inside, start: outside, _FIRST: first}
 
 

@@ -60,7 +60,7 @@ def _calls(tools: NamedSchemas) -> Grammar:
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """The calls of a message. The header of its first one is not the model's to write."""
-    trigger = GrammarTrigger(_LINE, _calls(tools), again=True, behind=_TO_A_FUNCTION)
+    trigger = GrammarTrigger(_LINE, _calls(tools), again=True, preceded_by=_TO_A_FUNCTION)
     return {_OPEN: trigger}
 
 
