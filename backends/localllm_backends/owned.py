@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError, SequenceId
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    Chunk,
+    ImagePart,
+    NoCellsError,
+    SequenceId,
+)
 from localllm_backends.following import FollowingHeads
 
 Owned = TypeVar("Owned", bound="OwnedBackend")
@@ -31,6 +38,16 @@ def owner_only(
         return operation(self, *args, **kwargs)
 
     return checked
+
+
+def image_of(chunks: Sequence[Chunk]) -> ImagePart | None:
+    """Return the image that a step of `chunks` reads; None if it reads none. Raises BackendFailure
+    if there is anything else in the step."""
+    if all(chunk.image is None for chunk in chunks):
+        return None
+    if len(chunks) != 1:
+        raise BackendFailure("an image goes into a step of its own")
+    return chunks[0].image
 
 
 class OwnedBackend(Backend):

@@ -30,6 +30,11 @@ class LoraAdapter:
     n_bytes: int = 0
 
 
+# Rows of logits of a step, unless a spec names their number.
+_OUTPUTS_PER_SEQUENCE = 16
+_MAX_OUTPUTS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
     """What to load and how much memory to give it; 0 and None mean "the backend's own default".
@@ -74,6 +79,11 @@ class LoadSpec:
     @property
     def n_gpu_layers(self) -> int:
         return self.placement.gpu_layers
+
+    def outputs_of(self, n_batch: int) -> int:
+        """Return how many rows of logits a step of `n_batch` tokens may ask for."""
+        usual = min(_MAX_OUTPUTS, self.n_seq_max * _OUTPUTS_PER_SEQUENCE)
+        return min(n_batch, self.n_outputs or usual)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:

@@ -34,7 +34,6 @@ from localllm_backends.llamacpp.batch import (
     Rows,
 )
 from localllm_backends.llamacpp.cells import CellLedger
-from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.devices import has_gpu
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.huge_weights import HugeWeights
@@ -478,5 +477,5 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             n_ctx=self._ledger.capacity,
             n_seq_max=len(self._idle),
             n_batch=n_batch,
-            n_outputs=outputs_reserved(self._spec, n_batch),
+            n_outputs=self._spec.outputs_of(n_batch),
         )

@@ -111,16 +111,7 @@ def mapped_at(path: Path) -> list[tuple[int, int]]:
 _MICRO_BATCH = 512
 _GPU_STEP = 2048
 _DEFAULT_CTX = 8192
-_OUTPUTS_PER_SEQUENCE = 16
-_MAX_OUTPUTS = 64
 _DRAFT_CELLS = 48
-
-
-def outputs_reserved(spec: LoadSpec, n_batch: int) -> int:
-    """Rows of logits a step may ask for. llama.cpp aborts the process beyond what was reserved, and
-    every row costs n_vocab × 4 bytes, so the number is set once here and held by `step`."""
-    usual = min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
-    return min(n_batch, spec.n_outputs or usual)
 
 
 def served_context(model: Any, spec: LoadSpec) -> int:
@@ -168,8 +159,9 @@ def new_context(
     n_step = n_batch
     if at_node is None and beside is None and _steps_are_divisible(model, spec):
         n_step = max(n_batch, _GPU_STEP)
-    # llama.cpp aborts the process where there is less than one row for each sequence.
-    n_outputs = max(outputs_reserved(spec, n_batch), n_seq_max)
+    # llama.cpp aborts the process if a step asks for more rows of logits than are reserved here
+    # (each costs n_vocab × 4 bytes), or if there is less than one for each sequence.
+    n_outputs = max(spec.outputs_of(n_batch), n_seq_max)
     kind = llama.LLAMA_CONTEXT_TYPE_DEFAULT
     if mtp:
         n_heads = max(1, int(llama.llama_model_n_layer_nextn(model)))

@@ -37,7 +37,7 @@ from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import bindings, bindings_version, log, purpose_bytes
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file
-from localllm_backends.owned import owner_only
+from localllm_backends.owned import image_of, owner_only
 
 _TEXT = 0
 _IMAGE = 1
@@ -207,12 +207,10 @@ class LlamaCppVisionBackend(LlamaCppBackend):
     @owner_only
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks, or over one of an image."""
-        if all(chunk.image is None for chunk in chunks):
+        image = image_of(chunks)
+        if image is None:
             return super().step(chunks)
-        chunk = chunks[0]
-        image = chunk.image
-        if len(chunks) != 1 or image is None:
-            raise BackendFailure("an image goes into a step of its own")
+        [chunk] = chunks
         n = len(chunk.tokens)
         outputs = min(chunk.outputs, n)
         self._check_step(n, outputs)

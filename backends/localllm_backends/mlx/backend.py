@@ -39,8 +39,6 @@ from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 from localllm_backends.owned import OwnedBackend, owner_only
 
-_OUTPUTS_PER_SEQUENCE = 16
-_MAX_OUTPUTS = 64
 # Tokens that a recurrent model with draft heads can take back where nobody said how many: few
 # drafts get further.
 _DRAFT_REWIND = 3
@@ -420,8 +418,6 @@ def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
     if loaded.heads is not None:
         # What is stored with the heads' KV is of no use without them.
         mark += "-mtp"
-    usual_outputs = min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
-    n_outputs = min(n_batch, spec.n_outputs or usual_outputs)
     kv_type = loaded.shapes.kv_type
     # The libraries that compute exported KV and lay it out.
     kv_meaning = f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
@@ -448,7 +444,7 @@ def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
         n_ctx_train=loaded.n_ctx_train,
         n_seq_max=max(1, spec.n_seq_max),
         n_batch=n_batch,
-        n_outputs=n_outputs,
+        n_outputs=spec.outputs_of(n_batch),
         n_params=loaded.n_params,
         weights_bytes=loaded.weights_bytes,
         kv_type_k=kv_type,

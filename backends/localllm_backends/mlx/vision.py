@@ -48,7 +48,7 @@ from localllm_backends.mlx.towers import (
     seen_ahead,
     why_not,
 )
-from localllm_backends.owned import owner_only
+from localllm_backends.owned import image_of, owner_only
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Prompts are laid out anew in every turn: so many images are known by their hash.
@@ -274,12 +274,10 @@ class MlxVisionBackend(MlxBackend):
     @owner_only
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
         """One sweep over all chunks, or over one of an image."""
-        if all(chunk.image is None for chunk in chunks):
+        image = image_of(chunks)
+        if image is None:
             return super().step(chunks)
-        chunk = chunks[0]
-        image = chunk.image
-        if len(chunks) != 1 or image is None:
-            raise BackendFailure("an image goes into a step of its own")
+        [chunk] = chunks
         n = len(chunk.tokens)
         line = self._line(chunk.sequence)
         run = image.run
