@@ -67,21 +67,21 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
     heads = model.n_heads * model.head_dim
     width = 3 * model.intermediate_size + 3 * hidden + heads
     if model.experts is not None:
-        x = model.experts
-        rows = x.n_active * hidden
-        narrow = x.n_active * x.intermediate
-        shared = 2 * hidden if x.n_shared else 0
-        width = max(width, 3 * narrow + 3 * hidden + heads, 2 * narrow + 2 * rows + shared)
+        routed = model.experts.n_active * hidden
+        narrow = model.experts.n_active * model.experts.intermediate
+        gathered = 2 * narrow + 2 * routed
+        if model.experts.n_shared:
+            gathered += 2 * hidden
+        width = max(width, 3 * narrow + 3 * hidden + heads, gathered)
     # Hyper-connections hold that many streams of hidden states in place of the two that are
     # counted.
     width += max(0, model.residual_streams - 2) * hidden
     cells = _attention_mask_cells(model, settings)
     step = (F32 * width + F16 * cells) * n_batch
     # While logits are made, the micro-batch's last hidden states are still held.
-    output = F32 * (
-        (model.vocab_size + 2 * hidden) * min(settings.n_outputs, n_batch) + 2 * hidden * n_batch
-    )
-    return max(step, output)
+    rows = min(settings.n_outputs, n_batch)
+    output = (model.vocab_size + 2 * hidden) * rows + 2 * hidden * n_batch
+    return max(step, F32 * output)
 
 
 def output_bytes(model: Model, n_rows: int) -> int:
@@ -392,16 +392,11 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     unbounded = [layer for layer in attention if not layer.mixer.is_bounded] or attention
     heads = replace(model, layers=tuple(unbounded[-1:]) * model.mtp_layers)
     outputs = settings.slots * model.mtp_layers
-    own = replace(
-        settings, n_ctx=settings.n_ctx + _HEADS_DRAFT_CELLS * settings.slots, n_outputs=outputs
-    )
-    return (
-        variant.mtp_bytes
-        + kv_bytes(heads, own)
-        + compute_bytes(heads, own)
-        + output_bytes(model, outputs)
-        + F32 * model.hidden_size * (settings.n_batch + outputs)
-    )
+    n_ctx = settings.n_ctx + _HEADS_DRAFT_CELLS * settings.slots
+    own = replace(settings, n_ctx=n_ctx, n_outputs=outputs)
+    context = kv_bytes(heads, own) + compute_bytes(heads, own)
+    hidden = F32 * model.hidden_size * (settings.n_batch + outputs)
+    return variant.mtp_bytes + context + output_bytes(model, outputs) + hidden
 
 
 def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSettings) -> int:
@@ -409,11 +404,10 @@ def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSett
     logits for what it reads at once (made and handed out), and the rows of the model's layers that
     it reads."""
     cells = settings.n_ctx + (_HEADS_DRAFT_CELLS + companion.block) * settings.slots
-    rows = F32 * (
-        2 * _COMPANION_BATCH * model.vocab_size
-        + 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
-    )
-    return companion.file_bytes + F16 * companion.kv_elements * cells + rows
+    logits = 2 * _COMPANION_BATCH * model.vocab_size
+    hidden = 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
+    kv = F16 * companion.kv_elements * cells
+    return companion.file_bytes + kv + F32 * (logits + hidden)
 
 
 def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...] = ()) -> int:
