@@ -59,6 +59,12 @@ class GgufLayer:
         """Heads whose keys and values are cached; 0 if the layer has no attention."""
         return self.facts.kv_heads[self.index]
 
+    @property
+    def v_is_k(self) -> bool:
+        """True if the layer has no projection of its own for values."""
+        block = self.block
+        return bool(block.tensors) and not (block.has("attn_v") or block.has("attn_qkv"))
+
 
 def blocks(header: GgufHeader, n_layers: int) -> list[BlockTensors]:
     """The blocks of the first `n_layers` layers; an empty one if the file has no tensors of it."""

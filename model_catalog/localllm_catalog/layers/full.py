@@ -102,18 +102,21 @@ class Full(Mixer):
         return keys + widths.hidden * self.n_kv_heads * self.head_dim_v
 
     def describe(self, cells: int, n_sequences: int) -> str:
-        heads = f"{self.n_kv_heads} heads × ({self.head_dim_k} + {self.head_dim_v})"
-        return f"full, {heads}, {cells:,} cells"
+        return f"full, {self.heads_in_words}, {cells:,} cells"
+
+    @property
+    def heads_in_words(self) -> str:
+        """Its cached heads and their widths."""
+        return f"{self.n_kv_heads} heads × ({self.head_dim_k} + {self.head_dim_v})"
 
     @classmethod
     def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
-        block = layer.block
         return cls(
             n_kv_heads=layer.n_kv_heads,
             head_dim_k=layer.facts.head_dim_k,
             head_dim_v=layer.facts.head_dim_v,
             n_heads=layer.n_heads,
-            v_is_k=bool(block.tensors) and not (block.has("attn_v") or block.has("attn_qkv")),
+            v_is_k=layer.v_is_k,
         )
 
     @classmethod

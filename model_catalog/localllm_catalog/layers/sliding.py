@@ -91,8 +91,7 @@ class Sliding(Full):
         return min(depth, self.window + beside)
 
     def describe(self, cells: int, n_sequences: int) -> str:
-        heads = f"{self.n_kv_heads} heads × ({self.head_dim_k} + {self.head_dim_v})"
-        return f"sliding {self.window:,}, {heads}, {cells:,} cells"
+        return f"sliding {self.window:,}, {self.heads_in_words}, {cells:,} cells"
 
     @classmethod
     def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
@@ -100,13 +99,12 @@ class Sliding(Full):
         window = _window(facts)
         if not window or not _is_sliding(facts, layer.index):
             return None
-        block = layer.block
         return cls(
             n_kv_heads=layer.n_kv_heads,
             head_dim_k=facts.number("attention.key_length_swa", facts.head_dim_k),
             head_dim_v=facts.number("attention.value_length_swa", facts.head_dim_v),
             n_heads=layer.n_heads,
-            v_is_k=bool(block.tensors) and not (block.has("attn_v") or block.has("attn_qkv")),
+            v_is_k=layer.v_is_k,
             window=window,
         )
 
