@@ -25,15 +25,16 @@ from localllm.server.http.streaming import Outbox
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How items of one kind are written: how an id begins, the `field` that is written, the name of
-    the events about that field, and the fields that its last event has; the fields of an item that
-    begins. Some kinds have a part, with its events and its type."""
+    """How items of one kind are written. `id_head`: how an id begins. `field`: the field that is
+    written; `event`: the name of the events about it; `done`: the fields that its last event has.
+    `defaults`: the fields of an item that begins. Some kinds have a part, with its own events and
+    type."""
 
     id_head: str
     field: str
     event: str
     done: tuple[str, ...]
-    begun: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     part_event: str = ""
     part_type: str = ""
 
@@ -89,7 +90,7 @@ _ECHOED = (
 )  # fmt: skip
 
 
-def _begun(fields: ResponsesFields, model: str, used: Generation) -> dict[str, Any]:
+def _new_body(fields: ResponsesFields, model: str, used: Generation) -> dict[str, Any]:
     """The response object as it begins."""
     body: dict[str, Any] = {
         "id": new_id("resp_"),
@@ -144,7 +145,7 @@ class ResponseEvents(ReplyWriter):
         self._open: dict[str, Any] | None = None
         self._kind = _MESSAGE  # of the open item
         self._thought = _SUMMARY if fields.summarises() else _REASONING
-        self.body = _begun(fields, model, used)
+        self.body = _new_body(fields, model, used)
 
     def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
         """Write events into `outbox`; returns itself. `compacted`: what compaction left out."""
@@ -251,7 +252,7 @@ class ResponseEvents(ReplyWriter):
         self._logprobs: list[dict[str, Any]] = []
         item_id = new_id(kind.id_head)
         index = len(self.body["output"])
-        item = {"type": item_type, "id": item_id, **kind.begun, **fields}
+        item = {"type": item_type, "id": item_id, **kind.defaults, **fields}
         self._open = {**item, "status": "in_progress"}
         self._event("response.output_item.added", {"output_index": index, "item": self._open})
         self._place = {"item_id": item_id, "output_index": index}

@@ -49,20 +49,20 @@ def typed(item: Mapping[str, Any]) -> dict[str, Any]:
     """A sent item as it is stored and shown: with the fields that OpenAI's types of stored items
     require, and that a client may leave out."""
     kind = item.get("type") or "message"
-    whole: dict[str, Any] = {"id": new_id(_ID_HEADS.get(kind, "item") + "_")}
+    stored_item: dict[str, Any] = {"id": new_id(_ID_HEADS.get(kind, "item") + "_")}
     if kind == "reasoning":
-        whole["summary"] = []
+        stored_item["summary"] = []
     else:
-        whole["status"] = "completed"
-    whole |= {name: value for name, value in item.items() if value is not None}
-    whole["type"] = kind
+        stored_item["status"] = "completed"
+    stored_item |= {name: value for name, value in item.items() if value is not None}
+    stored_item["type"] = kind
     if kind == "message":
         content = item.get("content") or ""
         if not isinstance(content, list):
             by_model = item.get("role") == "assistant"
             content = [{"type": "output_text" if by_model else "input_text", "text": content}]
-        whole["content"] = [_typed_part(part) for part in content]
-    return whole
+        stored_item["content"] = [_typed_part(part) for part in content]
+    return stored_item
 
 
 def _typed_part(part: Any) -> Any:
