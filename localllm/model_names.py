@@ -42,7 +42,7 @@ Rules = Mapping[Rule, Callable[[str], Sequence[Model]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Match(Generic[Model]):
+class NameMatch(Generic[Model]):
     """The models that a name leads to, the best one first, and the rule that found them."""
 
     models: Sequence[Model] = ()
@@ -53,15 +53,15 @@ class Match(Generic[Model]):
         return self.models[0] if self.models else None
 
 
-def find(typed: str, rules: Rules[Model]) -> Match[Model]:
+def find(typed: str, rules: Rules[Model]) -> NameMatch[Model]:
     """Return the models that `typed` names by the first rule, in the order of `Rule`, that finds
-    any; an empty Match if none does."""
+    any; an empty NameMatch if none does."""
     typed = typed.strip()
     for rule in sorted(rules):
         models = rules[rule](typed)
         if models:
-            return Match(models, rule)
-    return Match()
+            return NameMatch(models, rule)
+    return NameMatch()
 
 
 def without_tag(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localllm.model_names import Match, NameTable, Rule, find, without_tag
+from localllm.model_names import NameMatch, NameTable, Rule, find, without_tag
 
 
 def test_the_first_rule_that_finds_a_model_decides() -> None:
@@ -26,7 +26,7 @@ def test_the_first_rule_that_finds_a_model_decides() -> None:
     assert (match.models, match.rule) == (["name by catalog", "name by another"], Rule.CATALOG)
     assert match.first == "name by catalog"
     assert tried == [Rule.SERVED, Rule.CATALOG]
-    assert find("name", {Rule.SERVED: finding(Rule.SERVED)}) == Match()
+    assert find("name", {Rule.SERVED: finding(Rule.SERVED)}) == NameMatch()
 
 
 def test_every_rule_has_its_place() -> None:

@@ -18,7 +18,7 @@ from localllm.library.catalog import read_header
 from localllm.library.installed_names import InstalledNames
 from localllm.library.types import LocalModel
 from localllm.memory.system import SystemMemory
-from localllm.model_names import Match, Rule
+from localllm.model_names import NameMatch, Rule
 from localllm_catalog.names import Format
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
     return kept[:1] or [*match.models]
 
 
-def _match(ref: str, installed: InstalledNames) -> Match[LocalModel]:
+def _match(ref: str, installed: InstalledNames) -> NameMatch[LocalModel]:
     names.check_said(ref)
     match = model_names.find(ref, {Rule.PATH: _at_path, **installed.rules})
     if not match.models:

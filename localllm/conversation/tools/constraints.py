@@ -93,8 +93,8 @@ def _marked_call(
     return f"call_: {head} {body}\n{rules}"
 
 
-def _text_or_nothing(said: str) -> str:
-    return text(said) if said else ""
+def _text_or_nothing(lead: str) -> str:
+    return text(lead) if lead else ""
 
 
 def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, Grammar]:

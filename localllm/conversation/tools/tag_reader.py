@@ -108,18 +108,18 @@ def _arguments(
 
 
 def _argument(
-    opening: re.Match[str], said: str, function: str, tools: Sequence[Tool], tags: TagPatterns
+    opening: re.Match[str], text: str, function: str, tools: Sequence[Tool], tags: TagPatterns
 ) -> Any:
-    """The value of one parameter, whose text is `said`."""
+    """The value of one parameter, as the `text` that the model wrote."""
     if tags.quoted is not None:
-        quoted = tags.quoted.match(said)
+        quoted = tags.quoted.match(text)
         if quoted is not None:
             return quoted[1]
     if tags.is_json is not None:
-        return json.loads(said) if tags.is_json(opening) else said
-    if tags.wrapped and said[:1] == "\n":  # by the template's own newlines
-        said = said[1:].removesuffix("\n")
-    return typed(said, opening[1], function, tools)
+        return json.loads(text) if tags.is_json(opening) else text
+    if tags.wrapped and text[:1] == "\n":  # by the template's own newlines
+        text = text[1:].removesuffix("\n")
+    return typed(text, opening[1], function, tools)
 
 
 def is_open(block: str, tags: TagPatterns) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from localllm.engine.worker.client import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
-from localllm.model_names import Match, NameTable, Rule, find, without_tag
+from localllm.model_names import NameMatch, NameTable, Rule, find, without_tag
 from localllm.server.models.served import InstalledModels
 from localllm.server.models.served import ServedModel as ServedModel
 from localllm.server.models.worker import ModelAdmission, ModelWorker
@@ -146,7 +146,7 @@ class ModelRouter:
             model.worker.describe()
         return model
 
-    def _match(self, name: str) -> Match[ServedModel]:
+    def _match(self, name: str) -> NameMatch[ServedModel]:
         rules: dict[Rule, Callable[[str], Sequence[ServedModel]]] = {
             Rule.SERVED: self.named_here,
             Rule.PATTERN: self._by_pattern,
