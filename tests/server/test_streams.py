@@ -329,7 +329,7 @@ def test_an_answer_with_reasoning_and_calls_is_one_request(
     reply = http.post("/v1/chat/completions", json=body).json()
     message = reply["choices"][0]["message"]
     assert message["reasoning_content"] == "I could <tool_call>"
-    assert message["content"] == "Let me see."
+    assert message["content"] == "Let me see.Done."
     made = [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
     assert made == [{"q": 1}, {"q": 2}]
     (request,) = thinker.requests
