@@ -57,7 +57,7 @@ def load() -> dict[str, Table]:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PartFacts:
     """Facts about parts (parts.toml): generations by a pattern of the name, nominal FP16 TFLOP/s of
     a compute unit and GHz by generation, GHz of boards by a pattern of the name, watts of boards by
     `part`."""
@@ -70,9 +70,9 @@ class Parts:
 
 
 @cache
-def parts() -> Parts:
+def part_facts() -> PartFacts:
     """The shipped figures. Package data: read once per process."""
-    return Parts(**tomllib.loads(_PARTS_FILE.read_text(encoding="utf-8")))
+    return PartFacts(**tomllib.loads(_PARTS_FILE.read_text(encoding="utf-8")))
 
 
 @lru_cache(maxsize=4096)
@@ -103,7 +103,7 @@ def generation(name: str) -> tuple[str, str, str]:
         if tier is None or chip.startswith("a"):
             tier = "base"
         return "apple", chip, tier
-    for pattern, vendor, name_of in parts().generations:
+    for pattern, vendor, name_of in part_facts().generations:
         if re.search(pattern, lower):
             return vendor, name_of, ""
     return "", "", ""
@@ -232,11 +232,11 @@ def clock_ghz(name: str) -> float:
     """GHz of a part's GPU; `REFERENCE_GHZ` where nothing is known."""
     vendor, kind, _ = generation(name)
     if vendor == "apple":
-        return parts().tflops_per_unit.get(kind, 0.0) / 0.256 or REFERENCE_GHZ
-    for pattern, ghz in parts().board_clock_ghz.items():
+        return part_facts().tflops_per_unit.get(kind, 0.0) / 0.256 or REFERENCE_GHZ
+    for pattern, ghz in part_facts().board_clock_ghz.items():
         if re.search(pattern, name.lower()):
             return ghz
-    return parts().clock_ghz.get(kind, REFERENCE_GHZ)
+    return part_facts().clock_ghz.get(kind, REFERENCE_GHZ)
 
 
 def lane_tflops(name: str, units: float) -> float:
@@ -251,7 +251,7 @@ def part_tflops(
     """(dense FP16 TFLOP/s, basis) of a part from its units, else its datasheet figure, else a guess
     of 10."""
     _, kind, _ = generation(name)
-    per_unit = parts().tflops_per_unit.get(kind)
+    per_unit = part_facts().tflops_per_unit.get(kind)
     if engine:
         per_unit = facts(hardware_keys(name, engine)).tflops_per_unit or per_unit
     if per_unit and units:
@@ -272,7 +272,7 @@ _REFERENCE_W_PER_UNIT = 3.5
 def share(part: str, units: float) -> float:
     """The share of the nominal rate of `units` of a part that its power lets them hold; 1.0 if its
     power is not known."""
-    watts = parts().board_watts.get(part, 0)
+    watts = part_facts().board_watts.get(part, 0)
     if not watts or not units:
         return 1.0
     return math.pow(watts / units / _REFERENCE_W_PER_UNIT, _EXPONENT)
