@@ -18,7 +18,7 @@ VERBS = set(
         accept add allow answer apply ask avoid bind bound build cache call cancel change check
         choose clear close collect compare compile compute connect convert copy correct count
         cut decide declare decode define delete describe detect document draft draw drop encode end evict
-        exclude explain export extend fetch find fix follow forget give group handle hide hold ignore
+        exclude expect explain export extend fetch find fix follow forget give group handle hide hold ignore
         import include inline install join keep learn let limit list load log lower make map
         mark match measure merge move name open order parse pass pin place plan prefer prefill
         prepare print protect put quote raise rank read record reduce refuse reject release rely
