@@ -85,7 +85,7 @@ def read(answer: Mapping[str, Any]) -> GgmlBuild:
     return GgmlBuild(str(answer["version"]), str(answer["folder"]), found, features)
 
 
-def _device(device: Mapping[str, Any], said: list[str]) -> GgmlDevice:
+def _device(device: Mapping[str, Any], log: list[str]) -> GgmlDevice:
     name = str(device["name"])
     largest = device["largest_buffer_bytes"]
     details = tuple(str(detail) for detail in device.get("details", ()))
@@ -100,7 +100,7 @@ def _device(device: Mapping[str, Any], said: list[str]) -> GgmlDevice:
         largest_buffer_bytes=int(largest) if largest is not None else None,
         id=str(device["id"] or ""),
         capabilities=capabilities,
-        details=details or _details(name, said),
+        details=details or _details(name, log),
     )
 
 

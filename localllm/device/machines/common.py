@@ -65,13 +65,15 @@ def card_of(
     )
 
 
-def _card_bandwidth(name: str, row: DeviceRow, told: Figure | None) -> tuple[Figure, list[Finding]]:
+def _card_bandwidth(
+    name: str, row: DeviceRow, derived: Figure | None
+) -> tuple[Figure, list[Finding]]:
     """The table's bandwidth, unless the card's clock and width come to another by a tenth."""
     listed = row.bandwidth()
-    if told is None or abs(told.value - listed.value) <= 0.1 * listed.value:
+    if derived is None or abs(derived.value - listed.value) <= 0.1 * listed.value:
         return listed, []
-    figures = f"the table says {listed.value:g} GB/s, its clocks say {told.value:g}"
-    return told, [Finding("warning", f"{name}: {figures}; took its clocks")]
+    figures = f"the table says {listed.value:g} GB/s, its clocks say {derived.value:g}"
+    return derived, [Finding("warning", f"{name}: {figures}; took its clocks")]
 
 
 # Programs read 60 to 90 % of what memory modules are made for; less than half means that one of the

@@ -88,9 +88,9 @@ def physical_memory(text: str, channels: int = 0) -> Ram | None:
         place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}"
         speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
         bits = stick.get("DataWidth") or 64
-        sticks.append(Stick(place, _whole(speed), _whole(bits)))
+        sticks.append(Stick(place, _number_or_0(speed), _number_or_0(bits)))
     return ram_of(sticks, channels)
 
 
-def _whole(value: object) -> int:
+def _number_or_0(value: object) -> int:
     return value if isinstance(value, int) else 0
