@@ -211,25 +211,9 @@ class FewChooser:
         if self._changed:
             # Others may have come to stand among the first of those that were lowered.
             good &= ranked[rows, last] > -np.inf
-        far = ranked[:, :width].astype(np.float64)
-        far = far - far[:, :1]
-        weights = np.exp(far)
-        tempered = weights
-        if not self._all_at_one:
-            tempered = np.exp(far / self._temperature)
-        if last.min() < width - 1:
-            limited = np.arange(width) <= last[:, None]
-            weights = weights * limited
-            tempered = tempered * limited
+        weights, tempered = self._weights(ranked[:, :width], last)
         if self._any_filtered:
-            # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the
-            # best.
-            summed = np.add.accumulate(weights, axis=1)
-            all_weigh = summed[:, -1:]
-            if totals is not None:
-                all_weigh = np.where(totals > 0, totals, all_weigh)
-            kept = weights >= self._min_p
-            kept[:, 1:] &= summed[:, :-1] < self._top_p * all_weigh
+            kept = self._kept(weights, totals)
             if totals is not None:
                 # If the filters keep the last of the few, they may keep others too.
                 cut = (totals > 0) & self._filtered
@@ -256,3 +240,34 @@ class FewChooser:
                 n_greater = np.count_nonzero(ranked[i] > drawn[i])
                 tokens[i] = equals[rank[i] - n_greater]
         return tokens, good & (drawn > ranked[:, -1])
+
+    def _weights(
+        self, ranked: Rows, last: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return what the ranked tokens weigh at temperature 1 and at the wanted one, up to the
+        `last` of each row."""
+        far = ranked.astype(np.float64)
+        far = far - far[:, :1]
+        weights = np.exp(far)
+        tempered = weights
+        if not self._all_at_one:
+            tempered = np.exp(far / self._temperature)
+        width = ranked.shape[1]
+        if last.min() < width - 1:
+            limited = np.arange(width) <= last[:, None]
+            weights = weights * limited
+            tempered = tempered * limited
+        return weights, tempered
+
+    def _kept(
+        self, weights: NDArray[np.float64], totals: NDArray[np.float64] | None
+    ) -> NDArray[np.bool_]:
+        """Return which of the ranked tokens the filters keep. As filters.py cuts: the fewest that
+        weigh top_p, of those that weigh min_p of the best."""
+        summed = np.add.accumulate(weights, axis=1)
+        all_weigh = summed[:, -1:]
+        if totals is not None:
+            all_weigh = np.where(totals > 0, totals, all_weigh)
+        kept = weights >= self._min_p
+        kept[:, 1:] &= summed[:, :-1] < self._top_p * all_weigh
+        return kept

@@ -103,21 +103,25 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
-        self.info = self._model_info(path, n_batch)
-        warm = self._warm_up(1)
-        keeps_all = not self._n_swa and not self._recurrent
         # Can its states be had apart (Capabilities.states)?
         self._states = False
+        self.info = self._model_info(path, n_batch)
+        self._find_capabilities(path, n_batch)
+
+    def _find_capabilities(self, path: Path, n_batch: int) -> None:
+        """Warm up, and set what this memory and its device can do."""
+        warm = self._warm_up(1)
+        keeps_all = not self._n_swa and not self._recurrent
         if self._spare is not None and not keeps_all:
             self._states = self._memory.part_states(warm, self._spare)
             if not self._states:
                 self._spare = None
         self.drop(warm)
-        on_device = spec.n_gpu_layers != 0 and has_gpu()
+        on_device = self._spec.n_gpu_layers != 0 and has_gpu()
         # A device may compute from the mapping itself.
         self._mapped = HugeWeights(path, 0 if on_device else None)
         self.capabilities = capabilities(
-            heads,
+            self._heads,
             window_rewind=n_batch if self._n_swa else 0,
             recurrent=self._recurrent,
             n_rewind=self._n_rewind,
