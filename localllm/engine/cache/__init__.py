@@ -1,2 +1,3 @@
-"""The KV cache outside the context: a radix tree over token ids, its blocks in memory and on
-disk."""
+"""The KV cache outside the context: a radix tree over token ids. Its blocks are in memory and on
+disk.
+"""

@@ -1,16 +1,20 @@
 """Prefixes on disk: exported KV that survives a restart, a crash and a change of model.
 
-One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so
-half a file never counts; checksummed, so a corrupt or foreign one is a miss and never a wrong
-answer. A thread of its own writes, in the pauses between requests if there are any, and another
-reads (kv_file.py); the engine never waits for either. What the writer did becomes true for the
-engine when that calls `sync`, so that a block changes on one thread only.
+There is one file per block, named by a hash of its contents' identity. A file is written under a
+temporary name and renamed, so an incomplete file is never used. A file has checksums, so a corrupt
+or foreign one is a miss and never a wrong answer.
 
-The directory is bounded, and smaller where the disk is nearly full. What leaves it is
-cache/eviction.py's; files' time stamps say when the engine's cache last used them.
+A separate thread writes, in the pauses between requests if there are any, and another thread reads
+(kv_file.py). The engine never waits for either of them. It applies the writer's results by calling
+`sync`, so only one thread changes a block.
 
-What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written
-because of that is in memory only; it is written when it leaves that, if the day has bytes again.
+The directory's size is limited, and the limit is lower if the disk is nearly full. The order of
+removal is in cache/eviction.py. The files' time stamps record their last use by the engine's
+cache.
+
+The bytes written per day are limited too, because disks wear out (folder.py). A block that would
+exceed the limit stays in memory only. It is written when it is evicted from memory, if the day's limit
+allows it by then.
 """
 
 from __future__ import annotations
@@ -51,9 +55,9 @@ from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Backend
 
-# What became of a block that was to be written, or of its file.
+# The result of a block's write, or of its file's removal.
 Outcome = Literal["written", "failed", "removed", "held back"]
-# a block on disk that is elsewhere too, and whose it is
+# A block on disk that is also held elsewhere, and its tree.
 Copy: TypeAlias = "tuple[EvictablePool, Block]"
 
 
@@ -63,14 +67,15 @@ def _opened(path: Path) -> Readable:
 
 @dataclass
 class DiskTier:
-    """The directory of one model's prefixes, of `capacity_bytes` together with those of other
-    models (0: nothing is kept on disk).
-    `identity` names all that gives the bytes their meaning: weights, tokenizer, KV types, and what
-    wrote them;
-    `model` is whose they are, for people.
-    `free_bytes` of the disk are left to others;
-    `daily_bytes` may be written in a day, by all models together (0: no limit);
-    `n_readers` threads read a file."""
+    """The directory of one model's prefixes.
+
+    `capacity_bytes`: limit for this and the other models together (0: no files are kept).
+    `identity`: everything that gives the bytes their meaning: weights, tokenizer, KV types, build.
+    `model`: the model's name, for people.
+    `free_bytes`: space on the disk left to others.
+    `daily_bytes`: limit of all models together for the bytes written in a day (0: no limit).
+    `n_readers`: threads that read one file.
+    """
 
     directory: Path = Path()
     identity: str = ""
@@ -82,7 +87,7 @@ class DiskTier:
     written_bytes: int = 0
     read_blocks: int = 0
     bad_blocks: int = 0
-    # Set while nothing is computed: what is written is written then.
+    # Set while no request computes. Queued blocks are written then.
     quiet: threading.Event = field(default_factory=threading.Event)
     _working: threading.Event = field(default_factory=threading.Event)
     _hurry: bool = False
@@ -92,7 +97,7 @@ class DiskTier:
     _outcomes: deque[tuple[Block, Outcome]] = field(default_factory=deque)
     _told: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
-    # As of the last write, less what the engine removed since.
+    # The survey at the last write, without the files that the engine has removed since.
     _seen: Survey = field(default_factory=Survey)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
@@ -100,13 +105,15 @@ class DiskTier:
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
-        # Buffered, so that each read comes whole: a piece that came short would count as damaged.
+        # Buffered, so that each read is complete: a short piece would count as damaged.
         self.open_file: Callable[[Path], Readable] = _opened
         self.reads = ReadAhead(self.load)
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
-        """Enter the directory's blocks into `cache`, and states into `states` (without their data),
-        and start the writer; returns their number."""
+        """Add the directory's blocks to `cache`, its states to `states`, and start the writer.
+
+        The blocks' data is not read. Returns the number of blocks added.
+        """
         if not self.capacity_bytes:
             return 0
         put_label(self.directory, self.model)
@@ -117,7 +124,7 @@ class DiskTier:
             if indexed is not None and indexed[0].state:
                 tree = states
             if indexed is None or tree is None:
-                # A damaged file would keep its name from being written again.
+                # A damaged file would prevent a new file of the same name.
                 path.unlink(missing_ok=True)
                 continue
             entry, n_data, stamp_ns = indexed
@@ -128,11 +135,12 @@ class DiskTier:
             found.append((block, entry.tokens, tree))
         for leftover in self.directory.glob("*.part"):
             leftover.unlink(missing_ok=True)
-        # The oldest first, so that the cache knows their order; of a sequence, what begins first.
+        # Oldest first, so that the cache knows their order. Within a sequence, its beginning comes
+        # first.
         found.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
         entered = sum(tree.insert(tokens, block, block.used_ns) for block, tokens, tree in found)
         self.budget.written_bytes()
-        # Where nothing can be written now it may be later: each try finds out.
+        # If the directory can't be written now, it may be later. Every write tries again.
         self._seen = Survey(most_bytes=self.capacity_bytes)
         with contextlib.suppress(OSError):
             self._seen = self._survey()
@@ -151,17 +159,19 @@ class DiskTier:
         )
 
     def make_block(self, tokens: Tokens, data: bytes, start: int, kind: Kind = "kv") -> Block:
-        """A block for `cache.insert`, which ends where `tokens` do; `write` has it written then."""
+        """A block for `cache.insert` that ends at the end of `tokens`. Call `write` to write it to
+        disk.
+        """
         entry = KvEntry(self.identity, tokens, start, kind == "state")
         return self._block(entry, kind, data, len(data))
 
     def wants(self, block: Block) -> bool:
-        """Is it in memory alone, and worth a try?"""
+        """Is the block only in memory, and is it worth a try to write it?"""
         there = block.written or block.pending or block.failed or block.data is None
         return self.capacity_bytes > 0 and not there and not self.budget.known()[1]
 
     def write(self, block: Block, tokens: Tokens, until_ns: int) -> None:
-        """Have a block written; files that were used after `until_ns` make no room for it."""
+        """Queue a block to be written. Files used after `until_ns` are not removed for it."""
         self._blocks[block.path] = block
         block.pending = True
         with self._lock:
@@ -169,8 +179,11 @@ class DiskTier:
         self._jobs.put((block, tokens.copy(), until_ns, time.monotonic()))
 
     def sync(self, trees: Sequence[PrefixCache]) -> None:
-        """Make true what the writer did since: blocks that are written can be demoted, ones that
-        were removed and are in memory no more are forgotten."""
+        """Apply the writer's results since the last call.
+
+        Written blocks can be demoted. Blocks whose file was removed are forgotten if not in
+        memory.
+        """
         self._told.clear()
         while self._outcomes:
             block, what = self._outcomes.popleft()
@@ -185,11 +198,11 @@ class DiskTier:
                 del self._blocks[block.path]
 
     def wait(self, seconds: float) -> bool:
-        """Wait until something was written, at most so long; False if nothing was."""
+        """Wait at most `seconds` until a block was written. Returns False on a timeout."""
         return bool(self._outcomes) or self._told.wait(seconds)
 
     def snapshot(self) -> dict[str, int]:
-        """Its counters; what others wrote today is as new as our last write."""
+        """Counters. Writes of other processes today are as of our last write."""
         today_bytes, used_up = self.budget.known()
         return {
             "disk_written_bytes": self.written_bytes,
@@ -205,8 +218,11 @@ class DiskTier:
     def load(
         self, block: Block, progress: Progress = lambda _n_bytes, _took_s: None
     ) -> memoryview | None:
-        """The data of a block that is only on disk; the file is checked whole, and removed if it is
-        not right. `progress` is told of each piece."""
+        """Read the data of a block that is only on disk. The file is checked, and removed if it is
+        invalid.
+
+        Calls `progress` for each piece. Returns None if the file is missing or invalid.
+        """
         data = None
         with contextlib.suppress(OSError):
             open_it = partial(self.open_file, block.path)
@@ -222,15 +238,15 @@ class DiskTier:
     # --- when to write ----------------------------------------------------------------------------
 
     def working(self, busy: bool) -> None:
-        """Told by the engine before each step (True) and between requests (False): when to
-        write."""
+        """Tell the writer whether a step begins (True) or no request is running (False)."""
         if busy == self.quiet.is_set():
             (self.quiet.clear if busy else self._working.clear)()
             (self._working.set if busy else self.quiet.set)()
 
     def missing_bytes(self, n_bytes: int, until_ns: int) -> int:
-        """What is missing for `n_bytes` more, as far as is known, where files that were used until
-        `until_ns` make room."""
+        """Bytes missing for `n_bytes` more, as far as is known, if files used until `until_ns` are
+        removed.
+        """
         missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.most_bytes
         for file in self._seen.files:
             if missing <= 0 or file.used_ns > until_ns:
@@ -240,8 +256,11 @@ class DiskTier:
         return missing
 
     def remove_copies(self, copies: Iterable[Copy], missing_bytes: int, until_ns: int) -> bool:
-        """Remove files of `copies`, which are elsewhere too, that were used since; False, removing
-        none, where that is not enough."""
+        """Remove files of `copies`, which are also held elsewhere, that were used after
+        `until_ns`.
+
+        Returns False and removes no file if that would not free `missing_bytes`.
+        """
         removed: dict[Path, Copy] = {}
         for pool, block in copies:
             if missing_bytes > 0 and block.file_time_ns > until_ns:
@@ -259,20 +278,21 @@ class DiskTier:
         return True
 
     def hurry(self, wanted: bool) -> None:
-        """Somebody waits for room in memory: write without waiting for a pause, or take that
-        back."""
+        """Start writing without waiting for a pause, because memory is needed; or cancel that
+        (False).
+        """
         self._hurry = wanted
         if wanted:
             self.quiet.set()
 
     def flush(self) -> None:
-        """Wait until everything queued so far is written."""
+        """Wait until all queued blocks are written."""
         self._finish_writing()
         if self.capacity_bytes:
             self._start()
 
     def close(self) -> None:
-        """Write what is queued, then stop the threads."""
+        """Write the queued blocks, then stop the threads."""
         self.reads.close()
         self._finish_writing()
 
@@ -308,18 +328,18 @@ class DiskTier:
     def _put(self, block: Block, tokens: Tokens, until_ns: int) -> Outcome:
         data = block.data
         if data is None:
-            # It was evicted meanwhile: nobody waits for it.
+            # It was evicted in the meantime, so it is not needed.
             return "failed"
         if block.path.exists():
             return "written"
-        # Others may have written meanwhile.
+        # Other processes may have written in the meantime.
         self.budget.written_bytes()
         if self.budget.known()[1]:
             return "held back"
         try:
             self._write_file(tokens, block, data, until_ns)
         except OSError:
-            # A full or read-only disk costs us the block, nothing more.
+            # A full or read-only disk only loses us this block.
             with contextlib.suppress(OSError):
                 block.path.with_suffix(".part").unlink(missing_ok=True)
             return "failed"
@@ -340,7 +360,7 @@ class DiskTier:
         self, tokens: Tokens, block: Block, data: bytes | memoryview, until_ns: int
     ) -> None:
         entry = KvEntry(self.identity, tokens, block.start, block.kind == "state")
-        # Somebody may have cleared the folder.
+        # Another process may have deleted the folder.
         put_label(self.directory, self.model)
         self._make_room(block, until_ns)
         self.budget.count(self.directory, block.file_bytes)
@@ -348,12 +368,12 @@ class DiskTier:
         self.written_bytes += len(data)
 
     def _rest(self, took_s: float) -> None:
-        """After a piece that took so long: beside steps, whoever computes goes first."""
+        """Rest after a piece that took `took_s`, while steps run: computing has priority."""
         if not self._pressed:
             self.quiet.wait(min(took_s * tunables.WRITE_RESTS, tunables.WRITE_REST_S))
 
     def _stamp(self) -> None:
-        """Let the files' time stamps say when they were last used."""
+        """Set the files' time stamps to their last use."""
         for block in list(self._blocks.values()):
             stamp_ns = block.file_time_ns
             if stamp_ns != block.stamp_ns:
@@ -379,8 +399,9 @@ class DiskTier:
         return Survey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
 
     def _make_room(self, block: Block, until_ns: int) -> None:
-        """Remove files that were used until then until that of `block` fits; OSError where it
-        doesn't."""
+        """Remove files last used by `until_ns` until `block` fits. Raises OSError if it doesn't
+        fit.
+        """
         files, total, most_bytes = self._survey()
         if block.file_bytes > most_bytes:
             raise OSError("larger than the whole tier, or than what the disk has to spare")
@@ -400,7 +421,7 @@ class DiskTier:
 
 
 def tier_of(backend: Backend, wanted: EngineSettings) -> DiskTier:
-    """The tier of this backend's KV, within the bytes that are `wanted`."""
+    """The disk tier for this backend's KV, with the limits in `wanted`."""
     if wanted.disk_dir is None or wanted.disk_bytes <= 0:
         return DiskTier()
     kind, identity = folder_names(backend)

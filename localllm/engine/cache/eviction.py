@@ -1,19 +1,21 @@
-"""What leaves first where room is short: changing how the cache evicts is changing this file.
+"""The eviction order for context, memory and disk. To change how the cache evicts, change this
+file.
 
-context   Finished sequences that are in the cache leave as soon as others run, and before a prompt
-          is read. Where cells are needed the oldest is cut from its end, and its end goes to
-          memory.
-memory    What the context holds too, if its cells are needed; then the blocks unused the longest,
-          whichever tree has them. One with a copy on disk is demoted: it loses its memory, never
-          its place. One without is written, if the disk has room for it, and waited for; else it is
-          evicted. What is locked stays, and nothing is evicted for what was used longer ago, nor
-          within the hour for a sequence that could stay in the context.
-disk      The files unused the longest, of all models, but none for what was used longer ago. What
-          is new is written at once, so that it survives a crash; but a file used within the hour
-          makes way only if its block is in memory or in the context too. So where room is short
-          each place holds what the others don't.
+context   Finished sequences that are in the cache are evicted as soon as others run, and before a
+          prompt is read. If cells are needed, the oldest sequence is truncated, and its end is moved
+          to memory.
+memory    Blocks that the context also holds come first, if cells are needed. Then come the least
+          recently used blocks of all trees. A block with a copy on disk is demoted: it loses its
+          memory and keeps its place in the tree. A block without a copy is written first, if the
+          disk has room, and the eviction waits for that. Otherwise it is evicted. Locked blocks
+          stay. No block is evicted for one that was used longer ago. No block used within the last
+          hour is evicted for a sequence that could stay in the context.
+disk      The least recently used files of all models, but none for a block used longer ago. New
+          blocks are written at once, so that they survive a crash. A file used within the last hour
+          is removed only if its block is also in memory or the context. If room is short, each of
+          the three places therefore holds different data.
 
-Of what was used together, ends of sequences leave before their beginnings (`depth`).
+Among blocks that were used together, ends of sequences are evicted before beginnings (`depth`).
 """
 
 from __future__ import annotations
@@ -30,17 +32,19 @@ from localllm.engine.step_costs import PROMPT_STEP_S
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Capabilities, ModelInfo
 
-# Room for a block: there now, there once what is being written is written, or not to be had.
+# Room for a block: available, available after pending writes, or not available.
 Space = Literal["free", "pending", "full"]
-# what becomes of a block that only memory holds (`CacheBudget._evict`)
+# The fate of a block that only memory holds (`CacheBudget._evict`).
 Unwritten = Literal["saved", "kept", "evicted"]
-# KV of a range of tokens; or the state behind a sequence, which is of use as a whole only.
+# KV of a range of tokens, or the state at the end of a sequence, which is only useful as a whole.
 Kind = Literal["kv", "state"]
 
 
 def depth(start: int, stop: int, kind: Kind) -> int:
-    """Of blocks that were used together the deeper one leaves first: the end of a sequence before
-    its beginning."""
+    """The order of blocks that were used together: the deeper block is evicted first.
+
+    So the end of a sequence is evicted before its beginning.
+    """
     if kind == "kv":
         return start
     return stop
@@ -51,14 +55,18 @@ def depth(start: int, stop: int, kind: Kind) -> int:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`:
-    in memory (`data`), in a file (`path`), or both.
+    """Exported KV of tokens [start, stop) of a sequence, or the state after them.
 
-    `pending`: it waits to be written, or is being written, and can be demoted after that;
-    `written`: it has a file, of `file_bytes`;
-    `failed`: it could not be written, and was not used since.
-    `used_ns`: when it was used, `stamp_ns`: what its file says of that, which is the writer's
-    alone; all else is the engine's thread's."""
+    Its `size_bytes` are in memory (`data`), in a file (`path`), or both.
+
+        `pending`: it is queued or being written, and can be demoted after that.
+        `written`: it has a file of `file_bytes`.
+        `failed`: the write failed, and the block was not used since.
+        `used_ns`: the time of its last use.
+        `stamp_ns`: the time stamp of its file.
+
+    Only the writer's thread changes `stamp_ns`. Only the engine's thread changes the other fields.
+    """
 
     data: bytes | memoryview | None
     start: int
@@ -79,27 +87,30 @@ class Block:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in memory (0 while only elsewhere)."""
+        """Bytes in memory (0 if the block is only on disk)."""
         if self.data is not None:
             return len(self.data)
         return 0
 
     @property
     def file_time_ns(self) -> int:
-        """What its file is to say of when it was used, by which files are ordered: made older by
-        its depth."""
+        """The time stamp for its file: the time of its last use, made older by its depth.
+
+        Files are ordered by this time.
+        """
         return self.used_ns - depth(self.start, self.stop, self.kind) * tunables.FILE_DEPTH_NS
 
     def demote(self) -> bool:
-        """Free the memory and keep the file; False where there is none."""
+        """Free the memory and keep the file. Returns False if there is no file."""
         if not (self.written and self.path.exists()):
             return False
         self.data = None
         return True
 
     def touch(self, at: int) -> None:
-        """It was used at that time, in the budget's uses, and its file is as recent: if it could
-        not be written, it may be now."""
+        """Mark the block as used at `at`, in uses of the budget. A failed write may be tried
+        again.
+        """
         self.failed = self.failed and at <= self.used_ns
         self.used_ns = max(at, self.used_ns)
 
@@ -114,31 +125,34 @@ class Candidate(NamedTuple):
 
 
 class EvictablePool(Protocol):
-    """Blocks that can be asked for their memory: a tree of them."""
+    """Blocks whose memory can be freed: a tree of them."""
 
     held_bytes: int
 
-    def candidates(self) -> Iterable[Candidate]: ...  # those that hold some and are not locked
-    def on_path(self, prefix: Tokens) -> list[Block]: ...  # those that a prefix goes through
-    # the tokens that one ends; None: not known any more
+    def candidates(self) -> Iterable[Candidate]: ...  # those that hold memory and are not locked
+    def on_path(self, prefix: Tokens) -> list[Block]: ...  # those along a prefix
+    # the tokens from 0 to the block's end; None if they are no longer known
     def line(self, block: Block) -> Tokens | None: ...
-    def demote(self, block: Block) -> int: ...  # keep only its copy; returns the bytes freed
+    # frees its memory and keeps the copy; returns the bytes freed
+    def demote(self, block: Block) -> int: ...
     def forget(self, block: Block) -> None: ...  # locked or not
-    def evict(self, block: Block) -> None: ...  # one that is not locked
+    def evict(self, block: Block) -> None: ...  # must not be locked
 
 
 @dataclass(eq=False)
 class CacheBudget:
     """`capacity_bytes` of memory for all `pools` together.
-    `uses` counts time: by the `clock`'s nanoseconds, so that files can be compared by it, but
-    always on.
-    `changes` grows with all that may make room or changes what is found: who was refused, or
-    remembers what it found, asks again.
-    `save`: has a block written that only memory holds, for which what was used until then may go
-    ("pending": it will be, "free": no need).
-    `wait_for_writing`: waits until something was written; False if that is not to be waited for.
-    `in_context`: blocks whose tokens the context holds too, the
-    first to go where something has to leave it."""
+
+    `uses`: the time of the last use, in nanoseconds of `clock` but always increasing. Files can
+        be compared by it.
+    `changes`: grows with every change that may make room or change a lookup. A caller that was
+        refused, or remembers a lookup, tries again if it has grown.
+    `save`: writes a block that only memory holds, and may remove files used until the given time.
+        Returns "pending" if it will be written, "free" if that is not needed.
+    `wait_for_writing`: waits until a block was written. Returns False if it must not wait.
+    `in_context`: blocks whose tokens the context also holds. They are the first to be evicted if a
+        sequence has to leave the context.
+    """
 
     capacity_bytes: int
     uses: int = 0
@@ -150,7 +164,7 @@ class CacheBudget:
     in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
 
     def use(self) -> int:
-        """Something is used now: when, as `uses` counts."""
+        """Return the time of a use that happens now, in the count of `uses`."""
         self.uses = max(self.uses + 1, self.clock())
         return self.uses
 
@@ -160,7 +174,7 @@ class CacheBudget:
 
     @property
     def forgotten(self) -> int:
-        """What was used until then makes way for what could do without."""
+        """Blocks used until this time are evicted even for data that could stay elsewhere."""
         return self.uses - int(tunables.FORGOTTEN_S * 1e9)
 
     def make_room(
@@ -171,8 +185,11 @@ class CacheBudget:
         used: int | None = None,
         force: bool = False,
     ) -> Space:
-        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the
-        path of `prefix`, or more recent than `used` (None: now). `force`: it is now or never."""
+        """Free memory until `need_bytes` more fit in the capacity.
+
+        Blocks along `prefix`, and blocks used after `used` (None: now), are not evicted. `force`:
+        there will be no second try, so wait for writes if necessary.
+        """
         missing = self.held_bytes + need_bytes - self.capacity_bytes
         if missing <= 0:
             return "free"
@@ -182,7 +199,7 @@ class CacheBudget:
         until = self.uses if used is None else used
         if force:
             missing -= self._drop_copies(missing)
-        # What could stay where it is takes no other's place on disk.
+        # Data that could stay in the context displaces no file on disk.
         missing -= self._evict(
             missing, keep, until, "saved" if force or until > self.forgotten else "kept"
         )
@@ -198,18 +215,20 @@ class CacheBudget:
 
     @property
     def _is_writing(self) -> bool:
-        """True while something that memory holds is being written, which can be demoted then."""
+        """True while a block in memory is being written. It can be demoted afterwards."""
         return any(candidate.block.pending for candidate in self.candidates())
 
     def _on_path(self, prefix: Tokens | None) -> set[Block]:
-        """The blocks that `prefix` goes through (None: none)."""
+        """The blocks along `prefix`; empty if it is None."""
         if prefix is None:
             return set()
         return set().union(*(pool.on_path(prefix) for pool in self.pools))
 
     def _drop_copies(self, n_bytes: int) -> int:
-        """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes
-        freed."""
+        """Free up to `n_bytes` of blocks that the context also holds, locked or not.
+
+        Returns the bytes freed.
+        """
         freed = 0
         for pool, block in self.in_context():
             if freed >= n_bytes:
@@ -221,19 +240,20 @@ class CacheBudget:
         return freed
 
     def shrink(self, n_bytes: int) -> int:
-        """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed."""
+        """Free `n_bytes` of memory, or as much as is not locked. Returns the bytes freed."""
         return self._evict(n_bytes, set(), self.uses, "evicted", all_or_nothing=False)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Hold no more than so many bytes from now on; what is held already stays until there is
-        need for room."""
+        """Change the capacity. Blocks over the new capacity stay until room is needed."""
         if capacity_bytes != self.capacity_bytes:
             self.capacity_bytes = capacity_bytes
             self.changes += 1
 
     def candidates(self, *, pending_last: bool = False) -> list[Candidate]:
-        """What holds memory and is not locked, unused the longest first; with `pending_last` what
-        is being written comes behind all else."""
+        """Blocks that hold memory and are not locked, least recently used first.
+
+        With `pending_last`, blocks that are being written come last.
+        """
         found = chain.from_iterable(pool.candidates() for pool in self.pools)
         return sorted(
             found, key=lambda c: (pending_last and c.block.pending, c.last_used, -c.depth)
@@ -248,11 +268,18 @@ class CacheBudget:
         *,
         all_or_nothing: bool = True,
     ) -> int:
-        """Free up to `n_bytes` from the blocks unused the longest, but evict none that was used
-        after `until` or is to be kept. What is `unwritten` so far is saved if it can be; or kept
-        only if it is being written; or evicted, what is not being written first. `all_or_nothing`:
-        nothing is evicted unless that is enough, for two sequences could else take turns at losing
-        what the other can't use. Returns the bytes freed."""
+        """Free up to `n_bytes` from the least recently used blocks, and return the bytes freed.
+
+        Blocks in `keep` or used after `until` are not evicted. `unwritten` decides about blocks
+        without a file:
+
+            "saved": they are written if possible.
+            "kept": a block that is being written stays, others are evicted.
+            "evicted": they are evicted, those that are being written last.
+
+        `all_or_nothing`: no block is evicted unless that frees enough. Otherwise two sequences
+        could evict each other's blocks by turns without either having enough room.
+        """
         freed = 0
         lost = 0
         coming = 0
@@ -285,9 +312,11 @@ class CacheBudget:
 
 
 def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
-    """Of one sequence's `points` (tokens, and whether others part there) those that leave before
-    anything else: nearer than `interval` to one before them, not among the newest, and not where
-    others part."""
+    """The states of one sequence that are evicted before any others.
+
+    `points` are (tokens, whether other sequences branch there). A state is surplus if it is less
+    than `interval` after the one before, is not among the newest, and no sequence branches there.
+    """
     surplus = set()
     before = 0
     for i, (stop, forks) in enumerate(points):
@@ -303,10 +332,12 @@ def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int
 
 @dataclass(eq=False)
 class IdleSequence:
-    """A finished sequence still in the context. `exported`: all of it is in the prefix cache;
-    `space`: what room there was for more of it, when the cache had seen `as_of` changes.
-    `used`: when its request ended, in uses of the cache; it takes no room in the cache from what
-    was used since."""
+    """A finished sequence that is still in the context.
+
+    `exported`: all of it is in the prefix cache.
+    `space`: whether there was room to export more of it, when the cache had seen `as_of` changes.
+    `used`: when its request ended, in uses of the cache. Blocks used since are not evicted for it.
+    """
 
     sequence: int
     tokens: Tokens
@@ -323,37 +354,44 @@ class IdleSequence:
 def may_leave(
     idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool, step_share: float
 ) -> list[IdleSequence]:
-    """Those that leave the context: every token held there slows every other sequence. On a device
-    only where others are `busy`, and what idle ones cost them is worth it (`may_stay`). Unless
-    others are `busy` one stays, for the next turn of the chat just answered."""
+    """The exported sequences to evict from the context, because every token there slows down all
+    others.
+
+    Device KV is evicted only if others are `busy` and idle tokens cost them enough (`may_stay`).
+    Unless others are `busy`, the newest stays for the next turn of its chat.
+    """
     if able.kv_on_device and not (busy and step_share > tunables.IDLE_STEP_SHARE):
         return []
     return [i for i in (idle if busy else idle[:-1]) if i.exported]
 
 
 def context_order(idle: Sequence[IdleSequence]) -> list[IdleSequence]:
-    """Which leave first where cells or sequences run short: what is in the cache already, then the
-    oldest."""
+    """The eviction order if cells or sequences run short: exported ones first, then the oldest."""
     return sorted(idle, key=lambda i: not i.exported)
 
 
 def may_stay(
     able: Capabilities, info: ModelInfo, cells_free: int, n_sequences: int, step_share: float
 ) -> bool:
-    """Is there nothing to be gained by exporting while others run? A device's KV is dear to read
-    out; idle tokens make each step longer by about `step_share`, their bytes' part of the
-    weights'."""
+    """Is there no benefit in exporting while other requests run?
+
+    KV on a device is slow to export. Idle tokens make each step longer by about `step_share`: the
+    size of their KV relative to the weights.
+    """
     room = cells_free > tunables.FEW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
     return able.kv_on_device and room and step_share <= tunables.IDLE_STEP_SHARE
 
 
 def export_time_s(able: Capabilities, n_tokens: int, token_s: float) -> float:
-    """How long idle sequences may be exported before `n_tokens` of prompts are read (0: beside
-    them, piece by piece), each in `token_s` (0: not known).
+    """Seconds in which idle sequences may be exported before a prompt of `n_tokens` is read.
 
-    In a unified KV cache a prompt's attention computes every cell up to the highest that is held,
-    whoever holds it: 1,400 tokens of SmolLM2 behind 3,000 idle ones took 6.5 s instead of 5.2.
-    Where sequences have cells of their own nobody is in another's way."""
+    0 means that they are exported in pieces between steps. `token_s` is the time per token (0:
+    unknown).
+
+    In a unified KV cache the attention of a prompt covers every cell up to the highest one in use,
+    of any sequence. 1,400 tokens of SmolLM2 after 3,000 idle ones took 6.5 s instead of 5.2 s. If
+    each sequence has its own cells, they do not affect each other.
+    """
     if not able.shares_cells or able.kv_on_device or n_tokens < tunables.EXPORT_FIRST_TOKENS:
         return 0.0
     share_s = tunables.EXPORT_FIRST_SHARE * n_tokens * token_s
@@ -366,7 +404,7 @@ def export_time_s(able: Capabilities, n_tokens: int, token_s: float) -> float:
 
 
 class StoredFile(NamedTuple):
-    """A file of the disk tier. `used_ns`: when it was used, made older by its depth."""
+    """A file of the disk tier. `used_ns`: the time of its last use, made older by its depth."""
 
     used_ns: int
     size_bytes: int
@@ -376,9 +414,10 @@ class StoredFile(NamedTuple):
 def files_to_remove(
     files: Iterable[StoredFile], excess_bytes: int, used_ns: int
 ) -> tuple[list[StoredFile], bool]:
-    """The files unused the longest until `excess_bytes` are freed, none of them used after
-    `used_ns`: two sequences would else be written by turns, for ever. And whether they are
-    enough."""
+    """The least recently used files that free `excess_bytes`, and whether they are enough.
+
+    Files used after `used_ns` are kept. Otherwise two sequences would be written by turns forever.
+    """
     found = []
     for file in sorted(files):
         if excess_bytes <= 0 or file.used_ns > used_ns:

@@ -1,8 +1,7 @@
-"""The folders of models' cached prefixes: whose each is, what lies in all of them, and how much may
-be written there in a day.
+"""The folders of cached prefixes, one per model: their names, labels, files and daily write limit.
 
-What was written in a day outlives restarts: each model's folder has one file for the day, to which
-each write first adds a line with its bytes, which needs no lock between processes.
+The count of bytes written per day survives restarts. Each model's folder has one file per day.
+Every write first appends a line with its size, so processes need no lock.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ _LONGEST_LABEL_BYTES = 1024
 
 
 def folder_names(backend: Backend) -> tuple[str, str]:
-    """What the names of all folders of this model's KV, of these types, begin with; and the one
-    whose KV this build can read."""
+    """Return the common prefix of the folder names for this model and KV types, and one full name.
+
+    The full name is that of the folder whose KV this build can read.
+    """
     info = backend.info
     able = backend.capabilities
     if able.states:
@@ -36,8 +37,8 @@ def folder_names(backend: Backend) -> tuple[str, str]:
     else:
         shape = "snapshots"
     kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
-    # What wrote KV is part of what it means: another build may compute, rotate or lay it out in
-    # another way.
+    # The meaning of KV depends on the build: another one may compute, rotate or arrange it
+    # differently.
     return (
         kind,
         f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}",
@@ -45,30 +46,32 @@ def folder_names(backend: Backend) -> tuple[str, str]:
 
 
 def remove_stale(folder: Path, older: str) -> None:
-    """Remove the folders beside this one whose names begin with `older`: what they hold has lost
-    its meaning."""
+    """Remove the other folders whose names begin with `older`: their contents have lost their
+    meaning.
+    """
     for path in folder.parent.glob(f"{older}*"):
         if path != folder and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
 
 
 class Survey(NamedTuple):
-    """The files of all models, those unused the longest first, what they take, and what they may
-    take."""
+    """The files of all models, least recently used first, with their total and the maximum size."""
 
     files: Sequence[StoredFile] = ()
     files_bytes: int = 0
     most_bytes: int = 0
 
     def without(self, paths: Container[Path]) -> Survey:
-        """The same when these files are gone."""
+        """The same survey without these files."""
         left = [file for file in self.files if file.path not in paths]
         return self._replace(files=left, files_bytes=sum(file.size_bytes for file in left))
 
 
 def put_label(folder: Path, model: str) -> None:
-    """Make the folder of a model, which says whose it is: its name is a hash. On a full or
-    read-only disk nothing is kept."""
+    """Create the folder of a model, with a label that names the model, because its name is a hash.
+
+    On a full or read-only disk no folder or label is written.
+    """
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if model and label(folder) != model:
@@ -89,17 +92,19 @@ def _today() -> str:
 
 @dataclass
 class WriteBudget:
-    """What all models under `root` together may write in a day: `limit_bytes` (0: no limit). A
-    write that begins below the limit is done whole."""
+    """The daily write limit of all models under `root` together: `limit_bytes` (0: no limit).
+
+    A write that begins below the limit is completed.
+    """
 
     root: Path
     limit_bytes: int = 0
     day: Callable[[], str] = _today
-    # The day, and what its files said when they were last read.
+    # The name of the day's count files, and their total when they were last read.
     _known: tuple[str, int] = ("", 0)
 
     def written_bytes(self, folder: Path | None = None) -> int:
-        """What was written today, under `root` or in one `folder` of it."""
+        """Bytes written today, under `root` or in one `folder` of it."""
         name = _COUNT_PREFIX + self.day()
         if folder is not None:
             return _counted_bytes(folder / name)
@@ -108,14 +113,17 @@ class WriteBudget:
         return total
 
     def known(self) -> tuple[int, bool]:
-        """What `written_bytes` last found, if that was today, and whether the limit was met; no
-        file is read."""
+        """Return the last result of `written_bytes`, if it is of today, and whether the limit is
+        reached.
+
+        Reads no file.
+        """
         name, total = self._known
         total = total if name == _COUNT_PREFIX + self.day() else 0
         return total, 0 < self.limit_bytes <= total
 
     def count(self, folder: Path, n_bytes: int) -> None:
-        """So many bytes are about to be written into `folder`. Raises OSError."""
+        """Record that `n_bytes` are about to be written into `folder`. Raises OSError."""
         path = folder / (_COUNT_PREFIX + self.day())
         if not path.exists():
             remove_old_counts(folder, self.day())
@@ -124,7 +132,7 @@ class WriteBudget:
 
 
 def _counted_bytes(path: Path) -> int:
-    """What a day's file says. Its last line may be half written."""
+    """The sum of a day's file. Its last line may be incomplete."""
     try:
         whole, _, _ = path.read_bytes().rpartition(b"\n")
     except OSError:

@@ -1,20 +1,23 @@
-"""One file of the disk tier: what it says of its block, the block's bytes, and a checksum over all
-of it; and reading files before they are needed.
+"""The file format of the disk tier, and a thread that reads files ahead of time.
 
-    magic, where the KV begins, whether it is a state, how many tokens and bytes of KV | the
-    sequence's tokens, int32 | the exported KV | CRC-32 of each piece of everything before
+A file has these parts:
 
-What it is KV of says its name: a hash of the identity, the start and the tokens.
+    magic, start of the KV, whether it is a state, number of tokens, number of KV bytes
+    the sequence's tokens, int32
+    the exported KV
+    CRC-32 of each piece of everything before
 
-The whole sequence's tokens are in each file, not only the block's own: a block is of use only
-behind exactly those tokens, and a restarted engine enters it into its tree although the files
-before it may be gone.
+The file's name is a hash of the identity, the start and the tokens.
 
-The checksum is for a disk that errs, not for an enemy: whoever can write here could write a right
-one of any kind. A file is hashed when it is written and when it is read, beside those who compute,
-so what the hash costs is what counts: 0.56 ns a byte, where SHA-256 without the processor's help
-takes 4.1. One damaged file of 4 billion passes. Pieces have their own, so that several threads can
-read one file.
+Each file contains all the tokens of the sequence, not only those of the block: a block is usable
+only after exactly these tokens. A restarted engine can add the block to its tree although the
+files before it may be gone.
+
+The checksum protects against disk errors, not against attackers: anyone who can write here could
+also write a valid checksum of any kind. A file is hashed when it is written and when it is read,
+while other threads compute, so speed matters. CRC-32 takes 0.56 ns a byte, and SHA-256 without
+processor support 4.1 ns. One damaged file in 4 billion goes undetected. Each piece has its own
+checksum, so several threads can read one file.
 """
 
 from __future__ import annotations
@@ -44,16 +47,19 @@ from localllm.engine.tokens import Tokens
 _MAGIC = b"localllm-kv-6\n"
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sI?QQ")
 _CHECKSUM = struct.Struct("<I")
-# What a file is read from.
+# The open file to read from.
 Readable = io.RawIOBase | io.BufferedIOBase
-# Told of each piece: its bytes, and the seconds that reading and checking it took.
+# Called for each piece with its bytes, and the seconds that reading and checking it took.
 Progress = Callable[[int, float], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvEntry:
-    """What a file holds: KV of the last tokens of the sequence `tokens`, from `start` on, or the
-    `state` behind the sequence. `identity` names all that gives the bytes their meaning."""
+    """The contents of a file: KV of the sequence `tokens` from `start` on, or the `state` at its
+    end.
+
+    `identity` names everything that gives the bytes their meaning.
+    """
 
     identity: str
     tokens: Tokens
@@ -62,7 +68,7 @@ class KvEntry:
 
     @property
     def file_name(self) -> str:
-        """A hash of what it is."""
+        """A hash of the identity, start and tokens."""
         digest = hashlib.blake2b(
             self.identity.encode(), digest_size=20, person=b"state" if self.state else b""
         )
@@ -75,8 +81,9 @@ class KvEntry:
         return body_bytes + _CHECKSUM.size * -(-body_bytes // tunables.FILE_PIECE_BYTES)
 
     def pieces(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """The file's content, in order and in pieces that each take a moment: one is hashed when it
-        is asked for."""
+        """The contents of the file, in order. A piece is hashed only when it is requested, so each
+        is quick.
+        """
         fixed = _HEAD.pack(_MAGIC, self.start, self.state, len(self.tokens), len(data))
         head = fixed + self.tokens.tobytes()
         data = memoryview(data)
@@ -97,8 +104,9 @@ def _body_bytes(whole_bytes: int) -> int:
 
 
 def _entry(f: Readable, body_bytes: int, identity: str, name: str) -> KvEntry | None:
-    """What the file says it holds, of so many bytes before its checksums; None for anything that is
-    not a file of ours under that name."""
+    """The entry of a file with `body_bytes` before its checksums; None if it is not a file of that
+    name.
+    """
     head = f.read(_HEAD.size) or b""
     if len(head) < _HEAD.size:
         return None
@@ -113,8 +121,11 @@ def _entry(f: Readable, body_bytes: int, identity: str, name: str) -> KvEntry | 
 
 
 def read_entry(path: Path, identity: str) -> tuple[KvEntry, int, int] | None:
-    """What a file holds, in how many bytes and since when (ns), its data not read; None for
-    anything that is not a file of ours under that name."""
+    """Read the header of a file: its entry, the size of its data in bytes, and its time stamp in
+    ns.
+
+    Returns None if it is not a valid file of that name.
+    """
     try:
         with path.open("rb") as f:
             stat = path.stat()
@@ -134,9 +145,11 @@ def read_data(
     progress: Progress,
     n_threads: int,
 ) -> memoryview | None:
-    """The exported KV in the file of that `name`, read and hashed by `n_threads` in pieces that
-    each take a moment, with `progress` told of each; None where a checksum or the name is not
-    right. Raises OSError."""
+    """The exported KV in the file called `name`, read and checked in small pieces by `n_threads`.
+
+    Calls `progress` for each piece. Returns None if a checksum or the name is wrong. Raises
+    OSError.
+    """
     with open_file() as f:
         whole = np.empty(f.seek(0, os.SEEK_END), dtype=np.uint8).data
         body_bytes = _body_bytes(len(whole))
@@ -160,7 +173,7 @@ def read_data(
                 checksums[i] = _CHECKSUM.pack(zlib.crc32(piece))
                 progress(len(piece), (time.perf_counter() - started) / len(threads))
 
-    # Daemons: a disk that hangs holds up no process that ends.
+    # Daemon threads: a disk that hangs must not keep the process from ending.
     threads = [
         threading.Thread(target=read_share, args=(first,), name="kv-reader", daemon=True)
         for first in range(0, len(starts), share)
@@ -177,8 +190,10 @@ def read_data(
 def write_pieces(
     path: Path, pieces: Iterable[bytes | memoryview], rest: Callable[[float], object]
 ) -> None:
-    """Write a file beside its name and rename it, so that half a file never counts; with a `rest`
-    after each piece, which is told how long that took, in seconds. Raises OSError."""
+    """Write a temporary file and rename it, so that an incomplete file is never used.
+
+    Calls `rest` after each piece with the seconds that it took. Raises OSError.
+    """
     part = path.with_suffix(".part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as f:
@@ -195,8 +210,10 @@ def write_pieces(
 
 @dataclass(slots=True, eq=False)
 class PendingRead:
-    """A block that `users` restorations want, `left_bytes` of it not read yet, and what its file
-    had, once it is `done`."""
+    """The read of a block for `users` restorations.
+
+    `left_bytes` of it are still to be read. `data` is the result once it is `done`.
+    """
 
     block: Block
     left_bytes: float
@@ -206,13 +223,15 @@ class PendingRead:
 
 
 class ReadAhead:
-    """Reads and checks files before they are needed, in a thread of its own. `read` gives a block's
-    data, or None where its file is gone or damaged; it is called in that thread.
+    """Reads and checks files in a thread of its own before they are needed.
 
-    The engine's thread says what it will want, and never waits for it while it has anything else to
-    do: a block of a large model has 64 MB, which a hard disk takes half a second for. What was read
-    stays here until it is released, and no more than `ahead_bytes` are wanted at a time, besides
-    what somebody needs next. A disk that hangs stops this thread alone."""
+    `read` returns a block's data, or None if its file is gone or damaged. It runs in that thread.
+
+    The engine's thread requests blocks, and never waits for them while it has other work. A block
+    of a large model has 64 MB, which takes a hard disk half a second. The data stays here until it
+    is released. At most `ahead_bytes` are requested at a time, in addition to blocks that are due.
+    A disk that hangs blocks only this thread.
+    """
 
     def __init__(
         self,
@@ -223,23 +242,25 @@ class ReadAhead:
         self._read = read
         self._clock = clock
         self._ahead_bytes = ahead_bytes
-        # The engine's thread alone adds to it and takes from it.
+        # Only the engine's thread changes this dict.
         self._wanted: dict[Block, PendingRead] = {}
         self.jobs: queue.SimpleQueue[PendingRead | None] = queue.SimpleQueue()
-        # set when something was read, and by whoever else has made what the engine waits for
+        # Set after each read, and by other threads after anything else that the engine waits for.
         self.news = threading.Event()
         self._awaited = threading.Event()
         self._since_s: float | None = None
         self._thread: threading.Thread | None = None
         self.wanted_bytes = 0
-        # Seconds a byte of the last pieces: 0 until any came.
+        # Seconds per byte of the last pieces; 0 before the first piece.
         self._speed = DecayedRatio(tunables.READ_SPEED_DECAY, total=1e-9)
 
     # --- the engine's thread ----------------------------------------------------------------------
 
     def want(self, block: Block, *, due: bool) -> bool:
-        """Have a block read; False, doing nothing, where enough is wanted already and it is not
-        `due`. Every True is answered with one `release`."""
+        """Request the read of a block. Each True must be followed by one `release`.
+
+        Returns False, with no effect, if enough is requested already and the block is not `due`.
+        """
         wanted = self._wanted.get(block)
         if wanted is not None:
             wanted.users += 1
@@ -253,16 +274,16 @@ class ReadAhead:
         return True
 
     def ready(self, block: Block) -> bool:
-        """Was it read, whatever came of that?"""
+        """Is the read finished, successfully or not?"""
         wanted = self._wanted.get(block)
         return wanted is not None and wanted.done
 
     def get(self, block: Block) -> memoryview | None:
-        """What was read of a block that is `ready`."""
+        """The data of a block that is `ready`; None if the read failed."""
         return self._wanted[block].data
 
     def release(self, block: Block) -> None:
-        """One of those who wanted it does so no more."""
+        """Withdraw one request for the block."""
         wanted = self._wanted.get(block)
         if wanted is None:
             return
@@ -272,21 +293,23 @@ class ReadAhead:
             self.wanted_bytes -= block.size_bytes
 
     def wait(self, seconds: float) -> None:
-        """Wait for news, at most so long."""
+        """Wait for news, at most `seconds`."""
         self._awaited.set()
         self.news.wait(seconds)
         self.news.clear()
         self._awaited.clear()
 
     def learn(self, n_bytes: float, seconds: float) -> None:
-        """So much was read and checked in so long."""
+        """Record that `n_bytes` were read and checked in `seconds`."""
         self._speed.add(seconds, n_bytes)
 
     def is_worth(self, blocks: Iterable[Block], compute_s: float) -> bool:
-        """True when what is left to read of `blocks` comes in less than the `compute_s` that the
-        tokens wanted of them take, both as measured here. What was measured of neither is found out
-        by reading."""
-        # What gave nothing for so long already is expected to take as long again.
+        """True if the rest of `blocks` is read in less than `compute_s`, the time to compute their
+        tokens.
+
+        Both times are measured on this machine. If neither is measured yet, reading is tried.
+        """
+        # A read that has given no data for this long is expected to take as long again.
         late_s = 0.0
         if self.stalled_s > tunables.READ_LATE_S:
             late_s = self.stalled_s
@@ -299,14 +322,14 @@ class ReadAhead:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the file that is being read has given no piece; 0 where none is read."""
+        """Seconds since the current file gave its last piece; 0 if no file is being read."""
         since_s = self._since_s
         if since_s is None:
             return 0.0
         return max(0.0, self._clock() - since_s)
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading."""
         if self._thread is not None:
             for wanted in self._wanted.values():
                 wanted.users = 0
@@ -319,14 +342,17 @@ class ReadAhead:
     # --- the reader's thread ----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Have `jobs` done from now on."""
+        """Start the thread that works on `jobs`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._read_all, name="kv-reader", daemon=True)
             self._thread.start()
 
     def rest(self, took_s: float) -> None:
-        """After a piece that took so long: unless the engine waits for it, rest as long, so that a
-        thread that was displaced by this one computes again."""
+        """Rest after a piece that took `took_s`, unless the engine waits for it.
+
+        The rest is as long as the piece took, within a limit, so a thread displaced by this one
+        can run.
+        """
         self._awaited.wait(min(took_s, tunables.READ_REST_S))
 
     def _read_all(self) -> None:
@@ -335,7 +361,7 @@ class ReadAhead:
                 self.read(wanted)
 
     def read(self, wanted: PendingRead) -> None:
-        """Read all of a file."""
+        """Read an entire file."""
         self._since_s = self._clock()
         try:
             wanted.data = self._read(wanted.block, partial(self.came, wanted))
@@ -347,7 +373,7 @@ class ReadAhead:
         self.news.set()
 
     def came(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
-        """A piece of it came. (Of a file's several threads, each tells of its own.)"""
+        """Account for a piece of it. If several threads read a file, each reports its own pieces."""
         self.learn(n_bytes, took_s)
         wanted.left_bytes -= n_bytes
         self.rest(took_s)

@@ -1,5 +1,8 @@
-"""How much of a prompt is known: what it has in common with sequences in the context and blocks in
-the cache, which of those to restore, and why the rest is computed although it was known once."""
+"""Find out how much of a prompt is known.
+
+This module compares the prompt with sequences in the context and blocks in the cache, plans which
+blocks to restore, and records why tokens are recomputed although they were known before.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,18 @@ from localllm.engine.cache.eviction import Block, IdleSequence
 from localllm.engine.cache.tree import CachedPart, Match, PrefixCache, as_tokens, common_prefix
 from localllm.engine.tokens import Tokens
 
-# --- what it has in common with sequences ---------------------------------------------------------
+# --- shared prefixes with sequences ---------------------------------------------------------------
 
 
 class TokenSequence(Protocol):
-    """Tokens in the context: a running request's, or an idle sequence's. They may grow or be cut,
-    but never change."""
+    """Tokens in the context, of a running request or an idle sequence.
+
+    The sequence may grow or be truncated, but its tokens never change.
+    """
 
     @property
     def tokens(self) -> Sequence[int] | Tokens:
-        """All of them, computed or not."""
+        """All tokens, computed or not."""
 
     def line(self, start: int = 0, stop: int | None = None) -> Tokens:
         """Tokens [start, stop) as the cache knows them (see `tokens.salted`)."""
@@ -37,12 +42,15 @@ class RunningSequence(TokenSequence, Protocol):
 
 
 class PromptMatch:
-    """One waiting prompt's: compared once, then remembered. Requests wait for many steps, and what
-    is O(context) must not be done in each of them."""
+    """Comparisons of one waiting prompt, each made once and remembered.
+
+    A request may wait for many steps, and work of O(context) must not be repeated in each of them.
+    """
 
     def __init__(self, prompt: Sequence[int] | Tokens) -> None:
         self.tokens = as_tokens(prompt)
-        # How many leading tokens are the same, and whether the next one is known to differ.
+        # Per sequence: the number of equal leading tokens, and whether the next one is known to
+        # differ.
         self._shared: WeakKeyDictionary[TokenSequence, tuple[int, bool]] = WeakKeyDictionary()
         self._planned: tuple[Hashable, RestorePlan] | None = None
 
@@ -57,25 +65,30 @@ class PromptMatch:
         return min(same, n)
 
     def plan(self, version: Hashable, make: Callable[[Tokens], RestorePlan]) -> RestorePlan:
-        """What to restore from the cache: what `make` said when the cache was last of that
-        `version`."""
+        """Return what to restore from the cache: the result of `make` for this `version` of the
+        cache.
+        """
         if self._planned is None or self._planned[0] != version:
             self._planned = version, make(self.tokens)
         return self._planned[1]
 
 
-# --- what of the cache to restore -----------------------------------------------------------------
+# --- planning the restoration ---------------------------------------------------------------------
 
-# Is reading this block quicker than computing so many of its tokens?
+# Is reading this block faster than computing this many of its tokens?
 ShouldLoad = Callable[[Block, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """The `parts` of a prompt to import, in order: pieces of KV; or all that leads to a state, and
-    as the last of them that state. `held`: what is to be locked for them, and where.
-    `unread` tokens are held too, on disk, and quicker computed.
-    `known`: how far the prompt followed any sequence."""
+    """The `parts` of a prompt to import, in order.
+
+    The parts are either pieces of KV, or all the KV up to a state followed by that state.
+
+        `held`: the tree and match of everything that must be locked for the parts.
+        `unread`: tokens that are also on disk, but faster to compute.
+        `known`: how far the prompt matched any sequence.
+    """
 
     held: tuple[tuple[PrefixCache, Match], ...] = ()
     parts: tuple[CachedPart, ...] = ()
@@ -84,7 +97,7 @@ class RestorePlan:
 
     @property
     def divisible(self) -> bool:
-        """True where any of the parts can be imported behind what a sequence holds already."""
+        """True if each part can be imported after the tokens that a sequence already holds."""
         return not self.parts or self.parts[-1].block.kind == "kv"
 
     @property
@@ -92,13 +105,13 @@ class RestorePlan:
         return sum(part.n_tokens for part in self.parts)
 
     def saved_behind(self, held: int) -> int:
-        """Tokens to import where a sequence in the context has the first `held` already."""
+        """Tokens to import if a sequence in the context already has the first `held` tokens."""
         if self.divisible:
             return sum(max(0, p.stop - max(p.start, held)) for p in self.parts)
         return 0
 
     def beyond(self, held: int) -> RestorePlan:
-        """What is left of it for such a sequence."""
+        """The rest of the plan for a sequence that already has the first `held` tokens."""
         parts = self.parts if self.divisible else ()
         left = [replace(p, start=max(p.start, held)) for p in parts if p.stop > held]
         return replace(self, parts=tuple(left), unread=0)
@@ -106,12 +119,14 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Where `length` of a prompt's tokens can come from, `held` of them from a `sequence` in the
-    context (that of the `idle` one, if any, else a running request's) and the rest, by `plan`, from
-    the cache.
-    `known` is how far the prompt followed any known sequence.
-    `state`: the state behind what is held, where the sequence that has it can't go back there by
-    itself."""
+    """The source of the first `length` tokens of a prompt.
+
+    `held` of them come from a `sequence` in the context: that of the `idle` one if it is set, else
+    that of a running request. The rest comes from the cache, by `plan`.
+
+        `known`: how far the prompt matched any known sequence.
+        `state`: the state after the `held` tokens, if the sequence can't rewind to them by itself.
+    """
 
     length: int = 0
     known: int = 0
@@ -122,7 +137,7 @@ class PrefixSource:
     state: Block | None = None
 
 
-# For a request that takes nothing from others.
+# The source of a request that takes no tokens from other sequences.
 NO_SOURCE = PrefixSource()
 
 
@@ -134,9 +149,12 @@ def plan_restore(
     *,
     snapshots: bool = False,
 ) -> RestorePlan:
-    """What to take of all that `cache` holds of `prompt`: all pieces that are worth it; or, where
-    it can only be gone on from at one of its `states`, the longest beginning that has its state and
-    all of its KV (`snapshots`: that is in the state), for gaps can't be computed there."""
+    """Plan which of the blocks that `cache` holds for `prompt` to import.
+
+    Without `states`, the plan takes every piece that is worth reading. With `states`, a sequence
+    can only continue at a state, and gaps can't be computed. The plan then takes the longest
+    prefix with a state and all of its KV. If `snapshots` is set, the state contains the KV.
+    """
     match = cache.peek(prompt)
     if states is None:
         parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
@@ -154,7 +172,7 @@ def plan_restore(
     state = longest(states, prompt[:reached], should_load)
     known = max(match.known, states.peek(prompt).known)
     match = cache.peek(prompt[: state.saved])
-    # It brings what is behind the pieces: nothing, or all.
+    # The state covers the tokens after the pieces: 0 tokens, or all of them for a snapshot.
     last = [replace(part, start=match.length) for part in state.parts]
     return RestorePlan(
         ((cache, match), (states, state)), (*match.parts, *last), unread - state.saved, known
@@ -162,20 +180,23 @@ def plan_restore(
 
 
 def longest(tree: PrefixCache, prefix: Tokens, should_load: ShouldLoad) -> Match:
-    """The longest beginning of `prefix` that `tree` holds whole, and is worth reading."""
+    """The longest prefix of `prefix` that `tree` holds completely and that is worth reading."""
     match = tree.peek(prefix)
     while match.parts and not should_load(match.parts[0].block, match.saved):
         match = tree.peek(prefix[: match.saved - 1])
     return match
 
 
-# --- what was known once --------------------------------------------------------------------------
+# --- prefixes that were known before --------------------------------------------------------------
 
 
 class PrefixHistory:
-    """The most recent prefixes that had KV here, as hashes, long after it is gone: what is computed
-    although it was known once must be countable, or nobody sees that a cache is too small. A
-    collision costs a wrong count, nothing else."""
+    """Hashes of the most recent prefixes that had KV here, kept long after the KV is gone.
+
+    They make it possible to count tokens that are recomputed although they were known before.
+    Without this count a cache that is too small would go unnoticed. A collision only makes a count
+    wrong.
+    """
 
     def __init__(self) -> None:
         self._prefixes: OrderedDict[int, None] = OrderedDict()
@@ -188,7 +209,7 @@ class PrefixHistory:
             self._prefixes.popitem(last=False)
 
     def known(self, tokens: Tokens) -> int:
-        """How many leading tokens had, rounded down to whole steps."""
+        """The number of leading tokens that had KV, rounded down to whole history steps."""
         length = 0
         for length_there, key in _prefixes(tokens):
             if key not in self._prefixes:

@@ -1,16 +1,18 @@
-"""Where each prefix's KV is, and how a new request gets the longest one: running, idle, or cached.
+"""Owns the sequences in the context, and finds the longest prefix of a new request.
 
-running   a running request's sequence: shared by forking, which costs nothing where forks share
-          cells
-idle      a finished request's sequence, still in the context: taken over whole, which costs nothing
-          either
-cached    blocks in the prefix cache (memory, disk): imported by copying
+The KV of a prefix can be in three places:
 
-A finished sequence is exported piece by piece between steps and, once all of it is exported, stays
-in the context only until somebody else comes: every token held in a unified KV cache slows every
-other sequence down (12,000 idle ones by 30 %). Where KV lies on a device, reading it out is what
-costs: there it stays while its tokens don't make others' steps longer. Which leave first:
-cache/eviction.py.
+running   a running request's sequence. It is forked, which is free if forks share cells.
+idle      a finished request's sequence, still in the context. The new request takes it over,
+          which is free as well.
+cached    blocks in the prefix cache (memory, disk). They are imported by copying.
+
+A finished sequence is exported in pieces between steps. After its export it stays in the context
+only until another request runs. Every token in a unified KV cache slows down all other sequences
+(12,000 idle tokens: by 30 %).
+
+On a device, exporting KV is the expensive part. Idle sequences stay there as long as their tokens
+do not make the steps of others longer. The eviction order is in cache/eviction.py.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from localllm_backends.contract import Backend, BackendFailure, CannotRewindErro
 
 
 class SequencePool:
-    """Owns every sequence that no running request owns, and what is kept of others in `kv`."""
+    """Owns every sequence that no running request owns, and the cached KV of other sequences
+    (`kv`).
+    """
 
     def __init__(self, backend: Backend, kv: KvStore) -> None:
         self._backend = backend
@@ -45,7 +49,7 @@ class SequencePool:
         self.restored_tokens = 0
 
     def snapshot(self) -> dict[str, int]:
-        """What it and the cache hold, and what became of it, as plain values."""
+        """Counters and sizes of the pool and the cache, as plain values."""
         return {
             "residents": len(self.idle),
             "restored_tokens": self.restored_tokens,
@@ -59,8 +63,9 @@ class SequencePool:
     # --- finding ----------------------------------------------------------------------------------
 
     def lookup(self, prompt: PromptMatch, running: Iterable[RunningSequence]) -> PrefixSource:
-        """The best source for `prompt`. One token is always left to compute: its logits are
-        needed."""
+        """The best source for `prompt`. One token is always left to compute, because its logits
+        are needed.
+        """
         self._sync()
         most = len(prompt.tokens) - 1
         plan = prompt.plan(self.kv.version(), self.kv.plan)
@@ -78,8 +83,8 @@ class SequencePool:
                 n_held = line.n_kv
             shared = image_boundary(prompt.tokens, min(most, n_held, prompt.shared(line)))
             known = max(known, shared)
-            # An idle one is taken over, which costs less than a fork: of as many tokens it goes
-            # first.
+            # Taking over an idle sequence costs less than a fork, so it wins if both hold as many
+            # tokens.
             least = max(best.length + (idle is None), 1)
             if not shared or shared + plan.saved_behind(shared) < least:
                 continue
@@ -94,31 +99,40 @@ class SequencePool:
     def _reaches(
         self, sequence: int, shared: int, held: int, prompt: Tokens
     ) -> tuple[int, Block | None]:
-        """How much of the `shared` tokens of a sequence that holds more a sequence could take over,
-        and the state it needs for that."""
+        """How many of the `shared` tokens another sequence could take over, and the state this
+        needs.
+
+        `held`: the tokens that the source sequence holds in total.
+        """
         if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
         return self.kv.longest_state(prompt[:shared])
 
     def can_reserve(self, cells: int, source: PrefixSource) -> bool:
-        """Are there so many cells, free or in idle sequences, besides what `source` has of them?"""
+        """Are this many cells free or in idle sequences, not counting those `source` already
+        brings?
+        """
         idle = sum(len(i.tokens) for i in self.idle)
         return self._backend.cells_free() + idle - (source.held if source.idle else 0) >= cells
 
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
-        """Free cells needed to hold `n_tokens` of which `source` brings its share: an idle
-        sequence's own, a running one's where forks share cells."""
+        """Free cells needed to hold `n_tokens`.
+
+        An idle source brings its own cells. A running one brings them if forks share cells.
+        """
         brings = source.idle is not None or self._backend.capabilities.shares_cells
         return n_tokens - (source.held if brings else 0)
 
     # --- taking -----------------------------------------------------------------------------------
 
     def take(self, source: PrefixSource, prompt: Tokens) -> Restoration:
-        """A sequence that holds as much of `prompt` as `source` gives, now or once its parts are
-        imported. Falls back to what the cache has, then to an empty sequence; raises NoCellsError
-        when there is no sequence left."""
-        # However it comes back, the sequence is in use again: its copies in the cache are the last
-        # to go.
+        """Return the import of a sequence that holds as much of `prompt` as `source` provides.
+
+        Its parts may still have to be imported. Falls back to the cache's parts, then to an empty
+        sequence. Raises NoCellsError if there is no sequence left.
+        """
+        # The sequence is in use again, whatever its source. Its copies in the cache become the
+        # last to be evicted.
         if source.length:
             self.kv.touch(prompt[:-1])
         sequence = None
@@ -137,8 +151,10 @@ class SequencePool:
         return Restoration(self.kv, self._backend, sequence, prompt, plan)
 
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
-        """Where one sequence left another in the middle of a turn the next one will: keep the state
-        while it is there."""
+        """Store the state at a branch in the middle of a turn, while the sequence is there.
+
+        The next sequence will probably branch at the same point.
+        """
         if self.kv.states is None or self.kv.snapshots or source.state is not None:
             return
         point, _ = self.kv.longest_state(prompt[: source.held])
@@ -149,21 +165,22 @@ class SequencePool:
         try:
             return self._backend.new_sequence()
         except NoCellsError:
-            # The idle sequence that was to be taken over could not be cut back: its place is the
-            # one that was counted on.
+            # The idle sequence to be taken over could not be truncated. Its slot was counted on,
+            # so it is dropped.
             if in_the_way not in self.idle:
                 raise
             self._drop(in_the_way)
             return self._backend.new_sequence()
 
     def _take_idle(self, idle: IdleSequence, length: int, state: Block | None) -> int | None:
-        """Its sequence, cut to `length`, or a fork of it while its end is nowhere else; None where
-        neither can be."""
+        """Its sequence truncated to `length`, or a fork if the end is not exported yet; None if
+        neither works.
+        """
         if length < len(idle.tokens) and not idle.exported:
             forked = self._fork_idle(idle, length, state)
             if forked is not None:
                 return forked
-            # What can't be forked, and is nowhere else, is not cut to a smaller part of itself.
+            # A sequence that can't be forked, and is not exported, is not cut to less than half.
             if not self._can_split and 2 * length < len(idle.tokens):
                 return None
             self._export_next(idle, force=True)
@@ -188,8 +205,9 @@ class SequencePool:
         return False
 
     def _fork(self, sequence: int, length: int, state: Block | None) -> int | None:
-        """A fork of a sequence at `length`; None where it can't be had. NoCellsError where there is
-        no room for it."""
+        """A fork of a sequence at `length`; None if it is impossible. Raises NoCellsError if there
+        is no room.
+        """
         try:
             if state is None:
                 return self._backend.fork(sequence, length)
@@ -207,8 +225,11 @@ class SequencePool:
         return None
 
     def _fork_idle(self, idle: IdleSequence, length: int, state: Block | None) -> int | None:
-        """The beginning of a sequence whose end is still to be exported; None if there is no
-        sequence left for it."""
+        """Fork the first `length` tokens of a sequence whose end is still to be exported.
+
+        Evicts other idle sequences if there is no room. Returns None if there is still no sequence
+        left.
+        """
         others = [other for other in self.idle if other is not idle]
         while True:
             try:
@@ -221,13 +242,16 @@ class SequencePool:
     # --- giving back ------------------------------------------------------------------------------
 
     def cut(self, sequence: int, n_tokens: int) -> None:
-        """Let go of all but the first `n_tokens` of a request's sequence; CannotRewindError where
-        that can't be."""
+        """Drop all but the first `n_tokens` of a request's sequence. Raises CannotRewindError if
+        it can't.
+        """
         self._backend.truncate(sequence, n_tokens)
 
     def release(self, sequence: int, tokens: Tokens, *, keep: bool = True) -> None:
-        """A request is done with `sequence`, which holds `tokens`. It stays as idle unless too
-        short or unwanted."""
+        """Take over `sequence`, which holds `tokens`, from a finished request.
+
+        The sequence becomes idle, unless it is too short or `keep` is False.
+        """
         if not keep or len(tokens) < tunables.MIN_TOKENS:
             self._backend.drop(sequence)
             return
@@ -236,18 +260,20 @@ class SequencePool:
         self.idle.append(IdleSequence(sequence, tokens.copy(), exported, self.kv.budget.uses))
 
     def park(self, sequence: int, tokens: Tokens) -> None:
-        """Take a running request out of the context at once, keeping its KV in the cache."""
+        """Take a running request out of the context at once, and keep its KV in the cache."""
         self.idle.append(IdleSequence(sequence, tokens.copy()))
         self._evict(self.idle[-1])
 
     def checkpoint(self, sequence: int, tokens: Tokens) -> None:
-        """Store the state after exactly `tokens`, for models that can't go back there later."""
+        """Store the state after exactly `tokens`, for models that can't rewind to them later."""
         if not self.kv.has_state(tokens):
             self.kv.store_state(sequence, tokens, newer=True)
 
     def checkpoints(self, prompt: list[int], n_kv: int, known: int) -> list[int]:
-        """Where in a `prompt`, of which `n_kv` tokens are held and `known` were once, `checkpoint`
-        is to be called."""
+        """The points of `prompt` at which `checkpoint` is to be called.
+
+        `n_kv` of its tokens are held, and `known` were known before.
+        """
         if self.kv.states is None:
             return []
         interval = None
@@ -268,11 +294,12 @@ class SequencePool:
     # --- leaving the context ----------------------------------------------------------------------
 
     def tick(self, *, busy: bool, live: int = 0) -> bool:
-        """Export one piece of one idle sequence, if any can be; evict exported ones while others
-        run, `live` of them.
+        """Export one piece of one idle sequence, if possible. Evict exported sequences while
+        others run.
 
-        Returns True while there is more to do without new requests and without waiting for the
-        disk."""
+        `live` requests are running. Returns True while there is more to do without new requests
+        and without waiting for the disk.
+        """
         self._sync()
         info = self._backend.info
         able = self._backend.capabilities
@@ -292,8 +319,11 @@ class SequencePool:
         return any(not (idle.exported or self._refused(idle)) for idle in self.idle)
 
     def evict_idle(self, n_tokens: int, *, live: int, clock: Callable[[], float]) -> None:
-        """Before a step of `live` running requests that are to read `n_tokens` of prompts, and
-        nothing else: exported sequences leave, others are exported first as far as that pays."""
+        """Evict idle sequences before a step that only reads `n_tokens` of prompts.
+
+        `live` requests are running. Exported sequences are evicted at once. The others are
+        exported first, as far as that pays.
+        """
         if not live or not self.idle:
             return
         self._sync()
@@ -313,9 +343,11 @@ class SequencePool:
         source: PrefixSource = NO_SOURCE,
         prompt: Tokens | None = None,
     ) -> bool:
-        """Cut idle sequences from their ends, or drop them, exporting what leaves, until `cells`
-        are free and one more sequence than `live` fits. What `source` has of `prompt`, for which
-        that is done, and the cache, stays."""
+        """Truncate or drop idle sequences until `cells` are free and `live` sequences fit.
+
+        Their tokens are exported first. The tokens that `source` and the cache hold of `prompt`,
+        for which room is made, are kept. Returns True if there is enough room.
+        """
         if self._has_room(cells, live):
             return True
         self._sync()
@@ -331,9 +363,12 @@ class SequencePool:
         return self._has_room(cells, live)
 
     def _shorten(self, idle: IdleSequence, cells: int, least: int) -> bool:
-        """Take `cells`, or a piece if that is more, from the end of an idle sequence, but for its
-        first `least` tokens, exporting them first; all of it where it can't be cut, or little would
-        be left. True if there is some left to take."""
+        """Take `cells`, or a piece if that is more, from the end of an idle sequence, exporting
+        them first.
+
+        Its first `least` tokens stay. The whole sequence is evicted if it can't be truncated or
+        little would remain. Returns True if it has more tokens to give.
+        """
         start = max(len(idle.tokens) - max(cells, tunables.PIECE_TOKENS), 0)
         divisible = self._can_split and self.kv.states is None
         start = image_boundary(
@@ -354,8 +389,10 @@ class SequencePool:
         return start > least
 
     def in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
-        """Blocks of the cache whose tokens sequences in the context have too, which stay there the
-        longest first."""
+        """Cached blocks whose tokens are also in the context.
+
+        Blocks come first if their sequence will stay in the context longest.
+        """
         if self.kv.states is not None:
             return
         for job in self.running.values():
@@ -369,8 +406,11 @@ class SequencePool:
         return ((self.cache, block) for block in blocks if block.stop <= len(line))
 
     def drop_one(self) -> bool:
-        """Cells for one more step from an idle sequence, whatever the backend believes to be free;
-        False where there is none."""
+        """Free cells for one more step from an idle sequence, whatever number the backend reports
+        as free.
+
+        Returns False if there is no idle sequence.
+        """
         if not self.idle:
             return False
         self._sync()
@@ -378,7 +418,7 @@ class SequencePool:
         return True
 
     def finish(self) -> None:
-        """Export what is idle, waiting for room if it must: nothing else is going on any more."""
+        """Export the idle sequences on shutdown, waiting for room in memory if necessary."""
         self.kv.closing = True
         while self.idle:
             more = self.tick(busy=False)
@@ -388,7 +428,7 @@ class SequencePool:
 
     @property
     def waiting(self) -> bool:
-        """True while something could be exported if only what is in memory were written."""
+        """True while an export waits for blocks in memory to be written to disk."""
         return any(idle.space == "pending" for idle in self.idle)
 
     def _has_room(self, cells: int, live: int) -> bool:
@@ -399,7 +439,7 @@ class SequencePool:
 
     @property
     def _step_share(self) -> float:
-        """What idle tokens add to a step, about: a step reads the weights, and all KV."""
+        """About the share that idle tokens add to a step, which reads the weights and all KV."""
         return self._token_share * sum(len(idle.tokens) for idle in self.idle)
 
     def _evict_exported(self, *, busy: bool) -> None:
@@ -412,7 +452,9 @@ class SequencePool:
         self._backend.drop(idle.sequence)
 
     def _evict(self, idle: IdleSequence) -> None:
-        """Export what there is room for, now: its cells are needed."""
+        """Export as much as there is room for, then drop the sequence, because its cells are
+        needed.
+        """
         self.idle.remove(idle)
         self._leaving = idle.sequence
         if self.kv.states is None:
@@ -426,7 +468,7 @@ class SequencePool:
     # --- exporting --------------------------------------------------------------------------------
 
     def _sync(self) -> None:
-        """Learn what became of the copies since: written, demoted to disk, evicted."""
+        """Apply the changes since the last call: copies written, demoted to disk, or evicted."""
         self.kv.disk.sync(self.kv.trees)
         changes = self.kv.budget.changes
         for idle in self.idle:
@@ -435,11 +477,11 @@ class SequencePool:
                 idle.as_of = changes
 
     def _refused(self, idle: IdleSequence) -> bool:
-        """There was no room for it, and nothing has changed since."""
+        """True if there was no room for the sequence, and the cache has not changed since."""
         return idle.space != "free" and idle.as_of == self.kv.budget.changes
 
     def _export_next(self, idle: IdleSequence, *, force: bool = False) -> bool:
-        """Export one piece; False if it can't be had, or there is no room for it in the cache."""
+        """Export one piece. Returns False if the export fails or the cache has no room for it."""
         if self._refused(idle) and not force:
             return False
         space = self.kv.export_next(idle.sequence, idle.tokens, idle.used, force=force)

@@ -1,10 +1,9 @@
-"""A cached prefix on its way back into the context: what of it to take, and taking it piece by
-piece.
+"""Restores a cached prefix into the context, part by part.
 
-Each piece is weighed by itself: one on disk is worth reading when that is quicker than computing
-the tokens wanted of it. What is not worth reading, was evicted or is lost is a gap: its tokens are
-computed, and what lies behind is still taken. What is on disk is read by another thread, ahead of
-its turn; who owns a restoration asks whether it is `ready`.
+Each part is weighed separately: a part on disk is read if that is faster than computing the tokens
+needed from it. A part that is not worth reading, was evicted or is lost leaves a gap. The tokens
+of the gap are computed, and the parts after it are still imported. Another thread reads files
+ahead of time. The owner of a restoration checks whether it is `ready`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
 @dataclass
 class Restoration:
-    """A prompt's cached parts being imported into `sequence`, which has its first `held` tokens.
-    Its blocks stay in the cache until it is `done` or closed. `held` tokens are in the sequence
-    now, `imported` of them from the cache. Fails silently: what can't be had is computed, and
-    counted by reason in `missed`."""
+    """The import of a prompt's cached parts into `sequence`.
+
+    `held` tokens are in the sequence now, `imported` of them from the cache. The blocks stay
+    locked in the cache until the restoration is `done` or closed. It never raises errors: tokens
+    that can't be restored are computed, and counted by reason in `missed`.
+    """
 
     kv: KvStore
     backend: Backend
@@ -39,7 +40,8 @@ class Restoration:
     def __post_init__(self) -> None:
         self._parts = list(reversed(self.plan.parts))
         self._gap_start = self.in_place = self.held
-        # Tokens in the sequence; `held` are those that it could go on behind.
+        # All tokens in the sequence. The sequence could continue only after the first `held` of
+        # them.
         self._reached = self.held
         self._wanted: list[Block] = []
         self._lock()
@@ -48,58 +50,56 @@ class Restoration:
 
     @property
     def due_tokens(self) -> int:
-        """What is still to be imported, for which room is made part by part."""
+        """Tokens that are still to be imported, if room is made for them part by part."""
         if self.plan.divisible:
             return sum(part.n_tokens for part in self._parts)
         return 0
 
     @property
     def next_tokens(self) -> int:
-        """What the next step imports of that."""
+        """Tokens of those that the next step imports."""
         if self._parts and self.plan.divisible:
             return self._parts[-1].n_tokens
         return 0
 
     @property
     def computes_to(self) -> int | None:
-        """Where the gap ends that must be computed before the next part can be imported; None when
-        none is due."""
+        """The end of the gap that must be computed before the next part; None if there is no gap."""
         if self._parts and self._parts[-1].start > self._reached:
             return self._parts[-1].start
         return None
 
     @property
     def importing(self) -> bool:
-        """True while the next part can be imported once it is read."""
+        """True while the next part can be imported as soon as it is read."""
         return not self.done and self.computes_to is None
 
     @property
     def ready(self) -> bool:
-        """True where the next part can be imported now. One that takes too long to read is given up
-        here."""
+        """True if the next part can be imported now. Gives up parts that take too long to read."""
         while self.importing:
             if self.kv.in_memory(self._parts[-1].block):
                 return True
-            # Tokens that are computed where the disk is given up: of what can be taken apart those
-            # that are not in memory, else all of the prefix.
+            # The tokens to compute if the disk is given up. A divisible plan loses only the parts
+            # that are not in memory, any other plan the entire prefix.
             late = [p.n_tokens for p in self._parts if not self.kv.in_memory(p.block)]
             if self.plan.divisible:
                 n_tokens = sum(late)
             else:
                 n_tokens = self.plan.saved
             if self.kv.worth_reading(self._coming(), n_tokens):
-                # What somebody else had read may be gone again.
+                # A block that another restoration had read may be gone again.
                 self._look_ahead()
                 break
             self._give_up()
         return False
 
     def _coming(self) -> list[Block]:
-        """What is still to be imported, in its order."""
+        """The blocks that are still to be imported, in order."""
         return [part.block for part in reversed(self._parts)]
 
     def _look_ahead(self) -> None:
-        """Have what comes next read, as far ahead as may be; or end where nothing does."""
+        """Queue reads of the next blocks, as far ahead as allowed. Closes if no part is left."""
         if not self._parts:
             self.close()
             return
@@ -115,7 +115,7 @@ class Restoration:
             self._wanted.append(block)
 
     def _give_up(self) -> None:
-        """The disk is slower than computing would be: go on with what is in memory."""
+        """Give up the disk, because computing is faster, and continue with the parts in memory."""
         if self.plan.divisible:
             left = [part for part in self._parts if self.kv.in_memory(part.block)]
             self._miss(
@@ -127,19 +127,19 @@ class Restoration:
             self._replan("unread", at_once=True)
 
     def step(self) -> None:
-        """Import the next part, which must follow what is held."""
+        """Import the next part, which must follow the tokens held."""
         part = self._parts.pop()
         assert part.start == self._reached, "a gap must be computed first"
         try:
             self._import(part)
         except NoCellsError:
-            # Less room than was promised: what is restored so far is still right.
+            # There is less room than promised. The tokens restored so far remain valid.
             self._miss("no_cells", part.n_tokens + sum(p.n_tokens for p in self._parts))
             self._parts.clear()
             if not self.plan.divisible:
                 self.backend.truncate(self.sequence, 0)
         except BackendFailure:
-            # A block this build can't read is a miss.
+            # A block that this build can't read is a miss.
             self.backend.truncate(self.sequence, self.held)
             self._lose(part.block, part.n_tokens)
         self._look_ahead()
@@ -152,7 +152,7 @@ class Restoration:
         if part.n_tokens:
             self.backend.import_range(self.sequence, data, part.start, part.stop)
         else:
-            # what makes the imported KV a sequence that can go on
+            # The state makes the imported KV a sequence that can continue.
             self.backend.import_state(self.sequence, data, part.stop)
         self._reached = self._gap_start = part.stop
         if self.plan.divisible or not self._parts:
@@ -160,20 +160,22 @@ class Restoration:
             self.held = part.stop
 
     def at_once(self) -> None:
-        """Import all of it that comes without computing."""
+        """Import everything up to the first gap."""
         while self.importing:
             self.step()
         self.close()
 
     def computed(self, held: int) -> None:
-        """The sequence holds `held` tokens now. A gap that is filled goes to the cache as a block
-        of its own."""
+        """Record that the sequence now holds `held` tokens.
+
+        If this fills a gap, the gap's KV is stored in the cache as a block of its own.
+        """
         self.held = self._reached = held
         if self.computes_to is None and self._parts:
             self.kv.store(self.sequence, self.prompt[:held], self._gap_start)
 
     def close(self) -> None:
-        """Let go of the blocks; what is held stays."""
+        """Unlock the blocks. The tokens held stay in the sequence."""
         if not self.done:
             self.done = True
             for block in self._wanted:
@@ -193,7 +195,7 @@ class Restoration:
         self._replan("lost", at_once=False)
 
     def _replan(self, reason: str, *, at_once: bool) -> None:
-        """The next best that can be gone on from, from the beginning."""
+        """Restart from token 0 with the next best plan."""
         self.backend.truncate(self.sequence, 0)
         self.held = self._reached = 0
         self._gap_start = 0

@@ -1,8 +1,8 @@
-"""What is kept of sequences outside the context, in memory and on disk, how it gets there, and at
-which points:
+"""The KV that is kept outside the context, in memory and on disk, and how it gets there.
 
-pieces of KV, where a sequence can be taken up again anywhere; and else states at points of it, where
-it can be. Behind a state stand pieces of KV too, or it is a snapshot: all there is is in it.
+If a sequence can continue anywhere, pieces of its KV are kept. Otherwise states at certain points
+are kept, and the sequence can continue only there. The KV before a state is either kept in pieces
+as well, or the state is a full snapshot that contains everything.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from localllm_backends.contract import Backend, BackendFailure
 
 
 class KvStore:
-    """The prefix cache of one engine, with its tier on `disk`. `states` is None where there are
-    none; where they are `snapshots`, nothing else is kept, and `cache` stays empty."""
+    """The prefix cache of one engine, with its tier on `disk`.
+
+    `states` is None if the model needs no states. With `snapshots`, everything is in the states,
+    and `cache` stays empty.
+    """
 
     def __init__(
         self,
@@ -55,19 +58,22 @@ class KvStore:
             self.states = PrefixCache("state", budget=self.budget)
             self.trees.append(self.states)
         self.speed = PrefillCost()
-        # The least seen of a token's KV, or of its share of a snapshot, and the most of a state.
+        # The smallest size of a token's KV, or of its share of a snapshot, and the largest of a
+        # state.
         self._token_bytes = 0.0
         self._state_bytes = 0
-        self._export_s = 0.0  # the least seen of a state's copy: others only ever add time
+        self._export_s = 0.0  # the shortest time of a state's copy; other load only adds time
         self.lost_blocks = 0
-        self.closing = False  # nothing can stay in the context
+        self.closing = False  # True on shutdown: no sequence can stay in the context.
         self._patience_s = 0.0
         self.disk.open(self.cache, self.states)
 
     # --- reading ----------------------------------------------------------------------------------
 
     def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
-        """What to take of what is held of `prompt`; `at_once`: without waiting for any file."""
+        """Plan which of the cached parts of `prompt` to restore. `at_once`: without waiting for
+        files.
+        """
         should_load = self.should_load
         if at_once:
             should_load = self._held_in_memory
@@ -75,21 +81,28 @@ class KvStore:
         return plan_restore(self.cache, most, should_load, self.states, snapshots=self.snapshots)
 
     def version(self) -> Hashable:
-        """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
-        what computing costs. (How fast the disk is says its restoration, which weighs each part.)"""
+        """All that a plan depends on except its prompt: the blocks held, those in memory, and
+        compute cost.
+
+        The speed of the disk is left out: the restoration weighs each part by itself.
+        """
         return self.budget.changes, self.budget.held_bytes, self.speed.token_s
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block | None]:
-        """The longest beginning of `prefix` whose state is held and worth reading, and that
-        state: for a sequence that has its KV, so no snapshot."""
+        """The longest prefix of `prefix` whose state is held and worth reading, and that state.
+
+        It is for a sequence that has the KV of the prefix, so it never returns snapshots.
+        """
         if self.states is None or self.snapshots:
             return 0, None
         match = longest(self.states, prefix, self.should_load)
         return match.saved, match.parts[0].block if match.parts else None
 
     def read(self, block: Block) -> bytes | memoryview | None:
-        """Its bytes, held in memory from now on if there is room; None when they turned out to be
-        lost or corrupt (a miss, never a wrong answer)."""
+        """The block's bytes, kept in memory from now on if there is room.
+
+        Returns None if they are lost or corrupt: that is a cache miss and never a wrong answer.
+        """
         if block.data is not None:
             return block.data
         reads = self.disk.reads
@@ -103,16 +116,16 @@ class KvStore:
         return data
 
     def should_load(self, block: Block, n_tokens: int) -> bool:
-        """Is having this block quicker than computing so many tokens, as far as is known now?"""
+        """Is reading this block faster than computing `n_tokens`, as far as is known now?"""
         return self.worth_reading([block], n_tokens)
 
     def worth_reading(self, blocks: Iterable[Block], n_tokens: int) -> bool:
-        """Are those of `blocks` read that are not in memory before so many tokens are computed?"""
+        """Are those of `blocks` that are not in memory read before `n_tokens` could be computed?"""
         late = [block for block in blocks if not self.in_memory(block)]
         return not late or self.disk.reads.is_worth(late, n_tokens * self.speed.token_s)
 
     def in_memory(self, block: Block) -> bool:
-        """Does having it wait for no file?"""
+        """True if no file must be read to use the block."""
         return block.data is not None or self.disk.reads.ready(block)
 
     def _held_in_memory(self, block: Block, n_tokens: int) -> bool:
@@ -120,7 +133,7 @@ class KvStore:
         del n_tokens
         return self.in_memory(block)
 
-    # --- other places than memory -----------------------------------------------------------------
+    # --- freeing memory ---------------------------------------------------------------------------
 
     def _save(self, candidate: Candidate, until: int) -> Space:
         return self._write(candidate.pool, candidate.block, until, leaves=True)
@@ -128,25 +141,30 @@ class KvStore:
     # --- what is held -----------------------------------------------------------------------------
 
     def holds(self, prefix: Tokens) -> bool:
-        """Is all of `prefix` held, and can it be taken up at its end?"""
+        """Is all of `prefix` held, and can a sequence continue at its end?"""
         return self.has_state(prefix) and (self.snapshots or self.cache.gap(prefix) is None)
 
     def has_state(self, prefix: Tokens) -> bool:
-        """Is the state behind `prefix` held, if one is needed?"""
+        """Is the state after `prefix` held, if the model needs one?"""
         return self.states is None or self.states.gap(prefix) is None
 
     def touch(self, prefix: Tokens) -> None:
-        """A sequence was used just now: what is held of it is the last to go. Of its states those
-        that others are near to are the first to go."""
+        """Mark a sequence as used now: its blocks become the last to be evicted.
+
+        States with close neighbours become the first to be evicted.
+        """
         for tree in self.trees:
             tree.match(prefix)
         if self.states is not None and not self.snapshots:
             self.states.prune(prefix, self.state_interval(len(prefix)))
 
     def state_interval(self, n_tokens: int) -> int:
-        """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's
-        KV, a state, its copy and all of the cache take: a power of two, so that the points of
-        sequences that begin alike fall together."""
+        """Tokens between the states that are kept of a sequence of `n_tokens`.
+
+        The interval depends on the cost of a token's KV, a state, its copy, and the size of the
+        cache. It is a power of two, so that sequences with a common beginning have their states at
+        the same points.
+        """
         share_bytes = max(tunables.STATE_SHARE * self.budget.capacity_bytes, 1.0)
         interval = max(tunables.STATE_INTERVAL_TOKENS, n_tokens * self._state_bytes / share_bytes)
         if self._token_bytes:
@@ -160,15 +178,17 @@ class KvStore:
     def export_next(
         self, sequence: int, prefix: Tokens, used: int | None, *, force: bool
     ) -> Space | None:
-        """Export the next piece of `prefix`, which is what `sequence` holds: "free" if it found
-        room, or None where nothing is missing. `force`: its cells are needed, so what is being
-        written is not waited for."""
+        """Export the next missing piece of `prefix`, which is all that `sequence` holds.
+
+        `force`: its cells are needed now, so the result is never "pending" (see
+        `CacheBudget.make_room`). Returns "free" if there was room, None if no piece is missing.
+        """
         space: Space | None = None
         if not self.has_state(prefix):
             space = self.store_state(sequence, prefix, used, force=force)
             if space != "full":
                 return space
-        # Beyond its last state KV is of no use.
+        # KV after the last state can't be used.
         if self.states is not None:
             point = self.states.peek(prefix).saved
         else:
@@ -181,8 +201,10 @@ class KvStore:
         return self.store(sequence, prefix[:stop], start, used, force=force)
 
     def export_end(self, sequence: int, prefix: Tokens, start: int, used: int | None) -> None:
-        """Export what isn't held of `prefix` from `start` on, which is about to leave the context,
-        as far as there is room for it by evicting what was used before `used`."""
+        """Export the missing KV of `prefix` from `start` on, which is about to leave the context.
+
+        Stops when no more room can be made by evicting blocks that were used before `used`.
+        """
         gap = self.cache.gap(prefix, start)
         while gap is not None:
             start, stop = gap
@@ -192,7 +214,7 @@ class KvStore:
             gap = self.cache.gap(prefix, stop)
 
     def _piece(self, sequence: int, prefix: Tokens, start: int, stop: int) -> int:
-        """Where the piece of `prefix` ends that begins at `start`."""
+        """The end of the piece of `prefix` that begins at `start`."""
         stop = min(stop, start + tunables.PIECE_TOKENS)
         if self._backend.capabilities.kv_on_device:
             while self._backend.export_runs(sequence, start, stop) > tunables.MOST_RUNS:
@@ -211,12 +233,15 @@ class KvStore:
         *,
         force: bool = False,
     ) -> Space:
-        """Put what `sequence` holds of `prefix` from `start` on into the cache: "free" if there was
-        room."""
+        """Copy the KV of `prefix` from `start` on from `sequence` into the cache.
+
+        Returns "free" if there was room.
+        """
         n_tokens = len(prefix) - start
         until = used
         if not (force or self.states is not None or self.closing):
-            # It need not leave the context: only what is forgotten makes way for it.
+            # The sequence can stay in the context, so only blocks unused for an hour are evicted
+            # for it.
             until = min(self.budget.uses if used is None else used, self.budget.forgotten)
         room = partial(self.budget.make_room, prefix=prefix, used=until, force=force)
         space = room(int(self._token_bytes * n_tokens))
@@ -241,8 +266,11 @@ class KvStore:
         force: bool = False,
         newer: bool = False,
     ) -> Space:
-        """Put the state behind `prefix`, which is all that `sequence` holds, into the cache.
-        `newer`: rather than an older one of the same sequence."""
+        """Copy the state after `prefix`, which is all that `sequence` holds, into the cache.
+
+        `newer`: it may replace an older state of the same sequence. Returns "free" if there was
+        room.
+        """
         assert self.states is not None
         backend = self._backend
         along = None if newer else prefix
@@ -254,7 +282,7 @@ class KvStore:
             n_bytes = backend.state_bytes(sequence)
         apart_bytes = 0 if self.snapshots else kv_bytes
         if not self.disk.capacity_bytes and n_bytes + apart_bytes > self.budget.capacity_bytes:
-            # The KV before it would not fit beside it.
+            # The KV before the state would not fit into memory together with it.
             return "full"
         space = room(n_bytes)
         if space != "free":
@@ -290,10 +318,17 @@ class KvStore:
     def _write(
         self, pool: EvictablePool, block: Block, until: int, *, leaves: bool = False
     ) -> Space:
-        """Have a block written that only memory holds ("pending"), if room for it can be made of
-        files used until then, or of files of what is elsewhere too; unless it `leaves` memory, only
-        of what was used before it, or two would be written by turns. "free": it can't or needn't be
-        written."""
+        """Queue a block that is only in memory to be written, if the disk has room or room can be
+        made.
+
+        Room comes from files last used by `until`. It also comes from files whose blocks are also
+        in memory or the context. If the block stays in memory (`leaves` is False), only copies
+        used before it count. Otherwise two blocks would replace each other's files again and
+        again.
+
+        Returns "pending" if it is queued, "free" if it can't or needn't be written, "full" if
+        there is no room.
+        """
         line = pool.line(block) if self.disk.wants(block) else None
         if line is None:
             return "free"
@@ -307,8 +342,9 @@ class KvStore:
         return "full"
 
     def _copies(self, before_ns: float) -> list[Copy]:
-        """What has a file and is elsewhere too, and was used before then, unused the longest
-        first."""
+        """Blocks with a file and another copy that were used before `before_ns`, least recently
+        used first.
+        """
         held = {block: pool for pool, block in self.budget.in_context()}
         held |= {c.block: c.pool for c in self.budget.candidates()}
         found = [
@@ -319,8 +355,10 @@ class KvStore:
         return sorted(found, key=lambda copy: copy[1].file_time_ns)
 
     def close(self) -> None:
-        """Nothing stays in memory: have it written, the newest first, once it is known what became
-        of what waits for that."""
+        """Write the blocks that are only in memory on shutdown, most recently used first.
+
+        Blocks that are already queued are written first.
+        """
         self.disk.flush()
         self.disk.sync(self.trees)
         for candidate in reversed(self.budget.candidates()):
@@ -328,19 +366,21 @@ class KvStore:
                 return
 
     def lost(self, block: Block) -> None:
-        """A block could not be read or imported."""
+        """Remove a block that could not be read or imported."""
         self.lost_blocks += 1
         for tree in self.trees:
             tree.forget(block)
         if block.written:
-            # It would be found again after every restart.
+            # The damaged file would be found again after every restart.
             block.path.unlink(missing_ok=True)
 
     # --- the disk ---------------------------------------------------------------------------------
 
     def be_patient(self, n_tokens: int) -> None:
-        """What leaves the context for so many tokens may wait for room that writing makes: for a
-        part of what reading them costs."""
+        """Set how long an eviction for `n_tokens` may wait for writes that free memory.
+
+        The limit is a share of the time that computing the tokens would take.
+        """
         self._patience_s = min(
             tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens * self.speed.token_s
         )
@@ -354,7 +394,7 @@ class KvStore:
         return written
 
 
-# --- at which points of a prompt a state is kept -------------------------------------------------
+# --- checkpoints of a prompt ----------------------------------------------------------------------
 
 IsToken = Callable[[int], bool]
 
@@ -367,21 +407,26 @@ def checkpoints(
     ends_paragraph: IsToken,
     interval: int | None,
 ) -> list[int]:
-    """Points of `prompt`, whose first `n_kv` tokens are held, at which its state is to be kept
-    (control tokens stand around turns, others end a paragraph):
+    """Points of `prompt` at which its state is to be stored.
 
-    * before its last two turns: an answer is asked for again from there, or rendered in another way
-      next time. Not before the answer's where the question is short: a step and a state for each
-      turn would cost more than reading it again
-    * near its end, where no turn begins there
+    The first `n_kv` tokens are held. Control tokens mark the beginning and end of turns, other
+    tokens end paragraphs. Checkpoints are set:
 
-    And where states are kept apart from KV, every `interval` tokens (None: they aren't):
+    - before its last two turns. A client may ask for the answer again, or render that turn
+      differently next time. If the question is short, the turn of the answer gets none: a step and
+      a state per turn would cost more than recomputing the question.
+    - near its end, if no turn begins there.
 
-    * where it leaves what was known (its first `known` tokens): what branches twice branches again
-    * one in every `interval` tokens, where a turn begins if one does
-    * where the last paragraph begins: instructions or a document stand before it, and the next
-      question goes on from there (Gemma's template has both in one turn)
-    * of a long end with neither in it a few points, ever nearer to it"""
+    If states are kept apart from KV (`interval` is not None), checkpoints are also set:
+
+    - after the first `known` tokens, where the prompt branches off. A prefix with two branches
+      usually gets more.
+    - once in every `interval` tokens, at the beginning of a turn if there is one.
+    - at the beginning of the last paragraph. Instructions or a document come before it, and the
+      next question continues from there (Gemma's template puts both in one turn).
+    - at a few points towards a long end that has neither a turn nor a paragraph, closer together
+      near the end.
+    """
     n = len(prompt)
     control = [i for i in range(n) if is_control(prompt[i])]
     turns = [i for i in control if prompt[i] == prompt[control[-1]]]
@@ -396,13 +441,13 @@ def checkpoints(
         points.add(n - tunables.TAIL_TOKENS)
     required = {*turns[-2:-1], n - tunables.TAIL_TOKENS}
     if known == n - 1 and interval is not None:
-        # The same prompt again: it will be sent once more.
+        # The same prompt was sent twice, so it will probably be sent again.
         required.add(known)
     return _apart([p for p in points if tunables.NEAR_TOKENS <= p < n], required, n_kv)
 
 
 def _apart(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
-    """Those of `points` behind what is held that are `required`, or not near to one before."""
+    """The points after `n_kv` that are `required` or not too close to the point before."""
     kept: list[int] = []
     for point in sorted(p for p in points if p > n_kv):
         before = kept[-1] if kept else n_kv
@@ -412,15 +457,16 @@ def _apart(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
 
 
 def _paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> set[int]:
-    """Where the last one begins, if it is far enough behind `start`; nothing nearer is looked
-    at."""
+    """The beginning of the last paragraph, if it is far enough after `start`; otherwise no point."""
     worth = range(len(prompt) - 1, start + tunables.WORTH_A_PARAGRAPH_TOKENS - 1, -1)
     return set(next(([i] for i in worth if ends_paragraph(prompt[i - 1])), []))
 
 
 def _towards_the_end(points: set[int], turns: Sequence[int], n: int) -> set[int]:
-    """Some before where the prompt ends, or the turn before the answer's, which has just begun;
-    unless one of `points` is near them."""
+    """Points at fixed distances before the end of the prompt, without those that have a neighbour.
+
+    If the turn of the answer has just begun, distances count from its beginning.
+    """
     if turns and n - turns[-1] < tunables.NEAR_TOKENS:
         end = turns[-1]
     else:

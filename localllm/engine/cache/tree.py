@@ -1,22 +1,22 @@
 """Prefix cache: a radix tree over token ids whose nodes hold opaque blocks of exported KV.
 
-Two shapes of memory, one tree. Where KV can be cut anywhere ("kv"), a node's block covers the
-node's own tokens and a prefix is restored from the blocks on its path. A node on the path may have
-none (it was evicted or lost): its tokens are computed, and what lies behind it is still of use.
-A state can't be cut (sliding windows, recurrent layers; "state"): a block covers everything from
-token 0 to the node's end and a prefix is the deepest such node.
+One tree serves two kinds of memory. If KV can be cut anywhere ("kv"), a node's block covers the
+node's own tokens, and a prefix is restored from the blocks on its path. A node on the path may
+have no block, because it was evicted or lost. Its tokens are computed, and the blocks after it are
+still used. A state (sliding windows, recurrent layers; "state") can't be cut. Its block covers
+everything from token 0 to the node's end, and a prefix is restored from the deepest such node.
 
     root ── "system prompt" ──┬── "chat A" ── "A's 2nd turn"
                               └── "chat B"
 
-Laws, checked by `check_integrity` and by random histories in the tests:
+Invariants, checked by `check_integrity` and by random histories in the tests:
 
-* `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many
-  nodes share it.
-* A sequence is as recent as the most recent one that goes on from it, so ends leave before
-  beginnings. A block goes as one, and is as recent as its middle: one hot token at its beginning
-  does not keep hundreds of cold ones.
-* What is locked is neither demoted nor evicted. What is evicted for what: cache/eviction.py.
+- `held_bytes` is exactly the bytes in memory of the tree's blocks. Each block is counted once,
+  however many nodes share it.
+- A sequence is as recent as the most recent sequence that continues it, so ends are evicted before
+  beginnings. A block is evicted as a whole, and is as recent as its middle token: one hot token at
+  its beginning does not keep hundreds of cold ones.
+- A locked node is neither demoted nor evicted. The eviction order is in cache/eviction.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from localllm.engine.tokens import Tokens
 @dataclass(slots=True, eq=False)
 class Node:
     """An edge of the tree: `tokens` from depth `start` to `stop`, and the block that covers them
-    (or None)."""
+    (or None).
+    """
 
     tokens: Tokens
     start: int
@@ -71,12 +72,11 @@ class CachedPart:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the cache holds of a prompt: `parts` in order, with gaps between them where nothing is
-    held.
+    """The parts of a prompt that the cache holds, in order, possibly with gaps between them.
 
-    `length` tokens from the beginning are held without a gap. `known` is how far the prompt
-    followed tokens the cache knows of, with or without KV. `node` is the deepest node used; lock it
-    before reading any block.
+    The first `length` tokens are held without a gap. `known` is how far the prompt matched tokens
+    in the tree, with or without KV. `node` is the deepest node used; lock it before reading any
+    block.
     """
 
     parts: tuple[CachedPart, ...]
@@ -90,7 +90,7 @@ class Match:
 
 
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
-    """Token ids as the int32 array the tree compares."""
+    """Token ids as the int32 array that the tree compares."""
     return np.asarray(tokens, dtype=np.int32)
 
 
@@ -103,14 +103,16 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class PrefixCache:
-    """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has
-    `capacity_bytes` to itself, unless it shares a `budget`."""
+    """The tree, without backend or clock; recency is counted in uses of the `budget`.
+
+    It has a budget of `capacity_bytes` of its own, unless it shares a `budget`.
+    """
 
     def __init__(
         self, kind: Kind = "kv", *, capacity_bytes: int = 0, budget: CacheBudget | None = None
     ) -> None:
         self.kind = kind
-        # a block is of use as a whole only, at its end
+        # A block is only useful as a whole, at its end.
         self.indivisible = kind != "kv"
         if budget is not None:
             self.budget = budget
@@ -124,7 +126,7 @@ class PrefixCache:
     # --- reading ----------------------------------------------------------------------------------
 
     def peek(self, tokens: Sequence[int] | Tokens) -> Match:
-        """What can be restored of `tokens`. Changes nothing."""
+        """The parts of `tokens` that can be restored. Changes nothing."""
         prefix = as_tokens(tokens)
         parts: list[CachedPart] = []
         deepest: Node | None = None
@@ -145,7 +147,7 @@ class PrefixCache:
         return Match(tuple(parts), length, known, deepest)
 
     def match(self, tokens: Sequence[int] | Tokens) -> Match:
-        """What can be restored of `tokens`, which counts as a use of it."""
+        """The parts of `tokens` that can be restored. Counts as a use of them."""
         found = self.peek(tokens)
         now = self.budget.use()
         node = found.node
@@ -155,8 +157,10 @@ class PrefixCache:
         return found
 
     def prune(self, prefix: Tokens, interval: int) -> None:
-        """Of states: all that `prefix` goes through count as used now, but for those that can
-        be spared (see `eviction.surplus_states`), which leave before anything else."""
+        """Mark the states along `prefix` as used now, except those that can be spared.
+
+        The spared states (see `eviction.surplus_states`) become the first to be evicted.
+        """
         nodes = [
             n
             for n, shared in self._along(prefix)
@@ -175,18 +179,19 @@ class PrefixCache:
             node.locks += 1
 
     def unlock(self, match: Match) -> None:
-        """Let the nodes of `match` be demoted and evicted again."""
+        """Allow the nodes of `match` to be demoted and evicted again."""
         for node in self._path(match.node):
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
         if match.node is not None:
-            # Its block may have turned out to be lost while it was held.
+            # Its block may have been lost while it was locked.
             self._prune(match.node)
         self.budget.changes += 1
 
     def gap(self, tokens: Sequence[int] | Tokens, start: int = 0) -> tuple[int, int] | None:
-        """The first [start, stop) of `tokens`, from `start` on, that has no KV here; None where all
-        of it has."""
+        """The first range [start, stop) of `tokens` without KV here, from `start` on; None if all
+        have KV.
+        """
         reached = start
         for part in self.peek(tokens).parts:
             if part.start > reached:
@@ -199,12 +204,15 @@ class PrefixCache:
     # --- writing ----------------------------------------------------------------------------------
 
     def insert(self, tokens: Sequence[int] | Tokens, block: Block, used: int | None = None) -> bool:
-        """Store `block` for the end of the sequence `tokens` (its stop must be the sequence's
-        length), which was last used at `used`, in `uses` (None: now).
+        """Store `block` for the end of the sequence `tokens`; the block's stop must be the
+        sequence's length.
 
-        Returns False, storing nothing, when its tokens have their KV already, or there is no room
-        for it now. A block that has tokens only on disk, among many others, gives them up to a
-        narrower one: that is read sooner."""
+        `used` is the time of its last use, counted in `uses` (None: now). A wide block that is
+        only on disk hands its tokens over to a narrower block, which is read sooner.
+
+        Returns False, with no effect, if all its tokens have KV already, or there is no room
+        now.
+        """
         prefix = as_tokens(tokens)
         assert block.stop == len(prefix), "a block must end where its prefix ends"
         if (
@@ -226,8 +234,9 @@ class PrefixCache:
         return True
 
     def promote(self, block: Block, data: bytes | memoryview) -> None:
-        """Hold in memory what was read from disk, if that costs nobody else's: it was used just
-        now."""
+        """Hold in memory data just read from disk, if no recently used block must be evicted for
+        it.
+        """
         if block not in self._users or block.held_bytes:
             return
         if self.budget.make_room(len(data), used=self.budget.forgotten) == "free":
@@ -235,15 +244,14 @@ class PrefixCache:
             self.held_bytes += block.held_bytes
 
     def forget(self, block: Block) -> None:
-        """A block turned out to be lost, or is evicted: no node has it any more. What hangs on it
-        stays, behind a gap."""
+        """Remove a lost or evicted block from all its nodes. Their children stay, after a gap."""
         for node in list(self._users.get(block, [])):
             self._set_block(node, None)
             self._prune(node)
         self.budget.changes += 1
 
     def check_integrity(self) -> None:
-        """The laws in the module docstring; AssertionError where one is broken."""
+        """Check the invariants in the module docstring. Raises AssertionError if one is violated."""
         users: dict[Block, int] = {}
         for node in self._nodes():
             if node is self._root:
@@ -277,14 +285,15 @@ class PrefixCache:
         for block, nodes in self._users.items():
             if block.held_bytes and not any(n.locks for n in nodes):
                 middle = (block.start + block.stop) // 2
-                # the first, where its middle token has another block now
+                # The middle token may have another block now; the first node is used in that case.
                 node = next((n for n in nodes if n.start <= middle < n.stop), nodes[0])
                 deep = depth(block.start, block.stop, self.kind)
                 yield Candidate(node.last_used, deep, block, self)
 
     def on_path(self, prefix: Tokens) -> list[Block]:
-        """The blocks that `prefix` goes through, in order, which are not evicted for it; of states
-        the longest."""
+        """The blocks along `prefix`, in order, which are not evicted for it; of states only the
+        longest.
+        """
         along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
         if self.indivisible:
             return [block for n, block, shared in along if shared == len(n.tokens)][-1:]
@@ -298,7 +307,7 @@ class PrefixCache:
         return held
 
     def line(self, block: Block) -> Tokens | None:
-        """The tokens that `block` ends; None where its end has another block now."""
+        """The tokens from the root to the end of `block`; None if the end has another block now."""
         end = max(self._users[block], key=attrgetter("stop"))
         if end.stop == block.stop:
             return np.concatenate([node.tokens for node in self._path(end)])
@@ -313,7 +322,7 @@ class PrefixCache:
     # --- the tree ---------------------------------------------------------------------------------
 
     def _along(self, prefix: Tokens) -> Iterator[tuple[Node, int]]:
-        """The nodes that `prefix` goes through, each with how many of its tokens it shares."""
+        """The nodes along `prefix`, each with the number of its tokens that match."""
         node = self._root
         depth = 0
         complete = True
@@ -328,7 +337,7 @@ class PrefixCache:
             yield child, shared
 
     def _use(self, node: Node | None, used: int) -> None:
-        """A sequence up to `node` was used: all of it, or of whole blocks just that one."""
+        """Mark the path to `node` as used. In a tree of states only `node` itself is marked."""
         for step in self._path(node)[-1:] if self.indivisible else self._path(node):
             self._use_node(step, used)
 
@@ -338,7 +347,7 @@ class PrefixCache:
             node.block.touch(used)
 
     def _wanted(self, prefix: Tokens, block: Block) -> bool:
-        """Are there tokens that this block serves better than what they have?"""
+        """Does this block serve some of its tokens better than their current block?"""
         at = 0
         node = self._root
         for node, shared in self._along(prefix):
@@ -348,7 +357,7 @@ class PrefixCache:
         return at < len(prefix) or (self.indivisible and (node.stop > at or node.block is None))
 
     def _walk(self, prefix: Tokens) -> Node:
-        """The node that ends exactly at len(prefix), splitting and growing edges on the way."""
+        """The node that ends exactly at len(prefix). Splits and adds edges if necessary."""
         end = self._root
         for node, shared in self._along(prefix):
             if shared == len(node.tokens):
@@ -362,8 +371,10 @@ class PrefixCache:
         return end
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge: the upper part becomes a new node; both share the block (whole: only the
-        lower keeps it)."""
+        """Split an edge: its upper part becomes a new node.
+
+        Both nodes share the block. In a tree of states only the lower node keeps it.
+        """
         assert node.parent is not None
         upper = Node(
             node.tokens[:at].copy(),
@@ -393,12 +404,13 @@ class PrefixCache:
             if not self._users[old]:
                 del self._users[old]
                 self.held_bytes -= old.held_bytes
-                # If it waits to be written, it does so no longer.
+                # If the block is queued to be written, the write is cancelled.
                 old.data = None
 
     def _prune(self, node: Node) -> None:
-        """Take out a node that holds nothing and on which nothing hangs, and those that are left so
-        by it."""
+        """Remove a node that has no block, children or locks, and each ancestor that this leaves
+        empty.
+        """
         while (
             node.parent is not None and not node.children and node.block is None and node.locks == 0
         ):
@@ -425,12 +437,14 @@ class PrefixCache:
 
 
 def _uses(node: Node, depth: int) -> bool:
-    """Is a sequence that follows `node` down to `depth` a use of its block, or just of its
-    beginning?"""
+    """Does a sequence that follows `node` to `depth` use its block, and not only the block's
+    beginning?
+    """
     return node.block is None or depth > (node.block.start + node.block.stop) // 2
 
 
 def _better(old: Block | None, new: Block) -> bool:
-    """Should tokens that have `old` have `new` instead? A wide block that is only on disk makes way
-    for a narrow one."""
+    """Should the tokens of `old` get `new` instead? A narrow block replaces a wide one only on
+    disk.
+    """
     return old is None or (not old.held_bytes and new.stop - new.start < old.stop - old.start)

@@ -1,120 +1,128 @@
-"""The prefix cache's tunables, in one table: unit, meaning, and how each was found. Read where they
-are used, as `tunables.NAME`, so that a test can set one."""
+"""The tunables of the prefix cache: unit, meaning, and how each value was found.
+
+Other modules read them as `tunables.NAME` at the time of use, so a test can set one.
+"""
 
 # --- pieces of KV ---------------------------------------------------------------------------------
 
-# tokens; copying fewer than this back is no faster than computing them
+# tokens. Copying fewer tokens back is no faster than computing them.
 MIN_TOKENS = 16
-# tokens; one export. A block's own overhead vanishes, and exporting it is a fraction of a step
+# tokens per export. A block's own overhead is negligible at this size, and the export takes a
+# fraction of a step.
 PIECE_TOKENS = 512
-# runs of cells; one export from a device's memory: each run is copied by itself, twice a layer
+# runs of cells per export from device memory. Each run is copied separately, twice per layer.
 MOST_RUNS = 64
-# share of the cells; on a device sequences are exported beside running requests once no more than
-# this is free
+# share of the cells. On a device, sequences are exported while requests run if no more cells than
+# this are free.
 FEW_CELLS_SHARE = 0.25
-# seconds; what is only in memory, or only on disk, and was used since then makes no way for a
-# sequence that could stay in the context: agents and people come back within the hour, and reading
-# a prompt again costs more than the cells it keeps busy
+# seconds. Data held only in memory, or only on disk, is protected for this long after its last use.
+# It is not evicted for a sequence that could stay in the context. Agents and people usually come
+# back within the hour. Recomputing a prompt costs more than the cells that the sequence occupies.
 FORGOTTEN_S = 3600.0
-# share of a step; on a device idle sequences leave beside running requests once attention over them
-# costs more than this
+# share of a step. On a device, idle sequences are evicted while requests run if attention over
+# their tokens costs more than this.
 IDLE_STEP_SHARE = 0.03
-# seconds; closing waits this long for the writer to make room for what is not exported yet
+# seconds. On shutdown the engine waits this long for the writer to free memory for sequences that
+# are not exported yet.
 CLOSE_S = 10.0
 
-# --- states, of models that can't rewind ----------------------------------------------------------
+# --- states of models that can't rewind -----------------------------------------------------------
 
-# states; so many of a sequence's newest are kept however near they are: before its last two turns,
-# and at its end
+# states. This many of a sequence's newest states are kept, however close together they are: before
+# its last two turns and at its end.
 NEWEST_STATES = 3
-# tokens; states nearer to each other than this save little
+# tokens. States closer together than this save little.
 STATE_INTERVAL_TOKENS = 512
-# share of the memory; the states of one sequence take no more
+# share of the cache's memory. The states of one sequence take no more than this.
 STATE_SHARE = 0.25
-# a state may cost as much memory as the KV of so many times the tokens to the next
+# A state may cost as much memory as the KV of this many times the tokens to the next state.
 STATE_COST = 4.0
-# seconds; copying a state out of a device's memory that takes longer is worth looking at (a fence
-# for each tensor: 0.6 s on a Strix Halo under Vulkan, github.com/ggml-org/llama.cpp/issues/28118),
-# and of a prompt's time no more than this share
+# seconds. If copying a state out of device memory takes longer than this, the copies are limited.
+# Such copies may take at most EXPORT_SHARE of a prompt's time. Example: 0.6 s on a Strix Halo
+# under Vulkan, because of one fence per tensor (github.com/ggml-org/llama.cpp/issues/28118).
 DEAR_EXPORT_S = 0.05
 EXPORT_SHARE = 0.1
-# tokens; so many to compute again outweigh the copy of a state
+# tokens. Recomputing this many tokens costs more than copying a state.
 WORTH_A_STATE_TOKENS = 64
-# tokens; a prompt that goes on where no turn begins may have its last ones changed by what comes
-# behind them
+# tokens. If a prompt ends in the middle of a turn, text that follows may change this many of its
+# last tokens.
 TAIL_TOKENS = 4
-# tokens; reading so few again costs less than one more state
+# tokens. Recomputing this few tokens costs less than storing one more state.
 NEAR_TOKENS = 16
-# tokens; a point ends a step before the prompt does, so costs one step more: 40 % of a turn of 20
-# tokens (gemma-3-270m)
+# tokens. A checkpoint before the end of the prompt needs one more step. That is 40 % of a turn of
+# 20 tokens (gemma-3-270m).
 WORTH_A_STEP_TOKENS = 32
-# tokens; so much read anew is worth a state, and its step, where a prompt may branch: at its last
-# paragraph
+# tokens. Saving this many tokens justifies a state, and its step, at a likely branch of the
+# prompt: its last paragraph.
 WORTH_A_PARAGRAPH_TOKENS = 256
-# tokens from the end; where nothing says where a prompt may branch: what a branch there reads twice
-# is at most about four times what stood behind it, for two more steps
+# tokens from the end. Checkpoints of a prompt without a likely branch. A branch there
+# recomputes at most about four times the tokens after the branch, at the cost of two more steps.
 POINTS_FROM_THE_END = (36, 140)
 
 # --- idle sequences before a prompt ---------------------------------------------------------------
 
-# tokens; a cell that leaves saves each token of the prompt its attention over it, and costs its
-# copy: 60 to 100 tokens outweigh it (SmolLM2, three heads to each of K and V), fewer with more
-# heads to each
+# tokens. Each evicted cell saves every token of the prompt its attention over that cell, but the
+# cell must be copied first. The break-even is 60 to 100 tokens for SmolLM2 (three heads each for K
+# and V), and fewer with more heads.
 EXPORT_FIRST_TOKENS = 128
-# share; exporting may take this part of what the prompt itself takes, as far as is known
+# share. Exporting may take this part of the time that the prompt itself takes, if that is known.
 EXPORT_FIRST_SHARE = 0.1
 
 # --- writing to disk ------------------------------------------------------------------------------
 
-# Writing takes a core from whoever computes (45 MB: 5 % of a warm turn on two cores), so it waits
-# for a pause: seconds; nothing new has come for so long
+# seconds without new work before the writer starts. Writing takes a core away from computing (45
+# MB: 5 % of a warm turn on two cores), so it waits for a pause.
 WRITE_PAUSE_S = 0.05
-# seconds; but it waits no longer than this
+# seconds. The writer waits no longer than this for a pause.
 WRITE_PATIENCE_S = 3.0
-# bytes; nor with so much in hand
+# bytes. The writer does not wait for a pause if more than this is queued.
 WRITE_WAITING_BYTES = 128 * 2**20
-# bytes; hashed and written, or read, at a time: half a millisecond's work
+# bytes. Data is hashed and written, or read, in pieces of this size: half a millisecond of work.
 FILE_PIECE_BYTES = 2**19
-# Beside steps there is a rest after each piece, so many times as long as it took, but no longer
-# than so many seconds: one busy thread more than processors stops all who meet at a barrier (70 MB
-# in one go: a step of 250 ms, 20 times the others)
+# While steps run, the writer rests after each piece: WRITE_RESTS times as long as the piece took,
+# but at most WRITE_REST_S seconds. One busy thread more than there are processors delays every
+# thread at a barrier. Example: 70 MB in one go made a step take 250 ms, 20 times as long as the
+# others.
 WRITE_RESTS = 20.0
 WRITE_REST_S = 0.02
-# share; writing what leaves the context is waited for by who needs its cells for this part of the
-# time that reading it again would take, and no longer than so many seconds
+# Limits for the wait until evicted data is written, if a request needs its cells. The wait
+# takes at most this share of the time to recompute the tokens, and at most WRITE_WAIT_S seconds.
 WRITE_WAIT_SHARE = 0.25
 WRITE_WAIT_S = 3.0
-# bytes; left to others on a disk that others write to
+# bytes. This much free space is left to other users of the disk.
 DISK_FREE_BYTES = 2 * 10**9
-# nanoseconds a token of depth; coarser than any current file system's time stamps (NTFS: 100 ns)
+# nanoseconds per token of depth. This is coarser than the time stamps of current file systems
+# (NTFS: 100 ns).
 FILE_DEPTH_NS = 1000
 
 # --- reading from disk ----------------------------------------------------------------------------
 
-# part that each piece leaves of what was measured before: some 20 pieces, 10 MB
+# Weight that earlier measurements keep after each piece. The average covers about 20 pieces, 10
+# MB.
 READ_SPEED_DECAY = 0.95
-# threads; read a file where a device computes: one checks 2.1 GB/s and copies 1.3 from the system's
-# cache, which is what an H200 computes the KV of an 8B at; a fast disk has 7
+# threads that read one file if a device computes. One thread checks 2.1 GB/s and copies 1.3 GB/s
+# from the system's file cache. An H200 computes the KV of an 8B model at that rate. A fast disk
+# reads 7 GB/s.
 READERS_BESIDE_DEVICE = 8
-# bytes; read before their turn comes: one or two large blocks
+# bytes that are read ahead: one or two large blocks.
 READ_AHEAD_BYTES = 128 * 2**20
-# seconds; the rest after a piece. Longer than a piece is copied and hashed; waiting for a slow disk
-# displaces nobody
+# seconds. Rest after a piece. It is longer than copying and hashing a piece take. While the thread
+# waits for a slow disk, it displaces no other thread.
 READ_REST_S = 0.001
-# seconds; as long as it is not known what computing takes, reading may take so long, and a file
-# that gives nothing for longer is not waited for
+# seconds. Reading may take this long as long as the cost of computing is unknown. If a file gives
+# no data for longer than this, the engine stops waiting for it.
 READ_STUCK_S = 10.0
-# seconds; reading takes as long as measured, unless a read under way has given nothing for longer
-# than this already
+# seconds. Reading is expected to take as long as measured, unless the current read has given no
+# data for longer than this.
 READ_LATE_S = 0.05
-# seconds; a reader told to end in the middle of a read is waited for this long, then left to the
-# process's end
+# seconds. On shutdown a reader in the middle of a read is waited for this long. After that it runs
+# until the process ends.
 READ_CLOSE_S = 1.0
 
-# --- what was known once --------------------------------------------------------------------------
+# --- prefixes that were known before --------------------------------------------------------------
 
-# tokens; a prompt is remembered by the hash of each of its prefixes that are a multiple of this
-# long
+# tokens. A prompt is remembered by the hash of each of its prefixes whose length is a multiple of
+# this.
 HISTORY_STEP_TOKENS = 64
-# prefixes; 4 million tokens in some 6 MB
+# prefixes. They cover 4 million tokens in about 6 MB.
 HISTORY_PREFIXES = 65_536
