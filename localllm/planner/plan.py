@@ -398,39 +398,45 @@ class _Run:
     def planned(self, settled: _Settled, *, rough: bool = True) -> Plan:
         """The Plan of what was `settled`, with its speeds and its score."""
         settings, need, fits = settled
-        model = self.model
-        variant = self.variant
-        workload = self.workload
         if fits == "split" and not rough:
             settings = placing.pinned(self.device, settings, need)
-        rating = quality.rate(model, workload.purpose)
-        lost = quality.format_cost(model, variant) + quality.kv_cost(settings.kv_type)
         plan = Plan(
-            model=model,
-            variant=variant,
+            model=self.model,
+            variant=self.variant,
             settings=settings,
             fits=fits,
             memory=need,
+            load_s=speed.load_time(self.variant),
             **self.speeds(settings, rough=rough),
-            load_s=speed.load_time(variant),
-            quality=round(rating.points - lost, 2),
-            quality_basis=rating.basis,
-            quality_spread=rating.spread,
-            is_rated=rating.is_evidence,
-            makers_own=rating.makers_own,
+            **self._quality(settings),
+            draft_gain=self._draft_gain(settings),
         )
-        draft_gain = 1.0
-        second = settings.drafter.second
-        if second is not None:
-            draft_gain = drafting.draft_gain(self.device, (model, variant), second)
-        plan = replace(
-            plan,
-            kv_bytes_per_1k=kv_sizes.kv_bytes_per_1k_tokens(model, settings.kv_type),
-            kv_why=quality.why(settings.kv_type, workload.purpose, self.overrides.kv_evidence),
-            draft_gain=draft_gain,
-        )
-        plan = replace(plan, drafting=drafting.for_purpose(self.device, plan, workload))
+        drafted = drafting.for_purpose(self.device, plan, self.workload)
+        if drafted is not None:
+            plan = replace(plan, drafting=drafted)
         return replace(plan, score=score(plan, self.purpose))
+
+    def _quality(self, settings: RunSettings) -> dict[str, Any]:
+        """The model's rating, reduced by the losses of its format and of the KV type."""
+        rating = quality.rate(self.model, self.workload.purpose)
+        lost = quality.format_cost(self.model, self.variant) + quality.kv_cost(settings.kv_type)
+        evidence = self.overrides.kv_evidence
+        return {
+            "quality": round(rating.points - lost, 2),
+            "quality_basis": rating.basis,
+            "quality_spread": rating.spread,
+            "is_rated": rating.is_evidence,
+            "makers_own": rating.makers_own,
+            "kv_bytes_per_1k": kv_sizes.kv_bytes_per_1k_tokens(self.model, settings.kv_type),
+            "kv_why": quality.why(settings.kv_type, self.workload.purpose, evidence),
+        }
+
+    def _draft_gain(self, settings: RunSettings) -> float:
+        """How many times as fast the settings' drafter makes decoding; 1 without a drafter."""
+        second = settings.drafter.second
+        if second is None:
+            return 1.0
+        return drafting.draft_gain(self.device, (self.model, self.variant), second)
 
     def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
         """Decode with the context empty and full, prefill, and the wait for the first token with

@@ -67,6 +67,8 @@ class LlamaCppEmbedder:
         return self._tokens_of_text(text, add_bos=True)
 
     def _tokens_of_text(self, text: str, *, add_bos: bool = False) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError(f"a text is needed, not {type(text).__name__}")
         return self._words.tokenize(LiteralText(text), special=False, add_bos=add_bos)
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
