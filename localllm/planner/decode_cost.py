@@ -1,23 +1,25 @@
-"""The law of decoding, term by term: seconds of one step, by cause. (Prompts: prefill_cost.py.)
+"""The cost model of decoding: seconds of one step, by cause. (For prompts, see prefill_cost.py.)
 
 t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent
 layers·c)
       · (1.8 GHz / clock)^l ] + KV read / (f·BW) + layers with an indexer · context · i / BW
       + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d / units)
 
-Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16
-and bf16: nothing). Where an engine's kernels for a format are poor, reading or unpacking takes
-longer by what kernels.py has of it. Launches are waited for, so they go by the clock, and more than
-in proportion: later chips launch better too. On a CPU attention is arithmetic on few cores, and
-with a latent KV (MLA), which every head reads, on any machine: it takes whichever is longer, that
-or reading the KV. So is CUDA's over a quantised KV: its kernel for one token unpacks the cache on
-the plain lanes, once for every query head, where that of f16 reads it once on the units for
-matrices. Sparse attention's indexer goes over the keys of the whole context in each of its layers,
-several times: some kilobytes a token.
+Quantised weights are unpacked by arithmetic, which adds to the time of reading them (f16 and bf16
+need none). If an engine's kernels for a format are poor, reading or unpacking takes longer, by the
+figures in kernels.py. The host waits for kernel launches, so their time depends on the clock. It
+falls more than in proportion, because later chips also launch faster.
 
-A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times
-(kernel launches, routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and
-tokens throughout.
+On a CPU, attention is arithmetic on few cores. With a latent KV (MLA), which every head reads,
+attention is arithmetic on any machine. It takes the longer of that arithmetic and reading the KV.
+The same holds for CUDA with a quantised KV. Its kernel for one token unpacks the cache on the plain
+FP32 lanes, once per query head. The f16 kernel reads the cache once, on the matrix units. The
+indexer of sparse attention reads the keys of the whole context several times in each of its layers:
+some kilobytes a token.
+
+A constant fraction of bandwidth is off by 16-90 % for small models and mixtures. The per-layer
+times (kernel launches, routing) account for that. Coefficients: efficiency.toml. Units: seconds,
+bytes and tokens.
 """
 
 from __future__ import annotations
@@ -34,60 +36,69 @@ from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
 
-# Of system memory beside a card, of which nothing is said.
+# Bandwidth of system memory next to a card, if unknown.
 ASSUMED_BANDWIDTH_GBPS = 20.0
-# What a processor reads of its memory's nominal rate: of an EPYC 9554's 461 GB/s a 14B in Q4_K_M
-# takes 28.7 tokens/s and in Q8_0 19.2 (https://ahelpme.com/?p=6685), 260 and 299 GB/s. And what one
-# of its cores takes of that at most: a 7B in Q4_0 and Q4_K on one thread 15.5 and 17.7 GB/s
-# (github.com/ggml-org/llama.cpp, tools/llama-bench; a Ryzen 6800H).
+# Share of the memory's nominal rate that a CPU reads. An EPYC 9554 has 461 GB/s; a 14B in Q4_K_M
+# runs at 28.7 tokens/s and in Q8_0 at 19.2 (https://ahelpme.com/?p=6685), which is 260 and 299
+# GB/s. Below it: the most that one core reads. A 7B in Q4_0 and Q4_K on one thread reads 15.5 and
+# 17.7 GB/s (github.com/ggml-org/llama.cpp, tools/llama-bench; a Ryzen 6800H).
 CPU_NOMINAL_SHARE = 0.75
 CPU_CORE_GBPS = 20.0
-# What a memory delivers of its nominal rate at most.
+# Largest share of its nominal rate that a memory delivers.
 PEAK_SHARE = 0.98
-# One core's rate at one token's attention: llama.cpp 0.3.36's F16 dot products and running softmax
-# on Zen 4 (AVX-512), two cores, 512 tokens: SmolLM2-135M (heads of 64) +2.1 ms, Gemma-3-270M (of
-# 256) +2.2 ms, 38 MFLOP each. 8 KV heads: half of it.
+# One core's rate in the attention of one token. From llama.cpp 0.3.36's F16 dot products and
+# running softmax on Zen 4 (AVX-512), two cores, 512 tokens: SmolLM2-135M (heads of 64) +2.1 ms,
+# Gemma-3-270M (heads of 256) +2.2 ms, 38 MFLOP each. With 8 KV heads the rate is half of this.
 CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
-# llama.cpp lays most formats out anew for the CPU's vectors when it loads them; these it multiplies
-# as they lie, which the table's CPU rate is for. (486M weights in 8 layers, two Zen 4 cores, GB/s
-# at one token: Q4_1 23; Q4_0 30, Q4_K 33, Q8_0 37, where a copy measures 28. The gain is set well
-# below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two Zen 5 cores and 1.2 on these.)
+# llama.cpp repacks most formats for the CPU's vectors when it loads them. It multiplies the formats
+# in CPU_PLAIN_FORMATS as they are stored, and the table's CPU rate is for those. Measured with 486M
+# weights in 8 layers on two Zen 4 cores, in GB/s at one token: Q4_1 23, Q4_0 30, Q4_K 33, Q8_0 37.
+# A copy measures 28. The gain is set well below that. In a mixed file (Gemma-3-270M) it was 1.0 on
+# two Zen 5 cores and 1.2 on these.
 _CPU_LAID_OUT_GAIN = 1.1
-# Formats whose weights are multiplied as they lie.
+# Formats whose weights are multiplied without unpacking.
 PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
 
-# What a sequence more costs grows slower than their number (kernels fill up), and their tokens are
-# routed more alike than chance: of the powers tried on llama-batched-bench's rows (2 to 32
-# sequences) these left the least (benchmarks/planner_fit.md).
+# The cost of more sequences grows more slowly than their number, since kernels fill up. Their
+# tokens also share experts more often than by chance. Among the powers tried on
+# llama-batched-bench's rows (2 to 32 sequences), these left the smallest error
+# (benchmarks/planner_fit.md).
 _FURTHER_POWER = 0.8
-# Nominal TFLOP/s of the GPU that a further sequence's seconds a layer are told of.
+# Nominal TFLOP/s of the reference GPU for the seconds per layer of each further sequence.
 _ROW_TFLOPS = 40.0
 _APART_POWER = 0.5
 
 
 def further(n_sequences: int) -> float:
-    """As how many the sequences beside the first count, for the arithmetic of a step."""
+    """Return the effective number of sequences after the first, for the arithmetic of a step."""
     if n_sequences <= 1:
         return 0.0
     return float((n_sequences - 1) ** _FURTHER_POWER)
 
 
 def apart(n_sequences: int) -> float:
-    """As how many `n_sequences` count that are routed independently, for the experts a step
+    """Return the effective number of independently routed sequences, for the experts that a step
     reads."""
     return float(n_sequences**_APART_POWER)
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it
-    (`efficiency.hardware_keys`), GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU
-    that computes (0: a GPU does, or unknown: attention then only reads its cache), the share of
-    those TFLOP/s that its power lets matrices have, the GPU's clock, and its TFLOP/s without units
-    for matrices (0: as many), and, of a processor, what was timed of its matrix kernels, whether it
-    multiplies weights as they are `stored` (or as the engine would have it), and what an NVIDIA
-    card's plain lanes do."""
+    """A machine as the cost model sees it.
+
+    - `keys`: the keys of efficiency.toml that apply to it (`efficiency.hardware_keys`).
+    - `bandwidth_gbps`: GB/s of its memory.
+    - `tflops`: nominal FP16 TFLOP/s.
+    - `n_cpu_cores`: cores of the CPU that computes. 0 if a GPU does or if unknown; attention then
+      only reads its cache.
+    - `power_share`: share of `tflops` that the power limit allows for matrices.
+    - `clock_ghz`: the GPU's clock.
+    - `plain_tflops`: TFLOP/s without matrix units (0: the same as `tflops`).
+    - `rates`: measured rates of a CPU's matrix kernels.
+    - `stored`: a CPU multiplies weights as stored, instead of in the engine's own layout.
+    - `lane_tflops`: TFLOP/s of an NVIDIA card's plain FP32 lanes.
+    """
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
@@ -102,23 +113,23 @@ class Hardware:
 
     @property
     def engine(self) -> str:
-        """The kernel set that runs, the most general of the keys."""
+        """The kernel set that runs: the most general key."""
         return self.keys[0]
 
     def keys_for(self, variant: Variant) -> tuple[str, ...]:
-        """Keys of where it runs and of what runs."""
+        """Return the keys of the hardware and of the format."""
         return (*self.keys, format_key(variant))
 
     def timed_flops_s(self, model: Model, variant: Variant) -> tuple[float, float] | None:
-        """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was
-        timed on a processor."""
+        """Return (FLOP/s of a prompt, FLOP/s of one token) for this file's matrices, or None if its
+        type was not timed on a CPU."""
         if not self.rates:
             return None
         return kernels.flops_s(self.rates, model, variant, stored=self.stored)
 
     def timed_row_s(self, model: Model, variant: Variant, rows: int) -> float | None:
-        """Seconds of multiplying one of `rows` tokens that are computed together, where its type
-        was timed on a processor."""
+        """Return the seconds to multiply one of `rows` tokens that are computed together, or None
+        if its type was not timed on a CPU."""
         flops_s = kernels.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
         if flops_s is None:
             return None
@@ -128,7 +139,7 @@ class Hardware:
 
 @lru_cache(4096)
 def hardware_of(device: Device, backend: str) -> Hardware:
-    """`device` as `backend` uses it."""
+    """Return `device` as `backend` uses it."""
     tflops, _ = efficiency.nominal_tflops(device, backend)
     name = device.match or device.name
     share = efficiency.share(efficiency.part(name), device.compute_units)
@@ -159,9 +170,11 @@ def hardware_of(device: Device, backend: str) -> Hardware:
 
 
 def format_key(variant: Variant) -> str:
-    """The key of what runs, beside where: the kernels of its format. Of models and their
-    architectures none is kept: what they add to what was measured is not found again in those that
-    were not."""
+    """Return the key of the format's kernels, used together with the hardware keys.
+
+    There are no keys for models or architectures. Their effects on measured models do not carry
+    over to models that were not measured.
+    """
     return f"quant:{efficiency.quant_class(variant)}"
 
 
@@ -170,14 +183,14 @@ Powers = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class CostTerm:
-    """One cause in a law: its `value` is seconds, or a count, before the coefficients are applied,
-    each to its power."""
+    """One cause in the cost model. `value` is seconds or a count, before each coefficient is
+    applied to its power."""
 
     value: float
     powers: Powers
 
     def seconds(self, coefficients: Mapping[str, float]) -> float:
-        """`value` · Π coefficient ^ power."""
+        """Return `value` · Π coefficient ^ power."""
         if not self.value:
             return 0.0
         found = self.value
@@ -188,7 +201,7 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """The `seconds` of one decode step by cause: what `--explain` prints line by line."""
+    """The `seconds` of one decode step by cause, as `--explain` prints them."""
 
     seconds: Mapping[str, float]
     coefficients: dict[str, float]
@@ -215,8 +228,11 @@ def decode_parts(
     kv_type: str = "f16",
     n_sequences: int = 1,
 ) -> dict[str, CostTerm]:
-    """What a decode step of `n_sequences`, each at `depth` tokens of context, is made of: the law
-    without its coefficients, which benchmarks/planner_fit finds and `decode_terms` reads."""
+    """Return the terms of a decode step of `n_sequences`, each at `depth` tokens of context,
+    without coefficients.
+
+    benchmarks/planner_fit fits the coefficients, and `decode_terms` applies them.
+    """
     bandwidth = hardware.bandwidth_gbps * 1e9
     keys = hardware.keys
     read = streamed(model, variant)
@@ -248,8 +264,8 @@ def decode_parts(
 def _unpacking_parts(
     model: Model, variant: Variant, hardware: Hardware, n_sequences: int
 ) -> dict[str, CostTerm]:
-    """The arithmetic that unpacks weights which are not multiplied as they lie. (A processor's rate
-    of reading has that in it.)"""
+    """Return the arithmetic that unpacks quantised weights. (A CPU's read rate already includes
+    it.)"""
     units = (hardware.plain_tflops or hardware.tflops) * 1e12
     core: Powers = (("moe", 1),) if model.experts is not None else ()
     unpack: Powers = (("unpack", -1), *core)
@@ -271,7 +287,7 @@ def _unpacking_parts(
 def _attention_part(
     model: Model, hardware: Hardware, depth: int, kv_type: str, n_sequences: int
 ) -> CostTerm:
-    # If every head reads the same row, arithmetic takes the time, not reading.
+    # If every head reads the same row, attention is limited by arithmetic instead of reading.
     if facts(model).heads_share_row:
         flops = n_sequences * all_attention_flops(model, depth)
         return CostTerm(flops / (hardware.tflops * 1e12), (("kv_mla", -1),))
@@ -291,10 +307,10 @@ def decode_terms(
     kv_type: str = "f16",
     n_sequences: int = 1,
 ) -> DecodeCost:
-    """The parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
+    """Return the parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
     c = efficiency.coefficients("decode", hardware.keys_for(variant))
-    # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to
-    # more than the peak.
+    # No kernel reads faster than the memory delivers, so the sum of the fitted effects is limited
+    # to the peak.
     limited = c | {
         "eta": weight_share(c, hardware, model, variant),
         "quant": 1.0,
@@ -306,7 +322,7 @@ def decode_terms(
     s = {name: part.seconds(limited) for name, part in parts.items()}
     kv_bytes = n_sequences * kv_read_bytes(model, depth, kv_type)
     bandwidth = hardware.bandwidth_gbps * 1e9
-    # Nobody has measured attention that unpacks its cache to be faster than over f16.
+    # Attention that unpacks its cache counts as no faster than f16. No measurement shows otherwise.
     if unpacks_kv(hardware, kv_type) and not facts(model).heads_share_row:
         f16_bytes = n_sequences * kv_read_bytes(model, depth, "f16")
         s["kv"] = max(s["kv"], f16_bytes / (bandwidth * min(PEAK_SHARE, c["kv"])))
@@ -329,9 +345,11 @@ def decode_terms(
 def further_parts(
     model: Model, variant: Variant, hardware: Hardware, n_sequences: int
 ) -> tuple[CostTerm, ...]:
-    """What the sequences beside the first add to a step on a GPU: their arithmetic, and a little
-    per layer, which the units share. (A processor overlaps it with reading the weights: speed.py
-    counts whichever is longer.)"""
+    """Return the cost that sequences after the first add to a step on a GPU.
+
+    Each adds its arithmetic, and a little per layer, which the units share. Empty on a CPU, which
+    overlaps it with reading the weights: speed.py takes the longer of the two.
+    """
     if n_sequences <= 1 or hardware.engine == "cpu":
         return ()
     read = streamed(model, variant)
@@ -348,15 +366,15 @@ def further_parts(
 
 
 def unpacks_kv(hardware: Hardware, kv_type: str) -> bool:
-    """True where one token's attention over a cache of that type is arithmetic of its own, not
-    reading."""
+    """Return whether one token's attention over a cache of this type is limited by arithmetic
+    instead of reading."""
     return hardware.lane_tflops > 0 and kv_type not in ("f16", "bf16", "f32")
 
 
 def weight_share(
     coefficients: Mapping[str, float], hardware: Hardware, model: Model, variant: Variant
 ) -> float:
-    """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
+    """Return the share of the memory's bandwidth at which a step's weights are read and multiplied."""
     measured = hardware.timed_flops_s(model, variant)
     if measured is not None:
         read = streamed(model, variant)
@@ -370,26 +388,28 @@ def weight_share(
 
 
 def lag(clock_ghz: float) -> float:
-    """The exponent of the coefficient `clock`: 0 at `efficiency.REFERENCE_GHZ`, more where the
-    clock is slower."""
+    """Return the exponent of the coefficient `clock`: 0 at `efficiency.REFERENCE_GHZ`, more for a
+    slower clock."""
     return -math.log(clock_ghz / efficiency.REFERENCE_GHZ)
 
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
-    """KV bytes one token's attention reads after `depth` tokens."""
+    """Return the KV bytes that one token's attention reads after `depth` tokens."""
     if depth <= 0:
         return 0
     return int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type)))
 
 
 def state_traffic_bytes(model: Model) -> int:
-    """Bytes one token reads and writes of its sequence's recurrent states."""
+    """Return the bytes of its sequence's recurrent states that one token reads and writes."""
     return 2 * facts(model).recurrent_state_bytes
 
 
 def all_attention_flops(model: Model, depth: float, *, beside: float = 0.0) -> float:
-    """FLOPs of one token's attention over `depth` earlier tokens, in all layers. `beside`: tokens
-    outside a window that are computed all the same."""
+    """Return the FLOPs of one token's attention over `depth` earlier tokens, in all layers.
+
+    `beside` counts tokens outside a window that are computed all the same.
+    """
     return sum(
         count * layer.mixer.flops(model.n_heads, depth, beside)
         for layer, count in facts(model).groups

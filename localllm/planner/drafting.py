@@ -1,6 +1,9 @@
-"""What drafting can bring to a plan: lookups in the text itself, the model's own heads, a second
-model; and what of that counts for a purpose. Ranges, each with what it rests on: acceptance is the
-text's, and only a measurement tells it (`python -m benchmarks.speculation`)."""
+"""Predict the gain from drafting: lookups in the context itself, the model's own heads, or a second
+model.
+
+Also selects the gain that counts for a purpose. All results are ranges with their basis, since the
+acceptance rate depends on the text and must be measured (`python -m benchmarks.speculation`).
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,32 @@ from localllm.planner.streams import facts, streamed
 from localllm.planner.types import USUAL, Plan, Range, RunSettings, Workload, backend_of
 from localllm_catalog.types import Model, Variant
 
-# While a given text is edited nearly every drafted token is right; free text accepts few, and the
-# engine then drafts nothing. (`python -m benchmarks.speculation` measures both on the machine at hand.)
+# When a given text is edited, nearly every drafted token is accepted. Free text accepts few, and
+# the engine then stops drafting. (`python -m benchmarks.speculation` measures both on this
+# machine.)
 EDIT_ACCEPTANCE = 0.9
 _LENGTHS = (2, 4, 8, 16)
 _PAYS = 1.1
-# Share of a coding agent's tokens that repeat a text it was given (assumed; from none to all in the
-# range).
+# Share of a coding agent's tokens that repeat a text from its prompt (assumed; the range covers 0
+# to 1).
 EDIT_SHARE = 0.25
-# Of what an edit is predicted to gain at most, runs had so much: 0.36 and 0.25 (docs/recommend.md,
+# Share of the predicted maximum gain that runs reached in edits: 0.36 and 0.25 (docs/recommend.md,
 # two runs of SmolLM2).
 _OF_MOST = 0.3
-# Of what a model's own heads propose, the chance that a token is right if those before it were:
-# prose, all together, code. From the published shares of four proposed tokens that were accepted:
-# 0.40, 0.69 and 0.87 (github.com/sudoingX/qwen38-mtp).
+# Chance that a token from the model's own heads is right if those before it were. The values are
+# for prose, for all texts, and for code. They derive from published acceptance rates of four
+# proposed tokens: 0.40, 0.69 and 0.87 (github.com/sudoingX/qwen38-mtp).
 HEADS_ACCEPTANCE = (0.64, 0.85, 0.95)
 _HEADS_LENGTHS = (1, 2, 3, 4)
-# Of a trained drafter's: assumed, from chat at a temperature to code that is greedy. What loses is
-# left alone.
+# The same for a trained drafter: assumed, from chat at a temperature to greedy code. A drafter that
+# loses is not used.
 COMPANION_ACCEPTANCE = (0.4, 0.65, 0.85)
 COMPANION_LENGTHS = (1, 2, 3, 5, 8)
 COMPANION_BASIS = "drafter accepted at 40 to 85% a token, assumed; not measured here"
 HEADS_SOURCE = "heads accepted at 64 to 95% a token, prose to code, as published of Qwen3.8-27B"
-# Share of a same-family small model's tokens the large one accepts on chat and code; real ones run
-# from 0.5 (free text) to 0.9 (edits of given text). The engine measures its own and stops drafting
-# where it does not pay.
+# Share of tokens from a small model of the same family that the large one accepts on chat and code.
+# Real models range from 0.5 (free text) to 0.9 (edits of given text). The engine measures its own
+# share and stops drafting if it does not pay.
 ASSUMED_ACCEPTANCE = 0.7
 _DRAFT_LENGTH = 4
 
@@ -47,11 +51,11 @@ _DRAFT_LENGTH = 4
 def speculation_gain(
     acceptance: float, length: int, draft_step_ratio: float, verify_ratio: float = 1.0
 ) -> float:
-    """Speed-up of drafting `length` tokens: (1 − a^(g+1)) / (1 − a) tokens for g draft steps and
-    one verification.
+    """Return the speed-up of drafting `length` tokens: (1 − a^(g+1)) / (1 − a) tokens for g draft
+    steps and one verification.
 
-    `draft_step_ratio`: draft step ÷ target step; `verify_ratio`: step over g+1 tokens ÷ step over
-    one. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
+    `draft_step_ratio` is draft step ÷ target step. `verify_ratio` is a step over g+1 tokens ÷ a
+    step over one. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
     """
     a = min(max(acceptance, 0.0), 0.999)
     return (1 - a ** (length + 1)) / (1 - a) / (length * draft_step_ratio + verify_ratio)
@@ -60,7 +64,7 @@ def speculation_gain(
 def draft_gain(
     device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]
 ) -> float:
-    """Predicted speed-up of letting `draft` propose four tokens a step (below 1 = slower)."""
+    """Return the predicted speed-up if `draft` proposes four tokens a step (below 1 = slower)."""
     draft_s = decode_step(device, *draft, USUAL).total_s
     target_s = decode_step(device, *target, USUAL).total_s
     (verify,) = verify_ratios(device, *target, (_DRAFT_LENGTH + 1,))
@@ -68,16 +72,17 @@ def draft_gain(
 
 
 def row_share(device: Device, variant: Variant) -> tuple[float, int]:
-    """What a further token of one sequence adds to a step, as a share of it, and how many published
-    runs say so (0: assumed)."""
+    """Return the cost of one more token of a sequence as a share of a step. The second value is the
+    number of published runs that support it (0: assumed)."""
     hardware = decode_cost.hardware_of(device, backend_of(variant).name)
     return kernel_facts(hardware.keys).row_share
 
 
-# The same of mixtures, whose kernels and routing take the row as it comes until most experts are
-# read anyway, on Apple's GPUs too: published gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40),
-# 1.21 (M1 Max; ggml-org/llama.cpp#22673) and 1.26 (Step-3.5-Flash, MI50s; #23274), and a step over
-# eight tokens of gpt-oss-120b takes an M2 Ultra as long as four (benches/mac-m2-ultra).
+# The same for mixtures. Their kernels and routing add a full row's cost until most experts are read
+# anyway. This holds on Apple's GPUs too: published gains are 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35
+# (P40), 1.21 (M1 Max; ggml-org/llama.cpp#22673) and 1.26 (Step-3.5-Flash, MI50s; #23274). On an M2
+# Ultra, a step over eight tokens of gpt-oss-120b takes as long as four steps
+# (benches/mac-m2-ultra).
 _MIXTURE_ROW_SHARE = 0.4
 
 
@@ -88,9 +93,11 @@ def verify_ratios(
     rows: Sequence[int],
     settings: RunSettings = USUAL,
 ) -> list[float]:
-    """How many plain steps a step over so many tokens of one sequence takes, for each of `rows`:
-    weights are read once, but more of the experts, and every row is computed. Sequences of their
-    own (`speed.decode`) cost more: each has a cache and a state.
+    """Return the cost of verifying a draft, for each count in `rows`: a step over so many tokens of
+    one sequence, in decode steps without drafts.
+
+    Weights are read once, but more experts are read and each row is computed. Rows of separate
+    sequences (`speed.decode`) cost more, since each has its own cache and state.
     """
     hardware = decode_cost.hardware_of(device, backend_of(variant).name)
     read = streamed(model, variant)
@@ -112,12 +119,11 @@ def verify_ratios(
 
 
 def edit_gain(device: Device, plan: Plan) -> float | None:
-    """The most that drafts from the text itself can speed up an edit here: predicted, for
-    `EDIT_ACCEPTANCE`.
+    """Return the largest predicted speed-up of an edit from lookup drafts, at `EDIT_ACCEPTANCE`.
 
-    Drafting costs nothing; what limits it is the price of verifying several tokens at once. None
-    where it does not pay, or where the model's memory can't take tokens back (recurrent layers,
-    unless loaded with snapshots of their state).
+    Lookups are free; the limit is the cost of verifying several tokens at once. Returns None if
+    drafting does not pay. Also returns None if the model cannot take tokens back (recurrent layers
+    loaded without snapshots of their state).
     """
     if plan.settings.drafter.name == "off":
         return None
@@ -133,8 +139,12 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
 def _gains(
     device: Device, plan: Plan, acceptances: Sequence[float], guesses: Mapping[int, float]
 ) -> list[float]:
-    """The gain of the best length of a draft for each of these chances to be accepted; 1 if every
-    length loses. `guesses`: the cost of a token of a draft by its length, in plain steps."""
+    """Return the gain of the best draft length for each acceptance rate, or 1 if every length
+    loses.
+
+    `guesses` maps a draft's length to the cost of one drafted token, in decode steps without
+    drafts.
+    """
     rows = [n + 1 for n in guesses]
     ratios = verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
     best = []
@@ -148,15 +158,18 @@ def _gains(
 
 
 def heads_gain(device: Device, plan: Plan) -> Range | None:
-    """What the model's own draft heads (MTP) can bring one stream, with the number of tokens that
-    suits best; None where it has none or its engine runs none. Several heads guess one token each,
-    a recurrent model takes three back at most."""
+    """Return the gain of the model's own draft heads (MTP) for one stream, at the best draft
+    length.
+
+    Returns None if the model has no heads or its engine does not run them. Several heads guess one
+    token each. A recurrent model takes back at most three tokens.
+    """
     model = plan.model
     if not model.mtp_layers or not backend_of(plan.variant).draft_heads:
         return None
     read = streamed(model, plan.variant).total_bytes
     output = places.parts(model, plan.variant).output_bytes
-    # A guess takes one layer and the output matrix.
+    # A guess computes one layer and the output matrix.
     guess = min(1.0, output / max(1, read) + 1 / len(model.layers))
     lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
     low, value, high = _gains(device, plan, HEADS_ACCEPTANCE, dict.fromkeys(lengths, guess))
@@ -168,8 +181,8 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
 
 
 def companion_gain(device: Device, plan: Plan) -> Range | None:
-    """What a drafter trained for the model can bring one stream; None without one. A guess streams
-    the drafter's file once, or a block of them."""
+    """Return the gain of a drafter trained for the model, for one stream; None without a drafter.
+    Each guess, or each block of guesses, reads the drafter's file once."""
     companion = plan.settings.drafter.companion
     if companion is None:
         return None
@@ -185,8 +198,8 @@ def companion_gain(device: Device, plan: Plan) -> Range | None:
 
 
 def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
-    """How much faster the answers of this purpose come with the drafting of `plan`; None if that
-    is not known to be any."""
+    """Return the predicted speed-up of answers for this purpose with the drafting of `plan`, or
+    None if no gain is known."""
     drafter = plan.settings.drafter
     if drafter.is_mtp:
         return heads_gain(device, plan)
@@ -208,8 +221,11 @@ def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
 
 
 def edit_sentence(device: Device, plan: Plan) -> str | None:
-    """ "edits up to 3.1×: drafts come from the given text itself (90% accepted, assumed)"; of a
-    recurrent model, which is loaded without snapshots, what `--draft ngram` would bring."""
+    """Return "edits up to 3.1×: drafts come from the given text itself (90% accepted, assumed)".
+
+    For a recurrent model, which is loaded without snapshots, return the gain that `--draft ngram`
+    would bring. Returns None if drafting does not pay.
+    """
     settings = plan.settings
     how = ""
     loaded = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
@@ -224,8 +240,8 @@ def edit_sentence(device: Device, plan: Plan) -> str | None:
 
 
 def heads_sentence(device: Device, plan: Plan) -> str | None:
-    """ "with --draft mtp (its own heads): 28 tok/s for one stream, 1.5 to 2.4× as fast (…)"; None
-    if the model has no heads, or they gain little."""
+    """Return "with --draft mtp (its own heads): 28 tok/s for one stream, 1.5 to 2.4× as fast (…)".
+    Returns None if the model has no heads or they gain little."""
     gain = heads_gain(device, plan)
     if gain is None or gain.value < _PAYS:
         return None
@@ -243,8 +259,8 @@ def heads_sentence(device: Device, plan: Plan) -> str | None:
 
 
 def companions_sentence(plan: Plan) -> str | None:
-    """ "drafters published for it: dflash (org/name)"; None where none is known, or the engine
-    reads GGUF drafters not."""
+    """Return "drafters published for it: dflash (org/name)". Returns None if no drafter is known or
+    the engine does not read GGUF drafters."""
     if not plan.model.companions or not backend_of(plan.variant).draft_heads:
         return None
     drafters = ", ".join(f"{c.kind} ({c.repo})" for c in plan.model.companions)

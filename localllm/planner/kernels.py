@@ -1,5 +1,5 @@
-"""What a format costs more where an engine has no good kernel for it (kernels.toml), and how fast
-its matrices were timed."""
+"""Extra cost of formats that an engine has no good kernel for (kernels.toml), and the measured
+speed of a file's matrices."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from localllm_catalog.types import Model, Variant
 
 Keys = tuple[str, ...]
 
-# llama.cpp lays these out anew for no processor, and has no kernel for many rows of them: the rate
-# that is measured is of Q4_K (two Zen cores, AVX-512, 512 tokens: 87 GFLOP/s of Q4_1, 289 of Q4_K
-# laid out anew, 278 of Q4_0).
+# llama.cpp does not repack these formats on any CPU, and has no kernel for many rows of them. The
+# measured yardstick is Q4_K. With two Zen cores, AVX-512 and 512 tokens, Q4_1 ran at 87 GFLOP/s,
+# repacked Q4_K at 289, and Q4_0 at 278.
 CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
 _CPU_PLAIN_SHARE = 0.3
 
-# From this micro-batch on some kernels skip what the mask hides at its end.
+# From this micro-batch on, some kernels skip the masked part at its end.
 _LARGE_BATCH = 1024
-# Shares of what the mask hides from a token: (of the tokens after it, of those before its window).
+# Shares of the masked tokens that are computed: (later tokens, tokens before the window).
 ALL_MASKED = (1.0, 1.0)
 
 
 def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
-    """What attention computes of a micro-batch although the mask hides it, as shares: of the tokens
-    after one, and of those before its window."""
+    """Return the shares of masked tokens that attention computes all the same in a micro-batch:
+    (tokens after the current one, tokens before its window)."""
     row = facts(keys)
     if row.masked_large is not None and batch >= _LARGE_BATCH:
         return row.masked_large
@@ -41,7 +41,7 @@ def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
 
 
 def read_share(variant: Variant, keys: Keys) -> float:
-    """Share of the usual rate at which weights of this format are read for one token."""
+    """Return the share of the usual rate at which weights of this format are read for one token."""
     row = facts(keys)
     if efficiency.quant_class(variant) in row.read_fast:
         return 1.0
@@ -49,7 +49,7 @@ def read_share(variant: Variant, keys: Keys) -> float:
 
 
 def experts_read_share(variant: Variant, keys: Keys) -> float:
-    """The same of chosen experts."""
+    """The same as `read_share`, for routed experts."""
     share = facts(keys).bf16_experts_share
     if variant.quant.upper() == "BF16" and share < 1:
         return share
@@ -57,15 +57,15 @@ def experts_read_share(variant: Variant, keys: Keys) -> float:
 
 
 def unpack_flops(variant: Variant, keys: Keys) -> float:
-    """Arithmetic at the units' nominal rate that a weight of this format takes beyond what every
-    format does."""
+    """Return the extra FLOPs per weight to unpack this format, at the units' nominal rate, beyond
+    those that every format needs."""
     return facts(keys).unpack_flops.get(efficiency.quant_class(variant), 0.0)
 
 
 def matrix_share(variant: Variant, keys: Keys) -> float:
-    """Share of the units' nominal rate at which matrices of this format are multiplied.
+    """Return the share of the units' nominal rate at which matrices of this format are multiplied.
 
-    A processor's are those of Q4_K laid out anew, where this type was not timed itself.
+    The rates of a CPU are those of repacked Q4_K, if this type was not timed itself.
     """
     row = facts(keys)
     quant = variant.quant.upper()
@@ -76,24 +76,24 @@ def matrix_share(variant: Variant, keys: Keys) -> float:
     return row.matrix_share
 
 
-# What a mixture raises above its own type: its output, and of a K mixture about every second of the
-# rest that it raises.
+# The higher type in a K mixture: its output matrix, and about half of the other tensors that it
+# raises.
 _RAISED = "Q6_K"
-# The same of MXFP4, and of what has more bits than the above (Unsloth's dynamic files).
+# The same for MXFP4, and for files with more bits than Q6_K explains (Unsloth's dynamic files).
 _RAISED_HIGH = "Q8_0"
-# Up to so many tokens at once a matrix is multiplied token by token; from so many on as fast as a
-# whole prompt's. (Products of Q4_K as stored, two Zen cores: 155, 150, 154, 191, 331, 457 and 506
-# GFLOP/s with 1, 2, 4, 8, 16, 32 and 64 tokens.)
+# A matrix is multiplied row by row up to _FEW tokens. From _MANY tokens it is as fast as for a long
+# prompt. Q4_K without repacking on two Zen cores: 155, 150, 154, 191, 331, 457 and 506 GFLOP/s with
+# 1, 2, 4, 8, 16, 32 and 64 tokens.
 _FEW = 2
 _MANY = 64
 _UNMIXED = ("Q8_0", "F16", "BF16", "F32")
-# Of these the output alone is raised, which a prompt is not multiplied with but for its last token.
+# These formats raise only the output matrix. A prompt multiplies that for its last token only.
 _OUTPUT_RAISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 def base_type(variant: Variant) -> str:
-    """The type of most of the file's weights ("Q4_K" of "UD-Q4_K_XL"); "" of a name that says
-    none."""
+    """Return the type of most of the file's weights ("Q4_K" for "UD-Q4_K_XL"), or "" if its name
+    gives no type."""
     quant = variant.quant.upper()
     mixture = quants.MIXTURES.get(quant)
     if mixture is not None:
@@ -105,8 +105,8 @@ def base_type(variant: Variant) -> str:
 
 
 def types_needed(variant: Variant) -> list[str]:
-    """The types whose rates tell how fast the file is multiplied; none of a file whose types nobody
-    can tell."""
+    """Return the types whose rates determine how fast the file is multiplied. Empty if the file's
+    types are unknown."""
     base = base_type(variant)
     if not base:
         return []
@@ -115,7 +115,7 @@ def types_needed(variant: Variant) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Of the weights that one token is multiplied with, `n_params` of one type; `routed`: of
+    """`n_params` weights of one type among those that one token is multiplied with. `routed` marks
     experts."""
 
     type: str
@@ -125,9 +125,11 @@ class WeightPart:
 
 @lru_cache(4096)
 def parts(model: Model, variant: Variant) -> tuple[WeightPart, ...]:
-    """What one token is multiplied with, by type. A file says its bits, and its name the type of
-    most of it; what is above that type's bits is of the type that mixtures raise their better
-    matrices to."""
+    """Return the weights that one token is multiplied with, by type.
+
+    The file's name gives the type of most weights, and its size the mean bits. Bits above the base
+    type are explained by raised weights, of the type that mixtures use for their better matrices.
+    """
     base = base_type(variant)
     read = streamed(model, variant)
     found = list[WeightPart]()
@@ -144,8 +146,8 @@ def parts(model: Model, variant: Variant) -> tuple[WeightPart, ...]:
 
 
 def _raised(base: str, bits: float) -> tuple[str, float]:
-    """(type of the raised weights, their share) where weights of `base` and those together come to
-    so many bits."""
+    """Return (type of the raised weights, their share), so that with weights of `base` they average
+    to `bits`."""
     if base in _UNMIXED:
         return base, 0.0
     low = float(quants.GGUF_TYPES[base].bits)
@@ -162,9 +164,12 @@ def _raised(base: str, bits: float) -> tuple[str, float]:
 def _timed(
     rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool
 ) -> list[tuple[WeightPart, MatrixRates]]:
-    """The file's weights with the rates of their types, held as they are `stored` or as the engine
-    would have it; none where its main type was not timed. A raised type that was not timed counts
-    as the main one."""
+    """Return the file's weights with the rates of their types. Empty if the main type was not
+    timed.
+
+    `stored` selects the rates without repacking, else those of the engine's usual layout. A raised
+    type that was not timed gets the rate of the main type.
+    """
     known = {each.type: each.stored if stored else each.usual for each in rates}
     main = known.get(base_type(variant))
     if main is None:
@@ -173,7 +178,8 @@ def _timed(
 
 
 def _mean_flops_s(rated: Sequence[tuple[WeightPart, float]]) -> float:
-    """FLOP/s of weights that are multiplied one after the other, each at its TFLOP/s."""
+    """Return the FLOP/s of weights that are multiplied one after the other, each at its own
+    TFLOP/s."""
     n_params = sum(part.n_params for part, _ in rated)
     return 1e12 * n_params / sum(part.n_params / tflops for part, tflops in rated)
 
@@ -187,8 +193,8 @@ def _of_prompts(part: WeightPart, at: MatrixRates) -> float:
 def flops_s(
     rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool
 ) -> tuple[float, float] | None:
-    """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices; None where its main type
-    was not timed."""
+    """Return (FLOP/s of a prompt, FLOP/s of one token) for the file's matrices, or None if the main
+    type was not timed."""
     timed = _timed(rates, model, variant, stored=stored)
     base = base_type(variant)
     if not timed:
@@ -202,9 +208,12 @@ def flops_s(
 def rows_flops_s(
     rates: Sequence[TypeRates], model: Model, variant: Variant, rows: int, *, stored: bool
 ) -> float | None:
-    """FLOP/s of the file's matrices in a step over `rows` tokens, such as several streams' or a
-    draft's; None as `flops_s`. Experts get a share of the rows each, which is one for as long as
-    there are more experts than rows."""
+    """Return the FLOP/s of the file's matrices in a step over `rows` tokens, from several streams
+    or one draft.
+
+    Returns None like `flops_s`. Each expert gets a share of the rows, which is one row as long as
+    there are more experts than rows.
+    """
     timed = _timed(rates, model, variant, stored=stored)
     x = model.experts
     each = rows if x is None else rows * x.n_active / x.n_experts
@@ -218,25 +227,27 @@ def rows_flops_s(
 
 
 def _between(token: float, prompt: float, rows: float) -> float:
-    """The rate of so many rows: a power of their number (at most itself, or more rows would take
-    less time)."""
+    """Interpolate the rate for `rows` as a power of their number. The power is at most 1, since
+    more rows never take less time."""
     most = math.log(_MANY / _FEW)
     power = min(1.0, math.log(prompt / token) / most)
     return float(token * math.exp(power * min(most, math.log(max(rows, _FEW) / _FEW))))
 
 
-# What is written after a prompt, beside what a model that thinks writes first: a screen of text, or
-# of code.
+# Tokens of an answer, without the thinking before it: a screen of text or code.
 _ANSWER_TOKENS = 300
-# A file of less is loaded, and answers, before its kernels are timed.
+# A smaller file loads and answers before its kernels could be timed.
 _WORTH_TIMING_BYTES = 128 * 2**20
 
 
 def layout(
     device: Device, model: Model, variant: Variant, workload: Workload
 ) -> Literal["auto", "stored"]:
-    """How `variant`'s weights are best held on `device` for that work; "auto" (the engine's own
-    way) where nobody measured, and where it lays nothing out."""
+    """Return how to hold the weights of `variant` on `device` for this work.
+
+    Returns "auto" (the engine's own layout) if no kernel was timed, or if the engine does not
+    repack the type.
+    """
     base = base_type(variant)
     if not _on_the_processor(device, variant):
         return "auto"
@@ -250,7 +261,7 @@ def layout(
 
     def work(flops_s: tuple[float, float]) -> float:
         prompt, token = flops_s
-        # Held so once for a whole session, whose first prompt nothing of is cached.
+        # The layout is chosen once per session, and the first prompt is never cached.
         return need.prompt_tokens / prompt + _ANSWER_TOKENS / token
 
     if work(stored) < work(usual):
@@ -259,8 +270,8 @@ def layout(
 
 
 def types_to_time(device: Device, variant: Variant) -> list[str]:
-    """The types whose kernels are worth timing before `variant` is planned on `device`: they decide
-    how its weights are held and how fast it is said to be."""
+    """Return the types whose kernels to time before `variant` is planned on `device`. They decide
+    the layout of its weights and its predicted speed."""
     heavy = (variant.weights_bytes or variant.file_bytes) >= _WORTH_TIMING_BYTES
     if heavy and _on_the_processor(device, variant):
         return types_needed(variant)

@@ -1,5 +1,8 @@
-"""Which of the plans that fit are shown: few of one family, one of each size whatever its version,
-and none that another shown one matches in everything."""
+"""Choose which of the fitting plans to show.
+
+At most two plans of a family are shown, and one version of each size. A plan that another one
+matches in every figure is not shown.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,18 @@ from localllm.planner.why import all_memory
 from localllm_catalog.types import Model, Variant
 
 _PER_FAMILY = 2
-# Differences that the ranges of the table swallow: of speed, wait and memory a share, of quality
-# points.
+# Differences smaller than the table's ranges: a share of speed, wait and memory; points of quality.
 _SAME_SHARE = 0.02
 _SAME_POINTS = 0.1
-# Models of a family within this of each other in size are versions of one.
+# Models of a family whose sizes differ by no more than this factor are versions of one.
 _SAME_SIZE = 1.25
 
 _VERSION = re.compile(r"-?\d+(?:\.\d+)*(?=-|$)")
 
 
 def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[tuple[Plan, str]]]:
-    """At most `limit` of the plans, which come best first (0 = all of them), and the rest, each
-    with the reason why it is not shown."""
+    """Return at most `limit` of `ranked` (best first; 0 = all). Also return the others, each with
+    the reason why it is not shown."""
     if not limit:
         return list(ranked), []
     shown: list[Plan] = []
@@ -45,7 +47,7 @@ def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[tuple[P
 
 
 def _not_shown(plan: Plan, shown: Sequence[Plan], limit: int) -> str:
-    """Why `plan` is not shown together with the better ones; "" if it is."""
+    """Return why `plan` is not shown with the better ones, or "" if it is shown."""
     for other in shown:
         if matches(other, plan):
             return _matched_by(other)
@@ -64,13 +66,14 @@ def _matched_by(plan: Plan) -> str:
 
 
 def line_of(family: str) -> str:
-    """The family without its version: qwen3.5, qwen3.6 and qwen3.8 are one line, qwen3-coder and
-    qwen2.5-coder another."""
+    """Return the family without its version. qwen3.5, qwen3.6 and qwen3.8 have one line;
+    qwen3-coder and qwen2.5-coder share another."""
     return _VERSION.sub("", family)
 
 
 def is_version_of(one: Model, other: Model) -> bool:
-    """True for two models of one line and about one size: Qwen3.6-27B and Qwen3.8-27B."""
+    """Return whether two models have the same line and about the same size, such as Qwen3.6-27B and
+    Qwen3.8-27B."""
     if line_of(one.family) != line_of(other.family):
         return False
     sizes = ((one.params_total, other.params_total), (one.params_active, other.params_active))
@@ -78,8 +81,11 @@ def is_version_of(one: Model, other: Model) -> bool:
 
 
 def no_less_than_older(plans: Sequence[Plan]) -> list[Plan]:
-    """`plans`, each with at least the score of the older models that it replaces: one index more or
-    less of the same maker's same shape is its noise, and nobody runs the older."""
+    """Return `plans`, each with at least the score of the older models that it replaces.
+
+    A difference of an index between models of the same maker and shape is noise, and users do not
+    run the older one.
+    """
     found = []
     for plan in plans:
         replaced = [p.score for p in plans if _replaces(plan, p)]
@@ -88,8 +94,8 @@ def no_less_than_older(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _replaces(new: Plan, old: Plan) -> bool:
-    """True where `new` is a later model of the same line, shape and way to answer, known as
-    well."""
+    """Return whether `new` is a later model of the same line, shape and reasoning kind, rated with
+    no more doubts."""
 
     def shape(model: Model) -> tuple[object, ...]:
         return (
@@ -107,11 +113,11 @@ def _replaces(new: Plan, old: Plan) -> bool:
 
 
 def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
-    """True if `one` is no worse than `other` in anything that is shown, and better in something.
+    """Return whether `one` is at least as good as `other` in all figures shown, and better in one.
 
-    What nobody has rated is no match for what somebody has, what its maker alone has none for what
-    others have, a constructed file none for a listed one, and an older model none for the one that
-    replaces it. `exactly`: a difference within what the ranges swallow counts too.
+    An unrated model never matches a rated one. A model rated by its maker alone never matches one
+    rated by others. A constructed file never matches a listed one, and an older model never matches
+    the one that replaces it. `exactly` also counts differences within the ranges.
     """
     doubts = zip(_doubts(one), _doubts(other), strict=True)
     if any(mine and not theirs for mine, theirs in doubts) or _replaces(other, one):
@@ -131,7 +137,7 @@ def _doubts(plan: Plan) -> tuple[bool, ...]:
 
 
 def _costs(plan: Plan) -> tuple[float, ...]:
-    """Everything a table shows of a plan but its quality, as figures of which less is better."""
+    """Return all figures that a table shows of a plan except its quality, where less is better."""
     return (
         1 / plan.stream_tok_s,
         plan.later_ttft_s,
@@ -140,15 +146,15 @@ def _costs(plan: Plan) -> tuple[float, ...]:
     )
 
 
-# Files whose bits a weight differ by more than this are not two forms of the same choice.
+# Two files whose sizes differ by more than this share are not equivalent choices.
 _SAME_BITS = 0.25
-# Closer than this the ranges overlap almost wholly: neither is called faster.
+# Within this factor the ranges overlap almost completely, so neither is called faster.
 _WORTH_SAYING = 1.05
 
 
 def nearest_of_other(plan: Plan, variants: Sequence[Variant]) -> Variant | None:
-    """The variant of `variants` (of the other engine) whose file is nearest to the plan's; None
-    beyond 25 %."""
+    """Return the variant of the other engine's `variants` with the file size nearest to the plan's.
+    Returns None if it differs by more than 25 %."""
     size = plan.variant.file_bytes
     near = sorted(variants, key=lambda v: (abs(v.file_bytes - size), v.quant))
     if near and abs(near[0].file_bytes / size - 1) <= _SAME_BITS:
@@ -157,8 +163,10 @@ def nearest_of_other(plan: Plan, variants: Sequence[Variant]) -> Variant | None:
 
 
 def compare(device: Device, plan: Plan, other: Plan) -> str:
-    """One sentence: the other engine's plan beside this one, and what makes the difference (bytes
-    read, share of the bandwidth reached, fixed time a token; all three as predicted)."""
+    """Return one sentence that compares the other engine's plan with this one and gives the reason.
+
+    The reasons are the predicted bytes read, share of the bandwidth, and fixed time a token.
+    """
     here_tok_s = plan.decode_tok_s.value
     there_tok_s = other.decode_tok_s.value
     ratio = there_tok_s / here_tok_s
@@ -180,8 +188,8 @@ def compare(device: Device, plan: Plan, other: Plan) -> str:
 
 
 def _parts(device: Device, plan: Plan) -> tuple[int, float, float]:
-    """(bytes read, share of the bandwidth they are read at, fixed seconds) of one token with an
-    empty context."""
+    """Return (bytes read, share of the bandwidth, fixed seconds) of one token with an empty
+    context."""
     hardware = decode_cost.hardware_of(device, plan.backend)
     terms = decode_cost.decode_terms(plan.model, plan.variant, hardware)
     read = terms.streamed.total_bytes

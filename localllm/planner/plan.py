@@ -1,8 +1,7 @@
-"""One Variant on one Device as a Plan: which settings fit it, what they cost, and how fast that is.
-Pure.
+"""Plan one Variant on one Device: settings that fit, their memory, and the predicted speed. Pure.
 
-The settings that starting_settings.py makes are settled here and nowhere else, and travel whole:
-memory, speed, and the loader read the same value.
+Only this module settles the settings that starting_settings.py proposes. Memory, speed and the
+loader all read the same RunSettings value.
 """
 
 from __future__ import annotations
@@ -49,13 +48,14 @@ from localllm.planner.types import (
 )
 from localllm_catalog.types import Model, Variant
 
-# Beyond a prompt of this length its own speed is predicted for the first token, not that of the
-# published figure.
+# Prompts longer than this get a prefill speed of their own for the time to the first token. The
+# published prefill figure is for at most this length.
 _PREFILL_PROMPT_TOKENS = 2048
-# An answer that is this much slower at most is the price of reading prompts in larger steps beside
-# system memory.
+# If weights are in system memory, larger prefill steps may slow decoding to this share of its speed
+# at least.
 _AS_FAST = 0.97
-# The least that a drafter nobody asked for must promise at best.
+# A drafter that the user did not ask for must promise at least this gain at the upper end of its
+# range.
 _DRAFTS_PAY = 1.1
 
 
@@ -63,7 +63,7 @@ _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
 class _Settled(NamedTuple):
-    """A way to run a file: what it needs, and whether that fits."""
+    """A way to run a file: its settings, its memory need, and whether that fits."""
 
     settings: RunSettings
     memory: MemoryNeed
@@ -71,10 +71,10 @@ class _Settled(NamedTuple):
 
 
 def max_context(device: Device, plan: Plan) -> int:
-    """The longest context, in tokens, that fits the hard limit with this plan's settings (0 = not
-    even 256)."""
+    """Return the longest context, in tokens, that fits the hard limit with this plan's settings (0
+    if not even 256 fit)."""
     ways = [plan.settings]
-    if plan.settings.placement.cards:  # a longer one would be given all cards
+    if plan.settings.placement.cards:  # a longer context may use all cards
         ways.append(plan.settings.placed(cards=(), tensor_split=()))
     return max(_longest(device, plan.model, plan.variant, settings) for settings in ways)
 
@@ -92,8 +92,11 @@ def _longest(device: Device, model: Model, variant: Variant, settings: RunSettin
 
 
 class _Way(NamedTuple):
-    """A way to run a file that is not settled yet: in the places of `top`, or divided with system
-    memory. `most_rank`: its rank at best."""
+    """A way to run a file that is not settled yet: on the cards of `top`, or split with system
+    memory.
+
+    `most_rank` is the best rank that it could reach.
+    """
 
     is_whole: bool
     most_rank: tuple[float, ...]
@@ -113,12 +116,12 @@ def plan_for(
     overrides: Overrides = NOTHING_FIXED,
     rough: bool = False,
 ) -> Plan:
-    """The best Plan for exactly this variant, whether or not it fits (`fits` says).
+    """Return the best Plan for exactly this variant, whether or not it fits (see `fits`).
 
-    Of all KV types, choices of cards and divisions with system memory that fit, the one with the
-    best score; what is at hand to draft for it does where that pays and costs nothing else.
-    `rough`: what that score depends on, for choosing between files: `decode_tok_s_full` is then
-    that of an empty context, and steps are larger only where prompts cost points.
+    Compares the KV types, choices of cards and splits with system memory that fit, and takes the
+    one with the best score. An available drafter is used if it pays and has no other cost. `rough`
+    plans only what the score depends on, to choose between files: `decode_tok_s_full` is then the
+    speed with an empty context, and steps are larger only if prompts cost points.
     """
     drafts = drafts_at_hand(device, model, variant, workload, overrides)
     if overrides.companion_found:
@@ -134,8 +137,8 @@ def plan_for(
 
 
 def _drafting_pays(drafted: Plan, plain: Plan) -> bool:
-    """Whether a drafter that nobody asked for is expected to pay, and takes nothing away: the first
-    answers are its trial."""
+    """Return whether a drafter that the user did not ask for is expected to pay without any loss.
+    The engine tries it on the first answers."""
     hoped = drafted.drafting is not None and drafted.drafting.high > _DRAFTS_PAY
     same = drafted.fits == plain.fits != "split"
     return hoped and same and drafted.score >= plain.score
@@ -144,14 +147,16 @@ def _drafting_pays(drafted: Plan, plain: Plan) -> bool:
 def finished(
     device: Device, plan: Plan, workload: Workload, overrides: Overrides = NOTHING_FIXED
 ) -> Plan:
-    """The plan that `plan_for` makes, of its rough one."""
+    """Return the plan that `plan_for` would return, given its rough plan."""
     return _Run.of(device, plan.model, plan.variant, workload, overrides).finished(plan)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A file, the machine it is to run on, and what for: what every way of running it is planned
-    from. `request_tokens`: the context of one request; `prompt_tokens`: of that its prompt."""
+    """A file, its machine and its workload: the input to planning each way of running the file.
+
+    `request_tokens` is the context of one request, and `prompt_tokens` the prompt's part of it.
+    """
 
     device: Device
     model: Model
@@ -177,7 +182,7 @@ class _Run:
         return cls(device, model, variant, workload, overrides, purpose, tokens, prompt)
 
     def rough_plan(self) -> Plan:
-        """The best way to run it, rough; as it would be where none fits."""
+        """Return the best rough plan. If no way fits, return a plan that does not fit."""
         device = self.device
         model = self.model
         variant = self.variant
@@ -190,16 +195,15 @@ class _Run:
         return self.planned(_Settled(tried, memory.need(model, variant, tried, device), "no"))
 
     def finished(self, plan: Plan) -> Plan:
-        """`plan`, which is rough, with its speed in a full context, and in larger steps where those
-        pay."""
+        """Complete a rough plan: add its speed at full context, and use larger steps if they pay."""
         settled = _Settled(plan.settings, plan.memory, plan.fits)
         if plan.fits != "no" and plan.settings.n_batch == DEFAULT_BATCH:
             settled = self.larger(settled)
         return self.planned(settled, rough=False)
 
     def kv_types(self) -> tuple[str, ...]:
-        """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its
-        own groups."""
+        """Return the KV types to try, in order, by the names of the backend contract. MLX takes
+        them as 8 and 4 bits in its own groups."""
         backend = backend_of(self.variant)
         types: tuple[str, ...] = (self.overrides.kv_type,)
         if not self.overrides.kv_type:
@@ -209,13 +213,18 @@ class _Run:
         return allowed or ("f16",)
 
     def best(self, wanted: RunSettings, kv_types: Sequence[str]) -> Plan | None:
-        """Of all ways these settings fit, the plan that has the best score, of several cards the
-        fastest that are free: with each KV type, whole on each choice of cards, or divided with
-        system memory, each with the steps that its prompts are best read in. None where none fits.
+        """Return the plan with the best score among all ways to fit these settings, or None if no
+        way fits.
 
-        They are looked at in the order of what they could be at best: with room to spare, nothing
-        in system memory, and prompts in steps that cost no points. What is behind the best so far
-        is not looked at, nor all cards together where the fastest alone is free."""
+        The ways are each KV type, on each choice of cards or split with system memory. Each uses
+        the prefill step size that suits its prompts. With several cards, plans whose memory is free
+        now come first, then the fastest.
+
+        Ways are tried in order of their upper bound. The bound assumes that the model fits without
+        loss, that system memory holds no part of it, and that prompts cost no points. A way is
+        skipped if its bound is not above the best plan so far. Using all cards together is skipped
+        if the fastest choice of cards is free.
+        """
         wanted = wanted.with_kv_type(kv_types[0])
         weights_bytes = self.variant.file_bytes - places.disk_bytes(self.model, self.variant, USUAL)
         best = None
@@ -235,14 +244,15 @@ class _Run:
         return self.best_of([top], kv_types, best)
 
     def rank(self, plan: Plan, cost: float = 0.0) -> tuple[float, ...]:
-        """What a way to run the file goes by, with `cost` points less: of several cards those that
-        are free and fast."""
+        """Return the sort key of a plan, with `cost` points less. With several cards, plans that
+        are free now and fast come first."""
         if len(self.device.cards) < 2:
             return plan.score - cost, plan.decode_tok_s.value
         return self.is_free(plan), plan.decode_tok_s.value, plan.score - cost
 
     def is_free(self, plan: Plan) -> bool:
-        """Whether what the plan needs is free now. What is not yet settled needs nothing."""
+        """Return whether the memory that the plan needs is free now. A plan that is not settled
+        needs no memory."""
         if plan.memory is _UNKNOWN:
             return True
         used = places.used(self.device, plan.settings.placement)
@@ -252,7 +262,8 @@ class _Run:
     def best_of(
         self, tops: Sequence[Plan], kv_types: Sequence[str], best: Plan | None
     ) -> Plan | None:
-        """The best of `best` and of the ways to run the file in the places of each of `tops`."""
+        """Return the best of `best` and of the ways to run the file on the cards of each plan in
+        `tops`."""
         ways = [way for top in tops for way in self.ways(top, kv_types)]
         ways.sort(key=attrgetter("is_whole", "most_rank"), reverse=True)
         for way in ways:
@@ -264,7 +275,7 @@ class _Run:
         return best
 
     def ways(self, top: Plan, kv_types: Sequence[str]) -> Iterator[_Way]:
-        """The ways to run the file in the places of `top`."""
+        """Yield the ways to run the file on the cards of `top`."""
         lost = 0.0
         if self.device.accelerator != "cpu":
             lost = needs.prompt_lost(top, self.purpose)
@@ -278,7 +289,7 @@ class _Run:
             yield _Way(False, most_rank, top, kv_types[at])
 
     def taken(self, way: _Way) -> Plan | None:
-        """The plan of one way; None if it does not fit."""
+        """Return the plan of one way, or None if it does not fit."""
         wanted = way.top.settings.with_kv_type(way.kv_type)
         settled = self.on_cards(wanted) if way.is_whole else self.divided(wanted)
         if settled is None or settled.fits == "no":
@@ -288,7 +299,7 @@ class _Run:
         return self.planned(settled)
 
     def on_cards(self, settings: RunSettings) -> _Settled:
-        """`settings` whole on their cards, and whether they fit there."""
+        """Place all of the model on the cards of `settings`, and judge whether it fits."""
         used = places.used(self.device, settings.placement)
         tried = placing.over_cards(
             used, self.model, self.variant, self.overrides.offload.applied_to(settings)
@@ -298,7 +309,8 @@ class _Run:
         return _Settled(tried, need, verdict(used, need, split=is_split))
 
     def divided(self, settings: RunSettings) -> _Settled | None:
-        """`settings` divided with system memory as is fastest; None where nothing fits."""
+        """Split `settings` with system memory for the fastest decoding. Returns None if no split
+        fits."""
         found = placing.best_split(
             self.device, self.model, self.variant, settings, self.overrides.offload
         )
@@ -308,7 +320,8 @@ class _Run:
         return _Settled(found, need, "split")
 
     def held(self, top: Plan, settled: _Settled) -> Plan:
-        """`top`, which lies in the same places and answers as fast, as it was `settled`."""
+        """Return `top` with the settings, memory and fit of `settled`. Both have the same placement
+        and decode speed."""
         settings, need, fits = settled
         cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
         plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
@@ -317,8 +330,8 @@ class _Run:
         return replace(plan, score=score(plan, self.purpose))
 
     def read(self, plan: Plan) -> Plan:
-        """`plan`, or the better one with larger steps where waiting for its prompts costs
-        points."""
+        """Return `plan`, or the same with larger prefill steps if prompts cost points and the score
+        improves."""
         if self.device.accelerator == "cpu" or not needs.prompt_lost(plan, self.purpose):
             return plan
         settled = self.larger(_Settled(plan.settings, plan.memory, plan.fits))
@@ -327,9 +340,12 @@ class _Run:
         return max(plan, self.planned(settled), key=attrgetter("score"))
 
     def larger(self, settled: _Settled) -> _Settled:
-        """What was `settled`, with a larger micro-batch where that pays for such a prompt and
-        changes nothing else; of a mixture that is divided, experts may make room for it as long as
-        an answer comes about as fast."""
+        """Return `settled` with a larger micro-batch if that pays for such a prompt and has no
+        other effect.
+
+        For a mixture split with system memory, more experts may move there to make room. Decoding
+        must stay about as fast.
+        """
         settings, _, fits = settled
         if fits == "yes":
             return self.in_larger_steps(settled)
@@ -344,12 +360,12 @@ class _Run:
         return settled
 
     def decode_tok_s(self, settings: RunSettings) -> float:
-        """What the laws alone say of it."""
+        """Return the decode speed that the cost model alone predicts, without measurements."""
         return speed.decode(self.device, self.model, self.variant, settings).value
 
     def in_larger_steps(self, settled: _Settled) -> _Settled:
-        """What fits with room to spare, with the largest micro-batch that pays and takes little; as
-        it is where none does."""
+        """Take the largest micro-batch that pays and needs little memory, for settings that fit
+        ("yes"). Returns `settled` itself if no size qualifies."""
         settings, need, fits = settled
         used = places.used(self.device, settings.placement)
         sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings)]
@@ -365,10 +381,13 @@ class _Run:
         return settled
 
     def micro_batches(self, settings: RunSettings) -> Sequence[int]:
-        """Micro-batches larger than `settings` has that pay for such a prompt, the largest first.
+        """Return the micro-batches above that of `settings` that pay for such a prompt, largest
+        first.
 
-        A micro-batch reads all weights once: the more tokens share that, the faster is prefill, and
-        the larger are a step's buffers. A processor is bound by arithmetic long before."""
+        A micro-batch reads all weights once. With more tokens per read, prefill is faster and a
+        step's buffers are larger. A CPU is limited by arithmetic long before that, so the result is
+        empty.
+        """
         device = places.used(self.device, settings.placement)
         if device.accelerator == "cpu":
             return ()
@@ -396,7 +415,7 @@ class _Run:
         return found
 
     def planned(self, settled: _Settled, *, rough: bool = True) -> Plan:
-        """The Plan of what was `settled`, with its speeds and its score."""
+        """Return the Plan for `settled`, with its speeds and its score."""
         settings, need, fits = settled
         if fits == "split" and not rough:
             settings = placing.pinned(self.device, settings, need)
@@ -439,8 +458,8 @@ class _Run:
         return drafting.draft_gain(self.device, (self.model, self.variant), second)
 
     def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
-        """Decode with the context empty and full, prefill, and the wait for the first token with
-        and without a cache."""
+        """Return the decode speed with an empty and a full context, the prefill speed, and the time
+        to the first token. That time is given with and without a cache."""
         run = (self.device, self.model, self.variant, settings)
         measured = self.overrides.measured
         decode = speed.decode(*run, measured=measured)
@@ -467,13 +486,13 @@ class _Run:
 
 
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)
-# A doubling that makes a prompt less than this faster is not worth its memory: it is less than the
-# prediction is worth.
+# A doubling that speeds up a prompt by less than this is not worth its memory. The prediction is no
+# more accurate than that.
 _PAYS = 1.05
-# Share of what an accelerator may hold that larger steps may take of it, and of the context that
-# one step may fill.
+# Larger steps may take this share of the accelerator's memory limit. One step may fill this share
+# of the context.
 _SHARE_OF_MEMORY = 1 / 16
 _SHARE_OF_CONTEXT = 1 / 4
-# Where buffers grow as steps need them, what takes no more than this for a moment need not pay:
-# each step costs a pause, which a small model on a fast device feels.
+# If buffers grow on demand, a size that needs no more than this share for a moment need not pay.
+# Each step costs a pause, which matters for a small model on a fast device.
 _NEXT_TO_NOTHING = 1 / 100

@@ -1,5 +1,5 @@
-"""What an image projector takes beside its model, from its GGUF header or the catalog: its file,
-and the buffers it computes in."""
+"""Bytes that an image projector needs in addition to its model: its file and its compute buffers.
+Read from its GGUF header or the catalog."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 from localllm.planner.types import backend_of
 from localllm_catalog.types import Model, Variant
 
-# Qwen's projectors take images of any size; llama.cpp reserves buffers for 46 × 46 tokens
+# Qwen's projectors take images of any size. llama.cpp reserves buffers for 46 × 46 tokens
 # (clip.cpp, set_warmup_n_tokens).
 _ANY_SIZE_TOKENS_A_SIDE = 46
-# What the largest picture takes in the towers of 16 heads that those models have, of 1,024 tokens
-# and 4 patches for each: half of it one layer's scores.
+# Buffers for the largest image in the vision towers of those models: 16 heads, 1,024 tokens, 4
+# patches for each. Half of it is one layer's scores.
 _TOWER_BUFFER_BYTES = 10**9
 _ANY_SIZE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
 
 
 def projector_bytes(metadata: Mapping[str, Any], file_bytes: int) -> int:
-    """Bytes while loaded: the weights as they are in the file, the pixels in floats, the patches
-    laid out for the first product in half precision, and one layer's activations. Measured against
-    the buffers that llama.cpp says it reserved."""
+    """Return the bytes while loaded: the weights as stored, the pixels as float32, the patches as
+    float16 input of the first product, and one layer's activations.
+
+    Checked against the buffers that llama.cpp reports.
+    """
     patch = _number(metadata, "patch_size", 14)
     side = _number(metadata, "image_size", 448)
     vision_type = metadata.get("clip.vision.projector_type")
@@ -38,16 +40,18 @@ def projector_bytes(metadata: Mapping[str, Any], file_bytes: int) -> int:
 
 
 def reads_images(model: Model, variant: Variant) -> bool:
-    """Whether the engine of these files reads the model's images here."""
+    """Return whether the engine of these files can read images for this model."""
     engine = backend_of(variant)
     return "image" in model.modality and (engine.projectors or model.id.startswith(engine.towers))
 
 
 def listed_bytes(model: Model, variant: Variant) -> int:
-    """Bytes while loaded, as far as the catalog knows them: the published projector of these files,
-    else of the model's others, else what its parameters weigh at 16 bits; and buffers for the
-    largest image there, up to 46 × 46 tokens. Of a tower in the model's own files buffers alone. 0
-    where no images are read."""
+    """Return the bytes while loaded, as far as the catalog knows them; 0 if no images are read.
+
+    The weights are those of the published projector of these files, else of the model's other
+    files, else of its parameters at 16 bits. The buffers are for the largest image, up to 46 × 46
+    tokens. A vision tower in the model's own files needs only buffers.
+    """
     if not reads_images(model, variant):
         return 0
     if not backend_of(variant).projectors:
