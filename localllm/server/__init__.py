@@ -1,2 +1,2 @@
-"""The HTTP server: several APIs translated to one engine request and from its events, behind one
-security gate."""
+"""The HTTP server. It translates several APIs to one engine request and writes its events in each
+API's format. One security gate checks all requests."""

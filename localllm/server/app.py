@@ -43,9 +43,11 @@ def create_app(
     store: ModelStore | None = None,
     power: Callable[[], dict[str, float]] | None = None,
 ) -> Starlette:
-    """The ASGI application that serves `models`. `store`: where clients may pull models to and
-    remove them from; `power`: figures of what the machine uses, by their names in /metrics: those
-    that end in _total are counters."""
+    """Return the ASGI application that serves `models`.
+
+    `store`: the store that clients may pull models to and remove models from.
+    `power`: returns the machine's power figures by their names in /metrics. Names that end in
+    _total are counters."""
     settings = settings or ServerSettings()
     server = Server(models, settings, store)
     own = Paths("server")
@@ -72,7 +74,7 @@ def create_app(
     app.state.document = document
     app.state.others = others
     if models.upstreams is not None:
-        # Imported late: it loads an HTTP client.
+        # # Imported here because it loads an HTTP client.
         from localllm.server.proxy.middleware import ProxyMiddleware
 
         app.add_middleware(
@@ -82,14 +84,16 @@ def create_app(
             is_full=models.full,
             settings=settings,
         )
-    # added last: runs first
+    # # The middleware that is added last runs first.
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)
     return app
 
 
 def _other_dialects(server: Server) -> list[Paths]:
-    """Those but OpenAI's chat. Their code is read by the first request that asks for one of their
-    paths, or once the server is up: a twentieth of the time until then."""
+    """Return the paths of all dialects except OpenAI's chat.
+
+    The import takes a twentieth of the startup time. So it runs at the first request for one of
+    these paths, or after the server is up."""
     from localllm.server.dialects import vectors
     from localllm.server.dialects.anthropic import routes as anthropic
     from localllm.server.dialects.llamacpp import routes as llamacpp
@@ -115,8 +119,9 @@ def _own_paths(
 
     @paths.answers("GET", "/health", "/v1/health", responses={**openapi.answer_of(), **loading})
     async def health(request: Request) -> Response:
-        """Alive; answered without a key. 503 with `progress` while the models named at the start
-        are loading (requests wait for them), as llama.cpp's server answers then."""
+        """Report that the server is alive; needs no key. While the models named at the start
+        are loading, the status is 503 with `progress`, as in llama.cpp's server. Requests wait for
+        these models."""
         status, progress = server.models.health
         if status == "ok":
             return JSONResponse({"status": status})
@@ -126,7 +131,7 @@ def _own_paths(
 
     @paths.answers("GET", "/metrics", responses=openapi.answer_of("text/plain", "string"))
     async def prometheus(request: Request) -> Response:
-        """Counters in Prometheus' text format."""
+        """The server's metrics in Prometheus' text format."""
         figures: dict[str, float] = {}
         if power is not None and caller().admin:
             figures = await asyncio.to_thread(power)
@@ -134,13 +139,13 @@ def _own_paths(
 
     @paths.answers("GET", "/usage.csv", responses=openapi.answer_of("text/csv", "string"))
     async def usage(request: Request) -> Response:
-        """What each key with a name has used since the server started: all of them for the key
-        without a name, its own for each other."""
+        """The usage of named keys since the server started, as CSV. A key with a name gets its own
+        usage. The key without a name gets the usage of all keys."""
         return Response(server.accounts.table(caller()), media_type="text/csv")
 
 
 async def _http(request: Request, error: Exception) -> NoReturn:
-    """Raise the error for a path or a method that is not here; the gate answers it."""
+    """Raise the error for an unknown path or method. The gate turns it into a response."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         methods = ", ".join(_methods(request))
@@ -153,7 +158,7 @@ async def _http(request: Request, error: Exception) -> NoReturn:
 
 
 def _methods(request: Request, path: str = "") -> list[str]:
-    """The methods that `path` answers, else the path of `request`."""
+    """Return the methods that `path` answers. Default: the path of `request`."""
     found = set()
     routes = [*request.app.routes, *chain(*request.app.state.others())]
     for method in _METHODS:
@@ -166,8 +171,10 @@ def _methods(request: Request, path: str = "") -> list[str]:
 
 
 def _path_meant(request: Request) -> str:
-    """The existing path that the client probably means, or "": the path without a prefix (a base
-    URL and a path may both begin with /v1), or with the /v1 that it lacks."""
+    """Return the existing path that the client probably means, or "".
+
+    Candidates are the path without its first segments, because a base URL and a path may both begin
+    with /v1, and the last segment after /v1."""
     parts = request.url.path.split("/")[1:]
     likely = ["/" + "/".join(parts[i:]) for i in range(1, min(len(parts), 8))]
     likely.append(f"/v1/{parts[-1]}")

@@ -1,5 +1,4 @@
-"""Keeps a desktop from falling asleep while requests run, and lets it again as soon as none
-does."""
+"""Keeps a desktop from idle sleep while requests run."""
 
 from __future__ import annotations
 
@@ -11,23 +10,24 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Iterator, Mapping
 
-# Requests that are answered sooner can't be slept through: nothing is started for them.
+# # Shorter requests end before the machine could fall asleep, so no program is started for them.
 _HOLD_AFTER_S = 5.0
-# A desktop's sessions name themselves with one of these; on a server or in a container nobody dims
-# a screen.
+# # Every desktop session sets one of these variables. Servers and containers have no desktop that
+# suspends them.
 _DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY", "XDG_CURRENT_DESKTOP")
-# Ends once its input does: with the last request, or with this process, however that ends.
+# # `cat` ends when its input is closed: after the last request, or when this process ends for any
+# reason.
 _UNTIL_LET_GO = ("cat",)
 
 
 def holding_command(
     platform: str, which: Callable[[str], str | None], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The program that keeps `platform` awake while its input is open; () if there is no such
-    program, or no desktop.
+    """Return the command that keeps `platform` awake while its input is open. Return () if there is
+    no such program, or no desktop.
 
-    macOS: `caffeinate -i` (no idle sleep; the display may go dark). Linux: an inhibitor of logind,
-    which desktops ask before they suspend an idle machine (systemd-inhibit(1))."""
+    macOS: `caffeinate -i` prevents idle sleep; the display may turn off. Linux: an inhibitor lock
+    of logind, which desktops check before they suspend an idle machine (systemd-inhibit(1))."""
     if platform == "darwin":
         program = which("caffeinate")
         options = ["-i"]
@@ -42,27 +42,29 @@ def holding_command(
 
 
 class Awake:
-    """A block of `held` for each request, on the server's event loop; `command` holds the machine
-    awake (() = nothing does)."""
+    """Keeps the machine awake while requests run. Each request runs in a `held` block on the
+    server's event loop. `command` keeps the machine awake; () disables this."""
 
     def __init__(self, command: tuple[str, ...], *, after_s: float = _HOLD_AFTER_S) -> None:
         self._command = command
         self._after_s = after_s
         self._running = 0
         self._holding: asyncio.Task[None] | None = None
-        # Those that were let go, until their program has ended: the event loop alone keeps no task.
+        # # Cancelled tasks whose program has not ended. The event loop alone holds no strong
+        # references to tasks.
         self._ending: set[asyncio.Task[None]] = set()
 
     @classmethod
     def here(cls, *, wanted: bool) -> Awake:
-        """For this machine, where it is `wanted` and can be had."""
+        """Return the `Awake` of this machine. It has no effect if it is not `wanted` or not
+        possible here."""
         if not wanted:
             return cls(())
         return cls(holding_command(sys.platform, shutil.which, os.environ))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A block in which a request runs; after the last one the machine may sleep."""
+        """Context of one request. The machine may sleep after the last request."""
         self._running += 1
         if self._command and self._holding is None:
             self._holding = asyncio.create_task(self._hold())

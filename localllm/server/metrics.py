@@ -1,4 +1,4 @@
-"""The page /metrics: what the engines count, what each key has used, and the machine's power."""
+"""The page /metrics: the engines' counters, each key's usage, and the machine's power."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _COUNTERS = {
     "accepted_eagle3_tokens", "drafted_dflash_tokens", "accepted_dflash_tokens",
     "drafted_assistant_tokens", "accepted_assistant_tokens",
 }  # fmt: skip
-# The memory guard's levels (localllm/memory/guard.py), one series each: exactly one is 1.
+# # Levels of the memory guard (localllm/memory/guard.py). Each is one series; exactly one of them
+# is 1.
 _PRESSURES = ("none", "shrink", "hold")
 # Tokens whose KV was computed again (localllm/engine/metrics.py).
 _RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
@@ -29,8 +30,10 @@ Snapshots = Mapping[str, Mapping[str, Any]]
 
 
 async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
-    """The page: a key with a name gets its own usage, others get everything. Does not load models.
-    `power`: the machine's power figures by their names; names that end in _total are counters."""
+    """Return the page. A named key gets its own usage, other callers get everything. No model is
+    loaded for it.
+
+    `power`: the machine's power figures by name. Names that end in _total are counters."""
     if not caller().admin:
         return "\n".join(used_lines(server.accounts.visible_to(caller()))) + "\n"
     snapshots = {worker.name: await worker.snapshot() for worker in server.models.workers()}
@@ -47,7 +50,8 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
 
 
 def _counted(snapshots: Snapshots) -> list[str]:
-    """What the engines count, with a series for each model that has it."""
+    """Return the metric lines of the engines' counters and gauges, with one series for each model
+    that reports them."""
     found: dict[tuple[str, str], list[tuple[str, object]]] = {}
     for model, snapshot in snapshots.items():
         for key, value in snapshot.items():
@@ -62,7 +66,7 @@ def _counted(snapshots: Snapshots) -> list[str]:
 def _series(
     model: str, key: str, value: Any
 ) -> Iterator[tuple[tuple[str, str], tuple[str, object]]]:
-    """The metric (its name and kind) and the series (its labels and value) of a snapshot's entry."""
+    """Yield the metric (name and kind) and the series (labels and value) of one snapshot entry."""
     recomputed = _RECOMPUTED.fullmatch(key)
     if key == "pressure":
         for level in _PRESSURES:

@@ -1,5 +1,5 @@
-"""Answers one request of any dialect: load the model, make the generation job, run it, and stream
-or collect the reply."""
+"""Answers one request of any dialect: loads the model, makes the generation job, runs it, and
+streams or collects the reply."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ JobFactory: TypeAlias = Callable[[EngineClient], Awaitable[GenerationJob]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one API frames its streams, and errors in them. `streams`: it streams unless the client
-    says `stream: false`."""
+    """How one API frames its streams, and the errors in them. `streams`: replies are streamed
+    unless the client sends `stream: false`."""
 
     media_type: str
     frame_error: Callable[[LocalLLMError], bytes]
@@ -62,12 +62,13 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRequest:
-    """A request after its dialect has translated it: the `task`, and how the answer is written: its
-    `body`, or streamed by a `writer`.
-    `ignored` names fields without effect;
-    `frame_error` and `keepalive` override the dialect's.
-    `keep_s`: how long the model stays loaded afterwards, where the client says so.
-    `stream_id`: a kept stream is found by it too."""
+    """A request after its dialect has translated it.
+
+    `task` makes the generation job. `body` builds a complete reply; `writer` streams it.
+    `ignored` lists the names of fields without effect.
+    `frame_error` and `keepalive` override those of the dialect.
+    `keep_s`: seconds that the model stays loaded afterwards; None if the client did not send it.
+    `stream_id`: a second name under which a kept stream can be found."""
 
     task: ChatRequest | JobFactory
     body: Callable[[Reply, GenerationJob], Any]
@@ -80,7 +81,8 @@ class TranslatedRequest:
 
 
 class Server:
-    """What all routes share. `store`: where clients may pull models to; None where they may not."""
+    """The state that all routes share. `store`: the store that clients may pull models to, or None
+    if they may not pull."""
 
     def __init__(
         self, models: ModelRouter, settings: ServerSettings, store: ModelStore | None = None
@@ -106,13 +108,16 @@ class Server:
         dialect: Dialect,
         kept: tuple[str, bytes] | None = None,
     ) -> Response:
-        """A streaming response; loading, templating and queueing happen inside it, after the
-        headers. `kept`: the key under which it outlives its client, and what tells its request from
-        others under that key."""
+        """Return a streaming response. Loading, templating and queueing happen inside it, after the
+        headers.
+
+        `kept`: a key and a digest of the request. The stream is kept under the key when its client
+        disconnects. The digest detects a different request under the same key."""
         progress = PrefillProgress()
         headers = answer_headers(translated.ignored)
         keepalive = dialect.keepalive
-        # A kept stream's events are numbered as they are written: besides there are comments only.
+        # # Events of a kept stream are numbered when they are written. Its keep-alives must be
+        # comments, because an additional event would have no number.
         if translated.keepalive and kept is None:
             keepalive = translated.keepalive
 
@@ -151,7 +156,8 @@ class Server:
     async def complete(
         self, request: Request, model: ServedModel, translated: TranslatedRequest
     ) -> Response:
-        """The reply in one piece: the stream, collected. Cancelled when the client disconnects."""
+        """Return the reply as one body, collected from the stream. The request is cancelled if the
+        client disconnects."""
 
         def without_writer(job: GenerationJob) -> ReplyWriter:
             return ReplyWriter()
@@ -167,7 +173,8 @@ class Server:
     async def job(
         self, task: ChatRequest | JobFactory, model: ServedModel, engine: EngineClient
     ) -> GenerationJob:
-        """The generation job of `task`. Raises RequestError, and what templating ends in."""
+        """Return the generation job of `task`. Raises RequestError, and any error of the chat
+        template."""
         if isinstance(task, ChatRequest):
             if engine.info.vision:
                 task = replace(task, messages=await self.images.fetched(task.messages))
@@ -187,8 +194,8 @@ class Server:
     async def prompt(
         self, translated: TranslatedRequest, model: ServedModel
     ) -> tuple[str, int, list[str]]:
-        """The prompt of a conversation, its length in tokens, and the names of what has no
-        effect."""
+        """Return the prompt of a conversation, its length in tokens, and the names of fields
+        without effect."""
         with model.lease():
             engine = await model.engine()
             job = await self.job(translated.task, model, engine)
@@ -198,9 +205,11 @@ class Server:
 
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:
-        """A block in which a request of `model` runs. The request is counted, and the model stays
-        loaded; if an admin sends `keep_s`, for so long after the last request. The error for a
-        prompt that is too long names the context that this machine has room for."""
+        """Context of one request to `model`: counts the request and keeps the model loaded.
+
+        If an admin sends `keep_s`, the model stays loaded for that many seconds after the last
+        request. If a prompt is too long, the error's hint names the context that fits on this
+        machine."""
         self.requests += 1
         self.active += 1
         try:
@@ -237,13 +246,13 @@ class Server:
                 try:
                     reply = await run(engine, job, writer, progress)
                 except WorkerDiedError:
-                    # Of an answer that has a beginning there is no second.
+                    # # A reply that has begun cannot be started again.
                     if progress.written or job.answer.prefix or job.choices > 1:
                         raise
                     reply = await run(await model.engine(), job, writer, progress)
                 usage = reply.usage
             finally:
-                # Of an answer that was cancelled or failed: what is known so far.
+                # # For a cancelled or failed reply, the tokens counted so far are charged.
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
                 account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             if job.asked is not None:
@@ -264,8 +273,8 @@ async def _enforceable(
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:
-    """`chat` with its model's preset where the client says nothing: system prompt and thinking
-    budget."""
+    """Return `chat` with the model's preset for values that the client did not send: the system
+    prompt and the thinking budget."""
     generation = chat.generation
     if generation.thinking_tokens is None and defaults.thinking_tokens is not None:
         generation = replace(generation, thinking_tokens=defaults.thinking_tokens)
@@ -276,8 +285,8 @@ def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:
 
 
 def _headers(translated: TranslatedRequest, job: GenerationJob) -> dict[str, str]:
-    """Headers that say what was ignored, what was removed from the prompt, and what compaction left
-    out."""
+    """Return the headers that list ignored fields, changes to the prompt, and the messages that
+    compaction removed."""
     headers = ignored_header([*translated.ignored, *job.ignored])
     if headers:
         log.info("ignored unknown fields: %s", headers[IGNORED])

@@ -1,1 +1,1 @@
-"""The HTTP border, independent of any dialect: security gate, bodies, sockets, streaming."""
+"""HTTP code that is independent of any dialect: security gate, bodies, sockets, streaming."""

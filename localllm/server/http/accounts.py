@@ -1,5 +1,5 @@
-"""API keys: who asks, within which rate limits, and what was used. Nothing of a request's
-content."""
+"""API keys: the account of each request, its rate limits and its usage. No content of requests is
+stored here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from localllm.server.http.prometheus import labels, metric
 from localllm.server.http.recent import RecentlyUsed
 
 _MINUTE_S = 60.0
-# Retry-After for a key at its limit of parallel requests: when one ends is not known.
+# # Retry-After for a key at its limit of parallel requests. The time when one of them ends is
+# unknown.
 _PARALLEL_RETRY_S = 1
-# The callers, besides those of the settings, of whom something is kept (`PerCaller`,
-# `Accounts.on_behalf`).
+# # Limit of callers for which `PerCaller` and `Accounts.on_behalf` keep state. Named keys of the
+# settings do not count.
 _MOST_CALLERS = 256
 _DELEGATED = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32}|-) ([01])")
 T = TypeVar("T")
@@ -38,15 +39,16 @@ class RateLimitError(
     default_hint="retry after the time given in Retry-After",
     default_retry_after_s=1,
 ):
-    """A key is over a rate limit."""
+    """A key is over one of its rate limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A key with its holder's name; only the SHA-256 of the key is kept. Keys of the same
-    `share_cache` use each other's prefixes; an `admin` may do what the key without a name may.
-    Limits of None are none; tokens are prompt and completion tokens, without those from the prefix
-    cache."""
+    """A key with its holder's name. Only the SHA-256 of the key is stored.
+
+    Keys with the same `share_cache` share prefixes in the cache. An `admin` key has the rights of
+    the key without a name. A limit of None means no limit. The token limit counts prompt and
+    completion tokens, without the tokens found in the prefix cache."""
 
     name: str
     digest: bytes = field(default=b"", repr=False)
@@ -58,12 +60,14 @@ class NamedKey:
 
 
 def digest_of(key: bytes) -> bytes:
-    """SHA-256 of a key. Keys are long and random, so a fast hash without salt is enough."""
+    """Return the SHA-256 of a key. Keys are long and random, so a fast hash without salt is
+    enough."""
     return hashlib.sha256(key).digest()
 
 
 class TokenBucket:
-    """A token bucket with the allowance of a minute. It may be overdrawn: later requests wait."""
+    """A token bucket with the allowance of one minute. It may be overdrawn; later requests then
+    wait longer."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self.size = per_minute
@@ -72,7 +76,8 @@ class TokenBucket:
         self._seen_s = clock()
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` (at most the bucket's size) is available."""
+        """Return the seconds until `amount` is available, or until the bucket is full if `amount`
+        is larger."""
         now = self._clock()
         self._left = min(self.size, self._left + (now - self._seen_s) * self.size / _MINUTE_S)
         self._seen_s = now
@@ -88,7 +93,7 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class KeyUsage:
-    """Usage of a key since the server started."""
+    """Usage of one key since the server started."""
 
     requests: int = 0
     refused: int = 0
@@ -98,9 +103,11 @@ class KeyUsage:
 
 
 class Account:
-    """One key's limits and usage. `admin`: may load, unload, fetch and remove models and see
-    everybody's usage; so may whoever has no name. Prefixes are kept for those of one `cache_scope`
-    ("": for all without a name)."""
+    """Limits and usage of one key.
+
+    `admin`: may load, unload, fetch and remove models, and see the usage of all keys. The account
+    without a name is also an admin. Accounts with the same `cache_scope` share cached prefixes; ""
+    is the scope of all accounts without a name."""
 
     def __init__(self, key: NamedKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = key.name
@@ -121,7 +128,7 @@ class Account:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """A block in which one request of this key runs. Raises RateLimitError at its start."""
+        """Context of one request of this key. Raises RateLimitError on entry."""
         self._admit()
         self.active += 1
         try:
@@ -157,19 +164,20 @@ class Account:
         self._take("tokens", max(0, prompt_tokens - cached_tokens) + completion_tokens)
 
 
-# Of requests that need no key.
+# # The account of requests that need no key.
 NOBODY = Account(NamedKey(""))
-# The account of the request that this task answers; set by the gate.
+# # The account of the request that the current task answers. The gate sets it.
 CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
 
 
 def caller() -> Account:
-    """The account of the current request; one without a name where keys have none."""
+    """Return the account of the current request. The owner's account, and the account of requests
+    that need no key, have no name."""
     return CALLER.get()
 
 
 def admins_only(what: str) -> None:
-    """Raises AuthError for a caller who may not do `what`."""
+    """Raise AuthError if the caller may not do `what`."""
     if not caller().admin:
         raise AuthError(
             f"{what} is for the server's owner: others use it too",
@@ -178,8 +186,8 @@ def admins_only(what: str) -> None:
 
 
 def salt_of(cache_salt: str) -> str:
-    """What the prefixes of the current request are kept under: whose it is, and the salt that its
-    client names."""
+    """Return the salt for the prefix cache of the current request. It combines the caller's scope
+    and the client's own salt."""
     scope = caller().cache_scope
     if scope or cache_salt:
         return f"{scope}\n{cache_salt}"
@@ -187,14 +195,15 @@ def salt_of(cache_salt: str) -> str:
 
 
 class PerCaller(Generic[T]):
-    """A `make`d thing for each caller; that of the one who was away the longest goes first."""
+    """One object for each caller, created by `make`. If there are too many, the object of the least
+    recently active caller is dropped."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._of: RecentlyUsed[str, T] = RecentlyUsed(_MOST_CALLERS)
 
     def current(self) -> T:
-        """The current caller's."""
+        """Return the object of the current caller."""
         name = caller().name
         found = self._of.get(name)
         if found is not None:
@@ -203,7 +212,7 @@ class PerCaller(Generic[T]):
 
 
 class Accounts:
-    """The accounts of a server: one for each named key, and one for the owner's key without a
+    """The accounts of a server: one for each named key, and one for the owner's key, which has no
     name."""
 
     def __init__(self, keys: Iterable[NamedKey], owner_key: str | None) -> None:
@@ -214,7 +223,8 @@ class Accounts:
         self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
 
     def of(self, sent: bytes) -> Account | None:
-        """The account of a key, or None. Compares with every key, in constant time."""
+        """Return the account of a key, or None. The key is compared with every known key in
+        constant time."""
         digest = digest_of(sent)
         found: Account | None = None
         for known, account in self._keys:
@@ -223,7 +233,7 @@ class Accounts:
         return found
 
     def on_behalf(self, account: Account, sent: bytes) -> Account:
-        """The account of the caller for whom the admin `account` forwards a request (see
+        """Return the account of the caller for whom the admin `account` forwards a request (see
         `delegation`). Raises AuthError."""
         found = _DELEGATED.fullmatch(sent)
         if found is None or not account.admin:
@@ -240,14 +250,15 @@ class Accounts:
         return self._delegated.put((account.name, sent), Account(key))
 
     def visible_to(self, account: Account) -> list[Account]:
-        """The named accounts whose usage `account` may see: its own, or all for an admin."""
+        """Return the named accounts whose usage `account` may see: all for an admin, else its
+        own."""
         named = [a for _, a in self._keys if a.name]
         if account.admin:
             return named
         return [a for a in named if a is account]
 
     def table(self, account: Account) -> str:
-        """The usage that `account` may see, as CSV."""
+        """Return the usage that `account` may see, as CSV."""
         out = io.StringIO()
         rows = csv.writer(out, lineterminator="\n")
         rows.writerow(["key", *(f.name for f in fields(KeyUsage)), "running"])
@@ -256,13 +267,13 @@ class Accounts:
         return out.getvalue()
 
 
-# The header by which a server of ours that hands requests on says whose each is.
+# # A localllm server that forwards a request names its caller in this header.
 DELEGATION = "x-localllm-for"
 
 
 def delegation() -> dict[str, str]:
-    """The delegation header of the current request, with pseudonyms in place of names; empty for a
-    caller without a name."""
+    """Return the delegation header of the current request, with pseudonyms instead of names. Empty
+    for a caller without a name."""
     account = caller()
     if not account.name:
         return {}
@@ -277,7 +288,7 @@ def _pseudonym(name: str) -> str:
 
 
 def used_lines(accounts: Iterable[Account]) -> list[str]:
-    """The usage of `accounts` in Prometheus' text format."""
+    """Return the usage of `accounts` in Prometheus' text format."""
     found = list(accounts)
     lines: list[str] = []
     if not found:

@@ -1,4 +1,4 @@
-"""ASGI's types, and the response headers of our own."""
+"""ASGI types and the response headers of this server."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-# ASGI scope key of the `Connection` by which the request came; none where it came by no socket.
+# # ASGI scope key of the request's `Connection`. Absent if the request did not come through a
+# socket.
 CONNECTION = "localllm.connection"
 IGNORED = "x-localllm-ignored"
-# Of a request with a seed: what that does not promise.
+# # Sent for a request with a seed: how far the result can be repeated.
 SEEDED = "x-localllm-seed"
-# The server that answered, where the request was proxied.
+# # The server that answered a proxied request.
 RAN_ON = "x-localllm-ran-on"
 _MAX_CHARS = 1024
 _MAX_NAME_CHARS = 64
@@ -27,7 +28,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def new_id(kind: str) -> str:
-    """An id that is unique over all answers, behind `kind`."""
+    """Return `kind` followed by a random id that is unique among all answers."""
     return kind + secrets.token_hex(12)
 
 
@@ -36,12 +37,12 @@ def request_id() -> dict[str, str]:
 
 
 def answer_headers(ignored: Sequence[str]) -> dict[str, str]:
-    """Of every answer: its id, and the names of what had no effect."""
+    """Return the headers of every answer: its id, and the names of fields without effect."""
     return {**request_id(), **ignored_header(ignored)}
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """`x-localllm-ignored`, if there is something to name. Clients choose the names, so unsafe
+    """Return `x-localllm-ignored`, or {} if `names` is empty. Clients choose the names, so unsafe
     characters are replaced."""
     if not names:
         return {}

@@ -1,11 +1,11 @@
-"""Who may hold a connection, and for how long: strangers a few and briefly, those who were let in
-all the others.
+"""Limits the number and the lifetime of connections.
 
-A connection is a stranger's until one of its requests has passed the gate. Beyond the strangers'
-share the oldest that waits is closed for one that comes, so that no number of them keeps anybody
-out; this machine's have a share of their own. A connection that rests is closed for a request that
-needs its place; only where all are busy is one refused.
-"""
+A connection is a stranger until one of its requests has passed the gate. Strangers get few
+connections and short deadlines; known connections get the rest. If there are too many strangers,
+the oldest idle one is closed when a new one connects, so that any number of strangers cannot lock
+out others. Strangers from this machine have their own share. An idle known connection is closed if
+a newly admitted one needs its place. A request is refused only if all known connections are
+busy."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ _LOOK_S = 1.0
 _BEGINNING = b"HTTP/1.1 "
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
-# Whoever has just connected gets this long to send a request, before it can be closed for others:
-# many connect at once.
+# # A new connection has this long to send a request before it can be closed for another one. Many
+# clients connect at once.
 _FRESH_S = 1.0
-# Of the files that may be opened known connections get a share, those of strangers from here and
-# from elsewhere one each; the rest is for whatever else is opened, and for those that are ending.
+# # Known connections get one share of the file descriptors. Strangers from this machine and
+# strangers from other machines get one share each. The rest is for other files and for connections
+# that are closing.
 _SHARES = 6
 _WANTED_DESCRIPTORS = 4096
 
 
 class Connections:
-    """The open connections of one server, in the order of coming, known ones in that of their last
-    answers. `descriptors` are free, for them and all else that is opened."""
+    """The open connections of one server. Strangers are ordered by their start, known connections
+    by their last answer. `descriptors`: the free file descriptors for connections and all other
+    files."""
 
     def __init__(self, settings: ServerSettings, descriptors: int) -> None:
         self.settings = settings
@@ -49,7 +51,7 @@ class Connections:
         self._open: dict[Connection, None] = {}
 
     def add(self, new: Connection) -> None:
-        """Count `new` as a stranger; close another one where there are too many."""
+        """Add `new` as a stranger. Close another stranger if there are too many."""
         strangers = [c for c in self._open if not c.known and c.local == new.local]
         if len(strangers) >= self._most_strangers:
             aged_s = new.loop.time() - _FRESH_S
@@ -60,8 +62,8 @@ class Connections:
         self._open[new] = None
 
     def admit(self, connection: Connection) -> bool:
-        """Move a stranger whose request was let in to the known; False where all of them are
-        busy."""
+        """Make a connection known after its request passed the gate. Return False if all known
+        connections are busy."""
         if connection.known:
             return True
         known = [c for c in self._open if c.known]
@@ -74,7 +76,7 @@ class Connections:
         return True
 
     def touch(self, connection: Connection) -> None:
-        """It has answered: of the known, the one that has rested the longest is closed first."""
+        """Record an answer. The known connection that has been idle the longest is closed first."""
         if connection.known and connection in self._open:
             self._open[connection] = self._open.pop(connection)
 
@@ -83,11 +85,12 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP with TCP_NODELAY and one deadline: for a request's headers, or for the next
-    request.
+    """uvicorn's HTTP protocol with TCP_NODELAY and one deadline: for the headers of a request, or
+    for the next request.
 
-    `send` is the request's own, without our middleware, each layer of which costs a coroutine.
-    `probes` send something without meaning: whoever answers in pieces adds one."""
+    `send` is the request's original ASGI `send`. It bypasses our middleware, because each layer
+    costs a coroutine. `probes` are functions that send data without meaning. A streamed response
+    adds one."""
 
     all: Connections
     send: Send
@@ -119,27 +122,27 @@ class Connection(H11Protocol):
         self.send = send
         self.probes = []
         self._in_pieces = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
-        # The server stops: the client was told (streaming.py, gate.py); uvicorn would log the whole
-        # stack.
+        # # The server is stopping, and the client has been informed (streaming.py, gate.py).
+        # uvicorn would log the whole stack.
         with contextlib.suppress(asyncio.CancelledError):
             await app(scope, receive, send)
 
     @property
     def resting(self) -> bool:
-        """Whether it has had an answer, and asks for nothing."""
+        """Whether the last request is answered and no other is running."""
         return self.cycle is not None and self.cycle.response_complete
 
     def write_piece(self, data: bytes) -> bool:
-        """Send `data`, a piece of an answer that has begun and has no length, as h11 would (RFC
-        9112 7.1); False where it can't be sent now, or not in pieces."""
+        """Send `data` as one chunk of a response that has begun and has no length, as h11 would
+        (RFC 9112 7.1). Return False if it can't be sent now, or not in chunks."""
         if not self._in_pieces or self.flow.write_paused or self.transport.is_closing():
             return False
-        if data:  # nothing would be the end
+        if data:  # an empty chunk would end the response
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def end(self) -> None:
-        """Close it now. It no longer counts."""
+        """Close the connection now. It is no longer counted."""
         self.all.remove(self)
         if not self.transport.is_closing():
             self.transport.close()
@@ -147,39 +150,45 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         asked = self.cycle
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
-            data = data.lstrip(b"\r\n")  # some clients end a body with a line more (RFC 9112 2.2)
+            data = data.lstrip(
+                b"\r\n"
+            )  # some clients send a line break after a body (RFC 9112 2.2)
             if not data:
                 return
         super().data_received(data)
-        # Incomplete headers: h11 holds their bytes and has seen no request.
+        # # True if headers are incomplete: h11 holds their bytes and has parsed no request.
         started = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if self.cycle is not asked and not self.resting:
             self._stop_deadline()
         elif started and not self._in_headers:
             self._in_headers = True
             self._close_in(self.all.settings.header_timeout_s)
-        # Else the deadline stands: what comes of a body that was refused makes nobody's stay
-        # longer.
+        # # Otherwise the deadline stays. Remaining data of a refused body does not extend it.
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it has gone, or it closed its half after a complete request and
-        waits (RFC 9112 9.6). The two can only be told apart by sending something: the system of a
-        client that has gone refuses it. Returns True to keep the connection."""
+        """Handle the end of the client's data. Return True to keep the connection.
+
+        The client has gone, or it closed its half after a complete request and waits for the
+        response (RFC 9112 9.6). Only sending data distinguishes the two: the system of a client
+        that has gone rejects the data."""
         sock = self.transport.get_extra_info("socket")
         if self.cycle is None or self.cycle.response_complete:
-            return False  # it asks for nothing
+            return False  # no request is running
         if self.conn.their_state is h11.SEND_BODY:
             return False  # its request is incomplete
         if sock is None or self.scheme == "https" or self.conn.their_http_version != b"1.1":
-            return False  # a character sent ahead can't be a probe
+            return False  # a single character sent early can't be a probe here
         self._half = True
         self.conn.send = self._without_beginning  # type: ignore[method-assign, assignment]
         self._probe(sock, 0.02)
         return True
 
     def _probe(self, sock: socket.socket, seconds: float) -> None:
-        """Send it something, and look whether that was refused: soon, then ever less often. Before
-        the answer that is the next character that every answer begins with."""
+        """Send data and check whether the client rejected it. Repeat soon at first, then at longer
+        intervals.
+
+        Before the response, the data is the next character of the text with which every response
+        begins."""
         if self.transport.is_closing():
             return
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -193,7 +202,7 @@ class Connection(H11Protocol):
         self.loop.call_later(seconds, self._probe, sock, max(_LOOK_S, 2 * seconds))
 
     def _without_beginning(self, event: Any) -> bytes | None:
-        """h11's `send`, less what was sent of an answer."""
+        """h11's `send`, without the characters of the response that `_probe` has already sent."""
         data: bytes | None = h11.Connection.send(self.conn, event)
         if isinstance(event, h11.Response) and data is not None:
             begun = self._begun
@@ -205,7 +214,7 @@ class Connection(H11Protocol):
         answered = self.cycle
         super().on_response_complete()
         self.all.touch(self)
-        if self._half and self.cycle is answered:  # it asks for nothing more
+        if self._half and self.cycle is answered:  # no further request can follow
             self.transport.close()
         if self.cycle is answered and not self.transport.is_closing():
             self._in_headers = False
@@ -231,9 +240,10 @@ class Connection(H11Protocol):
 
 
 def plain_target(scope: Scope) -> None:
-    """Make `scope` say the path alone, as routes are written: of an absolute target (as sent to a
-    proxy, RFC 9112 3.2.2) its host is the request's, whatever the header says; slashes that a
-    client has doubled are one."""
+    """Reduce the target in `scope` to the path that routes use.
+
+    An absolute target, as sent to a proxy (RFC 9112 3.2.2), also names the host; it replaces the
+    Host header. Repeated slashes become one."""
     absolute = _ABSOLUTE.match(scope["path"])
     if absolute is not None:
         others = [(name, value) for name, value in scope["headers"] if name != b"host"]
@@ -245,11 +255,11 @@ def plain_target(scope: Scope) -> None:
 
 
 def free_descriptors() -> int:
-    """The number of further files that this process may open, after raising its limit as far as the
-    system allows and the server needs."""
+    """Return the number of additional files that this process may open. First raises the limit to
+    the number that the server needs, if the system allows it."""
     try:
         import resource
-    except ImportError:  # Windows bounds no sockets
+    except ImportError:  # Windows has no such limit for sockets
         return _WANTED_DESCRIPTORS
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _WANTED_DESCRIPTORS

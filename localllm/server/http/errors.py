@@ -1,5 +1,5 @@
-"""Errors of the HTTP border, the envelopes and headers of error responses, and logging of
-unexpected exceptions."""
+"""Errors of the HTTP layer, the bodies and headers of error responses, and logging of unexpected
+exceptions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class MediaTypeError(
     http_status=415,
     default_hint="send Content-Type: application/json",
 ):
-    """A body not declared as JSON: a web page could send it without a CORS preflight."""
+    """The body is not declared as JSON. A web page could send such a body without a CORS
+    preflight."""
 
 
 class EncodingError(
@@ -45,7 +46,7 @@ class EncodingError(
     http_status=415,
     default_hint="send it plain, or with Content-Encoding: gzip or deflate",
 ):
-    """A Content-Encoding the server does not decode."""
+    """The server does not decode this Content-Encoding."""
 
 
 class BodyTooLargeError(RequestError, code="request_too_large", http_status=413):
@@ -57,16 +58,16 @@ class SlowBodyError(RequestError, code="request_timeout", http_status=408):
 
 
 class RouteNotFoundError(NotFoundError, code="route_not_found"):
-    """No such path here."""
+    """The server has no such path."""
 
 
 class MethodError(RequestError, code="method_not_allowed", http_status=405):
-    """The path exists, the method does not; `methods` are those it answers."""
+    """The path exists but does not answer the method. `methods`: the methods that it answers."""
 
     methods = ""
 
 
-# Anthropic's names, by status.
+# # Anthropic's error types by status.
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -78,7 +79,8 @@ _ERROR_TYPES = {
 
 
 def envelope(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
-    """`error` as the client of a request expects it: refusals come before any route."""
+    """Return the body of `error` in the format that the client expects. The path decides, because a
+    request may be refused before it reaches a route."""
     path = scope["path"]
     if path.startswith("/v1/messages") or speaks_anthropic(scope):
         return anthropic_envelope(error)
@@ -88,13 +90,13 @@ def envelope(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the client's words are Anthropic's, on a path that two dialects have."""
+    """Return whether the client uses Anthropic's API on a path that two dialects share."""
     named = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return named and scope["path"].startswith("/v1/models")
 
 
 def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
-    """Anthropic's error object. Clients parse the message about a prompt that is too long, and
+    """Return Anthropic's error object. For a prompt that is too long, clients parse the message and
     then compact the conversation."""
     message = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
@@ -113,8 +115,8 @@ def _anthropic_type(error: LocalLLMError) -> str:
 
 
 def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:
-    """Ollama's error object, which is only text. Clients parse its message of a too long prompt to
-    compact."""
+    """Return Ollama's error object, which has only a text. For a prompt that is too long, clients
+    parse the message and then compact the conversation."""
     message = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         tokens, window = error.counts
@@ -126,7 +128,7 @@ def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:
 
 
 def refusal(error: LocalLLMError, scope: Scope) -> JSONResponse:
-    """The answer that says `error`, in the format of the path."""
+    """Return the response for `error`, in the format of the path."""
     return JSONResponse(
         envelope(error, scope), status_code=error.http_status, headers=_headers_of(error)
     )
@@ -145,8 +147,10 @@ def _headers_of(error: LocalLLMError) -> dict[str, str]:
 
 
 def for_client(error: BaseException) -> LocalLLMError:
-    """`error` fit for a client: our own as they are. Of any other it is logged where the server
-    failed; its message, which could quote a prompt or name a path, nowhere."""
+    """Return `error` in a form that clients may see. LocalLLMErrors are returned unchanged.
+
+    For any other exception, its type and the places in the traceback are logged. Its message is
+    never shown or logged, because it could quote a prompt or name a path."""
     if isinstance(error, LocalLLMError):
         return error
     places = [

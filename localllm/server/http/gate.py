@@ -1,12 +1,13 @@
-"""The security gate before every route: Host, Origin, key, content type and body size. What fails
-behind it is answered here too.
+"""The security gate that every request passes before its route. It checks Host, Origin, key,
+content type and body size. It also turns exceptions of the routes into responses.
 
-Loopback is not trust: any web page can make the user's browser send requests here. So Host must be
-a name of this machine (against DNS rebinding), an Origin must be allowed, a request without one
-must not be cross-site (Sec-Fetch-Site), a body must be declared as JSON (which a page can't send
-without a preflight), and keys are compared in constant time. A name that a page's owner could point
-here is refused, key or not.
-"""
+Requests through loopback are not trusted, because any web page can make the user's browser send
+them. These checks apply:
+- Host must be a name of this machine (against DNS rebinding). A name that the owner of a web page
+  could point here is refused, with or without a key.
+- An Origin must be allowed. A request without one must not be cross-site (Sec-Fetch-Site).
+- A body must be declared as JSON. A web page can't send that without a preflight.
+- Keys are compared in constant time."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ from localllm.server.http.settings import (
     served_with_key,
 )
 
-# Origins of desktop programs' own pages. No web site can have one of these schemes, which only the
-# program itself serves:
+# # Origins of the built-in pages of desktop programs. No web site can have one of these schemes,
+# because only the program itself serves them:
 _APP_SCHEMES = (
     "app:",  # Electron's usual one (Obsidian)
     "tauri:",  # Tauri on macOS and Linux
@@ -44,10 +45,10 @@ _APP_SCHEMES = (
     "capacitor:", "ionic:",  # Capacitor and Ionic on iOS
     "vscode-webview:", "vscode-file:",
 )  # fmt: skip
-# WebView2 and Android's webview have no schemes of a program's own: Tauri and Wails take a name below
-# localhost there, which no DNS gives to anybody else in a browser (RFC 6761), without a port.
+# # WebView2 and Android's webview have no custom schemes. Tauri and Wails use names below localhost
+# there, without a port. In a browser, DNS cannot give such a name to anyone else (RFC 6761).
 _APP_NAMES = ("tauri.localhost", "wails.localhost")
-# Need no key: they only tell that a server is here.
+# # Need no key: they only show that a server is running.
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 _FORM = b"application/x-www-form-urlencoded"
@@ -61,9 +62,10 @@ _ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch
 
 
 class SecurityGate:
-    """ASGI middleware: refuses what the settings do not allow, adds CORS headers for allowed origins,
-    strips trailing slashes, and turns exceptions into an error object, which of unexpected ones says
-    nothing about internals."""
+    """ASGI middleware that refuses requests that the settings do not allow.
+
+    It adds CORS headers for allowed origins, strips trailing slashes, and turns exceptions into
+    error objects. The error object of an unexpected exception contains no internals."""
 
     def __init__(self, app: App, settings: ServerSettings, accounts: Accounts) -> None:
         self.app = app
@@ -73,11 +75,11 @@ class SecurityGate:
         self._origins = {o.lower().rstrip("/") for o in settings.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the server is run without anything else
+        if scope["type"] != "http":  # the server is configured for HTTP only
             return
         repeated = _repeated(scope["headers"])
-        # Refusals have them too: a browser shows a page no answer without these headers, only a
-        # failed connection.
+        # # Refusals need these headers too. Without them, a browser reports a failed connection to
+        # the page instead of the response.
         cors = [] if repeated else self._cors_headers(_origin(dict(scope["headers"])))
         started = False
 
@@ -93,7 +95,7 @@ class SecurityGate:
                 raise RequestError(f"the request repeats the header {repeated}")
             await self._checked(scope, receive, sending)
         except asyncio.CancelledError:
-            if not started:  # the server stops
+            if not started:  # the server is stopping
                 stopping = BusyError("the server is stopping", hint="send the request again later")
                 await refusal(stopping, scope)(scope, receive, sending)
             raise
@@ -103,7 +105,8 @@ class SecurityGate:
                 await refusal(failure, scope)(scope, receive, sending)
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request if it passes every check. Raises the error of the first that fails."""
+        """Answer the request if it passes every check. Raises the error of the first check that
+        fails."""
         headers = dict(scope["headers"])
         origin = _origin(headers)
         method = scope["method"]
@@ -121,15 +124,15 @@ class SecurityGate:
             await self.app(scope, receive, send)
 
     def _cors_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
-        """The headers by which a page of an allowed origin may read the answer."""
+        """Return the headers that let a page of an allowed origin read the response."""
         if not origin or not self._origin_allowed(origin):
             return []
         headers = {**_CORS, "access-control-allow-origin": origin}
         return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account:
-        """Whose request it is, with a place for its connection. Raises KeyRequiredError or
-        BusyError."""
+        """Return the account of the request, after its connection got a place. Raises
+        KeyRequiredError or BusyError."""
         if scope["path"] in _OPEN_PATHS:
             return NOBODY
         account = self._caller(headers)
@@ -161,12 +164,13 @@ class SecurityGate:
         if scheme not in ("http", "https"):
             return False
         name = host_name(rest)
-        # Any other name below localhost: only browsers promise what that means.
+        # # Other names below localhost need a key. Only browsers guarantee that they mean this
+        # machine.
         known = is_loopback(name) or rest in _APP_NAMES
         return known or (self.settings.keyed and below_localhost(name))
 
     def _caller(self, headers: dict[bytes, bytes]) -> Account:
-        """The account of the key. Raises KeyRequiredError."""
+        """Return the account of the key. Raises KeyRequiredError."""
         if not self.settings.keyed:
             return NOBODY
         key = headers.get(b"x-api-key", b"")
@@ -204,7 +208,7 @@ def _origin(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The first header that was sent twice and must not be; "" if there is none."""
+    """Return the first header that was sent twice but may be sent only once, or ""."""
     names = [name for name, _ in headers]
     for name in _ONE_ONLY:
         if names.count(name) > 1:
@@ -213,8 +217,11 @@ def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
-    """Whether a body may be read as JSON. Some programs send no type at all (LiteLLM's Ollama
-    client), or the type of a form (`curl -d`). A page in a browser always sends its origin."""
+    """Return whether a body may be read as JSON.
+
+    Some programs send no type (LiteLLM's Ollama client), or the type of a form (`curl -d`). Such
+    bodies are accepted only without the headers that browsers add for pages. An empty body without
+    a type is always accepted."""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind == b"application/json" or kind.endswith(b"+json"):
         return True
@@ -228,12 +235,13 @@ def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
 
 
 def _is_of_page(name: bytes) -> bool:
-    """Whether browsers send that header, and other programs don't."""
+    """Return whether only browsers send this header."""
     return name in (b"origin", b"referer") or name.startswith(b"sec-fetch-")
 
 
 def _preflight(origin: str, asked: Mapping[bytes, bytes]) -> Response:
-    """What a page of `origin` may send; what other programs learn from it is the methods."""
+    """Return the answer to OPTIONS: the methods and headers that a page of `origin` may send.
+    Without an origin, only the methods."""
     allowed = {"allow": "GET, HEAD, POST, DELETE, OPTIONS"}
     headers = asked.get(b"access-control-request-headers", b"authorization, content-type")
     if origin:

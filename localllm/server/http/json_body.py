@@ -1,4 +1,4 @@
-"""JSON bodies: reading within limits of size, time, nesting and Content-Encoding."""
+"""JSON bodies: reads them within limits of size, time, nesting and Content-Encoding."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ from localllm.server.http.settings import ServerSettings
 _GZIP_OR_ZLIB = 47
 _RAW = -15
 _GZIP_MAGIC = b"\x1f\x8b"
-# A gzip body may have several members (RFC 1952, 2.2). A member can be as short as 20 bytes, and
-# zlib copies the input that it leaves: the two limits bound the work that 32 MiB of members cost.
+# # A gzip body may have several members (RFC 1952, 2.2). A member can be as short as 20 bytes, and
+# zlib copies the input that remains after it. These two limits bound the work for 32 MiB of
+# members.
 _MOST_MEMBERS = 10_000
 _PACKED_PIECE_BYTES = 2**16
-# In one go nobody else has a turn.
+# # Longer pieces would block the event loop.
 _PIECE_BYTES = _PIECE_CHARS = 2**18
-# Larger bodies are read beside the event loop.
+# # Larger bodies are read in a thread.
 _SMALL_BYTES = 2**17
-# They have two threads of their own, to be read and for what is made of them: more that compute
-# would keep everybody waiting for each of them.
+# # Reads large bodies and does the work that depends on them. More than two computing threads would
+# delay all other requests.
 _LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
-# They are parsed and validated in one go each, so this bounds how long: 32 MiB could hold a hundred
-# times as many. Real conversations with tools have thousands; a prompt of token numbers has as many
-# values as tokens.
+# # A body is parsed and validated without interruption, so these limits bound the time. A body of
+# 32 MiB could hold a hundred times as many. Real conversations with tools have thousands. A prompt
+# of token ids has as many values as tokens.
 _MOST_CONTAINERS = 50_000
 _MOST_VALUES = 1_000_000
-# Of JSON text: up to the next string; and of a string, whole escapes and what lies between them, up
-# to its end.
+# # `_PLAIN` matches JSON text up to the next string. `_QUOTED` matches complete escapes and other
+# characters up to the end of a string.
 _PLAIN = re.compile(r'[^"]*("?)')
 _QUOTED = re.compile(r'(?:[^"\\]+|\\.)*("?)', re.DOTALL)
-# ASGI scope key of a body that was read already, for the next reader of the same request.
+# # ASGI scope key of a body that has been read, for the next reader of the same request.
 BODY = "localllm.body"
-# Set where a request's body was a large one.
+# # True if the request's body was a large one.
 _LARGE: ContextVar[bool] = ContextVar("large body", default=False)
 Made = TypeVar("Made")
-# A decoded body, and the JSON object in it.
+# # The bytes of a decoded body, and its JSON object.
 JsonBody: TypeAlias = tuple[bytes, dict[str, Any]]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """`body` decoded; at most `limit_bytes` and a piece are ever held.
+    """Return `body` decoded. Holds at most `limit_bytes` plus one piece.
 
     Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError
-    for broken data."""
+    for invalid data."""
     wbits = _window_bits(body, encoding)
     if wbits is None:
         return body
@@ -83,8 +84,9 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
 def _unpack_member(
     packed: memoryview, wbits: int, unpacked: bytearray, limit_bytes: int
 ) -> memoryview:
-    """Append the first member of `packed` to `unpacked`; returns the data behind the member. Raises
-    zlib.error, EOFError if the member is incomplete, and BodyTooLargeError."""
+    """Append the first member of `packed` to `unpacked`. Return the data after the member.
+
+    Raises zlib.error, EOFError if the member is incomplete, and BodyTooLargeError."""
     unpacker = zlib.decompressobj(wbits)
     piece = b""
     while not unpacker.eof:
@@ -101,15 +103,16 @@ def _unpack_member(
 
 
 def _window_bits(body: bytes, encoding: str) -> int | None:
-    """zlib's name for a Content-Encoding; None for a body that is not packed. Raises
-    EncodingError."""
+    """Return zlib's window bits for a Content-Encoding, or None if the body is not compressed.
+    Raises EncodingError."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return None
     if name in ("gzip", "x-gzip"):
         return _GZIP_OR_ZLIB
     if name == "deflate":
-        # Deflate means zlib's format; some clients send it raw (RFC 9110, 8.4.1.2).
+        # # Deflate means zlib's format, but some clients send it without zlib's header (RFC 9110,
+        # 8.4.1.2).
         header = int.from_bytes(body[:2], "big")
         is_zlib = len(body) >= 2 and header >> 8 & 0x0F == 8 and header % 31 == 0
         return _GZIP_OR_ZLIB if is_zlib else _RAW
@@ -121,13 +124,14 @@ class BadJsonError(RequestError, code="invalid_json"):
 
 
 async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
-    """The request's JSON object, decoded, within the limits of size, depth and time. Raises
-    RequestError."""
+    """Return the JSON object of the request's body, within the limits of size, depth and time.
+    Raises RequestError."""
     return (await read_body(request, settings))[1]
 
 
 async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
-    """The same, behind its bytes."""
+    """Return the bytes of the request's body and its JSON object, as `read_json` does. Raises
+    RequestError."""
     known: JsonBody | None = request.scope.get(BODY)
     if known is not None:
         return known
@@ -149,8 +153,10 @@ def _read(body: bytes, encoding: str, limit_bytes: int) -> JsonBody:
 
 
 async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
-    """What `work` makes of the body that was read for this request: in a thread where it `takes_ms`
-    of any, and in one of those for large bodies where that was one."""
+    """Return the result of `work`, which processes the body of the current request.
+
+    It runs in a thread if `takes_ms` is set, and in a thread for large bodies if the body was
+    large."""
     if _LARGE.get():
         return await asyncio.get_running_loop().run_in_executor(
             _LARGE_BODIES, copy_context().run, work
@@ -161,8 +167,11 @@ async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
 
 
 class _Held:
-    """Bytes of one large body while it comes and waits to be read: at most `most_bytes` of all of
-    them. Small ones are not counted: whoever sends large ones keeps nobody out. The event loop's alone."""
+    """Counts the bytes of one large body while it arrives and waits to be read. All large bodies
+    together may hold `most_bytes`.
+
+    Small bodies are not counted, so large ones cannot block them. Only the event loop may use
+    it."""
 
     all_bytes = 0
 
@@ -177,7 +186,7 @@ class _Held:
         _Held.all_bytes -= self._bytes
 
     def grow(self, size: int) -> None:
-        """It has `size` bytes by now. Raises BusyError."""
+        """Record that the body has `size` bytes now. Raises BusyError."""
         if size <= _SMALL_BYTES:
             return
         more = size - self._bytes
@@ -190,8 +199,8 @@ class _Held:
 
 
 async def _received(request: Request, settings: ServerSettings, held: _Held) -> bytes:
-    """The bytes of the body, which must come at the least rate. Raises BodyTooLargeError,
-    SlowBodyError and BusyError."""
+    """Return the bytes of the body, which must arrive at the minimum rate. Raises
+    BodyTooLargeError, SlowBodyError and BusyError."""
     pieces: list[bytes] = []
     size = 0
     latest_s = asyncio.get_running_loop().time() + settings.body_timeout_s
@@ -216,15 +225,18 @@ async def _received(request: Request, settings: ServerSettings, held: _Held) -> 
 
 
 def _check_counts(text: str) -> None:
-    """Raises RequestError where `text` holds too many values. What stands in strings is none: they
-    are told apart only where that matters."""
+    """Raise BadJsonError or BodyTooLargeError if `text` holds too many containers or values.
+
+    Brackets and commas inside strings don't count. Strings are parsed only if the simple count is
+    over a limit."""
     brackets = text.count("[") + text.count("{")
     if brackets <= _MOST_CONTAINERS and brackets + text.count(",") <= _MOST_VALUES:
         return
     containers = values = strings = 0
     quoted = False
     found = _PLAIN.match(text, 0, _PIECE_CHARS)
-    # Where nothing more is found the text ends, or is broken: then parsing it says where.
+    # # If no match is found, the text ends or is invalid. The JSON parser then reports the
+    # position.
     while found is not None and found[0]:
         if not quoted:
             opened = found[0].count("[") + found[0].count("{")
@@ -233,7 +245,7 @@ def _check_counts(text: str) -> None:
             strings += bool(found[1])
         if containers > _MOST_CONTAINERS:
             raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
-        # An object has two strings for each of its commas.
+        # An object has two strings for each comma.
         if max(values, strings / 2) > _MOST_VALUES:
             raise BodyTooLargeError(f"the body holds more than {_MOST_VALUES:,} values")
         quoted ^= bool(found[1])
@@ -243,9 +255,11 @@ def _check_counts(text: str) -> None:
 
 
 def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
-    """The JSON object in `body`; raises BadJsonError, and BodyTooLargeError for too many values.
-    Lone surrogates (editors cut text in mid-character) become U+FFFD, so that the result can
-    be encoded as UTF-8."""
+    """Return the JSON object in `body`. Raises BadJsonError, and BodyTooLargeError for too many
+    values.
+
+    Lone surrogates become U+FFFD, so that the result can be encoded as UTF-8. Editors produce them
+    when they cut text within a character."""
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         _check_counts(text)
@@ -270,7 +284,7 @@ def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
 
 
 def _check_depth(value: Any, levels: int, max_depth: int) -> None:
-    """Raises BadJsonError where `value` nests deeper than `levels`."""
+    """Raise BadJsonError if `value` nests deeper than `levels`."""
     if not isinstance(value, dict | list):
         return
     if not levels:

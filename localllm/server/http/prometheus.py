@@ -9,8 +9,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metric(name: str, kind: str, series: Iterable[tuple[str, object]]) -> list[str]:
-    """The lines of a metric; each of its `series` is its labels (of `labels`, or none) and its
-    value."""
+    """Return the lines of a metric. Each entry of `series` has its labels (as `labels` returns
+    them, or "") and its value."""
     lines = [f"# TYPE {name} {kind}"]
     for named, value in series:
         lines.append(f"{name}{{{named}}} {value}" if named else f"{name} {value}")
@@ -18,5 +18,5 @@ def metric(name: str, kind: str, series: Iterable[tuple[str, object]]) -> list[s
 
 
 def labels(**values: str) -> str:
-    """Labels of a series, with their values escaped."""
+    """Return the labels of a series, with their values escaped."""
     return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items())

@@ -1,4 +1,4 @@
-"""What was used last, within limits."""
+"""A mapping that keeps the most recently used entries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ Value = TypeVar("Value")
 
 
 class RecentlyUsed(Generic[Key, Value]):
-    """Entries by their keys: at most `most` of them, and by `size_of` at most `most_size` together.
-    The least recently used entry is dropped first; the newest stays, however large."""
+    """Entries by key: at most `most` entries, with a total `size_of` of at most `most_size`.
+
+    The least recently used entry is dropped first. The newest entry stays, whatever its size."""
 
     def __init__(
         self, most: int, most_size: int = 0, size_of: Callable[[Value], int] | None = None
@@ -22,13 +23,13 @@ class RecentlyUsed(Generic[Key, Value]):
         self._entries: dict[Key, Value] = {}
 
     def get(self, key: Key) -> Value | None:
-        """The entry, used now; None where there is none."""
+        """Return the entry and mark it as used now, or return None if it is absent."""
         if key not in self._entries:
             return None
         return self._entries.setdefault(key, self._entries.pop(key))
 
     def put(self, key: Key, value: Value) -> Value:
-        """Keep `value`; returns it."""
+        """Store `value` and return it."""
         self._entries.pop(key, None)
         self._entries[key] = value
         while len(self._entries) > 1 and self._too_much():
@@ -43,9 +44,9 @@ class RecentlyUsed(Generic[Key, Value]):
         return sum(map(self._size_of, self._entries.values())) > self._most_size
 
     def pop(self, key: Key) -> None:
-        """Forget the entry, which is there."""
+        """Remove the entry, which must exist."""
         del self._entries[key]
 
     def values(self) -> list[Value]:
-        """Every entry, that which was not used the longest first."""
+        """Return all entries, least recently used first."""
         return [*self._entries.values()]

@@ -24,7 +24,7 @@ _WAITING = 256
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the command line handles Ctrl-C."""
+    """uvicorn without its signal handlers. The command line handles Ctrl-C."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -34,9 +34,9 @@ class _Server(uvicorn.Server):
 async def serve_on(
     app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False
 ) -> None:
-    """Serve on `socks` until cancelled; open streams get a few seconds to end."""
-    # Where another thread computes, the loop waits so long for each of its turns; Python's own 5 ms
-    # are a step of a small model.
+    """Serve on `socks` until cancelled. Open streams get GRACE_S seconds to end."""
+    # # While another thread computes, the event loop waits up to this long for each turn. Python's
+    # default of 5 ms is as long as one step of a small model.
     sys.setswitchinterval(_TURN_S)
     descriptors = free_descriptors()
 
@@ -53,7 +53,7 @@ async def serve_on(
         access_log=False,
         log_level=logging.CRITICAL if quiet else logging.WARNING,
         timeout_graceful_shutdown=GRACE_S,
-        # Ours is shorter.
+        # # `Connection` has shorter timeouts.
         timeout_keep_alive=math.ceil(settings.idle_timeout_s + settings.idle_unknown_timeout_s),
         server_header=False,
     )

@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, safe by default, and which host names and origins are allowed."""
+"""Settings of the HTTP server, with safe defaults, and the checks of host names and origins."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from localllm.errors import UsageError
 from localllm.server.http.accounts import NamedKey
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
-# The host's name inside containers: Docker's and Podman's.
+# # The host's name inside containers of Docker and Podman.
 _CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
-# Browsers resolve these to this machine (RFC 6761), other resolvers need not.
+# # Browsers resolve these names to this machine (RFC 6761). Other resolvers may not.
 _BELOW_LOCALHOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.localhost")
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
-# Limits of `ServerSettings` that are settings of the same names, and can't be 0.
+# # Limits of `ServerSettings` that users can set under the same names. They can't be 0.
 CONNECTION_LIMITS = (
     "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s",
     "header_timeout_s", "body_timeout_s", "min_body_bytes_s",
@@ -27,7 +27,8 @@ CONNECTION_LIMITS = (
 
 
 def host_name(authority: str) -> str:
-    """The host of `name:port`, `[::1]:port` or `name` in lower case; other text unchanged."""
+    """Return the host of `name:port`, `[::1]:port` or `name` in lower case. Other text is only
+    converted to lower case."""
     authority = authority.strip().lower()
     if authority.startswith("["):
         name, closed, rest = authority[1:].partition("]")
@@ -40,7 +41,7 @@ def host_name(authority: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return whether only this machine can reach `host`."""
     if host.lower() in _LOOPBACK_NAMES:
         return True
     try:
@@ -50,7 +51,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    """Whether it is an IP address, which DNS rebinding can't change."""
+    """Return whether `name` is an IP address. DNS rebinding can't change an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -63,13 +64,13 @@ def below_localhost(name: str) -> bool:
 
 
 def served_with_key(name: str) -> bool:
-    """Whether a Host is accepted from requests that show a key: any address, the host's names in
-    containers, and names below localhost."""
+    """Return whether the Host `name` is accepted from requests with a key: any IP address, the
+    host's names in containers, and names below localhost."""
     return is_address(name) or name in _CONTAINER_NAMES or below_localhost(name)
 
 
 def allowed_host(text: str) -> str:
-    """The host name in the value of `--allow-host`. Raises UsageError."""
+    """Return the host name in the value of `--allow-host`. Raises UsageError."""
     name = host_name(text)
     if name == "*":
         raise UsageError(
@@ -83,7 +84,7 @@ def allowed_host(text: str) -> str:
 
 
 def image_host(text: str) -> tuple[str, int]:
-    """Name and port in the value of `--allow-image-hosts`. Raises UsageError."""
+    """Return the name and port in the value of `--allow-image-hosts`. Raises UsageError."""
     sent = text.strip().lower()
     name = host_name(sent)
     port = "443"
@@ -99,8 +100,8 @@ def image_host(text: str) -> tuple[str, int]:
 
 
 def allowed_origin(text: str, *, keyed: bool) -> str:
-    """The origin in the value of `--allow-origin`, lower case; `*` and `null` only where a key is
-    required. Raises UsageError."""
+    """Return the origin in the value of `--allow-origin`, in lower case. `*` and `null` are allowed
+    only if a key is required. Raises UsageError."""
     origin = text.strip().lower().rstrip("/")
     if origin in ("*", "null"):
         if not keyed:
@@ -120,7 +121,8 @@ def allowed_origin(text: str, *, keyed: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """A certificate with its chain, and its private key (None: in the same file)."""
+    """A certificate file with its chain, and the private key's file. `key` None: the key is in the
+    same file."""
 
     certificate: Path
     key: Path | None = None
@@ -128,22 +130,26 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`keys` are accepted besides `api_key`, each with its limits. `allowed_hosts` and
-    `allowed_origins` add to the loopback names. Images are fetched only from `image_hosts` (name,
-    port).
+    """Settings of the HTTP server.
 
-    `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status.
-    `keepalive_s`: the longest silence on a stream. `kept_stream_s`: a stream begun with an
-    Idempotency-Key waits so long for its client.
-    `header_timeout_s`: the longest a client may take to send headers;
-    `body_timeout_s` and a second for each `min_body_bytes_s` that have come: a body.
-    `max_bodies_bytes`: all large ones together that come or wait to be read.
-    `idle_timeout_s`: a connection rests so long between requests, and `idle_unknown_timeout_s`
-    before the gate let a request of it in. `max_connections` of requests that were let in, all of
-    them busy: further ones are answered 503;
-    `max_unknown_connections`: of others, from this machine and from outside each.
-    `keeps_awake`: a desktop is kept from idle sleep while requests run.
-    """
+    `keys` are accepted in addition to `api_key`, each with its own limits.
+    `allowed_hosts` and `allowed_origins` are accepted in addition to the loopback names.
+    `image_hosts`: the only hosts (name, port) from which images are fetched.
+    `max_body_bytes`: limit of one body. `max_bodies_bytes`: limit of all large bodies that arrive
+    or wait to be read.
+    `grace_s`: time that a stream's headers wait, so that an early error becomes an HTTP status.
+    `keepalive_s`: longest silence on a stream.
+    `kept_stream_s`: time that a stream begun with an Idempotency-Key waits for its client.
+    `header_timeout_s`: longest time to send the headers.
+    `body_timeout_s`: longest time to send a body, plus one second for each `min_body_bytes_s`
+    received.
+    `idle_timeout_s`: longest idle time of a connection between requests. `idle_unknown_timeout_s`:
+    the same before the gate has admitted one of its requests.
+    `max_connections`: limit of admitted connections. If all of them are busy, other requests get
+    503.
+    `max_unknown_connections`: limit of other connections, counted separately for this machine and
+    for others.
+    `keeps_awake`: keep a desktop from idle sleep while requests run."""
 
     host: str = "127.0.0.1"
     port: int = 11535
@@ -175,10 +181,10 @@ class ServerSettings:
         return self.api_key is not None or bool(self.keys)
 
     def secured(self) -> ServerSettings:
-        """These settings, checked; an address that other machines can reach gets a generated key if
-        there is none.
+        """Return these settings after checks. If other machines can reach the address and there is
+        no key, a key is generated.
 
-        Raises UsageError for an empty key, limits of 0, and for hosts and origins that can't be
+        Raises UsageError for an empty key, for limits of 0, and for hosts and origins that can't be
         allowed."""
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("the API key is empty", hint="leave --api-key out, or give it a value")

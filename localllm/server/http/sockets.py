@@ -1,9 +1,8 @@
-"""Binds the port or socket file, and checks the TLS files, before anything loads. Imports no web
-framework.
+"""Binds the port or socket file, and checks the TLS files, before anything is loaded. Imports no
+web framework.
 
-A port in use is reported at once, and the worker process starts while the web framework is still
-being imported.
-"""
+So a port in use is reported at once, and the worker process starts while the web framework is still
+being imported."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ _FIRST_GIVEN = 3
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on `host:port` (0 = any free port): one, or for `localhost` IPv4 and IPv6
-    on the same port. Raises PortInUseError or UsageError."""
+    """Return listening sockets on `host:port` (0 = any free port). There is one socket; `localhost`
+    has two, IPv4 and IPv6 on the same port. Raises PortInUseError or UsageError."""
     if host.lower() != "localhost":
         return [_bind_one(host, port)]
     if not has_ipv6_loopback():
@@ -41,7 +40,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def has_ipv6_loopback() -> bool:
-    """Whether `::1` can be listened on."""
+    """Return whether a socket can be bound to `::1`."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
             sock.bind(("::1", 0))
@@ -61,7 +60,7 @@ def _bind_one(host: str, port: int) -> socket.socket:
     except OSError as e:
         raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
     if os.name == "posix":
-        # On Windows this option would let two servers share the port.
+        # # On Windows, this option would let two servers share the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
@@ -77,10 +76,10 @@ def _bind_one(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open; replaces only a dead socket of this
-    user's.
+    """Return a listening Unix socket that only this user can open. It replaces only a dead socket
+    of the same user.
 
-    Raises PortInUseError, or UsageError for a path that can't be one."""
+    Raises PortInUseError, or UsageError if `path` can't be a socket."""
     if not hasattr(socket, "AF_UNIX"):
         raise UsageError("this system has no Unix sockets", hint="listen on a port: --port")
     _make_room(path)
@@ -98,16 +97,16 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def _make_room(path: Path) -> None:
-    """Remove a socket that refuses connections, as nobody listens on it. Raises for anything else
-    that is there."""
+    """Remove a dead socket, which is one that refuses connections. Raises PortInUseError or
+    UsageError for any other file."""
     try:
         there = path.lstat()
     except OSError:
-        return  # nothing there, or not visible: binding will say why
+        return  # absent or not visible: `bind` reports why
     if not stat.S_ISSOCK(there.st_mode):
         raise UsageError(f"{path.name} exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        # A busy server would block the connection.
+        # # With a busy server, a blocking connection would wait.
         probe.setblocking(False)
         answer = probe.connect_ex(str(path))
     if answer == errno.ENOENT:
@@ -126,8 +125,8 @@ def _make_room(path: Path) -> None:
 
 
 def inherited() -> list[socket.socket]:
-    """The listening sockets that systemd passed to this process (sd_listen_fds(3)), if any. Call it
-    once.
+    """Return the listening sockets that systemd passed to this process (sd_listen_fds(3)), if any.
+    Call it only once.
 
     Raises UsageError for descriptors that are not listening sockets."""
     pid = os.environ.pop("LISTEN_PID", "")
@@ -155,7 +154,7 @@ def inherited() -> list[socket.socket]:
 
 @contextmanager
 def unix_file(path: Path) -> Iterator[None]:
-    """Removes the socket file at `path` after the block, unless another one has taken its place."""
+    """Remove the socket file at `path` after the block, unless another file has replaced it."""
     ours = path.lstat()
     try:
         yield
@@ -166,7 +165,7 @@ def unix_file(path: Path) -> Iterator[None]:
 
 
 def check_tls(files: TlsFiles) -> None:
-    """Raise UsageError unless a server can be run with these files."""
+    """Raise UsageError unless a server can run with these files."""
     key = files.key or files.certificate
     for name, path in (("--tls-cert", files.certificate), ("--tls-key", key)):
         try:
@@ -175,7 +174,7 @@ def check_tls(files: TlsFiles) -> None:
             raise UsageError(f"{name} {path} can't be read: {e.strerror or e}") from e
     hint = "both are files as certbot, mkcert or openssl write them"
     try:
-        # Nobody is there to type a password.
+        # # An empty password prevents a prompt.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(files.certificate, files.key, password="")
     except ssl.SSLError as e:
@@ -196,8 +195,8 @@ def check_tls(files: TlsFiles) -> None:
 
 @functools.cache
 def trusted_certificates() -> ssl.SSLContext:
-    """For requests of our own: certifi's, as httpx trusts, for a Python from python.org knows none
-    of the system's."""
+    """Return the TLS context for the server's own requests. It uses certifi's certificates, as
+    httpx does, because a Python from python.org has no access to the system's."""
     import httpx
 
     return httpx.create_ssl_context()

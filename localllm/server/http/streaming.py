@@ -1,5 +1,8 @@
-"""Streams a reply to its client: early headers, keep-alives, cancelled when the client disconnects.
-Some outlive it: what was written is kept for a while, numbered, and a client can join it again."""
+"""Streams a reply to its client: early headers, keep-alives, and cancellation if the client
+disconnects.
+
+A kept stream continues without its client. Its events are numbered and kept for a while, and a
+client can join it again."""
 
 from __future__ import annotations
 
@@ -25,8 +28,11 @@ _TICK_S = 1.0
 
 
 class Outbox:
-    """A client's send queue. What is written within one turn of the event loop leaves in one send:
-    straight through `direct` while that is set and takes it, else by whoever waits."""
+    """The send queue of one client. Data that is written within one turn of the event loop leaves
+    in one send.
+
+    If `direct` is set and accepts the data, it sends the data at once. Otherwise the consumer in
+    `wait` does."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -52,13 +58,13 @@ class Outbox:
                 self._wake()
 
     def close(self, error: LocalLLMError | None = None) -> None:
-        """End the queue; `error` if it did not end well."""
+        """End the queue, with `error` if it failed."""
         self.closed = True
         self.error = error
         self._wake()
 
     async def wait(self) -> None:
-        """Until something is queued or the queue ended. One consumer only."""
+        """Wait until data is queued or the queue has ended. Only one consumer may wait."""
         if not self._pieces and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -79,17 +85,16 @@ class Outbox:
             waiter.set_result(None)
 
 
-# Writes frames into an outbox, and raises on failure.
+# # Writes frames into an outbox. Raises if it fails.
 Produce: TypeAlias = Callable[[Outbox], Coroutine[Any, Any, None]]
 
 
 class StreamResponse(Response):
-    """An ASGI response fed by `produce(outbox)`.
+    """An ASGI response whose frames `produce(outbox)` writes.
 
     An error before the first frame and within the grace period becomes an HTTP status with a JSON
-    body, a later one the last frame. `headers` are those of the moment when they are sent.
-    `keepalive` makes keep-alive frames (b"" for none).
-    """
+    body. A later error becomes the last frame. `headers` are read when they are sent, so `produce`
+    may still add some. `keepalive` makes keep-alive frames; b"" means no frame."""
 
     def __init__(
         self,
@@ -136,10 +141,12 @@ class StreamResponse(Response):
         direct = None
         connection = scope.get(CONNECTION)
         if connection is not None:
-            # Middleware only looks at the headers, and they have been sent.
+            # # The headers have been sent, and middleware only changes headers. So it can be
+            # bypassed.
             send = connection.send
             direct = connection.write_piece
-            # Before an event a comment, before a line of JSON a blank.
+            # # Probes must not change the stream: a comment before an event, a space before a line
+            # of JSON.
             is_events = self._media_type.startswith("text/event-stream")
             connection.probes.append(partial(outbox.write, b": \n" if is_events else b" "))
         if outbox.empty and not outbox.closed:
@@ -151,7 +158,7 @@ class StreamResponse(Response):
             await _send_pieces(outbox, direct, send)
             await self._send_last(send, outbox.error)
         except asyncio.CancelledError:
-            # The server stops: a client must not take that for the end of the answer.
+            # # The server is stopping. The client must not take this for the end of the answer.
             await self._send_last(
                 send, BusyError("the server is stopping", hint="send the request again later")
             )
@@ -167,9 +174,9 @@ class StreamResponse(Response):
 
 
 async def _send_pieces(outbox: Outbox, direct: Callable[[bytes], bool] | None, send: Send) -> None:
-    """Send what comes into `outbox`, to its end."""
+    """Send the contents of `outbox` until it ends."""
     while not (outbox.closed and outbox.empty):
-        # A task's turn for every token, and h11's, cost a third of it.
+        # # `direct` saves one task switch and h11's work per token, a third of the cost of a token.
         outbox.direct = direct
         try:
             await outbox.wait()
@@ -180,7 +187,7 @@ async def _send_pieces(outbox: Outbox, direct: Callable[[bytes], bool] | None, s
 
 
 async def run_into(produce: Produce, outbox: Outbox) -> None:
-    """Run `produce`, and close the outbox as it ends."""
+    """Run `produce` and close the outbox when it ends."""
     error: LocalLLMError | None = None
     try:
         await produce(outbox)
@@ -191,8 +198,10 @@ async def run_into(produce: Produce, outbox: Outbox) -> None:
 
 
 async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
-    """Send keep-alives until cancelled. Once a second, check whether the stream was silent, and send
-    a frame if the frame has changed or the silence is long. One timer per stream, none per token."""
+    """Send keep-alives until cancelled.
+
+    Once a second, check whether the stream was silent. Send a frame if the frame has changed or if
+    the silence is long. A stream has one timer, so tokens need no timers of their own."""
     period_s = min(_TICK_S, longest_s)
     most_silent = max(1, int(longest_s / period_s) - 1)
     seen = outbox.writes
@@ -213,7 +222,8 @@ async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`; None if the client disconnected first, which cancels it."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return
+    None."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_cancel_when_gone(receive, task))
     try:
@@ -226,8 +236,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response that `work` makes; if the client disconnected first, an empty one that nobody
-    reads."""
+    """Return the response that `work` makes. If the client disconnects first, return an empty
+    response, which is never sent."""
     return await unless_gone(request.receive, work) or Response(status_code=499)
 
 
@@ -243,7 +253,7 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# So many streams are kept, and so many bytes of each: the newest.
+# # Limit of kept streams, and limit of bytes for each; the newest bytes are kept.
 _MOST_STREAMS = 32
 _MOST_BYTES = 2 * 2**20
 
@@ -255,13 +265,14 @@ class StreamGoneError(
         "send the request again; streams begun with an Idempotency-Key can be joined for a while"
     ),
 ):
-    """A stream that can't be joined where the client wants to."""
+    """The stream can't be joined at the event that the client wants."""
 
 
 class KeptStream(Outbox):
-    """Server-sent events as they are written, each with its number as `id`. `answer` makes a
-    response that begins behind an event's number; `asked` tells requests apart that are sent under
-    one key."""
+    """Server-sent events of one reply, each with its number as `id`.
+
+    `answer` makes a response that begins after the event with a given number. `asked` is a digest
+    that tells apart different requests with the same key."""
 
     answer: Callable[[int], Response]
 
@@ -293,12 +304,14 @@ class KeptStream(Outbox):
     def close(self, error: LocalLLMError | None = None) -> None:
         super().close(error)
         self._ended.set()
-        if error is not None and not self._blocks:  # nothing began: the same request may try again
+        if error is not None and not self._blocks:  # no event was written, so the client may retry
             self._kept.forget(self)
 
     async def follow(self, outbox: Outbox, after: int) -> None:
-        """Write what comes behind event `after` into `outbox`, to the end. Raises StreamGoneError
-        where that is not kept any more, and what the stream itself ended in."""
+        """Write the events after event `after` into `outbox` until the stream ends.
+
+        Raises StreamGoneError if these events are no longer kept, and the error of the stream
+        itself."""
         begin = after + 1 - self._first
         if begin < 0 or begin > len(self._blocks):
             raise StreamGoneError(f"of this stream the events behind {after} are not here")
@@ -318,7 +331,7 @@ class KeptStream(Outbox):
             raise self.error
 
     def drop(self) -> None:
-        """Cancel what still writes it, and forget it."""
+        """Cancel the task that writes the stream, and forget the stream."""
         self._task.cancel()
         if self._timer is not None:
             self._timer.cancel()
@@ -326,21 +339,23 @@ class KeptStream(Outbox):
 
 
 class KeptStreams:
-    """All that are kept, by whose they are and what they are called (a key, a response's id)."""
+    """All kept streams, by caller and name. A name is a key or the id of a response."""
 
     def __init__(self, longest_gone_s: float) -> None:
         self.longest_gone_s = longest_gone_s
         self._streams: dict[tuple[str, str], KeptStream] = {}
 
     def find(self, name: str) -> KeptStream | None:
-        """The caller's own of that name."""
+        """Return the caller's stream of that name, or None."""
         return self._streams.get((caller().name, name))
 
     def make(self, names: tuple[str, ...], asked: bytes, produce: Produce) -> KeptStream:
-        """A new one, which `produce` writes whoever reads it, under each of `names`, in place of
-        the oldest that nobody reads if there are too many, or if as many of the caller's are
-        running on as it may have requests. Raises BusyError while all that are kept have
-        clients."""
+        """Return a new stream under each of `names`. `produce` writes it, whether or not a client
+        reads it.
+
+        If the caller already has as many unread running streams as its limit of parallel requests,
+        the oldest of them is dropped. If too many streams are kept, the oldest unread one is
+        dropped. Raises BusyError if all kept streams have readers."""
         every = list(dict.fromkeys(self._streams.values()))
         left = [stream for stream in every if not stream.readers]
         mine = [stream for stream in left if stream.account is caller() and not stream.closed]
