@@ -1,7 +1,7 @@
-"""The engine: requests in, steps, events out. Knows the backend contract and no backend; runs in a
-worker process.
+"""The engine takes requests, runs steps and returns events.
 
-Here is what it can be told when it is made.
+It runs in a worker process. It uses the backend contract and knows no particular backend. This
+module has the settings of an engine.
 """
 
 from __future__ import annotations
@@ -18,22 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`queue_limit` requests of a tenant may wait;
-    `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them under `disk_dir`
-    (None: none). Of that disk `disk_free_bytes` are left to others, `disk_daily_bytes` may be
-    written in a day (0: no limit), and people know what is there by `model_name`.
-    `draft`: off, ngram, or auto (every drafter at hand).
-    `headroom_bytes` of the system's memory are left to others (None: by the machine's size; 0: no
-    guard);
-    `planned_bytes` of it are what loading takes (0: unknown), which whoever loads has checked.
-    `sliced_prefill_tokens`: prompts with more than that to read are read in slices while others
-    decode, where the backend can (0: never).
-    `grammar_trials`: where a grammar is tried before it is made (engine/sampling/grammar.py).
-    `yields_threads`: decode takes fewer threads while other programs want the processors.
-    `gap_s`: how much longer streams on a device may wait for their next token while a prompt is
-    read beside them, or one of their steps if that is longer.
-    `power`: the share of the time that is computed in; for the rest of it the engine waits behind
-    each step."""
+    """The settings of one engine.
+
+    - `queue_limit`: requests of one tenant that may wait.
+    - `cache_bytes`: memory for exported prefixes.
+    - `disk_dir`: folder of the disk cache (None: no disk cache).
+    - `disk_bytes`: size limit of the disk cache.
+    - `disk_free_bytes`: disk space that the cache leaves free.
+    - `disk_daily_bytes`: bytes that may be written to disk in a day (0: no limit).
+    - `model_name`: the name that the disk cache shows to users.
+    - `draft`: off, ngram, or auto (every available drafter).
+    - `headroom_bytes`: system memory to leave free (None: depends on the machine's size; 0: no
+      guard).
+    - `planned_bytes`: memory that loading takes (0: unknown). The caller has checked it before
+      loading.
+    - `sliced_prefill_tokens`: longer prompts are read in slices while other requests decode, if the
+      backend supports it (0: never).
+    - `grammar_trials`: the stages that test a grammar before it is compiled
+      (engine/sampling/grammar.py).
+    - `yields_threads`: decode with fewer threads while other programs use the processors.
+    - `gap_s`: on a device, how much longer a stream may wait for its next token while a prompt is
+      read. If one of the stream's own steps takes longer, that time applies instead.
+    - `power`: share of the time spent computing. The engine pauses after each step for the rest.
+    """
 
     queue_limit: int = 64
     cache_bytes: int = 2**30

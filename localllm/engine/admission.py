@@ -1,11 +1,11 @@
-"""Admission and memory pressure: which waiting request joins the running ones, with as much of its
-prefix as can be had.
+"""Admission and memory pressure: decides which waiting request runs next, and restores as much of
+its prefix as possible.
 
-    waiting → restoring (its cached prefix comes back, gaps in it are computed) → running (prefill,
-    then decode)
+    waiting → restoring (import the cached prefix, compute gaps in it) → running (prefill, then
+    decode)
 
-When the context is full the youngest one is parked: it waits again, and what it has read stays in
-the cache.
+When the context is full, the youngest request is parked: it waits again, and its computed KV stays
+in the cache.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from localllm.memory.guard import MemoryGuard
 from localllm.memory.system import return_to_system
 from localllm_backends.contract import Backend, NoCellsError
 
-# Admission keeps this many cells for the answer; an answer that grows past them may park a younger
-# request.
+# Admission keeps this many cells free for the answer. A longer answer may cause a younger request
+# to be parked.
 _ANSWER_RESERVE_TOKENS = 128
-# A prefix somebody is prefilling right now is waited for when it saves at least this much.
+# If a running prefill will provide at least this many tokens of a prefix, the request waits for it.
 _WORTH_WAITING_TOKENS = 16
 
 
 @dataclass
 class Admission:
-    """Moves jobs from waiting to running, and back when there is no room; acts on what the `guard`
-    sees. `cache_bytes`: the prefix cache's size in memory while nobody else wants it.
-    `awaits_disk`: somebody could go on if only something were read that is being read."""
+    """Moves requests from waiting to running, and back if there is no room. Reacts to the memory
+    `guard`.
+
+    `cache_bytes`: size of the prefix cache in memory while other programs do not need that memory.
+    `awaits_disk`: a request could continue after a disk read that is in progress.
+    """
 
     backend: Backend
     jobs: RequestTable
@@ -52,20 +55,20 @@ class Admission:
     _in_vain: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # Where the KV is all there after loading, a request takes no more memory.
+        # If all KV is allocated at load, a request takes no more memory.
         loaded = self.backend.memory()
         self._kv_at_load = loaded.kv_bytes + loaded.recurrent_bytes > 0
 
     def admit(self) -> None:
-        """Let in who fits: the tenant that has had least first, and of its requests the one with
-        least work."""
+        """Admit requests that fit. The tenant that has received the fewest tokens comes first, and
+        its request with the least work."""
         self.awaits_disk = False
         if self.jobs.shares.shared:
             present = [*self.jobs.waiting.values(), *self.jobs.running.values()]
             self.jobs.shares.remain(job.sharer for job in present)
             self._in_vain &= self.jobs.waiting.keys()
-        # Those that one was parked for go on first: joining them again at once would end in parking
-        # again.
+        # After a request was parked, the others first run a step. Otherwise it would join them
+        # again and be parked again.
         if not self.jobs.waiting or (
             self.jobs.running and self.jobs.metrics.steps == self._parked_at_step
         ):
@@ -76,7 +79,8 @@ class Admission:
                 return
 
     def _admit_next(self, most: int) -> bool:
-        """Let in the first in the order that can be, `most` together; False where none can."""
+        """Admit the first request in the order that can run, with at most `most` running. Returns
+        False if no request can."""
         now = self.jobs.clock()
         shares = self.jobs.shares
         placed = {shares.party(job.sharer) for job in self.jobs.running.values()}
@@ -98,9 +102,11 @@ class Admission:
         return has_place and any(self._try_admit(job, now) for job in others)
 
     def _preempt_for(self, job: RunningRequest, most: int, now: float) -> bool:
-        """Have the tenant that has most requests running give a place to `job`, whose tenant is
-        next: its youngest wait again (what they have read stays in the cache). True if the job was
-        let in."""
+        """Make room for `job`, whose tenant is next, by parking the youngest requests of the tenant
+        with the most running requests. Their KV stays in the cache.
+
+        Returns True if `job` was admitted.
+        """
         source = self._source(job)
         waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(
             job, source.state
@@ -117,7 +123,7 @@ class Admission:
             self.jobs.park(max(victims, key=attrgetter("arrived_s")))
             if len(running) < most and self._try_admit(job, now):
                 return True
-        # Nobody is parked for it again: it waits for room like others.
+        # Do not park requests for it again: from now on it waits for room like the others.
         self._in_vain.add(job.id)
         return False
 
@@ -134,7 +140,7 @@ class Admission:
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
             source = self._source(job)
         elif not self._in_memory(job, source.state):
-            # Making room took it out of memory.
+            # Making room evicted the state from memory.
             return False
         try:
             taken = self.jobs.pool.take(source, _matching(job).tokens)
@@ -154,8 +160,8 @@ class Admission:
         return True
 
     def _make_room(self, job: RunningRequest, source: PrefixSource) -> bool:
-        """Cells for its prompt and some of its answer, besides everybody's next step, or somebody
-        is parked in that."""
+        """Reserve cells for the prompt and part of the answer, in addition to the next step of all
+        running requests. Returns False if there are too few."""
         running = self.jobs.running.values()
         pool = self.jobs.pool
         tokens = _matching(job).tokens
@@ -166,14 +172,14 @@ class Admission:
         if not pool.can_reserve(need + growing + due, source):
             return False
         live = len(running) + (source.idle is None)
-        # What comes from the cache has its cells made free as it comes: what leaves for it finds
-        # room where that was.
+        # Cells for divisible KV are freed while it is imported, so that evicted KV can take its
+        # place in the cache.
         coming = source.plan.saved if source.plan.divisible else 0
         return pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
 
     def _in_memory(self, job: RunningRequest, state: Block | None) -> bool:
-        """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read
-        now."""
+        """True if the `state` that a waiting job needs is in memory (None: it needs no state).
+        Otherwise start reading it from disk."""
         kv = self.jobs.pool.kv
         if job.reading is not None and job.reading is not state:
             kv.disk.reads.release(job.reading)
@@ -187,15 +193,15 @@ class Admission:
         return False
 
     def _source(self, job: RunningRequest) -> PrefixSource:
-        """Where its prefix can come from; a job that does not share takes nothing, and nobody takes
-        from it."""
+        """The source of its cached prefix. A job that does not share its KV
+        has no source, and is no source for others."""
         if not job.shares:
             return NO_SOURCE
         running = [j for j in self.jobs.running.values() if j.shares]
         return self.jobs.pool.lookup(_matching(job), running)
 
     def evict_idle(self) -> None:
-        """Idle sequences leave before a prompt is read."""
+        """Evict idle sequences before a prompt is read."""
         running = self.jobs.running.values()
         n_tokens = 0
         if not self.jobs.decoding:
@@ -203,8 +209,8 @@ class Admission:
         self.jobs.pool.evict_idle(n_tokens, live=len(running), clock=self.jobs.clock)
 
     def restore(self) -> None:
-        """Import what admitted requests find in the cache: one piece a step while somebody decodes,
-        else all of it. What is still being read is not waited for."""
+        """Import cached prefixes of admitted requests: one piece per step while any request
+        decodes, otherwise all of them. Does not wait for pieces still being read from disk."""
         streams = self.jobs.decoding
         imported = False
         jobs = self.jobs.running.values()
@@ -214,7 +220,7 @@ class Admission:
                 continue
             while restoring.ready and not (streams and imported):
                 if restoring.next_tokens:
-                    # besides the cells that running requests are to compute
+                    # In addition to the cells that running requests are about to compute.
                     cells = restoring.next_tokens + sum(j.to_compute for j in jobs)
                     self.jobs.pool.make_room(cells, live=len(jobs))
                 restoring.step()
@@ -225,7 +231,7 @@ class Admission:
                 self._begin(job, restoring)
 
     def _begin(self, job: RunningRequest, restoring: Restoration) -> None:
-        """All of its prefix that can be had is there: now it prefills."""
+        """Start the prefill, after all available parts of the prefix are restored."""
         taken = restoring.in_place + restoring.imported
         self.jobs.pool.restored_tokens += restoring.imported
         if job.admissions:
@@ -252,12 +258,13 @@ class Admission:
         self.jobs.events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
     def relieve(self) -> None:
-        """The context is full: drop an idle sequence, or park the youngest request; alone, a
-        request has reached its end.
+        """Free cells when the context is full: drop an idle sequence, or park the youngest request.
+        A single request ends with "length".
 
-        Something goes each time, however many cells the backend believes to be free: llama.cpp may
-        find none for a sliding window, whose cells are not used again while two sequences hold
-        them."""
+        It always frees a sequence, however many cells the backend reports as free. llama.cpp may
+        find no cell for a sliding window, because it does not reuse the window's cells while two
+        sequences hold them.
+        """
         running = self.jobs.running
         if self.jobs.pool.drop_one():
             return
@@ -269,8 +276,8 @@ class Admission:
             self.jobs.finish(job, "length")
 
     def look_at_memory(self, *, give_back_all: bool = False) -> None:
-        """See now and then what is available; under pressure the prefix cache shrinks and stops
-        growing."""
+        """Check from time to time how much memory is available. Under pressure the prefix cache
+        shrinks and stops growing."""
         guard = self.guard
         budget = self.jobs.pool.kv.budget
         if not guard.look(self.jobs.clock(), force=give_back_all):
@@ -284,9 +291,11 @@ class Admission:
         budget.resize(most if guard.pressure == "none" else min(most, budget.held_bytes))
 
     def _may_run(self) -> int:
-        """How many requests may run together now. Where KV grows and memory is nearly gone nobody
-        joins others, and a request alone is served if its KV can be had for all that we can give
-        back."""
+        """How many requests may run together now.
+
+        If KV grows with use and memory is nearly exhausted, no further request joins. A single
+        request runs if its KV fits after we have released all that we can.
+        """
         if self.guard.pressure != "hold" or self._kv_at_load:
             return self.backend.info.n_seq_max
         if self.jobs.running:
@@ -294,7 +303,7 @@ class Admission:
         self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
         self.look_at_memory(give_back_all=True)
         if self.guard.pressure == "hold":
-            # One that was parked in mid-answer is not refused: it has begun.
+            # A parked request is not rejected, because its answer has begun.
             for job in [j for j in self.jobs.waiting.values() if not j.admissions]:
                 hint = "close other programs, then send the request again"
                 self.jobs.fail(job, Failure(job.id, "server_busy", self.guard.why(), hint))
@@ -304,8 +313,8 @@ class Admission:
 def prefix_in_progress(
     job: RunningRequest, source: PrefixSource, running: Iterable[RunningRequest]
 ) -> bool:
-    """True while a running prefill is computing tokens this job needs too: waiting beats prefilling
-    them twice."""
+    """True while a running prefill computes tokens that this job needs too. Waiting is cheaper than
+    prefilling them twice."""
     for other in running:
         if not other.prefilling or not (job.shares and other.shares):
             continue
@@ -316,7 +325,7 @@ def prefix_in_progress(
 
 
 def _matching(job: RunningRequest) -> PromptMatch:
-    """What its prompt was compared with while it has been waiting."""
+    """The state of comparing its prompt with the cache. It is kept while the job waits."""
     if job.matching is None:
         job.matching = PromptMatch(job.line())
     return job.matching
@@ -337,9 +346,12 @@ _REASONS = {
 def recomputed(
     known: int, taken: int, missed: dict[str, int], *, has_points: bool
 ) -> dict[str, int]:
-    """Tokens of a prompt that had their KV once and are computed now, by reason
-    (`metrics.RECOMPUTED`): of `known` tokens `taken` are there, and `missed` says what became of
-    some of the others."""
+    """Count the tokens of a prompt that had KV before and must be computed again, by reason
+    (`metrics.RECOMPUTED`).
+
+    `known` tokens had KV, `taken` of them are available, and `missed` gives the reason for some of
+    the rest.
+    """
     lacking = known - taken
     found = {}
     for reason, n_tokens in missed.items():
@@ -359,8 +371,8 @@ def recomputed(
 def miss_reason(
     job: RunningRequest, again: dict[str, int], is_control: Callable[[int], bool]
 ) -> str:
-    """Why the rest of the prompt had to be computed, in words; "" when all of it was there.
-    `again`: see `recomputed`."""
+    """Why the rest of the prompt had to be computed, as text ("": all of it was cached). For
+    `again` see `recomputed`."""
     most = job.n_prompt - 1
     if job.cached >= most:
         return ""
@@ -370,7 +382,7 @@ def miss_reason(
         return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in again.items())
     if job.known == 0:
         return "nothing like it was seen before"
-    # Asked of each kind of token once: a known prompt may have a hundred thousand.
+    # Check each distinct token once: a known prompt may have a hundred thousand tokens.
     known = job.tokens[: job.known]
     turns = sum(map(known.count, filter(is_control, set(known))))
     return f"diverged from what is cached at token {job.known} (after {turns} control tokens)"

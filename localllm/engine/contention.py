@@ -1,5 +1,5 @@
-"""CPU contention: what other programs take of the processors that this process may use, and decode
-with fewer threads beside them."""
+"""CPU contention: measures how much processor time other programs take, and lets decode use fewer
+threads meanwhile."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 from localllm_backends.contract import Backend
 
-# The system counts in hundredths of a second: over less than this nothing can be said.
+# The system counts in hundredths of a second, so shorter intervals give no useful figure.
 _LEAST_S = 0.05
-# Others who have more than this share of the processors are felt.
+# If other programs take more than this share of the processors, they slow us noticeably.
 MOST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment: its time, and what others had had by then (None: it can't be told)."""
+    """A point in time, and the processor time that other programs had used by then (None: unknown)."""
 
     at_s: float
     taken_s: float | None
@@ -27,8 +27,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class CpuContention:
-    """`taken_s`: seconds of processor time that others have had so far, of the `cores` processors
-    that this process may use."""
+    """Measures how much processor time other programs use.
+
+    `taken_s` returns the seconds of processor time they have used so far, on the `cores` processors
+    that this process may use.
+    """
 
     taken_s: Callable[[], float | None]
     cores: int = 1
@@ -38,8 +41,8 @@ class CpuContention:
         return Mark(self.clock(), self.taken_s())
 
     def share(self, since: Mark) -> float:
-        """The share of the processors (0 … 1) that others had since then; 0 where it can't be
-        told."""
+        """Share of the processors (0 … 1) that other programs have used since `since`; 0 if
+        unknown."""
         now = self.mark()
         wall_s = now.at_s - since.at_s
         if wall_s < _LEAST_S or now.taken_s is None or since.taken_s is None:
@@ -48,7 +51,7 @@ class CpuContention:
 
 
 def of_this_process() -> CpuContention:
-    """Among the processors that this process may use."""
+    """Contention on the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         allowed = sorted(os.sched_getaffinity(0))
     else:
@@ -57,8 +60,8 @@ def of_this_process() -> CpuContention:
 
 
 def _taken_s(allowed: list[int]) -> float | None:
-    """Seconds of work on the processors `allowed` that were not this process's. What a hypervisor
-    kept for others counts."""
+    """Seconds of processor time on the processors `allowed` that this process did not use. Time
+    that a hypervisor took (steal) counts too."""
     import psutil
 
     try:
@@ -66,7 +69,7 @@ def _taken_s(allowed: list[int]) -> float | None:
         times = [each[i] for i in allowed]
     except (IndexError, OSError, RuntimeError):
         return None
-    # Guests are in `user` already.
+    # `user` already includes the time of guests.
     kinds = ("user", "nice", "system", "irq", "softirq", "steal")
     busy_s = 0.0
     for kind in kinds:
@@ -75,23 +78,24 @@ def _taken_s(allowed: list[int]) -> float | None:
 
 
 _LOOK_S = 0.25
-# Between steps that are further apart it was idle: what others took then says little of now.
+# After a longer gap between steps the engine was idle: the measured share is then out of date.
 _PAUSE_S = 0.1
-# A processor is left to others once they take more of it than this, and taken back when they take
-# less than that.
+# Thresholds, in processors: give one up if other programs use more than `_TAKEN` of it, and take it
+# back if they use less than `_BACK`.
 _TAKEN = 0.6
 _BACK = 0.4
 
 
 @dataclass
 class ThreadThrottle:
-    """Tells `backends` how many threads to decode with: as many as processors that the `others`
-    leave.
+    """Sets the number of decode threads of `backends` to the number of processors that `others`
+    leave free.
 
-    The threads of a step meet behind every node of its graph, some hundred times. Where there are
-    more of them than free processors each meeting waits for the system: two servers of SmolLM2 on
-    two processors reached 0.24 of their speed with two threads each, 0.62 with one. Prompts meet as
-    often for a hundred times the work, and take every thread."""
+    The threads of a step synchronise after every node of its graph, some hundred times. If there
+    are more threads than free processors, each synchronisation waits for the system. Two servers of
+    SmolLM2 on two processors reached 0.24 of their speed with two threads each, and 0.62 with one.
+    Prefill synchronises as often for a hundred times the work, so it uses every thread.
+    """
 
     backends: Sequence[Backend]
     others: CpuContention
@@ -115,7 +119,7 @@ class ThreadThrottle:
             self._since = self.others.mark()
 
     def _use_threads(self, taken: float) -> None:
-        """Others took so many processors."""
+        """Adjust the threads to `taken`, the number of processors that other programs use."""
         left = self.others.cores - taken
         fewest = math.floor(left + _BACK)
         most = math.floor(left + _TAKEN)

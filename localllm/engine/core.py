@@ -1,11 +1,12 @@
-"""The engine's loop: requests in, a step, events out. One thread owns it, and with it the backend.
+"""The engine's loop: it takes requests, runs steps and returns events. One thread owns the engine
+and its backend.
 
     submit → waiting → admitted (longest known prefix restored) → prefill in chunks → decode →
     finished
 
-`step()` is the whole architecture: admit who fits, plan one sweep (scheduler), run it (backend),
-advance every job by what came out. Between steps one piece of a finished conversation's KV goes to
-the prefix cache.
+`step()` shows the whole architecture. It admits requests that fit, plans one pass over the weights
+(scheduler), runs it (backend), and advances every request by its output. Between steps, one piece
+of a finished conversation's KV is exported to the prefix cache.
 """
 
 from __future__ import annotations
@@ -47,23 +48,25 @@ from localllm_backends.contract import (
     StepResult,
 )
 
-# Where requests only wait for a grammar, an image or the disk, new messages are looked for this
-# often, in seconds.
+# Seconds between two looks for new messages while all requests wait for a grammar, an image or the
+# disk.
 WAIT_S = 0.01
-# Housekeeping begins so long after the last step, in seconds, where a piece of it takes long
+# Seconds between the last step and the start of housekeeping, if one piece of it takes long
 # (`Engine.idle_wait_s`).
 IDLE_GRACE_S = 0.05
-# With nothing to do: how often an idle engine looks whether others need its memory, and how often
-# where housekeeping goes on once something is written, in seconds.
+# Seconds between two looks of an idle engine: at the memory that other programs need, and at disk
+# writes that must end before housekeeping goes on.
 MEMORY_LOOK_S = 2.0
 WRITING_S = 0.02
 
 
 @dataclass
 class Engine:
-    """Serves many requests over one backend. Not thread-safe on purpose: its owner calls
-    everything. `available` says how many bytes of memory can be taken now (None: asked of the
-    system)."""
+    """Serves many requests over one backend.
+
+    Not thread-safe on purpose: one thread makes all calls. `available` returns the bytes of memory
+    that can be allocated now (None: ask the system).
+    """
 
     backend: Backend
     settings: EngineSettings = field(default_factory=EngineSettings)
@@ -89,12 +92,14 @@ class Engine:
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
         self._stalled = False
         self._housekeeping = True
-        # Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory
-        # nobody has touched yet), as long as a request that is all cached, and agents send the next
-        # one within milliseconds. KV in pieces takes one: the sooner it is out, the more often the
-        # same prompt again is computed over the same cells, and so to the last bit.
+        # If housekeeping copies full states, one piece takes up to 25 ms (gemma-3-270m, into fresh
+        # memory). That is as long as a fully cached request takes, and agents send the next request
+        # within milliseconds. So this housekeeping starts after a pause. A piece of divisible KV
+        # takes 1 ms. It is exported at once: then the same prompt is more often computed over the
+        # same cells, and gives the same bits.
         self._takes_grace = kv.states is not None and not kv.snapshots
-        # Nothing that is known waits for a rest to be over.
+        # With `power` below 1 the engine pauses after each step, and known results must not wait
+        # for that.
         self._overlaps = able.asynchronous and wanted.power >= 1.0
         self._observed: tuple[list[Grant], float, int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
@@ -132,9 +137,11 @@ class Engine:
     def submit(
         self, request: Request, prompt: list[int], images: tuple[Placed, ...] = ()
     ) -> list[Event]:
-        """Take a request whose prompt is tokenised, with its images. Returns its first event:
-        Queued, or the Failure that ends it. One with a grammar has its first event from a step,
-        once that is compiled."""
+        """Take a request with its tokenised prompt and images.
+
+        Returns its first event: Queued, or the Failure that ends it. A request with a grammar gets
+        its first event from a later step, after the grammar is compiled.
+        """
         info = self.backend.info
         if not prompt:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
@@ -163,14 +170,15 @@ class Engine:
             job.compilation = self._compiler.start(constraint.grammar, constraint.beginning)
             return []
         if constraint is not None and constraint.triggers:
-            # The grammar of the first call, which is likely ready when that comes.
+            # Compile the grammar of the first call now: it is likely to be ready when that call
+            # begins.
             first = next(iter(constraint.triggers.values()))
             job.expected = self._compiler.start(first.grammar)
         return [self.jobs.queued(job)]
 
     def cancel(self, request_id: str) -> list[Event]:
-        """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just
-        have finished)."""
+        """End a request now and keep its KV for reuse. Unknown ids are ignored, because the request
+        may just have finished."""
         job = self.jobs.find(request_id)
         self._interrupt.left(request_id)
         self._stalled = False
@@ -183,16 +191,17 @@ class Engine:
         return self.jobs.drain()
 
     def interrupt(self, request_id: str) -> None:
-        """Its cancel is on the way: a step that reads this request's prompt and nothing else need
-        not come to its end. From any thread, and followed by `cancel`."""
+        """Stop a step that only reads this request's prompt, because its `cancel` follows. May be
+        called from any thread."""
         self._interrupt.leave(request_id)
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self, tell: Callable[[list[Event]], None] | None = None) -> list[Event]:
-        """One sweep over the weights for everybody who can use it. Returns what happened, or
-        `tell`s it as soon as it is known, before what can be done while somebody reads it, and
-        returns the rest."""
+        """Run one pass over the weights for all requests that can use it, and return the events.
+
+        Events that are known early go to `tell` before the remaining work of the step.
+        """
         began_s = self.clock()
         self._receive()
         self._admit()
@@ -203,7 +212,7 @@ class Engine:
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
         now = self.clock()
-        # a step that took longer than any is planned was stopped, and computed nothing meanwhile
+        # A longer step than any planned one was stopped, and computed no more in that time.
         self._rests_until_s = now + min(now - began_s, SINGLE_STEP_S) * (
             1.0 / self.settings.power - 1.0
         )
@@ -211,14 +220,13 @@ class Engine:
 
     @property
     def can_step(self) -> bool:
-        """True while a step has something to do; where requests only wait for a grammar, an image
-        or the disk, `idle` waits."""
+        """True while a step has work to do. If all requests wait for a grammar, an image or the
+        disk, call `idle` instead, which waits."""
         return self.has_work and not self._stalled
 
     @property
     def idle_wait_s(self) -> float:
-        """How long its owner may wait for a message before it calls `step` or `idle` again, in
-        seconds."""
+        """Seconds that the owner may wait for a message before it calls `step` or `idle` again."""
         if self.has_work:
             return max(0.0, self._rests_until_s - self.clock())
         if self._housekeeping:
@@ -230,8 +238,11 @@ class Engine:
         return MEMORY_LOOK_S
 
     def idle(self) -> bool:
-        """What is to be done while no step can be made: wait for what running requests wait for, or
-        else one piece of housekeeping. True while there is more of it that needs no waiting."""
+        """Do the work of a moment without a step. Returns True if more work can start at once.
+
+        If requests are running, wait for the data they need. Otherwise do one piece of
+        housekeeping.
+        """
         if self.has_work:
             if self._stalled:
                 self.pool.kv.disk.reads.wait(WAIT_S)
@@ -240,8 +251,8 @@ class Engine:
         self._admission.look_at_memory()
         self.pool.kv.disk.working(False)
         rested_s = self.clock() - self._worked_s
-        # One piece at a time, so that a new request waits for no more than that; one that fails is
-        # not tried again at once.
+        # One piece at a time keeps a new request's wait short. A piece that fails is not tried
+        # again at once.
         self._housekeeping = False
         self._housekeeping = (
             self.pool.tick(busy=False)
@@ -251,7 +262,7 @@ class Engine:
         return self._housekeeping
 
     def _receive(self) -> None:
-        """Look at memory, and take in those whose grammar is compiled by now."""
+        """Check memory, and accept requests whose grammar is compiled."""
         self._admission.look_at_memory()
         self.pool.kv.disk.working(True)
         self._worked_s = self.clock()
@@ -259,14 +270,14 @@ class Engine:
         self.jobs.take_compiled()
 
     def _admit(self) -> None:
-        """Let in who fits; idle sequences leave the context; cached prefixes come back."""
+        """Admit requests that fit, evict idle sequences and restore cached prefixes."""
         self._admission.admit()
         self._admission.evict_idle()
         self._admission.restore()
 
     def _schedule(self) -> list[Grant]:
-        """What goes into this step: every decoding sequence's next token with its draft, and chunks
-        of prompts, but for what the backend reads of them between the steps."""
+        """Plan this step: the next token and draft of every decoding sequence, and chunks of
+        prompts. Prompts that the backend reads in slices are read before it."""
         before = self.metrics.prefilled_tokens
         sliced = self.prefill.advance(
             self.jobs.running.values(),
@@ -282,14 +293,13 @@ class Engine:
         return self._plan()
 
     def _slice_s(self) -> float:
-        """How long others wait for their next step at most while a slice is read, in seconds."""
+        """Seconds that the next slice may take, and so delay the other requests' next step."""
         if self.jobs.decoding:
             return self._sizer.slice_s(self._last_step_s)
         return PROMPT_STEP_S
 
     def _forward(self, grants: list[Grant]) -> StepResult | None:
-        """One sweep over the weights; None where there is nothing to compute, or it could not be
-        made."""
+        """Run one pass over the weights. Returns None if there are no grants or the step failed."""
         if not grants:
             return None
         self._step_began_s = self.clock()
@@ -310,8 +320,8 @@ class Engine:
         return result
 
     def _process(self, grants: list[Grant], result: StepResult | None) -> bool:
-        """Everybody's next tokens from what came out; False where there was a step and nothing
-        came."""
+        """Turn the step's output into the requests' next tokens. Returns False if a step ran
+        without a result."""
         if grants:
             if result is None:
                 return False
@@ -332,8 +342,11 @@ class Engine:
         return True
 
     def _afterwards(self, tell: Callable[[list[Event]], None] | None) -> None:
-        """What need not be done before the next step: text, events, measurements and housekeeping.
-        While it is computed where the backend only takes the order, else at once."""
+        """Do the work that the next step does not need: text, events, measurements and
+        housekeeping.
+
+        An asynchronous backend computes the next step meanwhile.
+        """
         self._outputs.look_ahead()
         self._outputs.send_text()
         if tell is not None and self.jobs.events:
@@ -347,7 +360,7 @@ class Engine:
         self._worked_s = self.clock()
 
     def close(self) -> None:
-        """Finish exporting what is resident, write it, and free the backend."""
+        """Finish exporting the resident sequences, write them to disk and free the backend."""
         self.prefill.close()
         self._compiler.close()
         if self._images is not None:
@@ -381,11 +394,14 @@ class Engine:
         )
 
     def _prompt_only_tokens(self) -> int:
-        """Prefill tokens of a step in which nobody decodes: more where one request is all there is,
-        and can be interrupted. Where nobody shares, as many whatever they cost: who asks again is
-        told the same, to the last bit."""
+        """Prefill tokens allowed in a step without decoding.
+
+        A single request may take a longer step if it can be interrupted. If no request shares the
+        cache, the size does not depend on measured speed: then a repeated request gives the same
+        bits.
+        """
         jobs = [*self.jobs.waiting.values(), *self.jobs.running.values()]
-        # A rest is as long as its step asks for.
+        # With `power` below 1 the pause is as long as the step requires, so steps stay short.
         if (
             len(jobs) == 1
             and self.backend.capabilities.interruptible
@@ -399,7 +415,7 @@ class Engine:
     def _plan_image(
         self, images: ImageSteps, ready: list[RunningRequest], prompt_only: int
     ) -> Grant | None:
-        """The image that is read in this step; those that can't be read end their requests."""
+        """The image to read in this step. Requests whose images can't be read end here."""
         image = images.plan(
             ready,
             min(
@@ -421,14 +437,15 @@ class Engine:
                 sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds
             )
         if rows == len(decoding) and self.prefill.job is None:
-            # Beside slices of a prompt the steps' data have left the caches, and they take longer.
+            # A slice of a prompt evicts the step's data from the processor caches, so steps next to
+            # slices are slower and not measured.
             self._sizer.observe(
                 decoded=len(decoding),
                 prefilled=prefilled,
                 seconds=seconds,
                 waited=emitted > 0 or not self._overlaps,
             )
-            # One request's plain steps say how fast this start is.
+            # Decode steps of a single request without drafts measure the speed of this start.
             alone = len(grants) == 1 and bool(decoding)
             job = None
             if alone:
@@ -466,7 +483,8 @@ class Engine:
         return parts
 
     def check_integrity(self) -> None:
-        """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""
+        """Check that free + held cells equal the capacity, that the cache trees are consistent, and
+        that each running request has a sequence."""
         for tree in self.pool.kv.trees:
             tree.check_integrity()
         self.backend.check_integrity()

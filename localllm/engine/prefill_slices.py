@@ -1,13 +1,15 @@
-"""How prompts are read beside running streams: in chunks within their steps, or in slices of time
+"""Reads prompts while other requests decode: in chunks within the decode steps, or in time slices
 between them.
 
-A chunk of prefill beside decoding must be short, and a short chunk is dear where the backend's
-kernels want many rows (llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where
-512 read 160). A backend that can pause in the middle of a sweep (`Capabilities.sliced_prefill`)
-reads large pieces and still lets every stream have its next token in time: the prompt gets slices
-of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
-others go the ordinary way. Of one whose request leaves in the middle, what is computed stays. Every
-other backend reads its prompts in the scheduler's chunks alone.
+A prefill chunk in a decode step must be short. Short chunks are slow if the backend's kernels need
+many rows: llama.cpp on a CPU, at depth 2,500, read 100 tok/s with 16 tokens a step and 160 with
+512. A backend that can pause in the middle of a pass (`Capabilities.sliced_prefill`) reads large
+pieces, and every stream still gets its next token in time. The prompt then gets slices of time
+between steps instead of tokens within them.
+
+One prompt at a time is read in slices. Shorter and further prompts are read in chunks. If a request
+leaves in the middle, its computed KV is kept. All other backends read prompts only in the
+scheduler's chunks.
 """
 
 from __future__ import annotations
@@ -22,16 +24,19 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant, Shares
 from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, PrefillSlices
 
-# Who has less to read than this part of what is left of the prompt in slices does not wait for its
-# end: 600 tokens waited for 30,000. So nobody waits for more than twice as many tokens as its own.
+# A prompt with less to read than this share of what is left of the sliced prompt does not wait for
+# it: 600 tokens once waited for 30,000. So a prompt waits for at most twice its own tokens.
 _MUCH_LESS = 0.5
 
 
 @dataclass
 class SlicedPrefill:
-    """At most one `job` whose prompt is being read between the steps; prompts with fewer than
-    `least_tokens` to read are not worth the context it takes (0: none is, nor where the backend
-    can't). Tenants that have had less than that job's (`shares`) go first, in the steps."""
+    """Reads at most one prompt, that of `job`, between the steps.
+
+    Prompts with fewer than `least_tokens` to read are not worth the context that slices take (0:
+    never read in slices, as with backends that can't). Prompts of tenants that have received fewer
+    tokens than the job's tenant (`shares`) go first, in the steps.
+    """
 
     backend: Backend
     least_tokens: int
@@ -52,8 +57,8 @@ class SlicedPrefill:
         slice_s: Callable[[], float],
         free_bytes: int | None,
     ) -> tuple[RunningRequest, int] | None:
-        """Before a step: read for `slice_s`, or begin with a prompt if `free_bytes` of memory are
-        enough. Returns the request that is read and how many tokens of it are done."""
+        """Before a step: read for `slice_s`, or start a prompt if `free_bytes` of memory suffice.
+        Returns the request being read and how many of its tokens are done."""
         if self.job is None:
             self._begin(running, free_bytes)
         job = self.job
@@ -64,13 +69,13 @@ class SlicedPrefill:
         self.metrics.sliced_prefill(read, self.clock() - started)
         if job is self.job:
             return job, self._start + self._read
-        # The next one must not get into the step.
+        # Start the next prompt now, so that it does not get into the step.
         self._begin(running, free_bytes)
         return None
 
     def _begin(self, running: Iterable[RunningRequest], free_bytes: int | None) -> None:
-        """Take the longest waiting of the long prompts in hand if somebody else is decoding and
-        `free_bytes` of memory (None: unknown) are enough."""
+        """Start the long prompt that has waited longest, if another request is decoding and
+        `free_bytes` of memory (None: unknown) suffice."""
         if self.job is not None or not (
             self.least_tokens and self.backend.capabilities.sliced_prefill
         ):
@@ -87,7 +92,7 @@ class SlicedPrefill:
             return
         assert job.sequence is not None
         try:
-            # The last token goes through a step like any other: its logits are wanted.
+            # The last token needs logits, so it goes through an ordinary step.
             self._slices = self.backend.slice_prefill(job.sequence, job.tokens[job.n_kv : -1])
         except BackendFailure:
             self._refused.add(job.id)
@@ -99,14 +104,14 @@ class SlicedPrefill:
         self._waited = False
 
     def _long(self, job: RunningRequest) -> bool:
-        """Is it a long prompt, and not just the end of one whose beginning would have to be
-        copied?"""
+        """True for a long prompt whose computed part is the smaller one, so that little has to be
+        copied."""
         new = job.prefilling and job.running and not job.images
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def excludes(self, job: RunningRequest) -> bool:
-        """True for what must not be in this step: the prompt that is read in slices, others as long
-        (they are next), and shorter ones too unless this step is theirs."""
+        """True for a request that must not be in this step: the prompt read in slices, other long
+        prompts (they are next), and shorter prompts unless it is their turn."""
         if self.job is None:
             return False
         if job is self.job or not job.prefilling:
@@ -114,23 +119,26 @@ class SlicedPrefill:
         return not self._ahead(job) and (not self._waited or self._next(job))
 
     def _next(self, job: RunningRequest) -> bool:
-        """Does it wait until all of the prompt in slices is read? Long ones do that don't have much
-        less to read."""
+        """True if the job waits until the sliced prompt is read. This holds for long prompts
+        without much less to read."""
         left = self._stop - self._start - self._read
         return self._long(job) and job.pending >= _MUCH_LESS * left
 
     def _ahead(self, job: RunningRequest) -> bool:
-        """Has its tenant had less than that of the prompt which is read in slices? Then it goes
-        first."""
+        """True if its tenant has received fewer tokens than the tenant of the sliced prompt. Then
+        the job goes first."""
         return self.job is not None and (self.shares.computed_for(job.sharer) or 0) < (
             self.shares.computed_for(self.job.sharer) or 0
         )
 
     def _run(self, seconds: float, running: Iterable[RunningRequest]) -> int:
-        """Spend about `seconds` on it before a step; every second time not, if shorter prompts
-        among the `running` want the step. Returns the tokens newly computed. When all are, they
-        become the job's KV piece by piece, and `job` is None again. Where it can't go on, what is
-        computed is kept and the rest is read the ordinary way."""
+        """Read the sliced prompt for about `seconds`, and return the number of newly computed
+        tokens.
+
+        If shorter prompts among `running` need the step, every second slice is left out. After all
+        tokens are computed, they are appended to the job's KV piece by piece, and then `job` is
+        None. If the backend fails, the computed tokens are kept and the rest is read in chunks.
+        """
         if self._slices is None or self.job is None or self._yields_to(running):
             return 0
         before = self._read
@@ -146,8 +154,8 @@ class SlicedPrefill:
         return self._read - before
 
     def _yields_to(self, running: Iterable[RunningRequest]) -> bool:
-        """Do others read in this step: those of a tenant that is first, and every second time
-        shorter prompts?"""
+        """True if other prompts are read in this step instead: those of a tenant that goes first,
+        or shorter prompts in every second step."""
         reading = [j for j in running if j.steppable and j.prefilling]
         if any(self._ahead(job) for job in reading):
             return True
@@ -156,7 +164,7 @@ class SlicedPrefill:
         return self._waited
 
     def _join(self, seconds: float) -> None:
-        """Append pieces of what is computed for about `seconds`, at least one."""
+        """Append computed pieces to the KV for about `seconds`, at least one piece."""
         assert self._slices is not None
         assert self.job is not None
         begun = self.clock()
@@ -171,9 +179,9 @@ class SlicedPrefill:
                 break
 
     def _keep(self) -> None:
-        """Compute no more, and append what is computed to the job's sequence, as far as there are
-        cells for it: nobody reads that again. All at once, since whoever takes the sequence next
-        wants it whole."""
+        """Stop computing, and append the computed tokens to the job's sequence as far as its cells
+        allow, so that they are not read again. Appends all at once, because the next user of the
+        sequence needs it complete."""
         if self._slices is None or self.job is None:
             return
         self._read = self._slices.stop()
@@ -182,8 +190,8 @@ class SlicedPrefill:
                 self.job.n_kv = self._stop - self._slices.join()
 
     def forget(self, job: RunningRequest, *, keep: bool) -> None:
-        """The request leaves the engine's hands: it ended, or is parked. `keep`: what is computed
-        for it must be in its sequence then, and counted by its `n_kv`."""
+        """Forget a request that ended or is parked. With `keep`, its sequence then holds all
+        computed tokens, and its `n_kv` counts them."""
         self._refused.discard(job.id)
         if job is self.job:
             if keep:
@@ -194,7 +202,7 @@ class SlicedPrefill:
             self.close()
 
     def close(self) -> None:
-        """Stop whatever is under way."""
+        """Stop the prompt in progress."""
         slices = self._slices
         self._slices = None
         self.job = None
@@ -203,9 +211,11 @@ class SlicedPrefill:
 
 
 class PrefillInterrupt:
-    """Ends a step that reads one request's prompt and nothing else when its client leaves: on a
-    large model such a step takes many seconds, and cancels are taken up between steps. A step that
-    others share goes on. Any thread may call."""
+    """Stops a step that reads a single request's prompt when its client disconnects.
+
+    On a large model such a step takes many seconds, and cancels are handled between steps. A step
+    that several requests share is not stopped. May be called from any thread.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = None
@@ -217,8 +227,8 @@ class PrefillInterrupt:
 
     @contextmanager
     def running(self, grants: Sequence[Grant]) -> Iterator[None]:
-        """Around a step of `grants`; InterruptedStepError before it where its only request is about
-        to leave."""
+        """Context manager around a step of `grants`. Raises InterruptedStepError if the only
+        request is about to leave."""
         alone = None
         if len(grants) == 1 and grants[0].prefill:
             alone = grants[0].key
@@ -233,7 +243,7 @@ class PrefillInterrupt:
                 self._reading = None
 
     def leave(self, request_id: str) -> None:
-        """This request will be cancelled between two steps."""
+        """Note that this request will be cancelled after the step."""
         if self._backend is None:
             return
         with self._lock:

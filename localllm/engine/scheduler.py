@@ -1,11 +1,11 @@
-"""What goes into the next step: pure decisions over counts of tokens. Touches no tensor, no
-backend, no clock.
+"""Decides the contents of the next step, from token counts only. Uses no tensor, no backend and no
+clock.
 
-A step is one sweep over the weights. Every decoding sequence gets its next token (and its draft);
-what is left of the batch goes to prefill. While somebody is decoding, prefill is cut into chunks
-small enough that no step takes long (step_costs.py): a long prompt never freezes another stream.
-(Where the backend can pause in the middle of a sweep, long prompts get
-slices of time between the steps instead: prefill_slices.py.)
+A step is one pass over the weights. Every decoding sequence gets its next token and its draft. The
+rest of the batch goes to prefill. While any request decodes, prefill is cut into chunks so small
+that no step takes long (step_costs.py), so a long prompt never blocks another stream. If the
+backend can pause in the middle of a pass, long prompts get time slices between the steps instead
+(prefill_slices.py).
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Whoever has so few tokens left to read is as impatient as who decodes.
+# A prompt with at most this many tokens left is treated like a decoding stream.
 _SHORT_TOKENS = 16
-# Waiting this much longer outweighs this many more tokens to prefill: nobody starves behind short
-# prompts.
+# One second of waiting outweighs this many more tokens to prefill, so short prompts can't starve a
+# long one.
 _AGE_TOKENS_PER_S = 500.0
-# One step of priority is worth as much as having come this much earlier: whoever waits long enough
-# is next all the same.
+# One level of priority counts like arriving this many seconds earlier. A request that waits long
+# enough still gets its turn.
 _HEAD_START_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What one request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft
-    length). `computed`: what was computed for its tenant, in tokens (scheduler.py; None: there is
-    only one)."""
+    """What one request can use in a step: `prefill` tokens still to read, or `decode` tokens (1 +
+    draft length).
+
+    `computed`: tokens computed for its tenant so far (None: there is only one tenant).
+    """
 
     key: str
     prefill: int
@@ -48,8 +50,8 @@ class Grant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Hard limits of one step: batch tokens, rows of logits, and the prefill tokens allowed beside
-    decoding (`chunk`) and when nobody decodes (`prompt_only`)."""
+    """Hard limits of one step: tokens in the batch, rows of logits, and prefill tokens in a step
+    with decoding (`chunk`) or without (`prompt_only`)."""
 
     n_batch: int
     n_outputs: int
@@ -58,9 +60,11 @@ class Limits:
 
 
 def plan_step(wants: Sequence[Want], limits: Limits) -> list[Grant]:
-    """Grants for the next step, decodes first. Every decoding request gets at least its one token
-    if the batch has room for all of them; drafts are shortened evenly before anybody is left
-    out."""
+    """Grants for the next step, decodes first.
+
+    Every decoding request gets at least one token if the batch has room for all of them. Drafts are
+    shortened evenly before a request is left out.
+    """
     decoding = [w for w in wants if not w.prefill and w.decode]
     prefilling = sorted((w for w in wants if w.prefill), key=_rank)
     # A prefill that ends in this step needs one row of logits too.
@@ -71,14 +75,14 @@ def plan_step(wants: Sequence[Want], limits: Limits) -> list[Grant]:
 
 
 def _prefill_grants(prefilling: Sequence[Want], used: int, limits: Limits) -> list[Grant]:
-    """Grants for prompts in a step of which decodes have `used` tokens and rows of logits."""
+    """Grants for prompts, in a step whose decodes use `used` tokens and rows of logits."""
     grants: list[Grant] = []
     rows = limits.n_outputs - used
     shared = used > 0
     room = min(limits.n_batch - used, limits.n_batch if shared else limits.prompt_only)
     for want in prefilling:
-        # A prompt with a few tokens left is as impatient as a decoding stream: it is not made to
-        # wait for a long one.
+        # A prompt with few tokens left is treated like a decoding stream, so it does not wait for a
+        # long prompt.
         is_short = want.prefill <= _SHORT_TOKENS
         if shared and not is_short:
             room = min(room, max(limits.chunk, 1))
@@ -96,8 +100,8 @@ def _prefill_grants(prefilling: Sequence[Want], used: int, limits: Limits) -> li
 
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:
-    """Give everybody one, then round by round one more, until `budget` is spent or nobody wants
-    more."""
+    """Give each request one, then one more in each round, until `budget` is used up or all requests
+    are satisfied."""
     given = [0] * len(wanted)
     while budget > 0:
         open_ = [i for i, n in enumerate(wanted) if given[i] < n]
@@ -110,20 +114,24 @@ def _share(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 def arrival(submitted_s: float, priority: int) -> float:
-    """When a request would have come for its place in the queue, had it no priority."""
+    """The arrival time that decides a request's place in the queue. Each level of priority makes it
+    earlier."""
     return submitted_s - priority * _HEAD_START_S
 
 
 def admission_order(waiting: Sequence[Want]) -> list[str]:
-    """Keys, least to read first, with age counted against that, within a tenant; the tenant that
-    has had least first."""
+    """Keys in order of admission. The tenant with the fewest computed tokens comes first. Within a
+    tenant, the fewest tokens to read come first, less an allowance for age."""
     return [w.key for w in sorted(waiting, key=_rank)]
 
 
 def _rank(want: Want) -> tuple[bool, int, float]:
-    """Between tenants age does not count: a long queue would make its owner's requests old, and so
-    the next. But what waits behind all others (a priority below 0, until it has waited long) does
-    so across tenants too."""
+    """Sort key of a request.
+
+    Age does not count between tenants: a long queue would make its owner's requests old, and so put
+    them first. But a request behind all others (a priority below 0, until it has waited long) is
+    behind those of other tenants too.
+    """
     mine = want.prefill - want.waited_s * _AGE_TOKENS_PER_S
     if want.computed is None:
         return False, 0, mine
@@ -131,27 +139,30 @@ def _rank(want: Want) -> tuple[bool, int, float]:
 
 
 Sharer = tuple[str, ...]
-# How far below the others a newcomer begins, in tokens: a chat's prompt and its answer.
+# A newcomer starts this many tokens below the others: about one chat prompt and its answer.
 CREDIT_TOKENS = 2048
-# More tokens than an engine computes.
+# More tokens than an engine ever computes.
 _BEFORE_ALL = 2**62
 
 
 @dataclass
 class Shares:
-    """Shares the engine evenly between tenants (keys with names), and where there is one between
-    its requests of several choices, each of them a sharer, and all others: the tokens computed for
-    each since the engine began. A sharer is a tenant and the name of such a request.
+    """Shares the engine evenly between tenants (keys with names), by counting the tokens computed
+    for each since the engine began.
 
-    Who has had least is next. A newcomer begins `CREDIT_TOKENS` below the least of those at work,
-    so that short requests of somebody who asks seldom go first, and nobody saves up more than that
-    by staying away."""
+    If there is only one tenant, each of its requests for several choices gets a share, and all its
+    other requests get one together. A sharer is a pair of a tenant and the name of such a request.
+
+    The sharer with the fewest tokens is next. A newcomer starts `CREDIT_TOKENS` below the lowest
+    active one. So short requests of an occasional user go first, and an idle user can't save up
+    more than that.
+    """
 
     computed: dict[Sharer, int] = field(default_factory=dict)
     _present: set[Sharer] = field(default_factory=set)
 
     def arrive(self, sharer: Sharer) -> None:
-        """`sharer` has a request where it had none."""
+        """Note that `sharer` has its first request now."""
         if not self._present:
             self.computed = {}
         for part in (slice(None), slice(1)):
@@ -167,11 +178,12 @@ class Shares:
             self.computed[part] += n_tokens
 
     def remain(self, sharers: Iterable[Sharer]) -> None:
-        """Only these have requests now."""
+        """Keep only the sharers that still have requests."""
         self._present &= set(sharers)
 
     def party(self, sharer: Sharer) -> Sharer:
-        """As which it has its share: its tenant where there are several."""
+        """The unit of sharing for `sharer`: its tenant if there are several tenants, else the
+        sharer itself."""
         tenants = {s[:1] for s in self._present}
         if len(tenants) > 1:
             return sharer[:1]
@@ -179,12 +191,12 @@ class Shares:
 
     @property
     def shared(self) -> bool:
-        """True while more than one of them has requests."""
+        """True while more than one sharer has requests."""
         return len(self._present) > 1
 
     def computed_for(self, sharer: Sharer, placed: Collection[Sharer] | None = None) -> int | None:
-        """What was computed for `sharer`; None while there is nobody to share with. Who is not
-        among the parties that are `placed` comes before them, whatever it had."""
+        """Tokens computed for the party of `sharer`; None if there is only one sharer. A party
+        outside `placed` comes before those in it, whatever its count."""
         if not self.shared:
             return None
         party = self.party(sharer)
@@ -193,15 +205,15 @@ class Shares:
         )
 
     def preempted(self, for_: Sharer, running: Iterable[Sharer]) -> Sharer | None:
-        """The party that gives one of its places among the `running` (one entry for each request)
-        to a request of `for_`: the one with most, where it has at least two more. None: nobody has
-        to."""
+        """The party that must give up one of its places among `running` (one entry per request) for
+        a request of `for_`: the party with the most places, if it has at least two more. Returns
+        None if no party must."""
         counts = Counter(map(self.party, running))
         if not counts:
             return None
         most = max(counts, key=lambda p: (counts[p], self.computed.get(p, 0)))
-        # Afterwards it still has at least as many: no two of them take a place from each other by
-        # turns.
+        # Afterwards it still has at least as many places, so two parties never take a place from
+        # each other in turn.
         if counts[most] >= counts[self.party(for_)] + 2:
             return most
         return None

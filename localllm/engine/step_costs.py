@@ -1,5 +1,5 @@
-"""What is learnt from a stream of measurements: a ratio that forgets, and what the engine's steps
-cost here."""
+"""Models learnt from measurements: a decaying ratio, and the cost of the engine's steps on this
+machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass
 class DecayedRatio:
-    """Two sums of which each step keeps the part `decay`: what came of so much."""
+    """The ratio of two sums. Each new value first multiplies both by `decay`."""
 
     decay: float
     part: float = 0.0
@@ -24,39 +24,39 @@ class DecayedRatio:
         self.total = self.total * self.decay + total
 
     def rate(self, prior: float, weight: float) -> float:
-        """The ratio, where `prior` counts as much as a total of `weight`."""
+        """The ratio, with `prior` weighted like a total of `weight`."""
         return (self.part + prior * weight) / (self.total + weight)
 
     def total_for(self, ratio: float, part: float) -> float:
-        """How much may be added to the total, where `part` is added too, for the ratio to be
-        `ratio` at least."""
+        """How much may be added to the total, together with `part`, so that the ratio stays at
+        least `ratio`."""
         return (self.part + part) / ratio - self.total
 
 
-# Row counts whose cost is kept; between them it is interpolated.
+# Row counts with a stored cost; costs between them are interpolated.
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Until it is measured, a further row is taken to cost this part of a whole step: a compute-bound
-# machine.
+# Assumed cost of one more row until it is measured, as a share of a one-row step: that of a
+# compute-bound machine.
 _UNMEASURED_ROW = 0.7
 _LEAST_ROW = 0.01
 _SCALE_RATE = 0.15
 _SHAPE_RATE = 0.15
-# One slow step (somebody else's burst) must not turn drafting off: a step counts as at most this
-# far off.
+# One slow step (a burst of another program) must not turn drafting off, so a step's deviation is
+# limited to this.
 _MOST_SURPRISE = math.log(1.5)
-# Two steps with drafts on end that are this far off in the same direction are no accident: the
-# machine was busy while the shape was probed, or is now. They count more and further, also for the
-# numbers of rows beside theirs.
+# Two steps with drafts in a row that deviate this far in the same direction are no accident: the
+# machine was busy while the shape was probed, or is busy now. They get more weight and a higher
+# limit, and also move the costs of neighbouring row counts.
 _SURPRISE = math.log(1.2)
 _SURPRISED_RATE = 0.5
 _MOST_SURPRISE_TWICE = math.log(2.0)
 _BESIDE = 0.7
-# This far from what was probed it is time to probe again.
+# Probe again if the shape has moved this far since the last probe.
 _DRIFTED = math.log(1.3)
 
 
-# By rows: the numbers of the knots on both sides and how far it is from the first to the second
-# (0 … 1). Looked up some dozens of times per step.
+# For each number of rows: the indices of the knots below and above, and the position between them
+# (0 … 1). A table, because it is read dozens of times per step.
 _AROUND = [
     (math.floor(at), math.ceil(at), at % 1.0)
     for at in np.interp(range(KNOTS[-1] + 1), KNOTS, range(len(KNOTS))).tolist()
@@ -64,10 +64,10 @@ _AROUND = [
 
 
 class StepCost:
-    """Seconds of a decode step by the rows (tokens, over all sequences) it verifies.
+    """Seconds of a decode step as a function of the rows it verifies (tokens, over all sequences).
 
-    cost(n) = scale × shape(n), shape(1) = 1. The scale follows the machine (depth of the KV, other
-    load), the shape is what decides: it is probed once and refined by every step.
+    cost(n) = scale × shape(n), shape(1) = 1. The scale follows the machine's state (KV depth, other
+    load). The shape decides how much to draft: it is probed once and refined by every step.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class StepCost:
 
     @property
     def drifted(self) -> bool:
-        """True where what was learnt since the last probe is far from it."""
+        """True if the learnt shape is far from the last probe."""
         return any(
             abs(math.log(now / then)) > _DRIFTED
             for now, then in zip(self._shape, self._probed, strict=True)
@@ -86,12 +86,12 @@ class StepCost:
 
     @property
     def known(self) -> bool:
-        """True once any step was measured."""
+        """True after any step was measured."""
         return self._scale_s > 0
 
     def set(self, seconds_by_rows: dict[int, float]) -> None:
-        """Take a probe's result: seconds for some of the KNOTS, 1 among them. Others are scaled
-        between them."""
+        """Set the cost from a probe: seconds for some of the KNOTS, which must include 1. The other
+        knots are interpolated or extrapolated."""
         self._scale_s = seconds_by_rows[1]
         measured = sorted(seconds_by_rows)
         last = measured[-1]
@@ -99,15 +99,15 @@ class StepCost:
         slope = (seconds_by_rows[last] - seconds_by_rows[before]) / max(last - before, 1)
         seconds = np.interp(KNOTS, measured, [seconds_by_rows[n] for n in measured])
         beyond = max(slope, 0.0) * np.maximum(np.subtract(KNOTS, last), 0)
-        # A further row is never free, whatever a noisy probe says.
+        # One more row is never free, even if a noisy probe measured that.
         least = _LEAST_ROW * np.subtract(KNOTS, 1)
         shape = (seconds + beyond) / self._scale_s - least
         self._shape = [float(s) for s in np.maximum.accumulate(shape) + least]
         self._probed = list(self._shape)
 
     def seconds(self, rows: int) -> float:
-        """Expected seconds of a step over `rows` tokens (1.0 × rows' shape while nothing is
-        measured)."""
+        """Expected seconds of a step over `rows` tokens (shape only, with scale 1.0, before any
+        measurement)."""
         return (self._scale_s or 1.0) * self._shape_of(rows)
 
     def _shape_of(self, rows: int) -> float:
@@ -117,7 +117,7 @@ class StepCost:
         return self._shape[low] * (1 - part) + self._shape[high] * part
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A pure decode step over `rows` tokens took `seconds`."""
+        """Learn from a decode step without prefill: `rows` tokens took `seconds`."""
         if seconds <= 0:
             return
         if not self._scale_s:
@@ -139,8 +139,8 @@ class StepCost:
         self._last_off = off
 
     def _reshape(self, rows: int, by: float, beside: float = 0.0) -> None:
-        """Move (the log of) the shape at `rows` by so much, and by `beside`, `beside`² … of that at
-        the knots around."""
+        """Change the logarithm of the shape at `rows` by `by`. The knots around it change by the
+        share `beside`, `beside`² … of that."""
         low, high, part = _AROUND[min(rows, KNOTS[-1])]
         for i in range(1, len(KNOTS)):
             weight = (1 - part) * (i == low) + part * (i == high)
@@ -151,72 +151,76 @@ class StepCost:
 
 
 STALL_RATIO = 7.0
-# A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it
-# may take longer than a step with a chunk. Where the steps themselves are slow it is still worth
-# its while.
+# A slice of prefill ends on time, but the end of a chunk is only estimated. So a slice and the step
+# after it may take longer than a step with a chunk. Even if decode steps are slow, a slice takes at
+# least `_LEAST_SLICE` of their time.
 _SLICE_RATIO = 8.0
 _LEAST_SLICE = 5.0
 _MIN_CHUNK = 16
-# Nobody decodes, but others read their prompts or wait, or a cancel has to wait for the end of the
-# step: no step takes longer than this, once speed is known.
+# Longest step (after the speed is known) while no request decodes but others read their prompts or
+# wait, or a cancel must wait for the end of the step.
 PROMPT_STEP_S = 0.35
-# One prompt, nobody else, and its cancel ends the step in the middle: only who comes now waits for
-# it. Each step costs its threads' waits for each other (on two busy cores 740 sleeps with SmolLM2
-# and 540 with gemma-3-270m, however many tokens are in it): 3,000 tokens took 5 to 10 % longer in
-# steps of 128 than of 512, which is what llama.cpp's own server takes.
+# Longest step if a single request reads its prompt and a cancel can interrupt the step. Only a
+# request that arrives now waits for it. Each step has synchronisation costs: on two busy cores 740
+# sleeps of threads with SmolLM2 and 540 with gemma-3-270m, however many tokens it has. 3,000 tokens
+# took 5 to 10 % longer in steps of 128 than of 512, the step size of llama.cpp's own server.
 SINGLE_STEP_S = 4.0
 _PROMPT_CHUNK = 128
 _DEVICE_CHUNK = 512
-# llama.cpp's attention on a CPU computes tiles of so many tokens, full or not; on a device some
-# sizes are enough, each with kernels of its own.
+# llama.cpp's attention on a CPU computes tiles of this many tokens, full or not. A device has
+# separate kernels for some sizes, so multiples of its tile suffice.
 _TILE = 64
 _DEVICE_TILE = 8
-# A decode step costs the median of so many with as many sequences: a few slow ones (a buffer that
-# grew, another program, a long prompt that is tokenised) are no measure of the next, and in an
-# average they made everybody wait a quarter longer.
+# The cost of a decode step is the median of this many steps with the same number of sequences. A
+# few slow steps (a buffer grew, another program ran, a long prompt was tokenised) do not predict
+# the next one. With an average, they made every request wait a quarter longer.
 _STEPS = 31
 _FEWEST_STEPS = 5
-# A step's time is believed to this part of it, more closely where it is dearer than thought: a
-# chunk too large is a stall while one too small costs little. What takes more than so many times
-# as long as was thought (kernels are loaded, another program runs) counts as that.
+# Assumed noise as a share of a step's time. It is smaller if the step was slower than expected: a
+# chunk that is too large stalls streams, while one too small costs little. A step slower than
+# `_MOST_DEARER` times the expected time (kernels are loaded, another program runs) counts as that
+# much.
 _DEARER = 0.05
 _CHEAPER = 0.15
 _MOST_DEARER = 2.0
-# A step later the costs may be others by so much: a token's grows with the depth it is read at (5 %
-# a chunk, early in a long prompt), what is fixed by as much as so many tokens may cost.
+# By the next step the costs may change by this share. The cost of a token grows with its depth (5 %
+# per chunk, early in a long prompt). The fixed part changes by this share of the cost of
+# `_FIXED_TOKENS` tokens.
 _DRIFT = 0.05
 _FIXED_TOKENS = 64
-# Before steps of two sizes were seen, about this part of the first is taken to be fixed.
+# Until steps of two sizes were measured, about this share of the first is taken as fixed.
 _FIXED = 0.3
-# The curve bends: on a device as much of the time of a step beside streams may be beyond what the
-# line says, and is thought to be before any was made.
+# Cost is not exactly linear. On a device, up to this share of the time of a mixed step may exceed
+# the linear estimate. It is assumed until such a step was measured.
 _MOST_BENT = 0.25
 
 
 class PrefillCost:
-    """What steps that read prompts cost here: a fixed part, and one for each of their tokens, those
-    of streams beside them included. Learnt from every such step (a Kalman filter over both
-    parts)."""
+    """The cost of steps that read prompts: a fixed part, and a part per token. Tokens of streams in
+    the same step count too.
+
+    Learnt from every such step with a Kalman filter over both parts.
+    """
 
     def __init__(self, token_s: float = 0.0) -> None:
-        # What each token of a prompt takes, 0 until any was measured; and what is fixed.
+        # seconds per prompt token (0 before the first measurement), and per step
         self.token_s = token_s
         self._fixed_s = 0.0
-        # how unsure both are, and of each other's share
+        # covariance of both parts
         self._unsure = np.zeros((2, 2))
 
     def seconds(self, n_tokens: int, steps: int = 1) -> float:
-        """What so many `steps` of `n_tokens` together take, as far as is known."""
+        """Expected seconds of `steps` steps with `n_tokens` tokens together."""
         return steps * self._fixed_s + n_tokens * self.token_s
 
     def tokens_in(self, seconds: float) -> int:
-        """How many tokens a step of so long has at most; 0 where nothing is known."""
+        """The most tokens that a step of `seconds` can have; 0 before the first measurement."""
         if self.token_s:
             return int((seconds - self._fixed_s) / self.token_s)
         return 0
 
     def learn(self, n_tokens: int, seconds: float, steps: int = 1) -> None:
-        """So many `steps` of `n_tokens` together took so long."""
+        """Learn that `steps` steps with `n_tokens` tokens together took `seconds`."""
         thought_s = self.seconds(n_tokens, steps)
         if thought_s:
             seconds = min(seconds, _MOST_DEARER * thought_s)
@@ -228,7 +232,7 @@ class PrefillCost:
         covariance = self._unsure @ had
         gain = covariance / (had @ covariance + noise_s**2)
         fixed_s = self._fixed_s + float(gain[0]) * difference
-        # What can't be less than nothing leaves its part of the difference to the tokens.
+        # The fixed part can't be negative: the tokens take the rest of the correction.
         token_s = self.token_s + float(gain[1]) * difference + min(fixed_s, 0.0) * steps / n_tokens
         self._fixed_s = max(fixed_s, 0.0)
         self.token_s = max(token_s, self.token_s / 2, 1e-9)
@@ -237,28 +241,32 @@ class PrefillCost:
 
 
 class ChunkSizer(PrefillCost):
-    """Learns what a decode step and a prompt's tokens cost here, beside decoding and alone, and
-    says how large a chunk may be. `gap_s`: on a device, what a chunk may add to a step, or as much
-    as a plain step takes if that is longer."""
+    """Learns the cost of decode steps and of prompt tokens, with and without decoding, and returns
+    how large a prefill chunk may be.
+
+    `gap_s`: on a device, the time that a chunk may add to a step. If a decode step without drafts
+    takes longer, that time applies instead.
+    """
 
     def __init__(self, n_batch: int, *, on_device: bool = False, gap_s: float = 0.0) -> None:
         super().__init__()
         self._n_batch = n_batch
         self._on_device = on_device
         self._gap_s = gap_s
-        # (streams, seconds) of the last plain decode steps
+        # (streams, seconds) of the last decode steps without drafts
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
-        # streams in the last step; about how many tokens of prompts such steps had lately
+        # streams in the last step, and about how many prompt tokens mixed steps had lately
         self._streams = self._reach = 0
-        # on a device the part of such a step's time that is beyond the line
+        # on a device, the share of a mixed step's time above the linear estimate
         self._bent = _MOST_BENT if on_device else 0.0
-        # steps that nobody waited for: how many, their tokens, what ordering them took
+        # submitted steps whose results are not awaited yet: their number, their tokens, seconds to
+        # submit them
         self._unread = (0, 0, 0.0)
 
     @property
     def plain_s(self) -> float:
-        """Seconds of a decode step of as many streams as there are, or about as many; 0 where none
-        was made."""
+        """Seconds of a decode step without drafts for the current number of streams, or about as
+        many; 0 if not measured yet."""
         alike = [s for n, s in self._decodes if n == self._streams]
         if len(alike) < _FEWEST_STEPS:
             near = [s for n, s in self._decodes if n <= 2 * self._streams <= 4 * n]
@@ -269,8 +277,8 @@ class ChunkSizer(PrefillCost):
 
     @property
     def chunk(self) -> int:
-        """Prefill tokens allowed in a step that also decodes: no more than twice as many as the
-        last had, for what is beyond is tried, not guessed."""
+        """Prefill tokens allowed in a step that also decodes. At most twice as many as in recent
+        steps: larger chunks are measured before they are used."""
         streams = self._streams
         plain_s = self.plain_s
         step_s = STALL_RATIO * plain_s
@@ -288,19 +296,19 @@ class ChunkSizer(PrefillCost):
 
     @property
     def _depth_s(self) -> float:
-        """What a step of the streams takes beyond what one of as many tokens of a prompt does: they
-        are deep."""
+        """Extra seconds of a decode step compared with a prefill of as many tokens, because the
+        streams are deep in their contexts."""
         return max(0.0, self.plain_s - self.seconds(self._streams))
 
     def slice_s(self, last_step_s: float) -> float:
-        """Seconds of other work that may come before the next decode step, which will take about as
-        long as the last."""
+        """Seconds of other work allowed before the next decode step, which will take about as long
+        as the last."""
         plain_s = self.plain_s or PROMPT_STEP_S / _SLICE_RATIO**2
         return max(_SLICE_RATIO * plain_s - last_step_s, _LEAST_SLICE * plain_s)
 
     def prompt_tokens(self, step_s: float) -> int:
-        """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device,
-        which gains by large ones, longer."""
+        """Prefill tokens allowed in a step without decoding that may take `step_s`. A device gains
+        from large steps, so its steps may take longer."""
         least = _PROMPT_CHUNK
         if self._on_device:
             least = _DEVICE_CHUNK
@@ -308,8 +316,8 @@ class ChunkSizer(PrefillCost):
         return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float, waited: bool = True) -> None:
-        """Learn from a finished step. `waited`: False where it was only ordered, and nobody waited
-        for what it computes: the next ones' time is that of all of them."""
+        """Learn from a finished step. `waited`: False if the step was only submitted. Its computing
+        time is then part of a later step's time."""
         self._streams = decoded
         if decoded and not prefilled:
             self._decodes.append((decoded, seconds))

@@ -1,11 +1,11 @@
-"""Images among tokens: each is a run of numbers outside the vocabulary, the same for the same
-pixels and projector.
+"""Tokens of prompts with images. Each image is a run of numbers outside the vocabulary, equal for
+equal pixels and projector.
 
-So a line with images is a line of tokens like any other, in the prefix cache, in memory and on
-disk. The numbers are below
-zero: 29 bits of a hash that goes on from token to token, whether it is the last of its image, and
-whether the first. A line must never be cut within an image: `image_boundary` says where it may be.
-Lines of those who share nothing begin with other numbers, above every vocabulary (`salted`).
+A sequence with images is therefore an ordinary token sequence in the prefix cache, in memory and on
+disk. The numbers of images are negative. Each encodes 29 bits of a hash of the image, whether it is
+the image's last token, and whether it is the first. A sequence must never be cut within an image:
+`image_boundary` returns where it may be cut. Sequences of users who do not share KV begin with
+other numbers, above every vocabulary (`salted`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from numpy.typing import NDArray
 from localllm_backends.contract import Backend, ImageRun
 from localllm_backends.control_text import LiteralText, control_texts
 
-# A line of token ids, images among them.
+# A sequence of token ids, image tokens included.
 Tokens = NDArray[np.int32]
 _FIRST = 1
 _LAST = 2
-# What is known of texts: of a piece that is as long as may be 2 MiB at most, of a usual one 20 KB.
+# Size of the token cache. A piece of the maximum length takes at most 2 MiB, a usual one 20 KB.
 _KNOWN_PIECES = 64
 _KNOWN_CHARS = 2**17
-# So many hashes of 30 bits at a line's beginning: no two salts can be found whose lines go on
-# together from there.
+# With this many hashes of 30 bits at the start of a sequence, it is infeasible to find two salts
+# whose sequences match.
 _SALTED_TOKENS = 4
 _ABOVE_VOCABULARIES = 2**30
 
 
 def salted(tokens: Sequence[int] | Tokens, salt: str, start: int = 0) -> Tokens:
-    """`tokens`, the first of them number `start` of their line, as the cache knows them: a line
-    with a `salt` ("": none) has nothing in common with one that has another. An image's have its
-    hash, which is salted too."""
+    """`tokens` as the cache stores them, with the first being number `start` of its sequence.
+
+    Sequences with different `salt`s ("": none) have no common prefix. Image tokens stay as they
+    are, because their hash is salted already.
+    """
     line = np.array(tokens, dtype=np.int32)
     for i in range(start, min(start + len(line), _SALTED_TOKENS)) if salt else ():
         token = int(line[i - start])
@@ -49,7 +51,7 @@ def salted(tokens: Sequence[int] | Tokens, salt: str, start: int = 0) -> Tokens:
 
 
 def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
-    """`text` in parts, in order: (text, False), and (one of the `marks`, True)."""
+    """Split `text` into parts, in order: (text, False) or (one of the `marks`, True)."""
     if not marks:
         return [(text, False)]
     parts = re.split(f"({'|'.join(map(re.escape, marks))})", text)
@@ -57,8 +59,8 @@ def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
 
 
 class Tokenizer:
-    """Reads texts in a backend's vocabulary, from any thread. What it has read is known and not
-    read again, piece by piece: a conversation comes back with every turn."""
+    """Tokenises texts with a backend's vocabulary, from any thread. It caches tokens piece by
+    piece, because a conversation comes back with every turn."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -67,9 +69,12 @@ class Tokenizer:
     def tokens(
         self, text: str, *, special: bool = True, add_bos: bool = False, salt: str | None = None
     ) -> list[int]:
-        """The tokens of `text`; where it is marked (control_text.py) control tokens in it are text,
-        whatever `special` says. What one `salt` has read is known to no other (None: nothing is
-        known): others' words would be told by the time that guesses of them take."""
+        """The tokens of `text`. In marked parts (control_text.py), control tokens are read as text,
+        whatever `special` is.
+
+        Each `salt` has its own cache entries (None: no cache). With common entries, the time of a
+        guess would reveal other users' texts.
+        """
         tokens: list[int] = []
         for run in control_texts(self._backend.info.control_texts).runs(text):
             parsed = special and not isinstance(run, LiteralText)
@@ -89,7 +94,7 @@ class Tokenizer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """An image's run, and the number of its first token in a prompt."""
+    """The run of an image, and the position of its first token in a prompt."""
 
     start: int
     run: ImageRun
@@ -100,7 +105,7 @@ class Placed:
 
 
 def numbers(key: bytes, n_tokens: int) -> list[int]:
-    """What stands for the tokens of an image of that key."""
+    """The numbers that represent the `n_tokens` tokens of the image with hash `key`."""
     bits = np.frombuffer(hashlib.shake_128(key).digest(4 * n_tokens), dtype="<u4") >> 3 << 2
     bits[0] |= _FIRST
     bits[-1] |= _LAST
@@ -110,7 +115,7 @@ def numbers(key: bytes, n_tokens: int) -> list[int]:
 def laid_out(
     runs: Sequence[list[int] | ImageRun], salt: str = ""
 ) -> tuple[list[int], tuple[Placed, ...]]:
-    """The tokens of a prompt, and where its images are."""
+    """The tokens of a prompt, and the positions of its images."""
     tokens: list[int] = []
     placed: list[Placed] = []
     for run in runs:
@@ -123,7 +128,7 @@ def laid_out(
 
 
 def image_boundary(line: Sequence[int] | Tokens, n: int) -> int:
-    """The largest number of tokens, at most `n`, at which `line` may be cut."""
+    """The largest number of tokens, at most `n`, after which `line` may be cut."""
     if n <= 0 or line[n - 1] >= 0 or (-1 - int(line[n - 1])) & _LAST:
         return n
     while n > 0 and line[n - 1] < 0:
@@ -134,15 +139,15 @@ def image_boundary(line: Sequence[int] | Tokens, n: int) -> int:
 
 
 def next_image_boundary(line: Sequence[int] | Tokens, n: int) -> int:
-    """The smallest number of tokens, at least `n`, at which `line` may be cut; all of it where
-    there is none."""
+    """The smallest number of tokens, at least `n`, after which `line` may be cut; its full length
+    if there is no other."""
     while 0 < n < len(line) and line[n - 1] < 0 and not (-1 - int(line[n - 1])) & _LAST:
         n += 1
     return n
 
 
 class TokenLine:
-    """A growing line of token ids, as one numpy array."""
+    """A growing sequence of token ids in one numpy array."""
 
     def __init__(self, tokens: Sequence[int] | Tokens = ()) -> None:
         self._data: Tokens = np.empty(256, dtype=np.int32)
@@ -167,7 +172,8 @@ class TokenLine:
         self._n = n
 
     def follow(self, line: Sequence[int]) -> Tokens:
-        """All of `line`, which goes on from that of the last call: only what is new is read."""
+        """Update to `line`, which continues the one of the last call, and return all of it. Copies
+        only the new tokens."""
         self._n = min(self._n, len(line))
         self.extend(line[self._n :])
         return self.view
