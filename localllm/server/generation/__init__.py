@@ -1,2 +1,1 @@
-"""From a chat request to a prompt, and from a generation job to text; independent of any
-dialect."""
+"""Builds prompts from chat requests and text from generation jobs, for every API dialect."""

@@ -1,5 +1,5 @@
-"""The chat request that every chat dialect is translated to, fitted into the context, and the
-generation job that a loaded model makes of it."""
+"""The chat request that every chat dialect is translated to. It is fitted into the context and
+becomes a generation job."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
 
-# Share of the context reserved for the answer, unless `max_tokens` is smaller: agents ask for
-# 32,000 whatever the context.
+# The answer gets at most one part in this many of the context, less if `max_tokens` is smaller.
+# Agents request 32,000 tokens whatever the context is.
 _ANSWER_SHARE = 4
-# Counts of single messages may differ from the whole prompt; the budget shrinks until the prompt
-# fits.
+# Token counts of single messages may not add up to that of the prompt, so the budget shrinks until
+# the prompt fits.
 _TIGHTER = 0.75
 _TRIES = 8
 MOST_COUNTS = 65_536
-# Tokens of a message's frame (role, markers), if it can't be measured from the template.
+# Tokens around each message (role, markers), if they can't be measured from the template.
 _FRAME_TOKENS = 8
 _PROBE = "zqx"
 
@@ -49,16 +49,16 @@ Render = Callable[[Messages], Awaitable[Prompt]]
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """How many tokens the texts of a conversation have in the engine's vocabulary. `files`: its
-    images in base64, by their marks. `kept`: earlier counts, since a conversation comes back with
-    every turn."""
+    """Counts the tokens of a conversation's texts in the engine's vocabulary. `files`: its images
+    in base64, by mark. `kept`: earlier counts, because a conversation comes back with every turn.
+    """
 
     engine: EngineClient
     files: Mapping[str, str]
     kept: KeptCounts
 
     async def of(self, text: str) -> int:
-        """The tokens of a part of a message."""
+        """The number of tokens of a part of a message."""
         if not text:
             return 0
         key = hashlib.sha256(
@@ -70,7 +70,7 @@ class TokenCounts:
         return count
 
     async def of_prompt(self, text: str) -> int:
-        """The tokens of a whole prompt."""
+        """The number of tokens of a complete prompt."""
         bos = wants_bos(self.engine.info, text)
         return await count_tokens(self.engine, text, self.files, add_bos=bos)
 
@@ -78,8 +78,8 @@ class TokenCounts:
 async def count_tokens(
     engine: EngineClient, text: str, files: Mapping[str, str], *, add_bos: bool = False
 ) -> int:
-    """How many tokens `text` has with those of the images `files` that are in it, about so many
-    where nobody takes that many."""
+    """The number of tokens of `text`, including those of the images `files` that occur in it. For a
+    text that exceeds the engine's limit, the number is approximate."""
     images = {mark: file for mark, file in files.items() if mark in text}
     try:
         return len(await engine.tokenize(text, add_bos=add_bos, images=images or None))
@@ -96,9 +96,12 @@ async def fit_to_context(
     render: Render,
     max_tokens: int | None,
 ) -> tuple[Prompt, str]:
-    """The prompt for `messages`, without the oldest if they do not fit beside an answer of
-    `max_tokens` (at most a quarter of the context is reserved for it), and how much was left out.
-    Raises ContextLengthError with the counts."""
+    """The prompt for `messages`, and a note of how much was left out. The oldest messages are left
+    out if the prompt does not fit next to an answer of `max_tokens`. At most a quarter of the
+    context is reserved for the answer.
+
+    Raises ContextLengthError with the counts.
+    """
     n_ctx = counts.engine.info.n_ctx
     most = n_ctx // _ANSWER_SHARE
     budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
@@ -153,7 +156,7 @@ async def _costs(
 
 
 async def _frame_tokens(counts: TokenCounts, template: ChatTemplate) -> int:
-    """Tokens that the template adds to each message: measured from one more question and answer."""
+    """Tokens that the template adds to each message, measured with one more question and answer."""
     question = {"role": "user", "content": _PROBE}
     answer = {"role": "assistant", "content": _PROBE}
     try:
@@ -164,7 +167,7 @@ async def _frame_tokens(counts: TokenCounts, template: ChatTemplate) -> int:
     except TemplateError:
         return _FRAME_TOKENS
     more = await counts.of(two) - await counts.of(one)
-    # Rounded up: too high a count only compacts a little early.
+    # Rounded up: if the count is too high, compaction only starts a little early.
     return max(1, (more - 2 * await counts.of(_PROBE) + 1) // 2)
 
 
@@ -173,7 +176,7 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 
 def _keeps_reasoning(template: ChatTemplate) -> bool:
-    """Whether the template writes the reasoning of earlier turns into the prompt."""
+    """True if the template writes the reasoning of earlier turns into the prompt."""
     question = {"role": "user", "content": "."}
     answer = {"role": "assistant", "content": ".", "reasoning_content": _PROBE}
     try:
@@ -184,9 +187,9 @@ def _keeps_reasoning(template: ChatTemplate) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` returns
-    them. `compaction`: the oldest turns may be left out if the conversation does not fit. `omitted`
-    names attachments that could not be read."""
+    """A conversation and how to answer it. `messages` come from `conversation.messages.normalise`.
+    `compaction`: the oldest turns may be left out if the conversation does not fit. `omitted` names
+    attachments that could not be read."""
 
     messages: Sequence[Mapping[str, Any]]
     generation: Generation
@@ -243,8 +246,9 @@ async def chat_job(
 def _reasoning(
     chat: ChatRequest, prompt: Prompt, template: ChatTemplate
 ) -> tuple[Generation, tuple[str, ...]]:
-    """The generation with the limit on its reasoning, and the names of what has no effect. Reasoning
-    that is switched off, and that the template has no word for or opens itself, ends at once."""
+    """The generation with its limit on reasoning, and the names of options without effect. If
+    reasoning is turned off but the template opens it or has no switch for it, the reasoning ends at
+    once."""
     generation = chat.generation
     ignored = prompt.ignored
     reply = prompt.answer.reply

@@ -1,5 +1,6 @@
-"""Runs a generation job on an engine, reports it to a ReplyWriter and collects it; the only reader of
-the engine's events. Log-probabilities go to visible text: reasoning, tool calls and markers get none."""
+"""Runs a generation job on an engine, reports it to a ReplyWriter and collects the result. This is
+the only reader of the engine's events. Log-probabilities are reported only for visible text, not
+for reasoning, tool calls or markers."""
 
 from __future__ import annotations
 
@@ -42,19 +43,20 @@ from localllm.server.generation.job import (
     ReplyWriter,
 )
 
-# What is shown of a partial UTF-8 character, once it is known to stay one.
+# Shown for a partial UTF-8 character that will not be completed.
 _BROKEN = "\ufffd"
 Made = TypeVar("Made")
 
 
 class VisibleTokens:
-    """Tokens whose text has not been shown yet. Text is shown in order; some is delayed by the
-    parser, some never shown."""
+    """Tokens whose text has not been shown yet. Text is shown in order; the parser delays some of
+    it and drops some."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[str, list[TokenLogprob]]] = deque()  # characters, and of what
-        self._open = ""  # the rest of the last characters, beyond the text shown so far
-        self._halves: list[TokenLogprob] = []  # that made no character yet
+        # characters, and their tokens
+        self._pending: deque[tuple[str, list[TokenLogprob]]] = deque()
+        self._open = ""  # decoded characters after the text shown so far
+        self._halves: list[TokenLogprob] = []  # tokens that have not completed a character yet
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
@@ -66,15 +68,15 @@ class VisibleTokens:
                 self._halves = []
 
     def clear(self) -> None:
-        """Drop them: their text belongs to no answer."""
+        """Drop all tokens, because their text is not part of the answer."""
         self._pending.clear()
         self._open = ""
         self._halves = []
         self._decoder.reset()
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
-        """The tokens that `text` consists of; those before them are dropped, as their text is not
-        shown."""
+        """Remove and return the tokens of `text`. Tokens before them are dropped, because their
+        text is not shown."""
         text = text.removeprefix(self._open)
         self._open = ""
         taken: list[TokenLogprob] = []
@@ -92,8 +94,8 @@ class VisibleTokens:
 
 
 def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
-    """What is left of a text that begins with `piece`, or of a `piece` that begins with the text;
-    None where neither does. Blanks before a piece may not be shown."""
+    """The rest of the text and of `piece`, if one of them begins with the other; else None. Spaces
+    at the start of a piece may be missing from the text."""
     for form in (piece, piece.lstrip()):
         if form and text.startswith(form):
             return text[len(form) :], ""
@@ -102,12 +104,13 @@ def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
     return None
 
 
-# What models write between reasoning and answer.
+# The text that models write between reasoning and answer.
 _AFTER_REASONING = "\n\n"
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:
-    """What each of `works` returns. The first that fails cancels the others, and is raised."""
+    """The results of all `works`. If one fails, the others are cancelled and its exception is
+    raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
@@ -119,8 +122,8 @@ async def all_of(works: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:
 async def run(
     engine: EngineClient, job: GenerationJob, writer: ReplyWriter, progress: PrefillProgress
 ) -> Reply:
-    """Generate every choice of `job`. The first choice that fails cancels the others, and its
-    LocalLLMError is raised; cancelling this coroutine cancels the engine's requests."""
+    """Generate every choice of `job`. If a choice fails, the others are cancelled and its
+    LocalLLMError is raised. Cancelling this coroutine cancels the engine's requests."""
     if job.choices > 1:
         choices_of = secrets.token_hex(8)
         job = replace(job, generation=replace(job.generation, choices_of=choices_of))
@@ -130,7 +133,7 @@ async def run(
         for i in range(job.choices)
     )
     usages = [choice.outcome.usage for choice in choices]
-    # The choices of one prompt share it.
+    # All choices of a prompt share that prompt, so it is counted once.
     prompts = usages[:: job.n]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     cached_tokens = sum(u.cached_tokens for u in prompts)
@@ -163,10 +166,10 @@ async def _choice(
         generation = replace(generation, sampling=replace(generation.sampling, seed=seed + variant))
     if answer.marks and not generation.ignore_eos:
         generation = replace(generation, stop=(*generation.stop, *answer.marks))
-    if generation.max_tokens == 0:  # the prompt is computed, and nothing written
+    if generation.max_tokens == 0:  # only the prompt is computed
         answer = replace(answer, grammar=None, prefix="", calls={})
     constraint = _constraint(answer)
-    # What a call is forced to begin with stands in the prompt, or comes behind the reasoning.
+    # The forced beginning of a call is put into the prompt, or after the reasoning.
     prompt = job.prompt
     prefix = ""
     if isinstance(prompt, str) and not (constraint is not None and constraint.lead):
@@ -192,9 +195,12 @@ async def _choice(
 
 
 def _constraint(answer: AnswerPlan) -> Constraint | None:
-    """What the engine holds the answer to. A grammar waits for the end of reasoning that the prompt
-    has opened, and tool calls within reasoning are words; formats that mark every part of an answer
-    let a call end the reasoning."""
+    """The constraint that the engine applies to the answer; None for a free answer.
+
+    If the prompt opens the reasoning, a grammar waits until the reasoning ends. Tool calls within
+    reasoning are plain text. Only formats that mark every part of an answer let a call end the
+    reasoning.
+    """
     reply = answer.reply
     reasoning = None
     if reply.think is not None:
@@ -214,12 +220,12 @@ def _constraint(answer: AnswerPlan) -> Constraint | None:
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
-    """The limit on the reasoning with this model's markers; None without a limit or without
+    """The limit on the reasoning, with this model's markers. None without a limit or without
     reasoning."""
     if tokens is None or answer.reply.think is None:
         return None
     opening, closing = answer.reply.think
-    # Formats that mark every part need nothing in between.
+    # Formats that mark every part need no text between the parts.
     between = "" if answer.reply.drops else _AFTER_REASONING
     return ThinkingLimit(tokens, opening, closing, between, opened=answer.reply.thinking)
 
@@ -256,7 +262,8 @@ class _ChoiceStream:
             self._show(text)
 
     def take(self, event: Event) -> None:
-        """Called once per token while the event loop reads the engine's pipe: kept minimal."""
+        """Handle one event. Called once per token while the event loop reads the engine's pipe, so
+        it does as little as possible."""
         if type(event) is Text:
             self._progress.written += len(event.tokens)
             if self._job.reports_tokens:
@@ -283,14 +290,14 @@ class _ChoiceStream:
                 self._writer.start()
 
     def finish(self, end: Finish) -> CollectedChoice:
-        """The whole choice, which ended so."""
+        """The complete choice, after the engine's `end` event."""
         if end.stop in self._job.answer.marks and end.stop not in self._job.generation.stop:
-            # The turn end of this format, not a stop string of the client's.
+            # The stop string is the turn end of this format, not one of the client's stop strings.
             end = replace(end, stop=None)
         calls = self._collected.begun_calls
         half_call = False
         if self._parser is not None:
-            # A client's stop string may cut in the middle of an argument, as a limit does.
+            # A client's stop string or a limit may cut off a call within its arguments.
             cut = end.reason != "stop" or end.stop is not None
             self._emit(self._parser.close(cut), ())
             half_call = cut and bool(calls) and not _is_json(calls[-1].arguments)

@@ -1,7 +1,7 @@
-"""Fetches images by URL, only from the hosts that `--allow-image-hosts` names.
+"""Fetches images by URL, only from hosts named by `--allow-image-hosts`.
 
-Each name is resolved once and that address is connected to, which defeats DNS rebinding. Proxies of
-the environment are not used, since they would resolve it again.
+Each host name is resolved once, and the connection uses that address. This prevents DNS rebinding.
+Proxies from the environment are not used, because they would resolve the name again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import httpx
 
 MOST_BYTES = 20 * 10**6
-# As much as a body may contain.
+# The same limit as for a request body.
 MOST_REQUEST_BYTES = 32 * 2**20
 MOST_IMAGES = 64
 _MAX_REDIRECTS = 3
 _CONNECT_S = 5.0
 _WHOLE_S = 20.0
-# A conversation names its images again in every turn.
+# A conversation sends the URLs of its images again with every turn.
 _CACHE_TTL_S = 600.0
 _CACHE_BYTES = 64 * 2**20
 _CACHED_IMAGES = 4096
@@ -42,7 +42,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass
 class _FetchBudget:
-    """What one request may still fetch."""
+    """The images and bytes that one request may still fetch."""
 
     images: int
     n_bytes: int = MOST_REQUEST_BYTES
@@ -62,18 +62,18 @@ def _fetching_slots() -> asyncio.Semaphore:
 
 @dataclass
 class ImageFetcher:
-    """Fetches from `hosts` (name, port), by https alone. `whole_s`: the longest that one image may
-    take; `most_images`: how many of a request are fetched."""
+    """Fetches images from `hosts` (name, port), only with https. `whole_s`: time limit for one
+    image in seconds. `most_images`: limit per request."""
 
     hosts: Collection[tuple[str, int]] = ()
     whole_s: float = _WHOLE_S
     most_images: int = MOST_IMAGES
-    # Images by their addresses, and until when each may be used again.
+    # Images by URL, with the time when each expires.
     _cache: RecentlyUsed[str, tuple[bytes, float]] = field(default_factory=_no_images)
     _slots: asyncio.Semaphore = field(default_factory=_fetching_slots)
 
     async def fetched(self, messages: Messages) -> Messages:
-        """`messages` with their images fetched, or with the reason why not."""
+        """`messages` with their images fetched, or with the reason why fetching failed."""
         images = chain.from_iterable(message.get("images", ()) for message in messages)
         addresses = sorted({image.address for image in images if image.address})
         if not addresses or not self.hosts:
@@ -83,7 +83,8 @@ class ImageFetcher:
         return [_with(message, dict(zip(addresses, answers, strict=True))) for message in messages]
 
     async def _fetch(self, address: str, budget: _FetchBudget) -> bytes | str | None:
-        """The file at `address`, or why it can't be had; None for a host that is not allowed."""
+        """The file at `address`, or the reason why it can't be fetched; None if its host is not
+        allowed."""
         import httpx
 
         try:
@@ -108,7 +109,7 @@ class ImageFetcher:
         return self._cache.put(address, (data, time.monotonic() + _CACHE_TTL_S))[0]
 
     def _allowed(self, url: httpx.URL) -> bool:
-        """Whether the host is allowed. Raises RequestError for an allowed host without https."""
+        """True if the host is allowed. Raises RequestError for an allowed host without https."""
         named = (url.host.lower(), url.port or 443) in self.hosts
         if url.scheme == "https" and named and not url.userinfo:
             return True
@@ -141,7 +142,7 @@ class ImageFetcher:
 def _with(
     message: Mapping[str, Any], answers: Mapping[str, bytes | str | None]
 ) -> Mapping[str, Any]:
-    """`message` with its images replaced by what was fetched."""
+    """`message` with its images replaced by the fetched ones."""
     images = []
     content = message["content"]
     for image in message.get("images", ()):
@@ -202,7 +203,7 @@ async def _read(answer: httpx.Response, budget: _FetchBudget) -> bytes | str:
 
 async def _addresses(host: str, port: int) -> list[str]:
     """The IP addresses of `host`. Raises RequestError if one is in a private network, unless `host`
-    says so itself, as an IP address or `localhost` does."""
+    is itself an IP address or `localhost`."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:

@@ -1,4 +1,4 @@
-"""The values between the dialects and the engine: what to generate, how it is reported and
+"""Values passed between the dialects and the engine: the job to generate, how it is reported and
 collected, and how it ended."""
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ CUT: tuple[Reason, ...] = ("length", "repetition")
 class AnswerPlan:
     """How the engine constrains an answer, and how its text is parsed.
 
-    `prefix` is a known beginning of the answer (a forced call): it is appended to the prompt and
-    parsed as if the model had written it. If the prompt ends inside a reasoning block, `grammar`
-    and `prefix` wait until that is closed.
-    `begun` is the client's beginning of the answer, already in the prompt;
-    `grammar` continues behind it.
-    `calls`: by the opening of a tool call, the grammar of what follows.
-    `control`: the markers are control tokens, which the engine must render.
-    `marks`: turn ends of a format the model was not trained on, so they come as plain text.
+    - `prefix`: a known beginning of the answer (a forced call). It is appended to the prompt and
+      parsed as if the model had written it. If the prompt ends inside a reasoning block, `grammar`
+      and `prefix` wait until that block is closed.
+    - `begun`: the client's beginning of the answer, which is already in the prompt. `grammar`
+      continues after it.
+    - `calls`: the grammar of the text after the opening of a tool call, by that opening.
+    - `control`: the markers are control tokens, which the engine must render.
+    - `marks`: turn ends of a format that the model was not trained on, so they appear as plain
+      text.
     """
 
     reply: ReplyFormat = field(default_factory=ReplyFormat)
@@ -44,14 +45,16 @@ class AnswerPlan:
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of
-    any dialect.
+    """A job of `n` choices for `prompt`, and for each prompt in `also` (text or token ids). It does
+    not depend on the dialect.
 
-    `images`: files in base64, by the mark that stands for each in a prompt.
-    `ignored` names fields without effect on this model, `normalised` what was removed from the
-    prompt (volatile text), `compacted` how much of the conversation was left out.
-    `asked` is the turn that is answered, where its reasoning goes to the reasoning cache.
-    `hides_reasoning`: it goes there alone. `reports_tokens`: the writer gets the ids of all tokens.
+    - `images`: files in base64, by the mark that represents each in a prompt.
+    - `ignored`: names of fields without effect on this model.
+    - `normalised`: volatile text that was removed from the prompt.
+    - `compacted`: how much of the conversation was left out.
+    - `asked`: the turn to answer, if its reasoning goes to the reasoning cache.
+    - `hides_reasoning`: the reasoning goes only to that cache.
+    - `reports_tokens`: the writer gets the ids of all tokens.
     """
 
     prompt: str | list[int]
@@ -75,13 +78,14 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True)
 class ReplyUsage(Usage):
-    """The engine's counts, and how many of the completion's tokens were reasoning."""
+    """The engine's counts, and the number of reasoning tokens in the completion."""
 
     reasoning_tokens: int = 0
 
     @property
     def cache_note(self) -> str:
-        """Prefix cache hits, and why the rest missed: one line of ASCII that fits a header."""
+        """Prefix cache hits and the reason for misses, as one line of ASCII that fits into a
+        header."""
         said = f"{self.cached_tokens}/{self.prompt_tokens} tokens"
         if self.cache_miss:
             said += f"; {self.cache_miss}"
@@ -90,8 +94,8 @@ class ReplyUsage(Usage):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one choice ended. `half_call`: the last call was cut off within its arguments, which are
-    no JSON."""
+    """How one choice ended. `half_call`: the last call was cut off, so its arguments are not valid
+    JSON."""
 
     reason: Reason
     usage: ReplyUsage
@@ -101,9 +105,11 @@ class Outcome:
 
 
 class ReplyWriter:
-    """Writes down a reply as it is generated; a dialect overrides what it has something to say
-    about. Calls come in
-    order: `start`, any number of the middle ones, `end`. An error may come at any point."""
+    """Writes a reply while it is generated. A dialect overrides the methods it needs.
+
+    Methods are called in order: `start`, then any of the middle ones, then `end`. An error may
+    occur at any point.
+    """
 
     def start(self) -> None:
         """The engine has accepted the request."""
@@ -112,7 +118,7 @@ class ReplyWriter:
         """More of the answer."""
 
     def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
-        """More tokens, shown or not; only where the job reports them."""
+        """More tokens, shown or not. Called only if the job reports them."""
 
     def reasoning(self, choice: int, text: str) -> None:
         """More of the reasoning."""
@@ -121,7 +127,7 @@ class ReplyWriter:
         """A tool call begins."""
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """A fragment of its arguments, as JSON text."""
+        """A fragment of the call's arguments, as JSON text."""
 
     def end(self, reply: Reply) -> None:
         """Every choice has ended."""
@@ -129,8 +135,8 @@ class ReplyWriter:
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """Where a job stands, for keep-alive comments. `loaded`: share of the model that is loaded, 0
-    to 1. `written`: tokens of the answer so far."""
+    """Progress of a job, for keep-alive comments. `loaded`: loaded share of the model (0 to 1).
+    `written`: tokens of the answer so far."""
 
     loaded: float = 0.0
     done: int = 0
@@ -147,7 +153,7 @@ class PrefillProgress:
             return f"queued, {self.ahead} ahead"
         if self.loaded >= 1:
             return "preparing the prompt"
-        # 0 may also mean that the worker can't tell.
+        # 0 may also mean that the worker does not know the share.
         if self.loaded:
             return f"loading, {self.loaded:.0%}"
         return "loading"
@@ -172,7 +178,7 @@ class CollectedCall:
 
 @dataclass
 class CollectedChoice:
-    """One choice; `outcome` once it has finished. `begun_calls` may end in one that was cut off
+    """One choice; `outcome` is set when it has finished. The last of `begun_calls` may be cut off
     within its arguments."""
 
     texts: list[str] = field(default_factory=list)
@@ -199,7 +205,7 @@ class CollectedChoice:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply: every choice in order, and the sums over them."""
+    """A complete reply: every choice in order, and the sums over them."""
 
     choices: list[CollectedChoice]
     usage: ReplyUsage

@@ -1,4 +1,4 @@
-"""Replaces the PDFs of a conversation by their text and, for vision models, images of their
+"""Replaces the PDFs of a conversation with their text and, for vision models, with images of their
 pages."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from localllm.errors import UnsupportedError
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.http.recent import RecentlyUsed
 
-# Child processes at once, one core each.
+# Child processes that run at the same time, one core each.
 _MAX_PARALLEL = 2
 _MAX_PDFS = 16
-# A conversation sends its PDFs with every turn.
+# A conversation sends its PDFs again with every turn.
 _CACHE_BYTES = 64 * 2**20
 _CACHED_PDFS = 4096
 
@@ -40,9 +40,12 @@ class PdfReader:
     _slots: asyncio.Semaphore = field(default_factory=_free_slots)
 
     async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:
-        """`chat` with its PDFs as text, or as images of pages without text if the model has vision.
-        Raises UnsupportedError if one in the newest turn can't be read; in earlier turns a note
-        replaces it."""
+        """`chat` with its PDFs as text. If the model has vision (`sees`), pages without text become
+        images.
+
+        Raises UnsupportedError if a PDF in the newest turn can't be read. In earlier turns a note
+        replaces it.
+        """
         omitted: list[str] = []
         messages = []
         left = _MAX_PDFS

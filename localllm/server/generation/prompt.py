@@ -1,7 +1,6 @@
-"""Prompts: a chat rendered with the model's template, with how its answer is constrained and
-parsed; and fill-in-the-middle, arranged as in llama.cpp's /infill: repository name, other files,
-prefix, suffix, middle.
-"""
+"""Builds prompts. A chat is rendered with the model's template, together with the plan to constrain
+and parse its answer. Fill-in-the-middle prompts have the order of llama.cpp's /infill: repository
+name, other files, prefix, suffix, middle."""
 
 from __future__ import annotations
 
@@ -34,27 +33,29 @@ from localllm_backends.control_text import ControlTexts, without_marks
 
 # Template variables that a client may not set.
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
-# Of a message: what is not written into the prompt as it is.
+# Fields of a message that are not copied into the prompt.
 _NO_TEXT = ("role", "images", "pdfs")
-# What is named where no template hears it.
+# Name of the ignored option if the template has no control for reasoning.
 UNHEARD = "reasoning_effort"
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
-# Of the window that is left beside the answer: the text before the cursor says more than the text
-# after it.
+# Shares of the context that is left besides the answer. The text before the cursor is more
+# informative than the text after it.
 _PREFIX_SHARE = 0.6
 _SUFFIX_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """How a client wants the answer: which `tools` may or must be called, a constraint (`grammar`),
-    reasoning `effort`, and variables of the chat template.
-    `continues`: a final assistant message is the beginning of the answer, not an earlier one.
-    `parse_special`: control tokens that are spelled in messages and tools are read as such; else
-    they are text.
-    `hides_reasoning`: it is no part of the answer. `of_reasoning` names the fields that mean nothing
-    of a model without."""
+    """How a client wants the answer: the `tools` that may or must be called, a constraint
+    (`grammar`), the reasoning `effort`, and variables of the chat template.
+
+    - `continues`: a final assistant message is the beginning of the answer, not an earlier answer.
+    - `parse_special`: control tokens spelled in messages and tools are parsed. Otherwise they are
+      text.
+    - `hides_reasoning`: the reasoning is left out of the answer.
+    - `of_reasoning`: fields without effect on a model without reasoning.
+    """
 
     tools: Sequence[Tool] = ()
     choice: Choice = field(default_factory=lambda: Choice("none"))
@@ -77,8 +78,8 @@ class ResponseOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation and the plan of its answer. `ignored`: options without effect on this
-    model."""
+    """A rendered conversation and the plan for its answer. `ignored`: options without effect on
+    this model."""
 
     text: str  # with the marks of control_text.py
     answer: AnswerPlan
@@ -92,9 +93,13 @@ async def build_prompt(
     tokenize: Tokenize | None = None,
     controls: ControlTexts | None = None,
 ) -> Prompt:
-    """Render in a thread: a long conversation takes milliseconds, a hostile template seconds.
-    `tokenize` tells whether the opening marker of a tool call is one token, which only a grammar
-    needs. What spells one of `controls` in a message or a tool stays text."""
+    """Render a conversation in a thread, because a long one takes milliseconds and a hostile
+    template takes seconds.
+
+    `tokenize` is used to check whether the opening marker of a tool call is a single token. Only a
+    grammar needs that. If the text of one of `controls` occurs in a message or a tool, it stays
+    text.
+    """
     marker: int | None = None
     if options.offered and options.grammar is not None and tokenize is not None:
         ids = await tokenize(_style(template).markers[0])
@@ -106,7 +111,7 @@ async def build_prompt(
 
 
 def _style(template: ChatTemplate) -> ToolFormat:
-    """The tool format; the default one if the template ignores tools."""
+    """The template's tool-call format; the default format if the template ignores tools."""
     if template.knows_tools:
         return tool_formats.format_for(template.source)
     return tool_formats.DEFAULT
@@ -147,7 +152,7 @@ def _build(
         enforced, not_enforced = constrainable(tools)
         ignored += not_enforced
         if options.choice.mode == "required" and options.grammar is not None:
-            ignored += ("response_format",)  # the answer is the call
+            ignored += ("response_format",)  # the call is the answer
         answer = _with_tools(
             replace(options, tools=enforced), tools, style, template.source, reply, marker_id
         )
@@ -167,14 +172,14 @@ def _rendered(
     *,
     continues: bool,
 ) -> tuple[str, str]:
-    """The conversation as text, and the beginning of the answer in it, if that `continues` one."""
+    """The conversation as text, and the beginning of the answer if the prompt `continues` one."""
     shown: list[Any] = [{"type": t["type"], "function": t["function"]} for t in tools]
     if controls is not None:
         messages = [_marked_message(message, controls) for message in messages]
         shown = _marked(shown, controls)
         kwargs = _marked(kwargs, controls)
     if not template.knows_tools:
-        # The template would ignore the tools, and refuse or garble the `tool` role.
+        # The template would ignore the tools, and reject or garble the `tool` role.
         messages = with_instruction(messages, shown)
     tools_shown = shown or None
     if continues:
@@ -201,8 +206,9 @@ def _marked(value: Any, controls: ControlTexts) -> Any:
 
 
 def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[str, bool]:
-    """The prompt that ends in `begun`, and whether that is inside a reasoning block. A block that
-    the template opened before it is closed: the text belongs to the answer."""
+    """The prompt that ends in `begun`, and whether it ends inside a reasoning block. If the
+    template opened a block before `begun`, the block is closed, because the text belongs to the
+    answer."""
     if think is None:
         return text, False
     if think[0] in begun:
@@ -216,8 +222,8 @@ def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[st
 def _variables(
     template: ChatTemplate, options: ResponseOptions
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The template's variables, and the options it has none for. Raises RequestError for reserved
-    ones."""
+    """The template's variables, and the names of options that it does not use. Raises RequestError
+    for reserved variables."""
     kwargs = dict(options.template_kwargs or {})
     for name in _RESERVED:
         if name in kwargs:
@@ -241,7 +247,7 @@ def _variables(
 def _without_tools(
     options: ResponseOptions, style: ToolFormat, reply: ReplyFormat, begun: str
 ) -> AnswerPlan:
-    """An answer under the constraint asked for, continuing `begun`."""
+    """The plan of an answer without tools, with the requested constraint, continuing `begun`."""
     grammar = options.grammar
     if reply.thinking:
         begun = ""
@@ -256,7 +262,7 @@ def _without_tools(
 
 
 def _level(source: str, effort: str) -> str:
-    """`effort` as a level of the template: low, medium, high, or another that it names."""
+    """`effort` as a level of the template: low, medium, high, or another one that it names."""
     named = f"'{effort}'" in source or f'"{effort}"' in source
     if named:
         return effort
@@ -271,9 +277,12 @@ def _with_tools(
     reply: ReplyFormat,
     marker_id: int | None,
 ) -> AnswerPlan:
-    """An answer that may or must call tools: a forced call, a schema or a call, or free text up to
-    a call. `options` has the tools as a grammar constrains them, `offered` as the client sent them,
-    which is how calls are parsed."""
+    """The plan of an answer with tools: a forced call, a schema or a call, or free text up to a
+    call.
+
+    `options` has the tools as the grammar constrains them. `offered` has them as the client sent
+    them, for parsing calls.
+    """
     tools = options.offered
     grammar = options.grammar
     parallel = options.parallel
@@ -299,7 +308,7 @@ def _with_tools(
         grammar = ("lark", both)
     else:
         calls = triggers_of(style, source, tools)
-    # Prompted for the default format, a model may still use the one it was trained on.
+    # Even if the prompt shows the default format, a model may use the format it was trained on.
     own = tool_formats.format_for(source)
     readers = {
         **dict.fromkeys(own.markers, own.reader),
@@ -317,8 +326,7 @@ def _with_tools(
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:
-    """Whether the engine must prepend BOS: the model wants one and the template did not write
-    it."""
+    """True if the engine must prepend BOS: the model needs one and the template did not write it."""
     return info.adds_bos and not (info.bos_text and text.startswith(info.bos_text))
 
 
@@ -331,8 +339,8 @@ async def text_job(
     suffix: str | None = None,
     n: int = 1,
 ) -> GenerationJob:
-    """The job of raw `prompts`, texts or token ids; with a `suffix` the first is what stands before
-    a gap."""
+    """A job for raw `prompts` (texts or token ids). With a `suffix`, the first prompt is the text
+    before the gap to fill."""
     first, *also = prompts
     if suffix:
         assert isinstance(first, str)
@@ -356,11 +364,11 @@ async def fim_prompt(
     answer_tokens: int | None = None,
     middle: str = "",
 ) -> list[int]:
-    """Token ids that make the model write what belongs between `prefix` and `suffix`.
+    """Token ids that make the model write the text between `prefix` and `suffix`.
 
-    `extra` are other files as (name, text), the most relevant last; `middle` is what the answer
-    begins with. Text too far from the cursor is left out so that prompt and `answer_tokens` fit the
-    window. Raises UnsupportedError for a model without FIM tokens.
+    `extra` are other files as (name, text), the most relevant last. `middle` is the beginning of
+    the answer. Text too far from the cursor is left out, so that the prompt and `answer_tokens` fit
+    the context. Raises UnsupportedError for a model without FIM tokens.
     """
     fim = engine.info.fim_tokens
     if not {"pre", "suf", "mid"} <= set(fim):
@@ -393,7 +401,7 @@ async def fim_prompt(
 
 
 async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: int) -> list[int]:
-    """Other files, the last ones first to be kept."""
+    """The tokens of other files. If there is not enough room, the first files are left out."""
     fim = engine.info.fim_tokens
     parts: list[list[int]] = []
     for name, text in reversed(extra):
