@@ -1,7 +1,7 @@
-"""What crosses the border of the engine: Request in, Events out. Plain values that survive a trip
-through JSON.
+"""Messages into and out of the engine: a Request goes in, Events come out. All are plain values
+that can be sent as JSON.
 
-Every submitted Request ends with exactly one Finish or one Failure, whatever dies.
+Every submitted Request ends with exactly one Finish or Failure, even if the worker dies.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from typing import (
 
 from localllm.grammars.trigger import GrammarTrigger
 
-# The one fast text-to-JSON function of the standard library, without a keyword argument's overhead
-# per call.
+# The only fast text-to-JSON function of the standard library that avoids a keyword argument's
+# overhead per call.
 _quote = json.encoder.encode_basestring_ascii
 
 FinishReason = Literal["stop", "length", "cancelled", "repetition"]
-# The largest number of tokens a request may name.
+# The largest token count that a request may give.
 MAX_TOKENS = 2**31 - 1
 DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRange:
-    """The values that a request may give a parameter, and what they mean; `above`: `least` itself
-    is not among them.
-    `preset`: a model's preset may set it too; `reported`: the list of running requests shows it."""
+    """The range of values for a request parameter, and a note on their meaning.
+
+    - `above`: `least` itself is not allowed.
+    - `preset`: a model's preset may set the parameter too.
+    - `reported`: the list of running requests shows it.
+    """
 
     least: float
     most: float
@@ -55,10 +58,13 @@ _LOOKED_AT = "tokens looked at; -1 = the whole context"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens. Filters apply in the order penalties, DRY, top_k, typical_p, top_p,
-    min_p, XTC, temperature (llama.cpp's default order). This is the one list of them: the server's
-    bodies, their checks, the OpenAPI document, presets and what crosses the pipe are made of these
-    fields and their ranges (`SAMPLING_RANGES`)."""
+    """Sampling parameters.
+
+    Filters apply in the order penalties, DRY, top_k, typical_p, top_p, min_p, XTC, temperature
+    (llama.cpp's default order). This class is the only list of the parameters. The server's request
+    bodies, their checks, the OpenAPI document, presets and the messages to the worker are made from
+    these fields and their ranges (`SAMPLING_RANGES`).
+    """
 
     temperature: Annotated[float, FieldRange(0, 100, "0 is greedy")] = 0.8
     top_k: Annotated[int, FieldRange(-1, MAX_TOKENS, "0 or -1 switches it off")] = 40
@@ -90,8 +96,8 @@ class Sampling:
     ] = 0.1
 
 
-# Every sampling parameter that is a number, or numbers, with its range, in the order of the
-# dataclass.
+# The range of each sampling parameter that is a number or has numbers as values, in the order of
+# the dataclass.
 SAMPLING_RANGES: Mapping[str, FieldRange] = {
     name: get_args(hint)[1]
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
@@ -101,8 +107,8 @@ SAMPLING_RANGES: Mapping[str, FieldRange] = {
 
 @dataclass(frozen=True, slots=True)
 class LoopLimits:
-    """An answer ends as a loop when its last tokens are one pattern of so many tokens, `min_count`
-    times in a row."""
+    """Limits of loop detection. An answer ends as a loop when its last tokens repeat one pattern of
+    this size `min_count` times in a row."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -111,22 +117,26 @@ class LoopLimits:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How one answer is made, whatever its prompt: made once from a client's body, then carried
-    whole. What changes on the way is `dataclasses.replace`d, so that nothing gets lost.
+    """How one answer is generated, whatever its prompt is. It is made once from a client's body and
+    then passed on as a unit. Changes on the way use `dataclasses.replace`, so that no field is
+    lost.
 
-    `max_tokens` None = the remaining window.
-    `logprobs` counts the alternatives reported per token (None = none reported at all); behind them
-    come the tokens of `logprobs_of`, however unlikely.
-    `cache_prompt` False neither uses nor fills the prefix cache.
-    `prediction` is text the client expects in the answer, which drafting tries first. Before
-    `min_tokens` neither the model's own end nor a token of `stop_token_ids` may come.
-    `thinking_tokens`: the longest reasoning (None: no limit).
-    `loops`: what counts as a loop and ends the answer (None: nothing).
-    `priority`: above 0 it is served before others, below 0 after them, as far as that starves
-    nobody (scheduler.arrival).
-    `tenant` is who asks, by the name of a key: what there is is shared evenly between tenants
-    (engine/scheduler.py), and `choices_of` a request of several choices that this is one of ("":
-    none). Only requests of the same `salt` use each other's KV.
+    - `max_tokens`: None for the remaining context.
+    - `logprobs`: number of alternatives reported per token (None: no log-probabilities).
+    - `logprobs_of`: tokens reported after these alternatives, however unlikely they are.
+    - `cache_prompt`: False neither uses nor fills the prefix cache.
+    - `prediction`: text that the client expects in the answer; drafting tries it first.
+    - `min_tokens`: before this many tokens, neither the model's end token nor one of
+      `stop_token_ids` may be generated.
+    - `thinking_tokens`: the longest reasoning (None: no limit).
+    - `loops`: limits of loop detection, which ends the answer (None: off).
+    - `priority`: requests above 0 are served before others, and those below 0 after them. All are
+      served in the end (scheduler.arrival).
+    - `tenant`: name of the client's key. The engine is shared evenly between tenants
+      (engine/scheduler.py).
+    - `choices_of`: the request with several choices that this request is a part of ("": not part of
+      one).
+    - `salt`: only requests with the same salt use each other's KV.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -150,8 +160,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """Reasoning ends after `tokens` tokens: `closing` and `after` are put there. `opening` begins
-    it, and with `opened` the prompt has done so."""
+    """Limit on the reasoning: after `tokens` tokens, `closing` and `after` are inserted. `opening`
+    starts the reasoning; `opened`: the prompt already contains it."""
 
     tokens: int
     opening: str
@@ -162,8 +172,11 @@ class ThinkingLimit:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How a model marks its reasoning, and whether the prompt has `opened` it. `may_call`: a tool
-    call that comes before any word of the reasoning ends it."""
+    """The markers around a model's reasoning.
+
+    `opened`: the prompt has already opened it. `may_call`: a tool call before the first word of the
+    reasoning ends it.
+    """
 
     opening: str
     closing: str
@@ -173,14 +186,15 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must match.
+    """Limits the text of an answer.
 
-    `grammar` is that of the whole answer, as ("json_schema" | "lark" | "regex" | "gbnf", source).
-    The prompt may end with `beginning`, the answer's beginning: the grammar goes on behind it, if it
-    allows that. In an answer with `reasoning` that is open, the grammar begins behind it and behind
-    `lead`, which is put there.
-    `triggers`: texts in a free answer, each with the grammar of what follows it. Those in the
-    `reasoning` do not count.
+    - `grammar`: grammar of the whole answer, as ("json_schema" | "lark" | "regex" | "gbnf",
+      source).
+    - `beginning`: the start of the answer that the prompt may end with. The grammar continues after
+      it, if it allows that text.
+    - `lead`: text inserted after open `reasoning`; the grammar starts after it.
+    - `triggers`: texts in a free answer, each with the grammar of the text that follows. Triggers
+      within the `reasoning` do not count.
     """
 
     grammar: tuple[str, str] | None = None
@@ -192,14 +206,15 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One `generation` behind a `prompt`, which is text (special tokens parsed) or token ids.
+    """A `prompt` (text with special tokens parsed, or token ids) and the `generation` of its
+    answer.
 
-    `add_bos` puts the BOS token before a text, where the model wants one.
-    `render_control` also writes control tokens into the text, for replies whose structure they
-    mark.
-    `draft`: auto, ngram or off.
-    `thinking` is how the generation's limit on its reasoning is kept in this model's words.
-    `images`: the files in base64, each by the mark that stands for it in a prompt of text.
+    - `add_bos`: put the BOS token before a text prompt, if the model needs one.
+    - `render_control`: also write control tokens into the text, for replies that use them as
+      structure.
+    - `draft`: auto, ngram or off.
+    - `thinking`: the generation's limit on its reasoning, with this model's markers.
+    - `images`: files in base64, by the mark that represents each in a text prompt.
     """
 
     id: str
@@ -215,8 +230,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss`:
-    why the rest was."""
+    """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss`
+    is the reason why the rest was."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -228,9 +243,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds by phase: waiting in the queue, prefilling, decoding; ttft_s runs from submit to the
-    first token.
-    `decode_steps`: sweeps over the weights that decoded for it after the first token."""
+    """Seconds per phase: waiting in the queue, prefilling, decoding. `ttft_s` is the time from
+    submission to the first token.
+
+    `decode_steps`: passes over the weights that decoded for the request after its first token.
+    """
 
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -241,7 +258,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """Accepted; `ahead` requests are served first."""
+    """The request was accepted; `ahead` requests are served first."""
 
     kind: ClassVar[str] = "queued"
     id: str
@@ -250,7 +267,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Prompt progress in tokens: `done` of `total`, of which `cached` came from the prefix
+    """Progress of the prompt in tokens: `done` of `total`, of which `cached` came from the prefix
     cache."""
 
     kind: ClassVar[str] = "prefill"
@@ -262,8 +279,8 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One generated token's text, id and log-probability, with the `top` alternatives as (text, id,
-    logprob). Bytes of a text that are no UTF-8 are surrogate escapes (PEP 383)."""
+    """Text, id and log-probability of one generated token, with the `top` alternatives as (text,
+    id, logprob). Bytes that are not valid UTF-8 become surrogate escapes (PEP 383)."""
 
     text: str
     token: int
@@ -273,8 +290,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """New text and the tokens behind it. `text` may be empty while a stop string or a split
-    character is pending."""
+    """New text with its tokens. `text` may be empty while a stop string or a split character is
+    pending."""
 
     kind: ClassVar[str] = "text"
     id: str
@@ -285,8 +302,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a request that went well (also when its client cancelled it). `stop` is the
-    matched stop string."""
+    """The successful end of a request; also used if its client cancelled it. `stop` is the matched
+    stop string."""
 
     kind: ClassVar[str] = "finish"
     id: str
@@ -298,8 +315,8 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a request that did not: `code` names a leaf of localllm.errors. `counts`: the
-    tokens of a prompt that does not fit, and of the window."""
+    """The failed end of a request. `code` names a leaf of localllm.errors. `counts`: tokens of a
+    prompt that does not fit, and of the context."""
 
     kind: ClassVar[str] = "failure"
     id: str
@@ -318,8 +335,7 @@ _hints = cache(get_type_hints)
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """A plain JSON value as what its annotation says: dataclasses, tuples, and numbers that were
-    keys."""
+    """Convert a JSON value to its annotated type: dataclasses, tuples, and keys that are numbers."""
     kinds = get_args(kind)
     if hasattr(kind, "__dataclass_fields__") and value is not None:
         hints = _hints(kind)
@@ -329,20 +345,20 @@ def _from_json(kind: Any, value: Any) -> Any:
         return tuple(map(_from_json, each, value))
     if get_origin(kind) is dict:
         return {kinds[0](key): _from_json(kinds[1], given) for key, given in value.items()}
-    # `X | None`, where nothing else is written so; `str | list[int]` is the same in JSON.
+    # This is `X | None`. The only other union, `str | list[int]`, is the same in JSON.
     if type(None) in kinds and value is not None:
         return _from_json(kinds[0], value)
     return value
 
 
 def request_from_json(data: dict[str, Any]) -> Request:
-    """The inverse of `asdict`, of what came through JSON."""
+    """A Request from the JSON of its `asdict`."""
     return cast("Request", _from_json(Request, data))
 
 
 def event_text(event: Event) -> str:
-    """An Event and its `kind` as JSON text, in ASCII. Text without logprobs is written by hand:
-    this runs once per token, between two steps of the model."""
+    """An Event and its `kind` as ASCII JSON text. Text without logprobs is formatted by hand,
+    because this runs once per token between two steps."""
     if type(event) is Text and not event.logprobs:
         tokens = ",".join([str(t) for t in event.tokens])
         return f'{{"kind":"text","id":{_quote(event.id)},"text":{_quote(event.text)},"tokens":[{tokens}]}}'
@@ -350,7 +366,7 @@ def event_text(event: Event) -> str:
 
 
 def event_from_json(data: dict[str, Any]) -> Event:
-    """The inverse of `event_text`, of what json.loads makes of it."""
+    """An Event from parsed JSON, the inverse of `event_text`."""
     if data["kind"] == "text" and not data.get("logprobs"):
         return Text(data["id"], data["text"], tuple(data["tokens"]))
     fields = {name: value for name, value in data.items() if name != "kind"}

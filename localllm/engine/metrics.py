@@ -1,6 +1,7 @@
-"""Counters of one engine, and its decode speed over starts: what /metrics, bench and the TUI read.
+"""Counters of one engine, and its decode speed, which is compared across starts. Read by /metrics,
+bench and the TUI.
 
-Plain numbers, no locks: one thread writes.
+Plain numbers without locks, because a single thread writes them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from localllm.engine.contention import MOST_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio
 
 _DECAY = 0.9
-# Why tokens that are known are computed again: their KV was evicted; it is on disk, and slower to
-# read than to compute; it was lost or damaged there; the context had no room for it; it is too
-# short to be worth copying; this model's memory can't be cut there; the request was parked for
-# another's sake.
+# Reasons why tokens that had KV are computed again. In this order: their KV was evicted; reading it
+# from disk is slower than computing; it was lost or damaged on disk; the context had no room; it is
+# too short to be worth copying; this model's state can't be cut there; the request was parked for
+# another one.
 RECOMPUTED = ("evicted", "unread", "lost", "no_cells", "short", "no_snapshot", "parked")
 
 
@@ -32,8 +33,8 @@ def _no_recomputed() -> dict[str, int]:
 
 @dataclass
 class Metrics:
-    """Totals since `started_s`; its speed is that of the last steps. `recomputed_tokens` had their
-    KV once and were computed again, by one of the reasons in `RECOMPUTED`."""
+    """Totals since `started_s`, and the speed of recent steps. `recomputed_tokens` counts tokens
+    that had KV before and were computed again, by the reasons in `RECOMPUTED`."""
 
     started_s: float
     requests: int = 0
@@ -54,8 +55,8 @@ class Metrics:
     recomputed_tokens: dict[str, int] = field(default_factory=_no_recomputed)
 
     def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float) -> None:
-        """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled`
-        tokens, that took `seconds`."""
+        """Count one step of `seconds`: `decoded` sequences emitted `emitted` tokens, and
+        `prefilled` prompt tokens were read."""
         self.steps += 1
         self.busy_s += seconds
         self.prefilled_tokens += prefilled
@@ -67,15 +68,15 @@ class Metrics:
             self.decode_speed.add(emitted, seconds)
 
     def sliced_prefill(self, prefilled: int, seconds: float) -> None:
-        """Count a slice of `seconds` of a prompt that is read beside the steps, in which
-        `prefilled` tokens were done."""
+        """Count a time slice of `seconds` between steps, in which `prefilled` prompt tokens were
+        read."""
         self.prefilled_tokens += prefilled
         self.sliced_prefill_tokens += prefilled
         self.busy_s += seconds
         self.longest_slice_s = max(self.longest_slice_s, seconds)
 
     def snapshot(self, now_s: float) -> dict[str, float | int | str]:
-        """Everything as plain values, with the mean batch occupancy."""
+        """All counters as plain values, with the mean batch occupancy."""
         occupancy = 0.0
         if self.decode_steps:
             occupancy = self.decode_sequences / self.decode_steps
@@ -105,19 +106,20 @@ class Metrics:
 
 
 _SPAN_S = 0.25
-# Fewer steps than this in a span: a model so slow that the span is longer.
+# A span has at least this many steps: on a slow model it takes longer than `_SPAN_S`.
 _FEWEST_STEPS = 8
-# A step that comes later than this behind another belongs to another answer.
+# A step after a longer pause belongs to another answer.
 _PAUSE_S = 0.1
-# Weights that are mapped from a file are read by the first steps.
+# The first steps read memory-mapped weights from the file, so the first span is not counted.
 _WARMING_SPANS = 1
-# So many spans are a start's figures; then nothing is looked at any more.
+# A start is measured with this many spans; after that the tracker stops.
 ENOUGH_SPANS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Plain steps behind each other: the median's seconds at the mean depth in tokens."""
+    """Consecutive decode steps without drafts: the median time in seconds, and the mean depth in
+    tokens."""
 
     depth: int
     step_s: float
@@ -125,9 +127,12 @@ class Span:
 
 @dataclass
 class DecodeSpeedTracker:
-    """How fast plain decode steps are here (one request, one token, no draft, no grammar): what a
-    start is compared with earlier ones by. Spans of a quarter second count while other programs
-    take little of the processors."""
+    """Measures the speed of decode steps with one request, one token, no draft and no grammar, to
+    compare this start with earlier ones.
+
+    A span takes a quarter of a second. It counts only if other programs use little of the
+    processors.
+    """
 
     others: CpuContention
     clock: Callable[[], float] = time.perf_counter
@@ -142,11 +147,11 @@ class DecodeSpeedTracker:
 
     @property
     def enough(self) -> bool:
-        """True once there are as many spans as are kept."""
+        """True if the tracker has all the spans it keeps."""
         return len(self.spans) >= ENOUGH_SPANS
 
     def observe(self, depth: int, seconds: float) -> None:
-        """A plain step of `seconds`, which has just ended, behind `depth` tokens."""
+        """Record a decode step that has just ended: it took `seconds` at a depth of `depth` tokens."""
         now = self.clock()
         if self.enough:
             return
@@ -177,5 +182,6 @@ class DecodeSpeedTracker:
             self.spans.append(Span((self._depth + depth) // 2, statistics.median(steps)))
 
     def snapshot(self) -> dict[str, object]:
-        """The spans as plain values: [depth, seconds of a step]; and how many were left out."""
+        """The spans as plain values ([depth, seconds of a step]), and the number of discarded
+        spans."""
         return {"spans": [[s.depth, s.step_s] for s in self.spans], "disturbed": self.disturbed}

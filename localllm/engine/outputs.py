@@ -1,5 +1,5 @@
-"""What a step computed becomes tokens, text and events: sampling, verifying drafts, and the rules
-that end an answer."""
+"""Turns the output of a step into tokens, text and events: samples, verifies drafts, and applies
+the rules that end an answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from localllm_backends.contract import (
 
 @dataclass
 class OutputProcessor:
-    """Turns grants into chunks, and what came out of them into the jobs' next tokens."""
+    """Turns grants into chunks, and their results into the requests' next tokens."""
 
     backend: Backend
     jobs: RequestTable
@@ -41,14 +41,13 @@ class OutputProcessor:
         self._n_ctx = self.backend.info.n_ctx
         self._samples = self.backend.capabilities.samples
         self._defers = self.backend.capabilities.asynchronous
-        # Tokens whose text is not made yet.
+        # Tokens whose text is not decoded yet.
         self._pending: list[tuple[RunningRequest, list[int]]] = []
-        # What the step under way was asked to sample.
+        # Sampling that the current step was asked to do.
         self._asked: list[tuple[Sampler, SampleSpec]] = []
 
     def send_text(self) -> None:
-        """Make the text of what was chosen since, where the next step's computing left time for
-        that."""
+        """Decode the text of the tokens chosen so far, and add it to the events."""
         for job, tokens in self._pending:
             if len(tokens) == 1:
                 text = job.text.push(tokens[0])
@@ -58,19 +57,20 @@ class OutputProcessor:
         self._pending.clear()
 
     def lose_running(self, error: BackendFailure) -> None:
-        """Everything in the step is lost, and says so."""
+        """Fail all running requests, because the step is lost."""
         self.send_text()
         for job in list(self.jobs.running.values()):
             self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
 
     def look_ahead(self) -> None:
-        """What of the step after the one under way does not depend on that."""
+        """Prepare sampling for the step after the current one, as far as it does not depend on the
+        current result."""
         for sampler, spec in self._asked:
             sampler.look_ahead(spec)
         self._asked.clear()
 
     def chunk(self, grant: Grant) -> Chunk:
-        """What a grant puts into the step."""
+        """The backend's chunk for a grant."""
         job = self.jobs.running[grant.key]
         assert job.sequence is not None
         if grant.prefill:
@@ -90,8 +90,8 @@ class OutputProcessor:
         return Chunk(job.sequence, tokens, grant.n_tokens, *self._wanted(job, last=not job.draft))
 
     def _wanted(self, job: RunningRequest, *, last: bool) -> tuple[SampleSpec | None, bool]:
-        """How the backend may choose the token behind a chunk that is the `last` before it, and
-        whether that is all of its row that is looked at."""
+        """How the backend may choose the token after a chunk, and whether its row of logits is used
+        for that alone. `last`: the chunk is the last one before that token."""
         if not (self._samples and last):
             return None, False
         sample = job.sampler.sample_spec(job.tokens)
@@ -101,14 +101,14 @@ class OutputProcessor:
         return sample, chosen and job.request.generation.logprobs is None
 
     def advance(self, grants: list[Grant], result: StepResult) -> None:
-        """Every granted job by one step."""
+        """Advance every granted request by one step."""
         for i, grant in enumerate(grants):
             job = self.jobs.running[grant.key]
             job.n_kv += grant.n_tokens
             if grant.prefill and job.n_kv < len(job.tokens):
                 self._after_chunk(job)
                 continue
-            if job.max_tokens == 0:  # the prompt is computed, and that was all
+            if job.max_tokens == 0:  # only the prompt was to be computed
                 job.prefill_s = self.jobs.clock() - (job.admitted_s or 0)
                 self.jobs.finish(job, "length")
                 continue
@@ -124,7 +124,7 @@ class OutputProcessor:
         self.jobs.progress(job, job.n_kv)
 
     def _accept(self, job: RunningRequest, result: StepResult, index: int) -> None:
-        """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the
+        """Turn the outputs of a request's chunk into tokens, and remove rejected drafts from the
         KV."""
         draft = job.draft
         drawn_from = job.draft_from
@@ -159,14 +159,15 @@ class OutputProcessor:
             self.jobs.finish(job, finish)
 
     def _defer(self, job: RunningRequest, tokens: list[int], finish: FinishReason | None) -> None:
-        """The text of these tokens is made later; the token that ended the answer has none."""
+        """Decode the text of these tokens later. The token that ended the answer has no text."""
         if finish == "stop":
             tokens.pop()
         if tokens:
             self._pending.append((job, tokens))
 
     def _follow(self, job: RunningRequest, constraint: AnswerConstraint) -> Failure | None:
-        """Start what the constraint needs next; the failure if no token can follow."""
+        """Start the compilation that the constraint needs next. Returns a failure if no token can
+        follow."""
         if constraint.stuck:
             return Failure(job.id, "constraint_stuck", constraint.why_stuck)
         if constraint.wanted is not None:
@@ -174,8 +175,8 @@ class OutputProcessor:
         return None
 
     def _compilation(self, job: RunningRequest, grammar: tuple[str, str]) -> Compilation:
-        """The compilation of a grammar that the job can't go on without: the one that was started
-        when it came, if that is of this grammar and did not take too long."""
+        """The compilation of a grammar that the request needs to continue. Uses the one started at
+        submission, if it has the same grammar and did not take too long."""
         expected = job.expected
         if expected is None or expected.grammar != grammar:
             return self.compile_(grammar)
@@ -184,8 +185,8 @@ class OutputProcessor:
         return expected
 
     def _defers_text(self, job: RunningRequest) -> bool:
-        """Whether its text is made beside the next step: what it may end, or its row explains, is
-        sent before."""
+        """True if its text may be decoded during the next step. Text that can end the answer, or
+        that needs logits, must be decoded before."""
         if not self._defers or job.sampler.constraint is not None:
             return False
         return job.request.generation.logprobs is None and not job.text.watches
@@ -199,10 +200,14 @@ class OutputProcessor:
         rows: Row | None,
         texts: list[Text] | None,
     ) -> tuple[int, FinishReason | None]:
-        """Emit tokens as far as the `draft` was right, and the one behind: those that the backend
-        chose (`best`, empty: none), or what is drawn from `rows` of logits (None: not looked at).
-        `drawn_from`: what the draft was (None: no distribution). Returns how many of it were
-        right, and why the request ends, if it does."""
+        """Emit tokens as far as the `draft` is right, and the next one after them.
+
+        - `best`: tokens chosen by the backend (empty: draw from `rows`).
+        - `rows`: logits (None: not needed).
+        - `drawn_from`: distributions of the draft's tokens (None: guesses without a distribution).
+
+        Returns the number of accepted draft tokens, and the reason if the request ends.
+        """
         constraint = job.sampler.constraint
         accepted = 0
         for i in range(len(draft) + 1):
@@ -234,13 +239,14 @@ class OutputProcessor:
         row: Row | None,
         texts: list[Text] | None,
     ) -> FinishReason | None:
-        """Append the chosen token and what the constraint puts behind it; the reason if that ends
-        the request."""
+        """Append the chosen token and the tokens that the constraint forces after it. Returns the
+        reason if this ends the request."""
         finish = self._emit(job, token, row, texts)
         if finish is not None:
             return finish
         if constraint.forced and texts:
-            # An event of its own: the reader may count the tokens before it differently.
+            # A separate event, because the reader may count tokens before the forced ones
+            # differently.
             self.jobs.events.append(_joined(texts))
             texts.clear()
         while constraint.forced and finish is None:
@@ -249,8 +255,8 @@ class OutputProcessor:
         return finish
 
     def _count_drafts(self, job: RunningRequest, n_drafted: int, accepted: int) -> None:
-        """The KV of a drafted token that ended the answer is right too; what lies behind it is
-        not."""
+        """Count accepted and rejected draft tokens, and truncate the KV after the accepted ones. An
+        accepted token that ended the answer has valid KV."""
         rejected = n_drafted - accepted
         job.accepted_drafts += accepted
         job.rejected_drafts += rejected
@@ -262,7 +268,7 @@ class OutputProcessor:
     def _chosen(
         self, job: RunningRequest, result: StepResult, index: int, n_drafted: int
     ) -> list[int]:
-        """The tokens of a job's chunk where nobody need look at its rows here, else none."""
+        """The tokens of a request's chunk if they need no logits here, else an empty list."""
         token = None
         if self._samples and not n_drafted:
             token = result.sampled(index)
@@ -278,8 +284,8 @@ class OutputProcessor:
     def _emit(
         self, job: RunningRequest, token: int, row: Row | None, texts: list[Text] | None
     ) -> FinishReason | None:
-        """Append one chosen token, and its text to `texts` (None: later); the reason if it ends the
-        request."""
+        """Append one chosen token, and its text to `texts` (None: decode the text later). Returns
+        the reason if it ends the request."""
         if job.first_token_s is None:
             job.first_token_s = now = self.jobs.clock()
             job.prefill_s = now - (job.admitted_s or now)
@@ -292,7 +298,7 @@ class OutputProcessor:
     def _append(
         self, job: RunningRequest, token: int, row: Row | None, texts: list[Text] | None
     ) -> FinishReason | None:
-        """The same of a token that is not an end by itself."""
+        """Append a token that is no end token. Otherwise like `_emit`."""
         self.jobs.metrics.generated_tokens += 1
         job.tokens.append(token)
         constraint = job.sampler.constraint
@@ -312,7 +318,7 @@ class OutputProcessor:
     def _logprobs(
         self, job: RunningRequest, token: int, row: Row | None
     ) -> tuple[TokenLogprob, ...]:
-        """Those that were asked for."""
+        """The requested log-probabilities of a token."""
         asked = job.request.generation
         if asked.logprobs is None or row is None:
             return ()
@@ -325,8 +331,8 @@ class OutputProcessor:
 
 
 def _joined(texts: list[Text]) -> Text:
-    """One event for all a step said to one request: clients are woken once per step, not once per
-    token."""
+    """Join all texts of a step for one request into one event, so that clients wake once per step
+    and not once per token."""
     return Text(
         texts[0].id,
         "".join(t.text for t in texts),

@@ -1,5 +1,5 @@
-"""One request while the engine works on it: its tokens, its place in the KV cache, its text (no
-half character, no half stop string is shown), its clock."""
+"""One request while the engine works on it: its tokens, its place in the KV cache, its text
+(without partial characters or partial stop strings) and its times."""
 
 from __future__ import annotations
 
@@ -27,28 +27,32 @@ if TYPE_CHECKING:
     from localllm.engine.tokens import Placed, Tokens
     from localllm_backends.contract import Backend
 
-# Of its sampling; its seed and biases are its client's business.
+# Sampling parameters in the overview. The seed and biases are private to the client.
 _REPORTED = [name for name, allowed in SAMPLING_RANGES.items() if allowed.reported]
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not
-    admitted).
+    """State of one request. `tokens` = prompt + generated; the first `n_kv` of them have KV in
+    `sequence` (None while not admitted).
 
-    `draft` is verified by the next step;
-    `draft_from` holds the distributions its tokens were drawn from (None: they are plain guesses).
-    `predicted` is the output its client expects, as tokens. While it waits, `matching` remembers
-    what its prompt was compared with, and while its grammar is compiled (`compilation`), or a state
-    that it needs is being read from disk (`reading`), it can't be admitted. Once it is, its cached
-    prefix comes back by `restoring`, and until then it is in no step but to compute a `gap` in it.
-    A running job whose tool call needs a grammar is in no step until `compilation` is done;
-    `expected` is that of its first call, started when it came.
-    `known` is how far its prompt followed any known line.
-    `admissions` counts how often it went on to running: a parked job does so again, and
-    `parked_tokens` of it were computed by then.
-    `images` are those of its prompt, in order.
-    `number` is its own in this process."""
+    - `draft`: tokens that the next step verifies.
+    - `draft_from`: the distributions that the draft was drawn from (None: guesses without a
+      distribution).
+    - `predicted`: the output that the client expects, as tokens.
+    - `matching`: state of comparing the prompt with the cache, kept while the request waits.
+    - `compilation`: a grammar being compiled. Until it is done, the request can't be admitted, and
+      a running one whose tool call needs it is in no step.
+    - `expected`: compilation of the first tool call's grammar, started at submission.
+    - `reading`: a state being read from disk, without which the request can't be admitted.
+    - `restoring`: import of the cached prefix after admission. Until it ends, the request is only
+      in steps that compute a `gap` in the prefix.
+    - `known`: length of the longest known prefix of its prompt.
+    - `admissions`: how often it started running; a parked request starts again.
+    - `parked_tokens`: tokens that were computed when it was parked.
+    - `images`: the images of its prompt, in order.
+    - `number`: unique in this process.
+    """
 
     request: Request
     tokens: list[int]
@@ -90,22 +94,22 @@ class RunningRequest:
 
     @property
     def arrived_s(self) -> float:
-        """When it came, as far as its place among others is concerned."""
+        """Its arrival time for the queue order, adjusted by priority."""
         return arrival(self.submitted_s, self.request.generation.priority)
 
     @property
     def sharer(self) -> Sharer:
-        """Who asks, and with which request of several choices."""
+        """Its tenant, and the request with several choices that it belongs to."""
         return self.request.generation.tenant, self.request.generation.choices_of
 
     @property
     def shares(self) -> bool:
-        """True if its KV may come from others and go to others: from the prefix cache, a neighbour,
-        and back."""
+        """True if its KV may be shared: taken from the prefix cache or another request, and given
+        to them."""
         return self.request.generation.cache_prompt
 
     def line(self, start: int = 0, stop: int | None = None) -> Tokens:
-        """Its tokens [start, stop) as the cache knows them."""
+        """Its tokens [start, stop) as the cache stores them."""
         return salted(self.tokens[start:stop], self.request.generation.salt, start)
 
     @property
@@ -114,20 +118,20 @@ class RunningRequest:
         return len(self.tokens) - self.n_prompt
 
     def ends_with(self, token: int, eog: frozenset[int]) -> bool:
-        """True if `token` ends the answer: the model's own end (`eog`), or one that its client
-        named."""
+        """True if `token` ends the answer: an end token of the model (`eog`), or one that the
+        client named."""
         generation = self.request.generation
         ends = (token in eog and not generation.ignore_eos) or token in generation.stop_token_ids
         return ends and self.n_generated >= generation.min_tokens
 
     @property
     def pending(self) -> int:
-        """Tokens known but without KV: 1 while decoding, more while prefilling."""
+        """Tokens without KV: 1 while decoding, more while prefilling."""
         return len(self.tokens) - self.n_kv
 
     @property
     def to_compute(self) -> int:
-        """Tokens known but without KV that no cache is about to bring."""
+        """Tokens without KV that will not be imported from a cache."""
         coming = 0
         if self.restoring is not None:
             coming = self.restoring.in_place + self.restoring.plan.saved
@@ -140,25 +144,26 @@ class RunningRequest:
 
     @property
     def decodes_plainly(self) -> bool:
-        """True where its next step is its newest token and nothing else."""
+        """True if its next step contains only its newest token."""
         n = len(self.tokens)
         return n - self.n_kv == 1 and n > self.n_prompt and not self.draft
 
     @property
     def drafts(self) -> bool:
-        """May guesses stand in its steps? They change how many rows a step has, and so the last
-        bits of what is told: not where somebody wants the same again."""
+        """True if its steps may contain drafts. Drafts change the number of rows of a step, and so
+        the last bits of log-probabilities. Requests that need exact repeats therefore get no
+        drafts."""
         is_exact = self.request.generation.logprobs is not None and not self.shares
         return self.request.draft != "off" and not is_exact
 
     @property
     def running(self) -> bool:
-        """True once all of its prefix that can be had is there: it prefills or decodes."""
+        """True after its available prefix was restored: the request prefills or decodes."""
         return self.sequence is not None and self.restoring is None
 
     @property
     def gap(self) -> int | None:
-        """Where a gap in its cached prefix ends that must be computed before more of it can be
+        """The end of a gap in its cached prefix, which must be computed before more can be
         imported."""
         if self.restoring is not None:
             return self.restoring.computes_to
@@ -166,14 +171,14 @@ class RunningRequest:
 
     @property
     def steppable(self) -> bool:
-        """True if it may be in the next step: it runs, or has a gap to compute, and waits for no
+        """True if it may be in the next step: it runs or has a gap to compute, and waits for no
         grammar."""
         return self.compilation is None and (self.running or self.gap is not None)
 
     @property
     def until_checkpoint(self) -> int:
-        """Tokens that may be prefilled before the next checkpoint must be taken, or the next cached
-        part be imported."""
+        """Tokens that may be prefilled before the next checkpoint must be taken, an image starts,
+        or the next cached part is imported."""
         borders = [i.start for i in self.images]
         ahead = [
             c - self.n_kv for c in (*self.checkpoints, *borders, self.gap or 0) if c > self.n_kv
@@ -182,11 +187,11 @@ class RunningRequest:
 
     @property
     def image(self) -> Placed | None:
-        """The image whose tokens come next in its prompt, or None where text does."""
+        """The image whose tokens come next in its prompt; None if text comes next."""
         return next((i for i in self.images if i.start <= self.n_kv < i.stop), None)
 
     def overview(self, state: str) -> dict[str, Any]:
-        """What it is and how far it is as plain values, without a word of its prompt."""
+        """Its parameters and progress as plain values, without any text of its prompt."""
         sampling = self.request.generation.sampling
         return {
             "number": self.number,
@@ -228,8 +233,8 @@ def running_request(
     backend: Backend,
     submitted_s: float,
 ) -> RunningRequest:
-    """`request` as the engine works on it. Agents ask for 32,000 tokens whatever the context, and
-    get what there is."""
+    """The engine's state for a new `request`. Agents request 32,000 tokens whatever the context is;
+    they get the room that is left."""
     generation = request.generation
     room = backend.info.n_ctx - len(prompt)
 
@@ -278,15 +283,15 @@ def running_request(
 
 
 def _put_tokens(backend: Backend, text: str) -> list[int]:
-    """The tokens of a text that is put into an answer."""
+    """The tokens of a text that is inserted into an answer."""
     return tokens_within(backend, text.encode(), special=True) or backend.tokenize(text)
 
 
 class TextStream:
-    """Decodes one request's tokens and watches for its stop strings.
+    """Decodes the tokens of one request and finds its stop strings.
 
-    Text that could still become a stop string is held back; `flush` releases it at the end. Control
-    tokens have no text; to a stop string they are what `spell` makes of them.
+    Text that may become a stop string is held back; `flush` releases it at the end. Control tokens
+    are not shown, but stop strings can match their text from `spell`.
     """
 
     def __init__(
@@ -300,15 +305,18 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = _stop_pattern(stops)
         self._held = ""
-        self._shown: list[bool] = []  # of each held letter
+        self._shown: list[bool] = []  # for each held character
         self.stopped_by: str | None = None
-        # what it says may end the answer
+        # True if a text may end the answer
         self.watches = self._stop is not None
 
     def push(self, token: int, constraint: AnswerConstraint | None = None) -> str:
-        """Text that `token` makes safe to show; sets `stopped_by` when a stop string is
-        complete. The `constraint` of its answer, which has accepted it, may say that no stop string
-        counts here and that control tokens are shown."""
+        """Add `token` and return the text that can be shown now. Sets `stopped_by` when a stop
+        string is complete.
+
+        The answer's `constraint` has already accepted the token. It may turn off stop strings here,
+        or have control tokens shown.
+        """
         data = self._token_bytes(token)
         if constraint is not None and constraint.spelled:
             data = self._spell(token)
@@ -319,7 +327,7 @@ class TextStream:
         return self._release(self._decoder.decode(data))
 
     def flush(self) -> str:
-        """What was held back, when no more tokens come: whole letters, for half of one is none."""
+        """Return the held text at the end of the answer. An incomplete character is dropped."""
         if self.stopped_by is not None:
             return ""
         return self._take(len(self._held))
@@ -337,7 +345,7 @@ class TextStream:
         return self._take(len(self._held) if found is None else found.start())
 
     def _take(self, n: int) -> str:
-        """The first `n` held letters that are to be shown."""
+        """Remove the first `n` held characters, and return those to be shown."""
         out = "".join(itertools.compress(self._held[:n], self._shown))
         self._held = self._held[n:]
         self._shown = self._shown[n:]
@@ -345,32 +353,33 @@ class TextStream:
 
 
 def _stop_pattern(stops: Sequence[str]) -> Any:
-    """Finds the first stop string, or else where the text's end begins one; None for none."""
+    """A pattern that finds the first stop string, or the start of one at the end of the text; None
+    without stop strings."""
     if not any(stops):
         return None
-    import regex  # the one that finds beginnings; most requests have no stop strings
+    import regex  # it supports partial matches; most requests have no stop strings
 
     return regex.compile("|".join(regex.escape(stop) for stop in sorted(stops) if stop))
 
 
 class LoopGuard:
-    """Says when an answer has become periodic: its last tokens are one pattern of min_pattern_size
-    to max_pattern_size tokens, min_count times in a row (vLLM's `repetition_detection`). Tokens of
-    the prompt do not count."""
+    """Detects a periodic answer: its last tokens repeat one pattern of min_pattern_size to
+    max_pattern_size tokens min_count times in a row (vLLM's `repetition_detection`). Tokens of the
+    prompt do not count."""
 
     def __init__(self, limits: LoopLimits) -> None:
         self._most = limits.max_pattern_size
         sizes = np.arange(1, self._most + 1)
-        # For each size, how many tokens in a row equal the one that many before them; and how many
-        # are a loop.
+        # For each pattern size: how many tokens in a row equal the token that many positions
+        # before, and how many make a loop.
         self._runs = np.zeros(self._most, dtype=np.int64)
         self._needed = sizes * (limits.min_count - 1)
         self._needed[: limits.min_pattern_size - 1] = np.iinfo(np.int64).max
-        # The tokens before, the newest first.
+        # The previous tokens, newest first.
         self._before = np.full(self._most, -1, dtype=np.int64)
 
     def loops(self, token: int) -> bool:
-        """Take the answer's next token; True when it completes a loop."""
+        """Add the answer's next token. Returns True if it completes a loop."""
         self._runs += 1
         self._runs[self._before != token] = 0
         self._before[1:] = self._before[:-1].copy()

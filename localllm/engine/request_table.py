@@ -1,5 +1,5 @@
-"""Every request in the engine's hands: who waits, who runs, what is to be said of them, and the one
-way out for each."""
+"""All requests in the engine: the waiting and running ones, their pending events, and the only way
+to remove a request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _PREFILL_EVENT_S = 0.25
 
 @dataclass
 class RequestTable:
-    """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet.
-    `shares`: who of those that ask has had how much."""
+    """Requests by id: `waiting` in order of arrival, `running` in order of admission. `events` are
+    not sent yet. `shares` counts the tokens computed for each tenant."""
 
     pool: SequencePool
     speculator: Speculator
@@ -42,24 +42,24 @@ class RequestTable:
         return bool(self.waiting or self.running)
 
     def find(self, request_id: str) -> RunningRequest | None:
-        """The job of that id, waiting or running."""
+        """The request with that id, waiting or running."""
         return self.waiting.get(request_id) or self.running.get(request_id)
 
     @property
     def decoding(self) -> bool:
-        """True while somebody's answer is being written."""
+        """True while any request is past its prefill."""
         return any(not job.prefilling for job in self.running.values())
 
     @property
     def compiling_alone(self) -> bool:
-        """True while there is nothing to do but to wait for somebody's grammar."""
+        """True if the only work is to wait for a grammar."""
         if any(job.compilation is None for job in self.running.values()):
             return False
         jobs = (*self.running.values(), *self.waiting.values())
         return any(job.compilation is not None for job in jobs)
 
     def want(self, job: RunningRequest, now_s: float) -> Want:
-        """What a job asks of the next step."""
+        """What a request can use in the next step."""
         prefill = 0
         decode = 0
         if job.prefilling:
@@ -71,8 +71,8 @@ class RequestTable:
         )
 
     def overview(self) -> list[dict[str, Any]]:
-        """Every job as plain values, without a word of its prompt: those that run in order of
-        admission, then those that wait."""
+        """Every request as plain values, without any text of its prompt: running requests in order
+        of admission, then the waiting ones."""
         return [
             job.overview(
                 "waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode"
@@ -81,18 +81,18 @@ class RequestTable:
         ]
 
     def enter(self, job: RunningRequest) -> None:
-        """A request joins those that wait."""
+        """Add a request to the waiting ones."""
         self.waiting[job.id] = job
         self.shares.arrive(job.sharer)
         self.metrics.requests += 1
 
     def queued(self, job: RunningRequest) -> Queued:
-        """What says that it waits, and behind how many."""
+        """The event that a request is waiting, with the number of requests ahead of it."""
         return Queued(job.id, len(self.waiting) - 1 + len(self.running))
 
     def take_compiled(self) -> None:
-        """Those whose grammar is compiled go on. One that can't be enforced ends its request; if
-        it is a tool call's, the call is made without it."""
+        """Continue requests whose grammar is compiled. If a grammar can't be enforced, its request
+        fails; a tool call is then made without its grammar instead."""
         for job in [*self.waiting.values(), *self.running.values()]:
             compilation = job.compilation
             if compilation is None or not compilation.done:
@@ -112,15 +112,15 @@ class RequestTable:
                 self.events.append(self.queued(job))
 
     def drain(self) -> list[Event]:
-        """What happened since the last call."""
+        """Return the pending events and clear them."""
         events = self.events
         self.events = []
         return events
 
     def detach(self, job: RunningRequest, *, keep: bool) -> int | None:
-        """Take a job out of everybody's hands; returns its sequence, which is the caller's now, and
-        whose tokens are counted by `n_kv` from here on. `keep`: the caller has a use for them, so
-        that all that are computed must be among them."""
+        """Remove a request from all tables. Returns its sequence, which the caller then owns;
+        `n_kv` counts its tokens. `keep`: the caller will use the sequence, so it must contain all
+        computed tokens."""
         self.waiting.pop(job.id, None)
         self.running.pop(job.id, None)
         self._progress_s.pop(job.id, None)
@@ -142,8 +142,8 @@ class RequestTable:
     def finish(
         self, job: RunningRequest, reason: FinishReason, failure: Failure | None = None
     ) -> None:
-        """It ended well, or its client left, or it can't go on: its KV stays for others if it
-        shares."""
+        """End a request that completed, was cancelled or can't continue. Its KV is kept for others
+        if it shares."""
         rest = job.text.flush() if reason != "cancelled" else ""
         if rest:
             self.events.append(Text(job.id, rest))
@@ -154,7 +154,7 @@ class RequestTable:
         self.events.append(end if failure is None else failure)
 
     def release(self, job: RunningRequest, *, keep: bool) -> None:
-        """Take it out; its sequence goes back to the pool, which may `keep` it for others."""
+        """Remove a request and return its sequence to the pool, which may `keep` it for others."""
         sequence = self.detach(job, keep=keep)
         if sequence is None:
             return
@@ -165,7 +165,8 @@ class RequestTable:
         self.pool.release(sequence, held, keep=keep)
 
     def _held_tokens(self, job: RunningRequest, sequence: int) -> Tokens:
-        """What `sequence`, which was the job's, holds, without half an image at its end."""
+        """The tokens in `sequence`, which belonged to the request. A partial image at the end is
+        removed."""
         n = image_boundary(job.tokens, job.n_kv)
         if n < job.n_kv:
             try:
@@ -175,8 +176,8 @@ class RequestTable:
         return job.line(0, n)
 
     def park(self, job: RunningRequest) -> None:
-        """Take a running job out of the context, to wait for its turn again; what it has read stays
-        in the cache."""
+        """Take a running request out of the context to wait again. Its computed KV stays in the
+        cache."""
         sequence = self.detach(job, keep=job.shares)
         assert sequence is not None
         held = self._held_tokens(job, sequence)
@@ -191,7 +192,7 @@ class RequestTable:
         self.metrics.parked += 1
 
     def fail(self, job: RunningRequest, failure: Failure) -> None:
-        """It ended badly: its KV is nobody's any more."""
+        """End a request with a failure, and discard its KV."""
         self.release(job, keep=False)
         self.events.append(failure)
 
@@ -203,7 +204,7 @@ class RequestTable:
                 self.finish(job, "length")
 
     def progress(self, job: RunningRequest, n_kv: int) -> None:
-        """Say now and then how much of its prompt is read."""
+        """Report from time to time how much of its prompt is read."""
         now = self.clock()
         if now - self._progress_s.get(job.id, 0.0) >= _PREFILL_EVENT_S:
             self._progress_s[job.id] = now

@@ -1,9 +1,9 @@
-"""Prompts with images on their way into the engine: files decoded and laid out as tokens, and
-encoded into embeddings.
+"""Prepares prompts with images: decodes the files, lays them out as tokens, and encodes them into
+embeddings.
 
-Both happen beside the engine's thread. An image whose KV is known already is never encoded; one
-that must be, once, while the text before it is read, and its embeddings are kept, in memory and on
-disk, for the line that has lost its KV.
+Both run outside the engine's thread. An image whose KV is cached is never encoded. Other images are
+encoded once, while the text before them is read. Their embeddings are kept in memory and on disk,
+in case the KV is evicted.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from localllm_backends.contract import Backend, BackendFailure, ImagePixels, Ima
 from localllm_backends.control_text import control_texts
 
 Embeddings = NDArray[np.float32]
-# Pixels are kept for the encoder, which comes soon: after that a file that is seen again is known
-# by its size and hash.
+# Pixels are kept only for the encoder, which runs soon. Later the file is recognised by its size
+# and hash.
 _PIXELS_BYTES = 128 * 10**6
 _EMBEDDINGS_BYTES = 256 * 10**6
 _FOLDER_BYTES = 2 * 10**9
@@ -43,7 +43,7 @@ MOST_IMAGES = 64
 
 
 class ImageReader:
-    """Makes prompts of text and image files into tokens. Belongs to one thread."""
+    """Turns prompts of text and image files into tokens. Must be used by one thread."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -52,8 +52,8 @@ class ImageReader:
     def read(
         self, prompt: str, images: dict[str, str], *, add_bos: bool, salt: str = ""
     ) -> tuple[list[int], tuple[Placed, ...]]:
-        """The prompt's tokens, and where its images are. `images`: files in base64, each by its
-        mark. Raises BackendFailure."""
+        """The prompt's tokens and the positions of its images. `images`: files in base64, by mark.
+        Raises BackendFailure."""
         parts = split(prompt, images)
         if sum(image for _, image in parts) > MOST_IMAGES:
             raise ImageError(f"a prompt may have {MOST_IMAGES} images at most")
@@ -76,9 +76,11 @@ class ImageReader:
 
 
 class Encoder:
-    """Encodes what the engine asks for, one image at a time, in a thread of its own, and sets `news`
-    with each; `folder` keeps what came of it (None: nowhere). Its methods belong to the engine's
-    thread."""
+    """Encodes requested images, one at a time, in its own thread. Sets `news` after each.
+
+    `folder` stores the embeddings (None: memory only). Methods must be called from the engine's
+    thread.
+    """
 
     def __init__(self, backend: Backend, news: threading.Event, folder: Path | None) -> None:
         self.backend = backend
@@ -87,11 +89,11 @@ class Encoder:
         self.encodes = self.from_disk = 0
         self.encode_s = 0.0
         self._thread = ThreadPoolExecutor(1, "images")
-        # By the image's key, those used last at the end.
+        # By the image's key, most recently used last.
         self._found: OrderedDict[bytes, Future[Embeddings]] = OrderedDict()
 
     def want(self, run: ImageRun) -> None:
-        """Have it encoded soon, unless it is or will be."""
+        """Start encoding an image, unless that was done already."""
         if run.key not in self._found:
             encoding = self._found[run.key] = self._thread.submit(self._encode, run)
             encoding.add_done_callback(self._encoded)
@@ -100,15 +102,15 @@ class Encoder:
         self._news.set()
 
     def embeddings(self, run: ImageRun) -> Embeddings | None:
-        """What the image came to; None while it is being encoded. Raises BackendFailure where it
-        can't be."""
+        """The embeddings of an image; None while it is being encoded. Raises BackendFailure if
+        encoding failed."""
         self.want(run)
         future = self._found[run.key]
         if not future.done():
             return None
         error = future.exception()
         if error is not None:
-            # Asked for again, it is tried again.
+            # The next request tries again.
             del self._found[run.key]
             raise BackendFailure(str(error) or type(error).__name__)
         self._found.move_to_end(run.key)
@@ -124,11 +126,11 @@ class Encoder:
         }
 
     def close(self) -> None:
-        """Let the encode that runs come to its end."""
+        """Wait for the current encode, and stop."""
         self._thread.shutdown(cancel_futures=True)
 
     def _held_bytes(self) -> dict[bytes, int]:
-        """What is in memory, unused the longest first."""
+        """Bytes of the embeddings in memory, least recently used first."""
         done = [(key, f) for key, f in self._found.items() if f.done() and not f.exception()]
         return {key: future.result().nbytes for key, future in done}
 
@@ -182,11 +184,11 @@ class Encoder:
             part.write_bytes(body + hashlib.sha256(body).digest())
             part.replace(file)
             self._make_room()
-        except OSError:  # a full or read-only disk: it is encoded again another time
+        except OSError:  # a full or read-only disk: the image is encoded again next time
             pass
 
     def _make_room(self) -> None:
-        """The longest unused files go where there are too many bytes of them."""
+        """Delete the least recently used files if the folder is too large."""
         assert self._folder is not None
         files = [
             StoredFile(f.stat().st_mtime_ns, f.stat().st_size, f)
@@ -199,15 +201,15 @@ class Encoder:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_BYTES = 20 * 10**6
-# 40 megapixels are 120 MB decoded, and as much again while Pillow turns them.
+# 40 megapixels take 120 MB decoded, and the same again while Pillow rotates them.
 MOST_PIXELS = 40 * 10**6
 MOST_SIDE = 16_384
-# Nothing is seen in a picture of fewer pixels, and projectors divide by its sides.
+# A smaller picture is empty, and projectors divide by its sides.
 _LEAST_SIDE = 1
 
 
 class ImageError(BackendFailure):
-    """The image can't be read; the message says why, to whoever sent it."""
+    """The image can't be read; the message tells its sender why."""
 
 
 def from_base64(text: str) -> bytes:
@@ -218,7 +220,7 @@ def from_base64(text: str) -> bytes:
 
 
 def decode(data: bytes) -> ImagePixels:
-    """The first frame, turned as its camera was held, on white where it is transparent. Raises
+    """The first frame, rotated by its EXIF orientation, with transparent parts on white. Raises
     ImageError."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -231,7 +233,7 @@ def decode(data: bytes) -> ImagePixels:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Only these decoders are asked: no other format's code sees the bytes.
+            # Only these decoders are tried, so no other format's code reads the bytes.
             with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
                 _check_size(*opened.size)
                 return _pixels(opened)
@@ -246,7 +248,7 @@ def decode(data: bytes) -> ImagePixels:
         raise ImageError(f"the image is too large: {MOST_PIXELS} pixels at most are read") from e
     except MemoryError as e:
         raise ImageError("there is not enough memory for this image") from e
-    except Exception as e:  # Pillow's decoders raise whatever a damaged file leads them to
+    except Exception as e:  # Pillow's decoders raise any exception for damaged files
         raise ImageError(f"the image is damaged: {type(e).__name__}: {str(e)[:120]}") from e
 
 
@@ -267,7 +269,7 @@ def _pixels(opened: Any) -> ImagePixels:
     opened.load()
     picture = ImageOps.exif_transpose(opened)
     if picture.mode.startswith("I;16") or picture.mode in ("I", "F"):
-        # 16 bits a channel: Pillow's own conversion cuts off what is above 255.
+        # 16 bits per channel: Pillow's own conversion would clip values above 255.
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
@@ -279,18 +281,20 @@ def _pixels(opened: Any) -> ImagePixels:
     return ImagePixels(picture.width, picture.height, data, key.digest())
 
 
-# So many images of a prompt are encoded ahead of their turn, the one that is due included.
+# This many images of a prompt are encoded ahead, including the one that is due.
 _AHEAD = 2
 
 
 @dataclass
 class ImageSteps:
-    """Plans the steps that read images, each in a step of its own: a batch has tokens or
-    embeddings, not both.
+    """Plans the steps that read images. Each image gets its own steps, because a batch has either
+    tokens or embeddings.
 
-    `indivisible`: the tokens of an image can't be parted. `waiting`: somebody could go on if only
-    an image were encoded. `failed`: whose image could not be, and why. `chosen`: the embeddings of
-    the image that was planned last."""
+    - `indivisible`: the tokens of an image must be read in one step.
+    - `waiting`: a request could continue after an image is encoded.
+    - `failed`: requests whose image could not be encoded, and the reasons.
+    - `chosen`: the embeddings of the image that was planned last.
+    """
 
     encoder: Encoder
     indivisible: bool
@@ -300,7 +304,7 @@ class ImageSteps:
     _last: bool = False
 
     def unreadable(self, images: Sequence[Placed], n_batch: int) -> str:
-        """Why these can't be read, "" if they can."""
+        """The reason why the images can't be read; "" if they can."""
         largest = max((i.run.n_tokens for i in images), default=0)
         if self.indivisible and largest > n_batch:
             return (
@@ -310,8 +314,8 @@ class ImageSteps:
         return ""
 
     def _embeddings(self, job: RunningRequest) -> Embeddings | None:
-        """Those of the image that it reads next; None where it reads text, or they are not made yet
-        or can't be."""
+        """The embeddings of the image that the request reads next. None if it reads text, or if
+        they are not ready or failed."""
         if job.image is None:
             return None
         try:
@@ -323,7 +327,7 @@ class ImageSteps:
         return found
 
     def plan(self, ready: Sequence[RunningRequest], most: int) -> Grant | None:
-        """The image to read in this step, at most `most` tokens of it; None where text is read."""
+        """The image to read in this step, at most `most` of its tokens; None if text is read."""
         due: dict[str, tuple[RunningRequest, Embeddings]] = {}
         self.waiting = False
         self.failed = []
@@ -346,8 +350,8 @@ class ImageSteps:
 
 
 def image_steps(backend: Backend, news: threading.Event, kept: str | None) -> ImageSteps | None:
-    """What plans the images of this backend, whose embeddings are kept under `kept` (None: in
-    memory only); None where it sees none."""
+    """The image planner for this backend; None without vision. Embeddings are stored under `kept`
+    (None: in memory only)."""
     folder = Path(kept) / "images" if kept is not None else None
     able = backend.capabilities
     if able.vision:
