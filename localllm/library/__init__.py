@@ -1,2 +1,2 @@
-"""What is on this disk: resolve a MODEL reference to files, download, adopt what other apps hold,
+"""Models on this disk: resolve a MODEL reference to files, download, adopt other apps' files,
 remove."""

@@ -1,7 +1,6 @@
-"""Where each application keeps its models on this disk: folders only, nothing is opened that isn't
-a pointer to one.
+"""The folders in which each application keeps its models on this disk.
 
-Sources of the layouts:
+Only pointer files, which name such a folder, are opened here. Sources of the layouts:
   hub cache    https://huggingface.co/docs/huggingface_hub/guides/manage-cache and
                …/package_reference/environment_variables
   LM Studio    https://lmstudio.ai/docs/basics/import-model (models/publisher/model/file);
@@ -22,11 +21,11 @@ from pathlib import Path
 
 from localllm import json_store, paths
 
-# Where Ollama's Linux service (its own user's home) keeps its models.
+# The model folder of Ollama's Linux service, in the home of the service's user.
 SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
 
 
-# Ollama's, the newer first: what both name, the newer one says.
+# Ollama's manifest folders, newest layout first. The newer folder wins if both hold a name.
 MANIFESTS = ("manifests-v2", "manifests")
 
 
@@ -38,8 +37,10 @@ def _env_path(name: str) -> Path | None:
 
 
 def hub_cache() -> Path:
-    """The hub's cache, by huggingface-hub's own rules (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME),
-    without importing it."""
+    """The hub's cache folder, found as huggingface-hub does but without importing it.
+
+    Reads HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME and XDG_CACHE_HOME.
+    """
     chosen = _env_path("HF_HUB_CACHE") or _env_path("HUGGINGFACE_HUB_CACHE")
     if chosen is not None:
         return chosen
@@ -62,8 +63,8 @@ def lmstudio() -> list[Path]:
 
 
 def ollama() -> list[Path]:
-    """Ollama's stores (folders with manifests/ and blobs/): the user's, and that of the Linux
-    service."""
+    """Ollama's stores, i.e. folders with manifests/ and blobs/: the user's and the Linux
+    service's."""
     candidates = []
     chosen = _env_path("OLLAMA_MODELS")
     if chosen is not None:
@@ -79,7 +80,7 @@ def ollama() -> list[Path]:
 
 
 def llamacpp() -> list[Path]:
-    """llama.cpp's own cache: LLAMA_CACHE, or its place on this system."""
+    """llama.cpp's own cache: LLAMA_CACHE and the default folder of this system."""
     if sys.platform == "darwin":
         default = Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":
@@ -91,17 +92,17 @@ def llamacpp() -> list[Path]:
 
 
 def folders_file() -> Path:
-    """The file that remembers folders adopted by name (`localllm models adopt FOLDER`)."""
+    """The file that lists the adopted folders (`localllm models adopt FOLDER`)."""
     return paths.data_dir() / "folders.json"
 
 
 def folders() -> list[Path]:
-    """Folders adopted by name, those that exist; a damaged list counts as none."""
+    """The adopted folders that exist. A damaged list counts as empty."""
     return _existing(remembered())
 
 
 def remembered() -> list[Path]:
-    """Folders adopted by name, whether or not they exist now (a drive may be unplugged)."""
+    """All adopted folders, including missing ones (a drive may be unplugged)."""
     try:
         listed = json_store.load(folders_file())
     except (OSError, ValueError):
@@ -116,7 +117,7 @@ def remember(listed: list[Path]) -> None:
 
 
 def _existing(candidates: list[Path]) -> list[Path]:
-    """Existing folders, each once. What can't be looked at (another user's) counts as absent."""
+    """The existing folders, each once. Unreadable folders (another user's) count as absent."""
     found: dict[str, Path] = {}
     for folder in candidates:
         try:

@@ -1,5 +1,4 @@
-"""Brings the files of a selection into the hub's cache: checks the space, resumes, verifies, links
-them in."""
+"""Brings the files of a selection into the hub's cache: checks space, resumes, verifies, links."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 CheckKind = Callable[[Path, RepoFile], None]
-# With so much of a file its header's first keys are there.
+# The first keys of a GGUF header are within this many bytes.
 _HEADER_BYTES = 1 << 20
 
 
@@ -38,8 +37,11 @@ def bring(
     patience: Patience,
     check: CheckKind | None,
 ) -> LocalModel:
-    """The model of `selection`, with what was missing of it fetched: `check` looks at what has
-    arrived of a GGUF. Raises DownloadError, and what `check` does."""
+    """Fetch the missing files of `selection` and return the model.
+
+    `check` inspects the first bytes of a GGUF file while it downloads. Raises DownloadError, and
+    any error that `check` raises.
+    """
     cache = app_folders.hub_cache()
     folder = hf_cache.repo_folder(cache, listing.repo)
     files = [*selection.files]
@@ -66,7 +68,8 @@ def bring(
 
 
 def _check_format(config: Path, repo: str) -> None:
-    """Raises DownloadError for weights in another program's format, before they travel."""
+    """Raise DownloadError if the weights are in another program's format, before they are
+    downloaded."""
     from localllm_catalog.from_hf import foreign_format
 
     foreign = foreign_format(json_store.read(config))
@@ -78,8 +81,10 @@ def _check_format(config: Path, repo: str) -> None:
 
 
 def _is_there(folder: Path, listing: Listing, file: RepoFile, meter: DownloadMeter) -> bool:
-    """True for a file of the published content: one that was written to since that was seen last is
-    read."""
+    """True if the file is here with the published content.
+
+    A file that was modified since its last check is read and hashed again.
+    """
     pointer = folder / "snapshots" / listing.commit / file.name
     try:
         named = hf_cache.digest_of(pointer) in (file.digest, "")
@@ -91,7 +96,10 @@ def _is_there(folder: Path, listing: Listing, file: RepoFile, meter: DownloadMet
 def _check_space(
     cache: Path, folder: Path, missing: list[RepoFile], reserve_bytes: int, repo: str
 ) -> None:
-    """Refuse before the first byte what would not fit. Partials count as brought."""
+    """Raise DownloadError before the download if the files do not fit on the disk.
+
+    The bytes of partial downloads count as present.
+    """
     sizes = {folder / "blobs" / file.digest: file.size_bytes for file in missing}
     need = sum(
         n - min(n, hf_cache.size_of(_partial(blob)))
@@ -127,8 +135,10 @@ def _bring_file(
     patience: Patience,
     check: CheckKind | None,
 ) -> None:
-    """One file: its blob (fetched, or checked if another program left it there), then the link in
-    the snapshot."""
+    """Bring one file: its blob, then the link in the snapshot.
+
+    The blob is fetched, or verified if another program left it there.
+    """
     from huggingface_hub.utils import WeakFileLock
 
     blob = folder / "blobs" / file.digest
@@ -148,8 +158,11 @@ def _bring_file(
 
 
 def has_content(path: Path, file: RepoFile, on_bytes: Callable[[int], None]) -> bool:
-    """True if a file has the content that was published: other programs check lengths only, and
-    disks fail. `on_bytes` hears how many bytes each step has read. Raises OSError."""
+    """True if the file has the published content.
+
+    Other programs check only the length, and disks fail. `on_bytes` receives the number of bytes
+    read in each step. Raises OSError.
+    """
     if path.stat().st_size != file.size_bytes:
         return False
     if digests.is_known(path, file.digest):
@@ -172,9 +185,9 @@ def _has_its_content(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
 
 
 def _demote(blob: Path) -> None:
-    """A blob with wrong content becomes a partial if it is only too short, and goes otherwise."""
+    """Turn a blob with wrong content into a partial download. A link is removed instead."""
     if blob.is_symlink():
-        blob.unlink()  # the shared store's file is huggingface-hub's to remove
+        blob.unlink()  # the shared store's file belongs to huggingface-hub
         return
     os.replace(blob, _partial(blob))
 
@@ -209,8 +222,10 @@ def _fetch(
 
 
 def _link(blob: Path, pointer: Path) -> None:
-    """Point the snapshot's name at the blob, as huggingface-hub does: a relative link, or the file
-    itself without links."""
+    """Link the snapshot's name to the blob with a relative link, as huggingface-hub does.
+
+    If the file system has no links, the file itself is moved there.
+    """
     pointer.parent.mkdir(parents=True, exist_ok=True)
     if pointer.is_symlink() or pointer.exists():
         pointer.unlink()
@@ -221,8 +236,10 @@ def _link(blob: Path, pointer: Path) -> None:
 
 
 def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
-    """Let `main` (or the branch asked for) name this commit, so that other tools find it
-    offline."""
+    """Point the ref of `main` (or of the requested branch) at this commit.
+
+    Other tools then find the commit offline.
+    """
     name = revision or "main"
     if name == listing.commit:
         return

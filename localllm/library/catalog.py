@@ -1,5 +1,4 @@
-"""Loads the catalog and reads the headers of model files; the catalog package's errors become
-ours."""
+"""Loads the catalog, reads model file headers, and converts the catalog package's errors."""
 
 from __future__ import annotations
 
@@ -24,11 +23,10 @@ if TYPE_CHECKING:
     from localllm_catalog.gguf import GgufHeader
     from localllm_catalog.types import Model
 
-# Of the user's catalog files the one that `localllm catalog update` writes; its first line says
-# when.
+# The user's catalog file that `localllm catalog update` writes. Its first line has the date.
 UPDATE_FILE = "00-hub-listings.toml"
-# The newest source of the shipped catalog (model_catalog/localllm_catalog/sources.toml), and when
-# to say that it is old.
+# The date of the shipped catalog's newest source (model_catalog/localllm_catalog/sources.toml), and
+# the age in days from which the listings count as old.
 SHIPPED = datetime.date(2026, 11, 21)
 OLD_DAYS = 60
 _DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
@@ -39,7 +37,8 @@ def user_folder() -> Path:
 
 
 def age_days(folder: Path, today: datetime.date | None = None) -> int:
-    """Days since the listings in use were read: the user's update, else those shipped."""
+    """Days since the listings in use were read from the hub: the newer of the user's and the
+    shipped."""
     read = SHIPPED
     try:
         with (folder / UPDATE_FILE).open(encoding="utf-8") as file:
@@ -52,9 +51,9 @@ def age_days(folder: Path, today: datetime.date | None = None) -> int:
 
 
 def load_catalog() -> Catalog:
-    """The shipped models and the user's own; what was parsed is kept in the cache folder.
+    """The shipped models and the user's own. Parsed tables are kept in the cache folder.
 
-    Raises CatalogFileError naming the file, what is wrong in it and what to do.
+    Raises CatalogFileError naming the file, the mistake in it and the remedy.
     """
     from localllm_catalog import catalog
 
@@ -70,8 +69,10 @@ def load_catalog() -> Catalog:
 
 
 def _shipped() -> Documents:
-    """The shipped tables as they were parsed before, for as long as path, size and time of their
-    files are the same: 125 kB read in 1 ms instead of parsed in 25."""
+    """The shipped tables, from the cache if path, size and time of their files are unchanged.
+
+    Reading 125 kB from the cache takes 1 ms, parsing them 25 ms.
+    """
     from localllm_catalog import catalog
 
     files = [(file, file.stat()) for file in catalog.shipped_files()]
@@ -88,7 +89,7 @@ def _shipped() -> Documents:
 def read_header(source: Path | str, open_source: OpenSource | None = None) -> GgufHeader:
     """The header of a GGUF file on this disk, or of one that `open_source` reads.
 
-    Raises ModelFileError saying what is wrong with it.
+    Raises ModelFileError with the reason if the header can't be read.
     """
     from localllm_catalog import gguf
 
@@ -97,7 +98,7 @@ def read_header(source: Path | str, open_source: OpenSource | None = None) -> Gg
 
 
 def readable_header(path: Path) -> GgufHeader | None:
-    """The header of a GGUF file; None where it can't be read (the engine says what is wrong)."""
+    """The header of a GGUF file, or None if it can't be read (the engine reports the reason)."""
     try:
         return read_header(path)
     except ModelFileError:
@@ -107,10 +108,11 @@ def readable_header(path: Path) -> GgufHeader | None:
 def read_model(
     source: Path | str, *, known: Model | None = None, open_source: OpenSource | None = None
 ) -> Model:
-    """The Model that a GGUF file's header or an MLX folder's config describes, with one Variant:
-    these files.
+    """The Model that a GGUF header or an MLX folder's config describes, with these files as its
+    only Variant.
 
-    `known` (the catalog's entry) lends what files cannot say. Raises ModelFileError.
+    `known` (the catalog's entry) supplies the facts that files do not contain. Raises
+    ModelFileError.
     """
     from localllm_catalog import from_gguf
 
@@ -122,9 +124,12 @@ def read_model(
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """Files on this disk, read once: a GGUF file's `header`, and the `model` that header or config
-    describes, with one Variant whose bytes are the files' own. None where they can't be read so:
-    the engine says what is wrong with them."""
+    """Model files on this disk, read once.
+
+    `header` is that of a GGUF file. `model` is described by that header or by a config; its one
+    Variant has the sizes of these files. Both are None if the files can't be read; the engine
+    reports the reason.
+    """
 
     local: LocalModel
     header: GgufHeader | None = None
@@ -132,7 +137,7 @@ class OpenedModel:
 
 
 def open_model(local: LocalModel, catalog: Catalog) -> OpenedModel:
-    """Read what files on this disk say of their model; the catalog lends what they cannot say."""
+    """Read the model's description from files on this disk, completed by the catalog."""
     from localllm_catalog import from_gguf
 
     known = catalog.recognise(local.name, local.path.name)
@@ -156,19 +161,19 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
         files = {
             name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))
         }
-        # A model runs without the one of generation, too.
+        # A model also runs without generation_config.json.
         stated = json_store.read(folder / "generation_config.json")
         return from_hf.model_from_config(config, files, known=known, generation=stated)
 
 
 @contextmanager
 def _as_model_file(source: Path | str) -> Iterator[None]:
-    """What can't be read of `source` is a ModelFileError."""
+    """Convert errors while reading `source` into ModelFileError."""
     try:
         yield
     except (CatalogError, OSError, ValueError) as e:
         name = str(source).rstrip("/").rpartition("/")[2]
-        # Damage is named by whoever finds it; what is left is written otherwise than we read it.
+        # Errors about damage carry their own hint. Any other error means an unknown layout.
         hint = getattr(e, "hint", "") or (
             "take another file of the model: this one is not written as llama.cpp's or MLX's are"
         )

@@ -1,8 +1,7 @@
-"""Updates the catalog from the hub, into a file of the user's catalog: files and exact bytes, and
-new models.
+"""Updates the catalog from the hub: files, exact sizes and new models, in a user catalog file.
 
-The file is laid over the shipped catalog like any other of that folder, and comes first, so what
-the user wrote himself goes over it. Deleting it undoes the update.
+The file overrides the shipped catalog, like any other file of that folder. It is read first, so the
+user's own files override it. Deleting the file undoes the update.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from localllm_catalog.names import Format
 if TYPE_CHECKING:
     from localllm_catalog.types import Model, Variant
 
-# A file further from what its format and the model's shapes say is something else: a draft head, a
-# part, another model.
+# If a file's size differs more than this from the size computed from the model's shapes, it is
+# something else: a draft head, a part, another model.
 _PLAUSIBLE = 0.4
 _LEAST_BITS = 1.0
 _MOST_BITS = 20.0
-# Sizes nearer than this to the old ones are the same file, counted in another way.
+# Sizes that differ by less than this are the same file, counted in another way.
 _SAME = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of one model's files, each a sentence part: "Q4_K_M is there (5.0 GB)"."""
+    """The changes of one model's files, each a sentence part: "Q4_K_M is there (5.0 GB)"."""
 
     model: Model
     lines: tuple[str, ...]
@@ -44,9 +43,12 @@ class Change:
 
 @dataclass
 class Update:
-    """Tables to write, by model (`gguf`, `mlx`, and of a new model all the rest), what changed, and
-    repositories that could not be read with the reason; of these the hub knows nothing of those in
-    `gone`."""
+    """The result of an update.
+
+    `tables` holds the tables to write, by model: `gguf` and `mlx`, and for a new model all other
+    fields. `unread` maps each repository that could not be read to the reason. The hub does not
+    know the repositories in `gone`.
+    """
 
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -55,11 +57,10 @@ class Update:
 
 
 def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Update:
-    """What the hub holds of `models` now. A repository that is gone loses its constructed files and
-    keeps what somebody once saw; one that is closed to us stays as it is; a hub that can't be asked
-    ends it.
+    """Read the current files of `models` from the hub.
 
-    Raises HubUnreachableError.
+    If a repository is gone, its estimated files are dropped and its observed files kept. If access
+    is denied, its files stay as they are. Raises HubUnreachableError if the hub can't be reached.
     """
     found = Update()
     known: dict[str, Listing | None] = {}
@@ -88,10 +89,9 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
 
 
 def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
-    """A model that the catalog does not know, from the header of a GGUF file of `repo`, into
-    `found`.
+    """Add a model that the catalog does not know to `found`, from a GGUF header of `repo`.
 
-    Raises what `list_files` does, and DownloadError where the repository holds no GGUF file with a
+    Raises the errors of `list_files`, and DownloadError if the repository holds no GGUF file with a
     readable header.
     """
     listing = list_files(repo)
@@ -109,8 +109,7 @@ def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
 
 
 def write(update: Update, folder: Path, today: datetime.date | None = None) -> Path:
-    """Write the tables as a file of the user's catalog, whole or not at all; models of an earlier
-    update stay."""
+    """Write the tables atomically as a user catalog file. Models of an earlier update stay."""
     from localllm import paths
 
     paths.private_dir(folder)
@@ -149,7 +148,7 @@ def _toml(value: Any) -> str:
 
 
 def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> Listing | None:
-    if not names.safe_repo(repo):  # a Python package's
+    if not names.safe_repo(repo):  # a Python package
         return None
     try:
         return list_files(repo)
@@ -163,8 +162,10 @@ def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> 
 
 
 def _there(model: Model, form: Format, listing: Listing, sure: str = "") -> list[Variant]:
-    """What one repository holds of this model, of each quant of GGUF the first. `sure`: a file that
-    is of it."""
+    """This model's files in one repository. For GGUF, the first file of each quant.
+
+    `sure` names a file that is known to belong to the model.
+    """
     found = [
         variants.listed(s, listing)
         for s in variants.selections(listing)
@@ -179,14 +180,17 @@ def _there(model: Model, form: Format, listing: Listing, sure: str = "") -> list
 
 
 def _kept(model: Model, form: Format, repo: str, *, is_gone: bool) -> list[Variant]:
-    """What was known of a repository that could not be read, without what was constructed where it
-    `is_gone`."""
+    """The known files of a repository that could not be read.
+
+    Estimated files are left out if the repository `is_gone`.
+    """
     old = [v for v in model.variants if v.repo == repo and v.format == form]
     return [v for v in old if not (v.is_estimate and is_gone)]
 
 
 def _row(variant: Variant) -> dict[str, Any]:
-    """The catalog's table of one variant; what was constructed is constructed again."""
+    """The catalog's table of one variant. Estimated sizes are not written: the catalog estimates
+    anew."""
     row: dict[str, Any] = {"repo": variant.repo}
     size = "bytes" if variant.exact else "about"
     if variant.source == variants.OF_THE_HUB:
@@ -208,8 +212,10 @@ def _row(variant: Variant) -> dict[str, Any]:
 
 
 def is_of(model: Model, selection: variants.Selection) -> bool:
-    """Whether files of this size and quant can be `model`'s, and are no draft head or another model
-    of the repository."""
+    """True if files of this size and quant can be `model`'s.
+
+    False for a draft head or for another model of the repository.
+    """
     from localllm_catalog import quants, shapes
 
     size = selection.weights_bytes
@@ -222,7 +228,7 @@ def is_of(model: Model, selection: variants.Selection) -> bool:
 
 
 def _changes(model: Model, new: Sequence[Variant]) -> list[str]:
-    """What a person wants to know of the difference."""
+    """The differences to show to the user."""
     old = {(v.format, v.repo, v.quant): v for v in model.variants}
     lines = []
     for now in new:
@@ -252,8 +258,7 @@ _HEADER_NAMES = {
 
 
 def table_of(model: Model, repo: str) -> dict[str, Any]:
-    """What the header says of `model`, in the words of a catalog file; what it does not say is left
-    out."""
+    """The catalog table for `model`, from its header. Unknown values are left out."""
     from localllm_catalog.build import row_of
 
     active = model.params_total
@@ -326,7 +331,7 @@ def _sampling(model: Model) -> dict[str, Any]:
 
 
 def summary(model: Model) -> list[str]:
-    """What a person wants to know of a new model, in sentence parts."""
+    """A summary of a new model for the user, in sentence parts."""
     counts = Counter(sorted(layer.kind for layer in model.layers))
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
     lines = [

@@ -1,6 +1,9 @@
-"""From whatever a person calls a model (catalog id, path, repository, address, name on this disk)
-to its description. Only a repository that neither the catalog nor this disk knows is asked of the
-hub: its listing and one header."""
+"""From a user's name for a model to its description.
+
+The name is a catalog id, path, repository, address, or the name of a model on this disk. The hub is
+contacted only for a repository unknown to the catalog and this disk. It then sends the listing and
+one header.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,10 @@ _LARGEST_CONFIG = 4 << 20
 
 
 def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tuple[Model, str]:
-    """The model that is meant, with the files that are meant as its variants, and the quant asked
-    for ("" = any).
+    """The named model, with the matching files as its variants, and the requested quant.
 
-    Raises ModelNotFoundError, also for a quant that is not there, ModelFileError, DownloadError and
-    UsageError.
+    The quant is "" if any will do. Raises ModelNotFoundError (also for a missing quant),
+    ModelFileError, DownloadError and UsageError.
     """
     reference = reference.strip()
     known, quant = catalog_model(reference, catalog)
@@ -74,9 +76,11 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
 
 
 def _of_catalog(asked: names.ModelReference, catalog: Catalog) -> Model | None:
-    """The model with those of its files that the catalog knows in this repository; None where it
-    does not know what is asked for. A model's own repository, which holds its unconverted weights,
-    means all of its files."""
+    """The model with those files that the catalog lists in this repository.
+
+    None if the catalog does not know the requested file or quant. A model's own repository, with
+    its unconverted weights, means all of the model's files.
+    """
     repo = asked.repo.lower()
     if asked.revision:
         return None
@@ -101,8 +105,10 @@ def _is_asked(variant: Variant, asked: names.ModelReference) -> bool:
 
 
 def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
-    """What a repository holds now, with the bytes of its listing; shapes are the catalog's where it
-    recognises the name, else those of a header or a config."""
+    """The current files of a repository, with the sizes of its listing.
+
+    Shapes come from the catalog if it recognises the name, else from a header or a config.
+    """
     listing = hub.list_files(asked.repo, asked.revision)
     there = variants.selections(listing)
     if asked.file or asked.quant:
@@ -111,10 +117,10 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
         )
         there = [s for s in there if s.quant == wanted.quant and (not asked.file or s == wanted)]
     if not there:
-        # says what is wrong with the repository
+        # raises the error that explains why no file is usable
         variants.pick(listing, described=None, choose=None)
     known = catalog.recognise(listing.repo)
-    # Of an unknown model, what the smallest file states: only the header is fetched.
+    # For an unknown model, only the header of the smallest file is fetched.
     if known is not None:
         whole = known
     elif there[0].format.is_folder:

@@ -1,4 +1,4 @@
-"""The sha256 of a model's files, as they were published; and which files were read whole already."""
+"""The published sha256 of a model's files, and the list of files that were already verified."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from localllm.library import store
 from localllm.library.types import LocalModel
 
 _SHA256_DIGITS = 64
-# The oldest are forgotten: a disk holds few models.
+# Older entries are dropped: a disk holds few models.
 _MOST_REMEMBERED = 512
 _lock = threading.Lock()
 
 
 def model_digest(model: LocalModel) -> str:
-    """64 digits: the published sha256 of the model's one file; of several files, the sha256 of the
-    lines `HASH  NAME` that sha256sum prints of them. Of a file that nobody published, which is not
-    read for this, they are those of its name, size and time."""
+    """The model's sha256, 64 hex digits.
+
+    - For one file: its published sha256.
+    - For several files: the sha256 of the lines `HASH  NAME` that sha256sum prints for them.
+    - For a file without a published hash: the sha256 of its name, size and time. Its content is not
+      read.
+    """
     files = model.files or (model.path,)
     digests = [_digest(model, file) for file in files]
     if len(files) == 1:
@@ -41,7 +45,7 @@ def _digest(model: LocalModel, file: Path) -> str:
 
 
 def _key(file: Path) -> str:
-    """What a hash is remembered by: a file that was changed has another. Raises OSError."""
+    """The key under which a hash is kept. It changes if the file is modified. Raises OSError."""
     stat = file.stat()
     return f"{os.path.realpath(file)}|{stat.st_size}|{stat.st_mtime_ns}"
 
@@ -51,13 +55,13 @@ def kept_in() -> Path:
 
 
 def is_known(file: Path, digest: str) -> bool:
-    """Whether `file` had this hash when it was last read, and was not written to since. Raises
+    """True if `file` had this hash when it was last read and was not modified since. Raises
     OSError."""
     return json_store.read(kept_in()).get(_key(file)) == digest
 
 
 def remember(file: Path, digest: str) -> None:
-    """Remember the hash of `file` as it is. Raises OSError."""
+    """Keep the hash of `file` in its current state. Raises OSError."""
     with _lock:
         kept = {**json_store.read(kept_in()), _key(file): digest}
         json_store.keep(kept_in(), dict(list(kept.items())[-_MOST_REMEMBERED:]))

@@ -1,5 +1,5 @@
-"""What the GGUF files on this disk are: by their headers where these can be read, else by their
-places."""
+"""The kind of each GGUF file on this disk: by its header if readable, else by its name and
+place."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ _NAMES = re.compile(r"general\.(?:name|basename)|general\.base_model\.[0-9]+\.(?
 
 
 def is_gguf(name: str) -> bool:
-    """True for a name that ends as GGUF files do, in small letters or capitals, and is no side file
-    of macOS."""
+    """True if the name ends in .gguf (in any case) and is not a macOS side file ("._…")."""
     return name.lower().endswith(".gguf") and not name.rpartition("/")[2].startswith("._")
 
 
 def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
-    """What each of these GGUF files is, by its name in one folder or repository; of a split its
-    first part says it.
+    """The kind of each of these GGUF files, by name within one folder or repository.
 
-    Its header goes before its name, except that a whole model called a draft beside a larger one is
-    there for drafting. Files that can't be looked at are left out.
+    The first part of a split determines the kind of the split. The header takes precedence over the
+    name, with one exception: a complete model named as a draft next to a larger one is a drafter.
+    Unreadable files are left out.
     """
     from localllm_catalog import kinds
 
@@ -53,7 +52,7 @@ def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
 
 
 def of_header(file: Path) -> Kind | None:
-    """What a GGUF file says it is; None where it can't be read as one."""
+    """The kind that a GGUF file's header states, or None if it can't be read as GGUF."""
     from localllm_catalog import kinds
 
     header = _peeked(file)
@@ -63,14 +62,16 @@ def of_header(file: Path) -> Kind | None:
         return None
     metadata, n_tensors = header
     if names.split_of(file.name) is not None:
-        # Its first part may hold no tensors of its own (llama-gguf-split --no-tensor-first-split).
+        # The first part may hold no tensors of its own (llama-gguf-split --no-tensor-first-split).
         n_tensors = 1
     return kinds.of_header(metadata, n_tensors)
 
 
 def _is_pointer(file: Path) -> bool:
-    """True for what Git leaves in a large file's place where LFS did not run (git-lfs,
-    docs/spec.md: below 1,024 bytes)."""
+    """True for the pointer that Git leaves in place of a large file if LFS did not run.
+
+    Source: git-lfs, docs/spec.md (pointers are smaller than 1,024 bytes).
+    """
     try:
         return file.stat().st_size < 1024 and file.read_bytes().startswith(
             b"version https://git-lfs"
@@ -80,8 +81,8 @@ def _is_pointer(file: Path) -> bool:
 
 
 def said_names(file: Path) -> frozenset[str]:
-    """What a file's header calls its model and the models it is made from, for comparing with
-    another file's."""
+    """The names in a file's header for its model and base models, to compare with another
+    file's."""
     header = _peeked(file)
     if header is None:
         return frozenset()
@@ -90,9 +91,11 @@ def said_names(file: Path) -> frozenset[str]:
 
 
 def header_facts(file: Path) -> dict[str, Any]:
-    """What a GGUF file's header, or a checkpoint folder's config.json, says of the model:
-    architecture, parameter_count, embedding_length and context_length, as far as it does. Reads no
-    weights."""
+    """Facts from a GGUF header, or from a checkpoint folder's config.json, without reading weights.
+
+    The keys are architecture, parameter_count, embedding_length and context_length. Unknown values
+    are left out.
+    """
     from localllm_catalog import gguf
 
     if file.is_dir():
@@ -135,8 +138,10 @@ def _peek(file: Path, _size_bytes: int, _changed_ns: int) -> tuple[Mapping[str, 
 
 
 def check_is_model(file: Path) -> None:
-    """Raises ModelFileError, saying what it is and which file would do, for a GGUF file that is no
-    model."""
+    """Raise ModelFileError if a GGUF file is no model.
+
+    The error names the file's kind and a file to use instead.
+    """
     from localllm_catalog import kinds
 
     kind = of_header(file)

@@ -1,5 +1,7 @@
-"""Finds models in a folder: whole GGUFs (splits put together) and MLX folders, by names and sizes,
-opening no weights."""
+"""Finds models in a folder by names and sizes, without opening weights.
+
+Models are complete GGUFs (splits combined) and MLX folders.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,20 @@ from localllm.library.types import LocalModel, Origin
 from localllm_catalog.names import Format
 
 _MAX_FILES = 20_000
-# Folders within folders: deeper than anybody keeps models, and a bound where links make a circle of
-# them.
+# Maximum depth of nested folders. It also ends the search if links form a cycle.
 DEPTH = 16
-# Tokenizers and generators of text; the other folders with safetensors in a hub cache (encoders,
-# diffusion) are not ours.
+# Text generators. The other folders with safetensors in a hub cache (encoders, diffusion models)
+# are not usable here.
 _TEXT_ARCHITECTURES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
-    """Every folder down to `depth` levels with its files, sorted; links to folders and hidden
-    folders are not followed."""
+    """Every folder down to `depth` levels with its sorted files.
+
+    Links to folders and hidden folders are not followed.
+    """
     budget = _MAX_FILES
-    # The nearest first: what lies deep in a large tree costs nothing that lies above it its place.
+    # Breadth first: files deep in a large tree must not use up the budget of those above them.
     pending = deque([(folder, 0)])
     while pending and budget > 0:
         current, level = pending.popleft()
@@ -57,10 +60,11 @@ def files_below(folder: Path, depth: int = DEPTH) -> list[Path]:
 def ggufs(
     files: list[Path], origin: Origin, repo: str = "", root: Path | None = None
 ) -> list[LocalModel]:
-    """The whole GGUF models among `files`: splits count once, and only when every part is there.
+    """The complete GGUF models among `files`. A split counts once, and only if all parts exist.
 
-    `files` are those of one folder, or, with `root`, of all folders of the repository that lies
-    there. Projectors go to the model they belong to; what is no model is named with it.
+    `files` come from one folder or, if `root` is given, from all folders of the repository at
+    `root`. Each projector is attached to its model. Other non-model files become the model's
+    companions.
     """
     named = {_name_below(root, file): file for file in files if is_gguf(file.name)}
     if not named:
@@ -102,7 +106,7 @@ def ggufs(
 
 
 def _name_below(root: Path | None, file: Path) -> str:
-    """The file's name, with its folders below `root` if there is one."""
+    """The file's name, including its folders below `root` if `root` is given."""
     if root is None:
         return file.name
     return str(file.relative_to(root)).replace(os.sep, "/")
@@ -111,8 +115,10 @@ def _name_below(root: Path | None, file: Path) -> str:
 def _own_projector(
     name: str, weights: dict[str, Path], projectors: dict[str, Path], *, one_repo: bool
 ) -> Path | None:
-    """The projector of the model `name`: by the names, else the one whose header names the model or
-    its base."""
+    """The projector of the model `name`, matched by file name.
+
+    If no name matches, the projector whose header names the model or its base is used.
+    """
     from localllm_catalog import kinds
 
     if not projectors:
@@ -130,8 +136,10 @@ def _own_projector(
 def mlx(
     folder: Path, files: list[Path], origin: Origin, name: str, repo: str = ""
 ) -> LocalModel | None:
-    """The MLX (or plain Hugging Face) text model in `folder`, or None: it has a config.json and all
-    its shards."""
+    """The MLX (or plain Hugging Face) text model in `folder`.
+
+    None unless the folder has a config.json and all shards.
+    """
     by_name = {f.name: f for f in files}
     shards = [by_name[name] for name in names.mlx_weights(by_name)]
     size = _total_size(shards)
@@ -163,7 +171,7 @@ def _makes_text(config: dict[str, Any]) -> bool:
 
 
 def _shards_of(index: Path) -> set[str]:
-    """The names of the files that an index of weights names."""
+    """The file names listed in a weights index."""
     weight_map = json_store.read(index).get("weight_map")
     if not isinstance(weight_map, dict):
         return set()
@@ -188,7 +196,7 @@ def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
 
 
 def _total_size(parts: list[Path]) -> int:
-    """Bytes of all parts together; 0 if one is missing (a link to nowhere) or empty."""
+    """Total bytes of all parts, or 0 if a part is missing (a dangling link) or empty."""
     try:
         sizes = [part.stat().st_size for part in parts]
     except OSError:
@@ -201,8 +209,10 @@ def _total_size(parts: list[Path]) -> int:
 def scan(
     folder: Path, origin: Origin = "folder", *, repo_of_folder: bool = False
 ) -> list[LocalModel]:
-    """All models below `folder`. `repo_of_folder`: its layout is publisher/model/files, as on the
-    hub."""
+    """All models below `folder`.
+
+    `repo_of_folder` means the layout is publisher/model/files, as on the hub.
+    """
     found: list[LocalModel] = []
     of_repo: dict[str, list[Path]] = {}
     for current, files in walk(folder, DEPTH):

@@ -1,10 +1,12 @@
-"""The Hugging Face cache folder: whole models, partial downloads, unreferenced blobs, and removing
-them.
+"""The Hugging Face cache folder: complete models, partial downloads, unreferenced blobs, removal.
 
-Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. `blobs/` holds files under
-their hash (sha256, or git's sha1 for small ones), `snapshots/COMMIT/NAME` are links to them,
-`refs/BRANCH` names a commit. Without links (Windows) the file itself lies in the snapshot. Links to
-blobs are followed, links to folders never.
+Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
+- `blobs/` holds files under their hash (sha256, or git's sha1 for small ones).
+- `snapshots/COMMIT/NAME` are links to the blobs.
+- `refs/BRANCH` names a commit.
+
+Without links (Windows), the snapshot holds the file itself. Links to blobs are followed, links to
+folders never.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from localllm.library.types import LocalModel, Origin
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
-# Ours and older huggingface-hub (".incomplete", resumed), huggingface-hub 2.x
-# (".XXXXXXXX.incomplete", never resumed), llama.cpp (".downloadInProgress").
+# Used by localllm and older huggingface-hub (".incomplete", resumed), huggingface-hub 2.x
+# (".XXXXXXXX.incomplete", never resumed), and llama.cpp (".downloadInProgress").
 _PARTIAL = re.compile(
     r"(?P<digest>[0-9a-f]{40}|[0-9a-f]{64})(?:\.[0-9a-f]{8})?\.(?:incomplete|downloadInProgress)"
 )
@@ -46,7 +48,7 @@ def repos(cache: Path) -> Iterator[tuple[str, Path]]:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """Snapshots of a repository: that of `main` first, then other branches', then the rest, newest
+    """Snapshots of a repository: `main` first, then other branches, then the rest by age, newest
     first."""
     try:
         found = [
@@ -74,8 +76,10 @@ def _heads(folder: Path) -> dict[str, str]:
 
 
 def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
-    """Every whole model in the cache. A file that several snapshots hold is listed once, from the
-    newest head."""
+    """Every complete model in the cache.
+
+    A file of several snapshots is listed once, from the first in `snapshots` order.
+    """
     found: list[LocalModel] = []
     for repo, folder in repos(cache):
         seen: set[str] = set()
@@ -89,8 +93,8 @@ def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
 
 
 def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[LocalModel]:
-    """The whole models in one snapshot: GGUFs at any level, or the snapshot itself as an MLX
-    folder."""
+    """The complete models in one snapshot: GGUFs at any level, and the snapshot itself if it is an
+    MLX folder."""
     there = folders.files_below(snapshot)
     at_root = [file for file in there if file.parent == snapshot]
     whole = folders.mlx(snapshot, at_root, origin, repo.partition("/")[2], repo)
@@ -104,8 +108,8 @@ def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[Lo
 
 
 def digest_of(pointer: Path) -> str:
-    """The hash a snapshot's file was published under (the name of its blob), or "" where the cache
-    has no links."""
+    """The published hash of a snapshot's file (its blob's name), or "" if the cache has no
+    links."""
     try:
         name = os.path.basename(os.readlink(pointer))
     except OSError:
@@ -116,12 +120,12 @@ def digest_of(pointer: Path) -> str:
 
 
 def partials(cache: Path) -> list[Path]:
-    """Files that downloads left unfinished."""
+    """The files of unfinished downloads."""
     return list(chain.from_iterable(partials_in(folder) for _, folder in repos(cache)))
 
 
 def unreferenced(cache: Path) -> list[Path]:
-    """Blobs that no snapshot points at, and links that point at nothing."""
+    """Blobs that no snapshot links to, and dangling links."""
     found: list[Path] = []
     for _, folder in repos(cache):
         used: set[str] = set()
@@ -135,11 +139,10 @@ def unreferenced(cache: Path) -> list[Path]:
 
 
 def remove(model: LocalModel) -> int:
-    """Remove one model's files from its repository: its links, and the blobs that nothing else
-    points at.
+    """Remove one model's links, and the blobs that are then unreferenced. Returns the bytes freed.
 
-    Returns the bytes freed. A repository that holds no snapshot file any more goes as a whole.
-    OSError passes through.
+    A repository without any snapshot file or partial download is removed with its folder. Raises
+    OSError.
     """
     folder = _snapshot_of(model.path).parent.parent
     files = [*model.files]
@@ -157,14 +160,14 @@ def remove(model: LocalModel) -> int:
 
 
 def _unlink(file: Path) -> int:
-    """Remove `file`; returns the bytes freed, none for a link."""
+    """Remove `file` and return the bytes freed (0 for a link)."""
     freed = 0 if file.is_symlink() else size_of(file)
     file.unlink(missing_ok=True)
     return freed
 
 
 def _is_last(model: LocalModel, folder: Path) -> bool:
-    """True if no other model of the repository uses the projector too."""
+    """True if no other model of the repository uses the projector."""
     there = chain.from_iterable(models_of(snapshot, model.repo) for snapshot in snapshots(folder))
     return all(other.name == model.name for other in there)
 
@@ -181,7 +184,7 @@ def partials_in(folder: Path) -> list[Path]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file or a link; 0 where it is gone."""
+    """Size of a file or link in bytes, or 0 if it is gone."""
     if path.exists() or path.is_symlink():
         return path.lstat().st_size
     return 0

@@ -1,9 +1,9 @@
-"""Talks to the model hub: what a repository holds, who we are to it, and its errors in our words.
+"""Client of the model hub: repository listings, authentication headers, and error conversion.
 
-Everything a hub answers is untrusted input: names, hashes and sizes are checked before they become
-paths or numbers. Environment, as huggingface-hub documents it: HF_ENDPOINT (a mirror), HF_TOKEN,
-HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT (seconds);
-and HTTP(S)_PROXY, NO_PROXY, SSL_CERT_FILE.
+A hub's answers are untrusted: names, hashes and sizes are checked before use as paths or numbers.
+These variables are read, as huggingface-hub documents them: HF_ENDPOINT (a mirror), HF_TOKEN,
+HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT (seconds).
+HTTP(S)_PROXY, NO_PROXY and SSL_CERT_FILE also apply.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ LATER_HINT = "run the same command again: it goes on where it stopped"
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to keep trying. Seconds throughout; `failures` counts tries in a row that brought
-    nothing (while asking what a repository holds, `listing_failures`: a hub that is down is said to
-    be down soon).
+    """Retry limits and timeouts, in seconds.
 
-    `longest_wait_s` caps our own waits; a Retry-After up to `longest_asked_s` is honoured in full,
-    above it we give up and say so. Below `least_bytes_s` over `slow_window_s` a connection is
-    dropped and made anew. `sleep` is replaced in tests.
+    - `failures`: consecutive tries without progress before a download fails.
+    - `listing_failures`: the same for a listing, so that an outage is reported soon.
+    - `longest_wait_s`: upper limit of our own waits.
+    - `longest_asked_s`: a Retry-After up to this is honoured in full. A longer one is an error.
+    - `least_bytes_s`: a connection slower than this over `slow_window_s` is closed and reopened.
+    - `sleep`: replaced in tests.
     """
 
     failures: int = 8
@@ -66,7 +67,7 @@ class Patience:
 
     @classmethod
     def from_environment(cls) -> Patience:
-        """Defaults, with huggingface-hub's two timeouts where they are set."""
+        """The defaults, with huggingface-hub's two timeouts if they are set."""
         usual = cls()
         return cls(
             connect_s=_positive("HF_HUB_ETAG_TIMEOUT", usual.connect_s),
@@ -74,8 +75,10 @@ class Patience:
         )
 
     def wait_s(self, failures: int, asked_s: float | None) -> float:
-        """How long to wait before the next try, after `failures` in a row, when the server asked
-        for `asked_s`."""
+        """Seconds to wait before the next try, after `failures` consecutive failures.
+
+        `asked_s` is the wait that the server requested.
+        """
         own = min(self.longest_wait_s, self.first_wait_s * 2.0 ** max(0, failures - 1))
         return max(own, asked_s or 0.0)
 
@@ -92,8 +95,7 @@ def _positive(name: str, default: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """One file of a repository: its size in bytes and the hash it is stored under (sha256, or git's
-    sha1)."""
+    """One file of a repository: name, size in bytes, and its hash (sha256, or git's sha1)."""
 
     name: str
     size_bytes: int
@@ -102,8 +104,11 @@ class RepoFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit. `left_out`: names of its files that are no names here, printable;
-    `anonymous`: it is to be asked without the user's token, which the hub refuses."""
+    """A repository at one commit.
+
+    `left_out` has the GGUF files whose names are not allowed here, in printable form. `anonymous`
+    is True if the hub rejected the user's token, so requests omit it.
+    """
 
     repo: str
     commit: str
@@ -116,16 +121,15 @@ class Listing:
 
 
 def is_offline() -> bool:
-    """True when the environment forbids the network (HF_HUB_OFFLINE, as huggingface-hub reads
-    it)."""
+    """True if HF_HUB_OFFLINE forbids network access, read as huggingface-hub does."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def headers(*, anonymous: bool = False) -> dict[str, str]:
-    """Who we are, with the user's token where there is one (HF_TOKEN, or a stored login) and we are
-    not to be `anonymous`.
+    """HTTP headers that identify localllm, with the user's token unless `anonymous`.
 
-    Raises UsageError for a token that can be none, and for folders of the hub's that are none.
+    The token comes from HF_TOKEN or a stored login. Raises UsageError for a malformed token, or if
+    a hub folder variable names a file.
     """
     from huggingface_hub.utils import build_hf_headers
 
@@ -155,16 +159,15 @@ def _token_place() -> str:
 
 
 def file_url(listing: Listing, name: str) -> str:
-    """Where a file of exactly this commit is."""
+    """The URL of a file at exactly this commit."""
     return f"{endpoint()}/{listing.repo}/resolve/{listing.commit}/{quote(name)}"
 
 
 def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:
-    """An HTTP client that follows the redirects of the hub at `endpoint`. Proxies and certificates
-    come from the environment.
+    """An HTTP client that follows the redirects of the hub at `endpoint`.
 
-    The token stays with the hub's host (httpx drops Authorization elsewhere); where else they may
-    lead: RedirectRule.
+    Proxies and certificates come from the environment. The token is sent only to the hub's host:
+    httpx drops Authorization elsewhere. RedirectRule limits the redirect targets.
     """
     import httpx
 
@@ -183,11 +186,11 @@ def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) ->
 
 
 def list_files(repo: str, revision: str = "", patience: Patience | None = None) -> Listing:
-    """The files of `repo` (of `main`, or a branch, tag or commit), with sizes and hashes.
+    """The files of `repo` with sizes and hashes, at `main` or at a branch, tag or commit.
 
-    Retries what may pass (rate limits, server errors, a broken line). Raises ModelNotFoundError
-    when the hub knows no such repository, HubUnreachableError when it can't be asked now,
-    DownloadError for other refusals and unusable answers.
+    Retries temporary failures (rate limits, server errors, a broken connection). Raises
+    ModelNotFoundError if the hub has no such repository, HubUnreachableError if it can't be reached
+    now, and DownloadError for other refusals and unusable answers.
     """
     import httpx
 
@@ -228,13 +231,18 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
 
 
 class HubUnreachableError(DownloadError, code="hub_unreachable"):
-    """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it
-    asked for."""
+    """The hub can't be used now: down, unreachable, or limiting our requests.
+
+    `retry_after_s` is the wait that it requested.
+    """
 
 
 def _listing(response: httpx.Response, repo: str, revision: str, refusal: str) -> Listing:
-    """The Listing that the hub answered; `refusal` says that it was asked without the user's token,
-    and why. Raises DownloadError where a name, size or hash is not one, and ModelNotFoundError."""
+    """The Listing from the hub's response.
+
+    `refusal` is set if the request was sent without the user's token, and gives the reason. Raises
+    DownloadError if a name, size or hash is invalid, and ModelNotFoundError.
+    """
     host = response.url.host
     code = response.headers.get("X-Error-Code")
     if code == "RevisionNotFound":
@@ -289,8 +297,10 @@ def _no_answer(error: Exception, repo: str) -> HubUnreachableError:
 
 
 def status_error(status: int, headers: Any, host: str, what: str) -> DownloadError:
-    """Why `host` answered with that status when it was asked for `what`; a HubUnreachableError
-    where it may answer later."""
+    """The error for `host`'s status in response to a request for `what`.
+
+    It is a HubUnreachableError if the request may succeed later.
+    """
     asked = retry_after(headers)
     if status == 429:
         wait = f"; it asks to wait {asked:.0f} s" if asked else ""
@@ -318,8 +328,10 @@ def status_error(status: int, headers: Any, host: str, what: str) -> DownloadErr
 
 
 def _forbidden(host: str, what: str, headers: Any) -> DownloadError:
-    """Why a 403 came: in the hub's own words (X-Error-Message), else from something between us and
-    the hub."""
+    """The error for a 403, with the hub's own words (X-Error-Message) if there are any.
+
+    Without them, a firewall or proxy between us and the hub sent the 403.
+    """
     said = names.shown(str(headers.get("X-Error-Message") or ""))[:300]
     if said:
         return DownloadError(
@@ -335,7 +347,7 @@ def _forbidden(host: str, what: str, headers: Any) -> DownloadError:
 
 
 def _proxy() -> str:
-    """The proxy that the hub is asked through, without its password, for people."""
+    """The proxy used for the hub, without its password, for error messages."""
     from urllib.request import getproxies
 
     known = getproxies()
@@ -348,8 +360,11 @@ def _proxy() -> str:
 
 
 def retry_after(sent: Any) -> float | None:
-    """Seconds a server asked us to wait: Retry-After in seconds or as a date (RFC 9110, 10.2.3), or
-    the hub's RateLimit `t`."""
+    """Seconds that a server asked us to wait, or None.
+
+    Read from Retry-After, in seconds or as a date (RFC 9110, 10.2.3), else from the hub's RateLimit
+    `t`.
+    """
     value = str(sent.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
         return float(value)
@@ -362,7 +377,7 @@ def retry_after(sent: Any) -> float | None:
 
 
 def _seconds_until(date: str) -> float | None:
-    """Seconds until an HTTP date, 0 if it has passed; None for any other text."""
+    """Seconds until an HTTP date (0 if it has passed), or None for any other text."""
     from email.utils import parsedate_to_datetime
 
     try:
@@ -373,8 +388,11 @@ def _seconds_until(date: str) -> float | None:
 
 
 def _checked(repo: str, info: Any, *, is_anonymous: bool) -> Listing:
-    """A Listing from the hub's answer. Raises DownloadError where a name, size or hash is not
-    one, and KeyError and its like where something is missing."""
+    """A Listing from the hub's JSON.
+
+    Raises DownloadError if a name, size or hash is invalid, and KeyError and the like if a field is
+    missing.
+    """
     rows = info.get("siblings") or []
     if len(rows) > _MAX_FILES:
         raise _unusable(repo, "it lists too many files")
@@ -392,7 +410,7 @@ def _file(repo: str, row: Any) -> RepoFile | None:
     if ".." in name.split("/") or name.startswith(("/", "\\")) or "\\" in name or ":" in name:
         raise _unusable(repo, f"it lists a file called {name[:80]!r}")
     if not names.safe_file(name):
-        return None  # hidden files and the like: nothing a model needs
+        return None  # hidden files and the like, which a model does not need
     size = row.get("size")
     digest = row.get("blobId")
     form = _COMMIT

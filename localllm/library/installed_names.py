@@ -1,5 +1,4 @@
-"""The rules by which a typed name leads to installed models, and the errors for a name that leads
-to none."""
+"""Rules that match a typed name to installed models, and the errors for names without a match."""
 
 from __future__ import annotations
 
@@ -20,9 +19,11 @@ if TYPE_CHECKING:
 
 
 class InstalledNames:
-    """The names of `installed` models (None: all models on this disk). No rule looks at a path,
-    downloads anything or raises an error, so names that strangers send may be tried. The disk and
-    the catalog are read when a rule needs them."""
+    """The names of `installed` models (None: all models on this disk).
+
+    The rules never look at a path, download or raise errors, so names from untrusted clients are
+    safe. The disk and the catalog are read when a rule first needs them.
+    """
 
     def __init__(
         self, installed: Sequence[LocalModel] | None = None, catalog: Catalog | None = None
@@ -52,13 +53,16 @@ class InstalledNames:
         }
 
     def catalog_id(self, typed: str) -> str:
-        """The id of the catalog's model that is typed; "" if the catalog has none."""
+        """The id of the catalog model that `typed` names, or ""."""
         model, _ = self._entry(typed)
         return model.id if model is not None else ""
 
     def not_found(self, typed: str) -> ModelNotFoundError:
-        """The error for a name that leads to no installed model. Raises UsageError if `typed` can't
-        be a name, and ModelNotFoundError if the catalog's model has no such quant."""
+        """The error for a name without an installed model.
+
+        Raises UsageError if `typed` can't be a name, and ModelNotFoundError if the catalog model
+        has no such quant.
+        """
         reference = names.parse(typed)
         if reference.repo:
             return self._not_installed(reference, self.catalog.recognise(reference.repo))
@@ -96,7 +100,7 @@ class InstalledNames:
         wanted = names.bare(reference.name)
         if not wanted:
             return ()
-        # "Tiny-Q8_0" means no other quant, as "tiny:Q8_0" does not.
+        # "Tiny-Q8_0" matches no other quant, like "tiny:Q8_0".
         quant = reference.quant or names.quant_of(reference.name)
         return [m for m in self._of_quant(quant) if wanted in _bare_names(m)]
 
@@ -115,19 +119,21 @@ class InstalledNames:
         return self._variants_of(model, quant)
 
     def _entry(self, typed: str) -> tuple[Model | None, str]:
-        """The catalog's model whose id, or whose own repository, is typed, and the quant."""
+        """The catalog model whose id or own repository is typed, and the quant."""
         reference = names.parsed(typed)
         if reference is None or not reference.repo:
             return catalog_model(typed, self.catalog)
         known = self.catalog.recognise(reference.repo)
-        # Another publisher's repository, and a file, mean themselves alone.
+        # Another publisher's repository, or a file, matches only itself.
         if reference.file or known is None or known.hf_repo.lower() != reference.repo.lower():
             return None, ""
         return known, reference.quant
 
     def _variants_of(self, model: Model, quant: str) -> list[LocalModel]:
-        """The installed variants of `model`, in that quant if one is given: from one of its
-        repositories, or of its name."""
+        """The installed variants of `model`, restricted to `quant` if one is given.
+
+        A variant matches by one of the model's repositories or by its name.
+        """
         repos = {variant.repo.lower() for variant in model.variants}
         repos.add(model.hf_repo.lower())
         called = {names.bare(name) for name in (model.id, model.name, model.hf_repo)}
@@ -156,7 +162,7 @@ class InstalledNames:
         return ModelNotFoundError(f"{called} is not on this disk", hint=hint)
 
     def _near(self, name: str) -> list[str]:
-        """Ids of the catalog and names on this disk that are spelled nearly as `name` is."""
+        """Catalog ids and installed names with a spelling close to `name`."""
         by_lower = {m.name.lower(): m.name for m in self.models}
         close = difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=0.55)
         here = [by_lower[key] for key in close]
@@ -164,8 +170,10 @@ class InstalledNames:
 
 
 def catalog_model(typed: str, catalog: Catalog) -> tuple[Model | None, str]:
-    """The catalog's model whose id is typed (None: no id of the catalog), and the quant asked for.
-    Ollama's notation for a size is read too: `qwen3:8b` is qwen3-8b."""
+    """The catalog model whose id is typed, or None, and the requested quant.
+
+    Ollama's size tags are accepted too: `qwen3:8b` is qwen3-8b.
+    """
     reference = names.parsed(typed)
     if reference is None or reference.repo:
         return None, ""

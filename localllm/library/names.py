@@ -1,5 +1,4 @@
-"""Names of files and repositories parsed: quants, splits and projectors, and the MODEL references
-people type."""
+"""Parses file and repository names (quants, splits, projectors) and MODEL references."""
 
 from __future__ import annotations
 
@@ -35,8 +34,10 @@ _REFERENCE_HINT = (
 
 
 def endpoint() -> str:
-    """Address of the hub, or of the mirror in HF_ENDPOINT. Raises UsageError if that is no http(s)
-    address."""
+    """Address of the hub, or of the mirror in HF_ENDPOINT.
+
+    Raises UsageError if it is not an http(s) address.
+    """
     address = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -47,7 +48,7 @@ def endpoint() -> str:
 
 
 def mlx_quant_of(name: str) -> str:
-    """The quant an MLX repository's name carries ("4bit", "mxfp4"), or ""."""
+    """The quant in an MLX repository's name ("4bit", "mxfp4"), or ""."""
     found = _MLX_QUANT.findall(name)
     if found:
         return str(found[-1]).lower()
@@ -55,23 +56,25 @@ def mlx_quant_of(name: str) -> str:
 
 
 def mlx_weights(names: Iterable[str]) -> list[str]:
-    """Those of a folder's .safetensors files that MLX reads: model*.safetensors where there are
-    any. The same weights often lie beside them once more in their maker's own form
-    (consolidated.safetensors)."""
+    """The .safetensors files of a folder that MLX reads: model*.safetensors if there are any.
+
+    Folders often also hold the same weights in their maker's own format (consolidated.safetensors).
+    """
     weights = [name for name in names if name.endswith(".safetensors")]
     return [name for name in weights if name.startswith("model")] or weights
 
 
 def same_quant(asked: str, quant: str) -> bool:
-    """True if `quant` is what a person who typed `asked` means: case, unsloth's "UD-" prefix, and
-    the P of FP16 do not matter."""
+    """True if `asked` means `quant`, ignoring case, unsloth's "UD-" prefix, and the P of FP16."""
     a, q = (re.sub("^FP(?=16|32)", "F", text.upper()) for text in (asked, quant))
     return a == q or a == q.removeprefix("UD-")
 
 
 def check_quant(model: Model, asked: str) -> None:
-    """Raises ModelNotFoundError, naming the quants there are, if the catalog lists none for `asked`
-    ("" = any will do)."""
+    """Raise ModelNotFoundError, listing the existing quants, if the catalog lacks `asked`.
+
+    "" matches any quant.
+    """
     if not asked or any(same_quant(asked, v.quant) for v in model.variants):
         return
     hint = "the catalog lists no files of it"
@@ -83,7 +86,7 @@ def check_quant(model: Model, asked: str) -> None:
 
 
 def check_said(*references: str) -> None:
-    """Raises UsageError where a reference is empty: an unset variable of a script, most likely."""
+    """Raise UsageError if a reference is empty, most likely from an unset shell variable."""
     if any(not reference.strip() for reference in references):
         raise UsageError("a model's name is empty", hint=_REFERENCE_HINT)
 
@@ -95,8 +98,10 @@ def is_first_part(name: str) -> bool:
 
 
 def whole_models(sizes: Mapping[str, int]) -> Iterator[tuple[str, list[str]]]:
-    """Of GGUF files by name, with their bytes: the first part and all parts of each one that is
-    whole, none of its parts empty."""
+    """The first part and all parts of each complete GGUF model, given file sizes by name.
+
+    A model is complete if all its parts exist and are not empty.
+    """
     for name in sizes:
         parts = split_parts(name)
         if is_first_part(name) and all(sizes.get(part) for part in parts):
@@ -104,8 +109,10 @@ def whole_models(sizes: Mapping[str, int]) -> Iterator[tuple[str, list[str]]]:
 
 
 def best_projector(sizes: Mapping[str, int]) -> str | None:
-    """The projector to use of several by name, with their bytes: F16 as published, else the
-    smallest that is whole."""
+    """The best of several projectors, given their sizes by name.
+
+    Prefers F16 as published, else the smallest. Empty files do not count.
+    """
 
     def place(name: str) -> tuple[bool, int]:
         is_f16 = "f16" in name.lower().replace("bf16", "")
@@ -122,8 +129,10 @@ _RAW_PART = re.compile(
 
 
 def raw_part_of(name: str) -> str:
-    """The file that a raw part is cut from ("m.gguf" of "m.gguf-split-a", "m.gguf.part1of2"), or
-    ""."""
+    """The file of which `name` is a raw part, or "".
+
+    Examples: "m.gguf" for "m.gguf-split-a" and for "m.gguf.part1of2".
+    """
     match = _RAW_PART.fullmatch(name)
     if match:
         return match["whole"]
@@ -131,7 +140,7 @@ def raw_part_of(name: str) -> str:
 
 
 def join_hint(whole: str) -> str:
-    """How raw parts become the file `whole` again."""
+    """A hint with the command that joins raw parts into the file `whole`."""
     command = f"cat '{whole.rpartition('/')[2]}'?* > joined.gguf"
     return (
         f"its parts are pieces of one file: fetch all of them and join them in order: `{command}`"
@@ -139,7 +148,7 @@ def join_hint(whole: str) -> str:
 
 
 def stem_of(name: str) -> str:
-    """A GGUF's name without folder, split number and ending: what it is called in lists."""
+    """A GGUF's name without folder, split number and suffix, as shown in lists."""
     name = name.replace("\\", "/").rpartition("/")[2]
     split = split_of(name)
     if split is not None:
@@ -151,12 +160,12 @@ def stem_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """What a MODEL reference says before anything is looked up.
+    """A parsed MODEL reference, before any lookup.
 
-    `name` is a catalog id or local name where `repo` is "", else the part after the slash. `file`
-    is set by URLs that point at one file, `revision` by URLs that name one. What is wanted of the
-    hub has a catalog id as its `name`, or "", and the file of its `projector`, where the catalog
-    knows one.
+    If `repo` is "", `name` is a catalog id or a local name, else the part after the slash. `file`
+    is set by URLs of one file, `revision` by URLs with a revision. In a reference for a download,
+    `name` is a catalog id or "", and `projector` is the projector file that the catalog lists, if
+    any.
     """
 
     text: str
@@ -169,10 +178,10 @@ class ModelReference:
 
 
 def parse(text: str) -> ModelReference:
-    """Read a reference that is not a path: id[:quant], org/name[:quant], or a URL of the hub or of
-    the mirror in HF_ENDPOINT.
+    """Parse a reference that is not a path: id[:quant], org/name[:quant], or a URL.
 
-    Raises UsageError for anything a path could hide in, and for URLs of other hosts.
+    URLs must be of the hub or of the mirror in HF_ENDPOINT. Raises UsageError for other URLs and
+    for anything that could hide a path.
     """
     text = without_tag(text.strip())
     if "://" in text or text.split("/", 1)[0].lower() in _HUB_HOSTS:
@@ -188,7 +197,7 @@ def parse(text: str) -> ModelReference:
 
 
 def parsed(text: str) -> ModelReference | None:
-    """Return `parse` of this text; None if it raises an error."""
+    """Return `parse` of this text, or None if it raises an error."""
     try:
         return parse(text)
     except UsageError:
@@ -220,8 +229,10 @@ def _parse_url(text: str) -> ModelReference:
 
 
 def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference:
-    """`found` with what an address says behind the repository: blob/REVISION/FILE,
-    tree/REVISION/FOLDER and their like."""
+    """`found` with the parts of a URL that follow the repository.
+
+    These are blob/REVISION/FILE, tree/REVISION/FOLDER and the like.
+    """
     kind = parts[0]
     revision = "".join(parts[1:2])
     file = "/".join(parts[2:])
@@ -237,20 +248,19 @@ def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference
         revision = ""
     named = replace(found, revision=revision)
     if kind == "tree":
-        # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
+        # In GGUF repositories, a folder usually holds one quant ("UD-Q4_K_XL").
         return replace(named, quant=found.quant or quant_of(file))
     return replace(named, file=file)
 
 
-# The engine loads Q2_0 files of Bonsai 2 and answers noise, and knows the types of the others not
-# at all: they are made for its makers' own build (https://github.com/lucasew/nixcfg/pull/483).
-# Bonsai and Bonsai 27B are not meant.
+# The engine loads Q2_0 files of Bonsai 2 and answers noise. It does not know the types of the
+# others: they are made for the makers' own build (https://github.com/lucasew/nixcfg/pull/483).
+# Bonsai and Bonsai 27B are not affected.
 _MISREAD = re.compile(r"bonsai[-_. ]?2(?![0-9.])", re.IGNORECASE)
 
 
 def check_readable(*names: str) -> None:
-    """Raises ModelFileError where one of a model's names is of a family that the engine reads wrong
-    without saying so."""
+    """Raise ModelFileError if a name belongs to a family that the engine silently misreads."""
     if any(_MISREAD.search(name) for name in names):
         raise ModelFileError(
             "llama.cpp reads Bonsai 2 wrong: "

@@ -1,7 +1,6 @@
-"""Models that other applications hold, found in place and never changed: LM Studio, Ollama,
-llama.cpp's cache.
+"""Finds the models of other applications in place: LM Studio, Ollama, llama.cpp's cache.
 
-app_folders.py says where each layout is documented.
+Their files are never changed. app_folders.py links to the documentation of each layout.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from localllm.library import app_folders, file_kinds, folders, hf_cache, names
 from localllm.library.types import LocalModel
 from localllm_catalog.names import Format
 
-# llama.cpp's flat files: a manifest, and a GGUF where nothing else tells where the repository ends.
+# llama.cpp's flat files: a manifest, and a GGUF file. The GGUF pattern is needed if no manifest
+# shows which part of a file name is the repository.
 _FLAT = (
     re.compile(r"manifest=(?P<publisher>[^=]+)=(?P<name>[^=]+)=[^=]+(?:\.json)?"),
     re.compile(r"(?P<publisher>[^_]+)_(?P<name>.+?-GGUF)_.+\.gguf", re.IGNORECASE),
@@ -28,10 +28,10 @@ _MODEL = "application/vnd.ollama.image.model"
 _PROJECTOR = "application/vnd.ollama.image.projector"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
-# Runners of a list's manifests that are Ollama's own engine ("": not said), in this order after
-# those for llama.cpp itself.
+# Manifests in a list name a runner. These are Ollama's own engine ("" if not stated). They come
+# after those for llama.cpp itself, in this order.
 _OWN_RUNNERS = {"ollama": 1, "": 2}
-# One registry under two names (manifests/ has the first, manifests-v2/ the second).
+# One registry under two names (manifests/ uses the first, manifests-v2/ the second).
 _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 
 
@@ -41,16 +41,15 @@ def lmstudio(store: Path) -> list[LocalModel]:
 
 
 def llamacpp(cache: Path) -> list[LocalModel]:
-    """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout
-    (since 2026)."""
+    """llama.cpp's cache: flat files publisher_repository_file.gguf, or the hub's layout (since
+    2026)."""
     files = next((files for _, files in folders.walk(cache, 0)), [])
     known = [repo for repo in (_repo_of(file.name) for file in files) if repo]
     of_repo: dict[str, list[Path]] = {}
     for file in files:
         repo = next((r for r in known if file.name.startswith(_prefix(r))), "")
         of_repo.setdefault(repo, []).append(file)
-    # The cache holds many repositories side by side: what lies beside a model is what came of its
-    # own.
+    # The cache mixes the files of many repositories. A model's companions must come from its own.
     found = []
     for repo, its in of_repo.items():
         for model in folders.ggufs(its, "llama.cpp", repo):
@@ -59,14 +58,14 @@ def llamacpp(cache: Path) -> list[LocalModel]:
 
 
 def _prefix(repo: str) -> str:
-    """How the names of a repository's flat files begin."""
+    """The prefix of a repository's flat file names."""
     if not repo:
         return ""
     return repo.replace("/", "_") + "_"
 
 
 def _repo_of(name: str) -> str:
-    """The repository in the name of a flat file, or ""."""
+    """The repository in a flat file's name, or ""."""
     for pattern in _FLAT:
         match = pattern.fullmatch(name)
         if match is not None:
@@ -76,11 +75,12 @@ def _repo_of(name: str) -> str:
 
 
 def ollama(store: Path) -> list[LocalModel]:
-    """Ollama's store: manifests-v2/ or manifests/HOST/NAMESPACE/MODEL/TAG name the blobs. GGUF
-    models only.
+    """GGUF models in Ollama's store.
 
-    Left out: models with an adapter (running the base alone would be another model), and those
-    whose weights are not one GGUF file (Ollama's own safetensors layout).
+    The blobs are named by manifests-v2/ or manifests/HOST/NAMESPACE/MODEL/TAG. Two kinds are left
+    out:
+    - models with an adapter, because the base alone is another model
+    - models whose weights are not one GGUF file (Ollama's own safetensors layout)
     """
     found: dict[str, LocalModel] = {}
     for root in app_folders.MANIFESTS:
@@ -101,8 +101,7 @@ def _manifests(folder: Path) -> Iterator[Path]:
 
 
 def _title(name: tuple[str, ...]) -> str:
-    """A model's name as Ollama prints it: its own registry and the namespace `library` go without
-    saying."""
+    """A model's name as Ollama prints it, without its own registry and the namespace `library`."""
     host, namespace, model, tag = name
     if host.lower() not in _OLLAMA_HOSTS:
         return f"{host}/{namespace}/{model}:{tag}"
@@ -112,8 +111,10 @@ def _title(name: tuple[str, ...]) -> str:
 
 
 def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The manifest itself, or of a list the one we can run (written out in it, or lying among the
-    blobs)."""
+    """The manifest itself or, for a manifest list, the entry that we can run.
+
+    An entry is contained in the list or stored as a blob.
+    """
     if content.get("mediaType") != _MANIFEST_LIST:
         return content
     runnable = [child for child in _dicts(content.get("manifests")) if _is_runnable(child)]
@@ -125,7 +126,7 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dicts(listed: object) -> list[dict[str, Any]]:
-    """The objects of a JSON array; none of any other value."""
+    """The objects in a JSON array, or an empty list for any other value."""
     if not isinstance(listed, list):
         return []
     return [item for item in listed if isinstance(item, dict)]
@@ -183,8 +184,7 @@ def _stated_quant(store: Path, config: object) -> str:
 
 
 def _blobs_by_type(store: Path, layers: object) -> dict[str, list[Path]]:
-    """The blobs of a manifest's layers by what they are; none at all where a file of weights is not
-    there."""
+    """The blobs of a manifest's layers by media type. Empty if a weights file is missing."""
     by_type: dict[str, list[Path]] = {}
     for layer in _dicts(layers):
         blob = _blob(store, layer)
@@ -196,7 +196,8 @@ def _blobs_by_type(store: Path, layers: object) -> dict[str, list[Path]]:
 
 
 def _blob(store: Path, layer: dict[str, object]) -> Path | None:
-    """The blob of a manifest's layer: there, and as long as the manifest says (where it does)."""
+    """The blob of a manifest's layer, or None if it is missing or its size differs from the
+    manifest's."""
     match = _OLLAMA_DIGEST.fullmatch(str(layer.get("digest")))
     if match is None:
         return None

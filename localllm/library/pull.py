@@ -1,5 +1,5 @@
-"""Brings a model to this disk, once and intact: what is wanted, where it may be already, and else
-fetched."""
+"""Brings a model to this disk complete and verified, and fetches it only if no application has
+it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Companion, Model
 
-# Left free on the disk after a download: logs, the prefix cache and everybody else need some.
+# Bytes to leave free after a download, for logs, the prefix cache and other programs.
 RESERVE_BYTES = 512 << 20
-# How often another file is taken, because the one that was picked by its name says that it is no
-# model.
+# How many files are tried if headers show that the picked file is no model.
 _MOST_PICKS = 8
 
 
@@ -53,16 +52,16 @@ def pull(
     reserve_bytes: int = RESERVE_BYTES,
     patience: Patience | None = None,
 ) -> LocalModel:
-    """The files that `ref` names, fetched into the hub's cache if they are not there yet.
+    """Return the files that `ref` names, fetching missing ones into the hub's cache.
 
-    `ref` is a catalog id[:quant], org/name[:quant], a hub URL, or anything `resolve` finds. Where
-    it leaves the variant open, `choose` is given the Model with the variants there are and returns
-    one (what fits); without it, the usual one is taken. `mmproj` brings the image projector too. An
-    interrupt keeps what has arrived; the next call goes on there. When the hub is down or limits
-    us, a model that is here already is returned.
+    `ref` is a catalog id[:quant], org/name[:quant], a hub URL, or anything `resolve` finds. If it
+    leaves the variant open, `choose` receives the Model with its variants and returns one that
+    fits. Without `choose`, the usual variant is taken. `mmproj` also fetches the image projector.
+    An interrupted download is kept, and the next call continues it. If the hub is down or limits
+    us, an installed model is returned.
 
-    Raises UsageError (malformed reference), ModelNotFoundError, ModelFileError (what the engine
-    reads wrong), DownloadError (hub, network, disk space, content).
+    Raises UsageError (malformed reference), ModelNotFoundError, ModelFileError (files that the
+    engine misreads), DownloadError (hub, network, disk space, content).
     """
     say = on_progress or _say_nothing
     names.check_said(ref)
@@ -102,8 +101,10 @@ def pull(
 def _without_refused(
     listing: Listing, selection: Selection, wanted: ModelReference, why: ModelFileError
 ) -> Listing:
-    """The listing without the file that is no model. Raises DownloadError if the user named that
-    file."""
+    """The listing without the file that is no model.
+
+    Raises DownloadError if the user named that file.
+    """
     refused = selection.files[0].name
     if wanted.file == refused:
         raise DownloadError(why.message, hint=why.hint) from why
@@ -116,9 +117,11 @@ def pull_drafter(
     on_progress: Callable[[DownloadProgress], None] | None = None,
     patience: Patience | None = None,
 ) -> Path:
-    """The file of a drafter that the catalog names for a model, fetched into the hub's cache; of a
-    repository with several, the smallest. Raises DownloadError (hub, network, disk space, content,
-    no such file)."""
+    """Fetch a drafter that the catalog names for a model into the hub's cache and return its file.
+
+    If the repository has several, the smallest is taken. Raises DownloadError (hub, network, disk
+    space, content, no such file).
+    """
     patience = patience or Patience.from_environment()
     listing = hub.list_files(companion.repo, "", patience)
     files = [
@@ -138,12 +141,11 @@ def pull_drafter(
 
 
 def _say_nothing(_: DownloadProgress) -> None:
-    """Nobody watches the download."""
+    """Ignore the progress of a download."""
 
 
 def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
-    """The drafters that `catalog` names for the model of these names, as far as they are in the
-    hub's cache."""
+    """The drafters in the hub's cache that `catalog` lists for the model with these names."""
     model = catalog.recognise(*names_of)
     cache = app_folders.hub_cache()
     if model is None:
@@ -175,7 +177,7 @@ def _picked(
 
 
 def _check_kind(partial: Path, file: RepoFile) -> None:
-    """Raises ModelFileError, and lets the bytes go, where what has arrived says that it is no
+    """Raise ModelFileError and delete the partial download if its header shows that it is no
     model."""
     try:
         if names.is_first_part(file.name):
@@ -186,8 +188,11 @@ def _check_kind(partial: Path, file: RepoFile) -> None:
 
 
 def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:
-    """The same files in another application's store: by hash, and looked for by name and size
-    first."""
+    """The same files in another application's store, or None.
+
+    Ollama's blobs are compared by hash. Other files are compared by repository, name and size
+    first, then by hash.
+    """
     weights = [f for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors"))]
     for model in store.scan():
         if model.origin in ("hf-cache", "starter") or (
@@ -204,8 +209,10 @@ def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None
 
 
 def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
-    """Is the published file among these, whole? llama.cpp's cache puts the repository before its
-    name."""
+    """True if the published file is among these with the right content.
+
+    llama.cpp's cache puts the repository before the file's name.
+    """
     base = wanted.name.rpartition("/")[2]
     for file in files:
         if (file.name == base or file.name.endswith(f"_{base}")) and file.exists():
@@ -214,7 +221,7 @@ def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
 
 
 def _count_nothing(_: int) -> None:
-    """Nobody watches how far a file is read."""
+    """Ignore the progress of reading a file."""
 
 
 def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
@@ -226,8 +233,10 @@ def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
 
 
 def _described(listing: Listing, catalog: Catalog | None) -> Model:
-    """The Model a repository holds: the catalog's, else what the header of its smallest GGUF says
-    (read by range)."""
+    """The Model in a repository: the catalog's, else from the header of its smallest GGUF file.
+
+    The header is read with range requests.
+    """
     if catalog is None:
         catalog = load_catalog()
     known = catalog.recognise(listing.repo)

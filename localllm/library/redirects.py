@@ -1,5 +1,4 @@
-"""Where an answer of the hub may lead us: no redirect takes us off encryption, or into this
-machine's network."""
+"""Limits the redirects of the hub: never to unencrypted addresses or into the local network."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ _REDIRECT_HINT = (
 
 
 class RedirectRule:
-    """Where an answer of the hub at `endpoint` may lead us: never from https to http, to another
-    scheme, or into this machine's network.
+    """Checks redirects of the hub at `endpoint`.
 
-    A hub (or whoever speaks in its place) names the next address in a redirect. Followed blindly,
-    that is a request sent from behind the user's firewall: to a router's page, a cloud's metadata
-    service (169.254.169.254), a program on loopback (OWASP, Server-Side Request Forgery). A hub
-    that was itself configured on such an address may stay among its like.
+    Refused are redirects from https to http, to another scheme, and into this machine's network. A
+    hub, or a server that impersonates it, chooses the redirect's target. A client that follows it
+    blindly sends requests from inside the user's firewall: to a router's page, a cloud's metadata
+    service (169.254.169.254), or a program on loopback (OWASP, Server-Side Request Forgery). A hub
+    that is configured on such an address may redirect to the same kind.
 
-    Names are resolved when a redirect comes, as the connection will resolve them a moment later; a
-    name that changes its address in between gets past this, and then meets a size and a hash that
-    were published before.
+    Names are resolved when a redirect arrives, shortly before the connection resolves them again. A
+    name that changes its address in between passes this check. Its content must then still match
+    the size and hash that were published before.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -35,9 +34,9 @@ class RedirectRule:
         self._own: frozenset[str] | None = None
 
     def check(self, url: str) -> None:
-        """Raise DownloadError if `url` (absolute) may not be asked."""
+        """Raise DownloadError if the absolute `url` is not allowed."""
         scheme, host, port = _parts_of(url)
-        if scheme not in ("http", "https", ""):  # before the host: `file:///x` has none
+        if scheme not in ("http", "https", ""):  # before the host: `file:///x` has no host
             raise DownloadError(
                 f"{self._host} leads to a {scheme[:20]}: address, which is refused",
                 hint=_REDIRECT_HINT,
@@ -64,7 +63,7 @@ class RedirectRule:
 
 
 def _parts_of(url: str) -> tuple[str, str, int | None]:
-    """Scheme, host and port of an address; empty if it can't be read."""
+    """Scheme, host and port of an address, or empty values if it can't be parsed."""
     try:
         parts = urlsplit(url)
         return parts.scheme, (parts.hostname or "").lower(), parts.port
@@ -73,8 +72,10 @@ def _parts_of(url: str) -> tuple[str, str, int | None]:
 
 
 def _reaches(host: str, port: int | None) -> frozenset[str]:
-    """The kinds of addresses `host` (a name or an address in any spelling) stands for; empty when
-    nobody knows it here (behind a proxy that looks names up itself)."""
+    """The kinds of addresses that `host` (a name or an address in any spelling) resolves to.
+
+    Empty if it can't be resolved here, e.g. with a proxy that resolves names itself.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,5 +1,4 @@
-"""Reads the beginning of a model's file on the hub, range by range: what its header says, without
-its weights."""
+"""Reads the header of a model file on the hub with range requests, without the weights."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
 @contextmanager
 def opener(*, anonymous: bool = False) -> Iterator[OpenSource]:
-    """What opens addresses of the hub's, as the user or, where the hub refuses his token, as
-    nobody."""
+    """A function that opens hub addresses.
+
+    It sends the user's token unless `anonymous`, i.e. unless the hub rejected the token.
+    """
     patience = hub.Patience.from_environment()
     with hub.new_client(hub.headers(anonymous=anonymous), patience, hub.endpoint()) as client:
 
@@ -33,7 +34,7 @@ def opener(*, anonymous: bool = False) -> Iterator[OpenSource]:
 
 
 class HttpSource(ByteSource):
-    """A file on a web server that answers range requests."""
+    """A file on a web server that supports range requests."""
 
     chunk = 2 << 20
 
@@ -72,8 +73,8 @@ class HttpSource(ByteSource):
         return bytes(data)
 
     def _check(self, response: httpx.Response, offset: int, length: int) -> int:
-        """How many bytes are to come of an answer that is to our question; SourceError for any
-        other."""
+        """The number of bytes that a valid response will send. Raises SourceError for any other
+        response."""
         if response.is_error:
             host = response.url.host
             trouble = hub.status_error(response.status_code, response.headers, host, self.name)

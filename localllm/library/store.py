@@ -1,4 +1,4 @@
-"""All models on this disk: scanned, measured, verified, removed, adopted."""
+"""All models on this disk: scan, measure, verify, remove, adopt."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from localllm.library.catalog import read_header
 from localllm.library.types import OWNERS, LocalModel
 from localllm_catalog.names import Format
 
-# A file that was written this recently may belong to a download that runs now.
+# A file modified within this many seconds may belong to a running download.
 _SETTLED_S = 600.0
 
 
-# Where each application keeps its models, and what finds them there.
+# The model folders of each application, and the function that finds models in them.
 _APPLICATIONS: tuple[tuple[Callable[[], list[Path]], Callable[[Path], list[LocalModel]]], ...] = (
     (app_folders.lmstudio, other_apps.lmstudio),
     (app_folders.ollama, other_apps.ollama),
@@ -32,18 +32,19 @@ _APPLICATIONS: tuple[tuple[Callable[[], list[Path]], Callable[[Path], list[Local
 
 
 def scan() -> list[LocalModel]:
-    """Every whole model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted
-    folders, the starter.
+    """Every complete model on this disk.
 
-    Names and sizes only (no header is opened); files that two applications share are listed once.
+    Searches the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders and the starter. Names,
+    sizes and GGUF headers are read, but no weights. Files that two applications share are listed
+    once.
     """
     found = hf_cache.scan(app_folders.hub_cache())
     for places, models_in in _APPLICATIONS:
         for place in places():
             found += models_in(place)
     found += packaged()
-    # One application may give a file several names, and each is asked for; another application's
-    # are left out.
+    # One application may give a file several names, and all are kept. The names that another
+    # application gives to the same file are left out.
     holder: dict[str, str] = {}
     return [m for m in found if holder.setdefault(os.path.realpath(m.path), m.origin) == m.origin]
 
@@ -64,7 +65,7 @@ def packaged() -> list[LocalModel]:
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """Disk taken by one origin, in bytes; files that several names share count once."""
+    """Bytes of disk used by one origin. Files that several names share count once."""
 
     origin: str
     n_models: int
@@ -72,7 +73,7 @@ class DiskUsage:
 
 
 def du() -> list[DiskUsage]:
-    """Disk usage by origin, biggest first, and of unfinished downloads (origin "partial")."""
+    """Disk usage by origin, biggest first. Unfinished downloads have the origin "partial"."""
     sizes: dict[str, dict[tuple[int, int], int]] = {}
     counts: dict[str, int] = {}
     for model in scan():
@@ -104,9 +105,9 @@ def _all_files(model: LocalModel) -> list[Path]:
 
 
 def rm(model: LocalModel) -> int:
-    """Remove a model's files from the hub's cache; returns the bytes freed.
+    """Remove a model's files from the hub's cache and return the bytes freed.
 
-    Raises UsageError for files that another application or a person keeps: theirs to remove.
+    Raises UsageError for files of another application or of the user's own folders.
     """
     check_ours(model)
     try:
@@ -118,7 +119,7 @@ def rm(model: LocalModel) -> int:
 
 
 def check_ours(model: LocalModel) -> None:
-    """Raises UsageError if `model` is the starter, another application's, or lies in a person's own
+    """Raise UsageError if `model` is the starter, another application's, or in a user's own
     folder."""
     if model.origin == "starter":
         raise UsageError(
@@ -137,7 +138,7 @@ _Why = Literal["unfinished download", "no snapshot points at it"]
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """One thing prune removes: its path, its size in bytes, and why nobody needs it."""
+    """One file that prune removes: path, size in bytes, and the reason."""
 
     path: Path
     size_bytes: int
@@ -145,8 +146,10 @@ class Waste:
 
 
 def waste(*, now: float | None = None) -> list[Waste]:
-    """What prune would remove from the hub's cache. Files of the last ten minutes may be in use and
-    are left out."""
+    """The files that prune would remove from the hub's cache.
+
+    Files of the last ten minutes are left out because they may be in use.
+    """
     cache = app_folders.hub_cache()
     if now is None:
         now = time.time()
@@ -163,7 +166,7 @@ def waste(*, now: float | None = None) -> list[Waste]:
 
 
 def prune(found: Iterable[Waste]) -> int:
-    """Remove what `waste` found; returns the bytes freed. What can't be removed is passed over."""
+    """Remove the files found by `waste` and return the bytes freed. Failed removals are skipped."""
     freed = 0
     for item in found:
         with suppress(OSError):
@@ -177,8 +180,11 @@ def prune(found: Iterable[Waste]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What verify found of one model: "ok" (hash as published), "whole" (no published hash; its
-    header and length agree), or "bad" with the reason in `detail`."""
+    """The result of verifying one model.
+
+    "ok": the hash matches the published one. "whole": no hash was published, but header and length
+    agree. "bad": see the reason in `detail`.
+    """
 
     model: LocalModel
     result: Literal["ok", "whole", "bad"]
@@ -186,10 +192,9 @@ class Checked:
 
 
 def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> Checked:
-    """Read every file of `model` and hold it against its published hash; where none is recorded,
-    against its header.
+    """Check every file of `model` against its published hash, or against its header without one.
 
-    `on_bytes` hears how many bytes each step has read.
+    `on_bytes` receives the number of bytes read in each step.
     """
     hashed = True
     for file in _all_files(model):
@@ -214,8 +219,7 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
 
 
 def published_digest(model: LocalModel, file: Path) -> str:
-    """The hash that `file` of `model` was published under (sha256, or git's sha1 of a small file),
-    or ""."""
+    """The published hash of a file of `model` (sha256, or git's sha1 for a small file), or ""."""
     if model.origin == "starter":
         return starter.SHA256
     if model.origin == "ollama":
@@ -224,7 +228,7 @@ def published_digest(model: LocalModel, file: Path) -> str:
 
 
 def digest_file(file: Path, like: str, on_bytes: Callable[[int], None] | None = None) -> str:
-    """The file's sha256, or git's blob sha1 where `like` is one (40 digits). Raises OSError."""
+    """The file's sha256, or its git blob sha1 if `like` has 40 digits. Raises OSError."""
     digest = new_digest(like, file.stat().st_size)
     with file.open("rb") as f:
         while True:
@@ -238,10 +242,10 @@ def digest_file(file: Path, like: str, on_bytes: Callable[[int], None] | None = 
 
 
 def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
-    """A hash object of the kind `like` is: sha256 (64 digits), or git's sha1 of a blob of
-    `size_bytes` (40 digits).
+    """A hash object of the same kind as `like`.
 
-    Git's form: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects.
+    64 digits mean sha256, 40 digits git's sha1 of a blob of `size_bytes`. Git's form:
+    https://git-scm.com/book/en/v2/Git-Internals-Git-Objects.
     """
     if len(like) == 64:
         return hashlib.sha256()
@@ -252,7 +256,7 @@ def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
 
 
 def adopt(folder: Path) -> list[LocalModel]:
-    """Remember `folder`: its models are listed and run in place from now on. Returns what is in it.
+    """Remember `folder` and return its models. They are listed and run in place from now on.
 
     Raises UsageError if it is no folder or holds no model.
     """
@@ -272,7 +276,7 @@ def adopt(folder: Path) -> list[LocalModel]:
 
 
 def _nothing_in(target: Path, called: Path) -> UsageError:
-    """Why a folder holds no model: what its GGUF files are."""
+    """The error for a folder without a model. It lists the kinds of the GGUF files found."""
     there = folders.files_below(target)
     raw = next(filter(None, (names.raw_part_of(f.name) for f in there)), "")
     if raw:
@@ -291,8 +295,10 @@ def _nothing_in(target: Path, called: Path) -> UsageError:
 
 
 def forget(folder: Path) -> None:
-    """Take a folder off the list of adopted ones; its files stay. Raises UsageError if it was not
-    on it."""
+    """Remove a folder from the list of adopted ones. Its files stay.
+
+    Raises UsageError if it is not on the list.
+    """
     target = folder.expanduser().resolve()
     listed = app_folders.remembered()
     if target not in listed:

@@ -1,4 +1,4 @@
-"""What a reference wants of the hub, as far as it is known before the hub is asked."""
+"""Decides what a reference needs from the hub, before the hub is contacted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelReference | LocalModel:
-    """What to ask the hub for (its `file` first, then its `quant`), or the model where nothing needs
-    fetching. Raises UsageError,
-    ModelNotFoundError."""
+    """The reference to request from the hub, or the model if it is already on this disk.
+
+    The reference's `file` takes precedence over its `quant`. Raises UsageError, ModelNotFoundError.
+    """
     if is_path(ref):
         return resolve(ref, catalog=catalog)
     reference = names.parse(ref)
@@ -31,7 +32,7 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
         catalog = load_catalog()
     model, quant = catalog_model(ref, catalog)
     if model is None:
-        # A name on this disk needs no fetching, and resolve's error says what is near.
+        # A name on this disk needs no download, and resolve's error lists similar names.
         return resolve(ref, catalog=catalog)
     packaged = [v for v in model.variants if v.repo.startswith("pypi:")]
     on_hub = tuple(v for v in model.variants if v not in packaged)
@@ -44,7 +45,7 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
 
 
 def _offered(reference: ModelReference, offered: Model, choose: Choose | None) -> ModelReference:
-    """The variant of the catalog's model that was asked for, chosen, or is the usual one."""
+    """The catalog model's variant: the requested one, the chosen one, or the usual one."""
     listed = [v for v in offered.variants if names.same_quant(reference.quant, v.quant)]
     if reference.quant and listed:
         variant = listed[0]

@@ -1,10 +1,9 @@
-"""Fetches one file into a partial that survives interruption, and lets it pass only when its hash
-is the published one.
+"""Fetches one file into a resumable partial file, and accepts it only with the published hash.
 
-huggingface-hub 2.x writes to a file of its own name per process, removes it on failure and checks
-the length only (file_download.py, _download_to_tmp_and_move): a killed download of 40 GB starts at
-zero, and a flipped bit passes. So the bytes are fetched here: `<hash>.incomplete` beside the blob,
-as huggingface-hub before 2 did, continued by Range.
+huggingface-hub 2.x writes to a separate file per process, removes it on failure, and checks only
+the length (file_download.py, _download_to_tmp_and_move). An interrupted download of 40 GB starts
+again at zero, and a flipped bit passes. So localllm fetches the bytes itself: into
+`<hash>.incomplete` next to the blob, as huggingface-hub before 2 did, continued with Range.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     import httpx
 
 _BLOCK_BYTES = 1 << 20
-# A try that brought less than this counts as one that brought nothing: a server that resets at once
-# must end.
+# A try that brought fewer bytes counts as a failure. Otherwise a server that resets at once would
+# be retried forever.
 _LEAST_GAIN_BYTES = 16 << 10
-# Wrong content is fetched anew once; once more where the bytes of an earlier run may be to blame.
+# Wrong content is fetched again once, or twice if bytes of an earlier run may be the cause.
 _MAX_RESTARTS = 1
-# Asked for at once. The hub's delivery network gives no answer above 50 GB (huggingface-hub's
+# Bytes per request. The hub's delivery network refuses requests above 50 GB (huggingface-hub's
 # MAX_HTTP_DOWNLOAD_SIZE).
 MAX_SPAN_BYTES = 16 << 30
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
@@ -41,9 +40,9 @@ OnBytes = Callable[[int, DownloadState], None]
 
 
 class Fetch:
-    """One file on its way: `url` to `partial`, checked against `file`'s size and hash.
+    """The download of one file from `url` to `partial`, checked against `file`'s size and hash.
 
-    `on_bytes(have, state)` hears how many bytes of the file are there, as "checking" (reading a
+    `on_bytes(have, state)` receives the number of bytes present. The state is "checking" (reading a
     partial back), "downloading" or "waiting".
     """
 
@@ -69,8 +68,11 @@ class Fetch:
         self._digest = new_digest(file.digest, file.size_bytes)
 
     def run(self) -> None:
-        """Bring the partial to its full length and the published hash. Raises DownloadError; the
-        partial is kept, to be continued, unless its bytes were wrong."""
+        """Download until the partial has its full length and the published hash.
+
+        Raises DownloadError. The partial is then kept for the next run, unless its bytes were
+        wrong.
+        """
         import httpx
 
         self._take_up()
@@ -129,7 +131,7 @@ class Fetch:
     # --- the partial ------------------------------------------------------------------------------
 
     def _take_up(self) -> None:
-        """Go on with what an earlier run left: its bytes enter the hash."""
+        """Continue an earlier run's partial: hash its bytes."""
         try:
             if not self._partial.is_file():
                 return
@@ -178,7 +180,7 @@ class Fetch:
             if self._have + len(block) > self._file.size_bytes:
                 raise HubUnreachableError("the server sent more than it announced")
             out.write(block)
-            out.flush()  # `on_bytes` may look into it
+            out.flush()  # `on_bytes` may read the file
             self._digest.update(block)
             self._have += len(block)
             self._on_bytes(self._have, "downloading")
@@ -193,8 +195,10 @@ class Fetch:
                 had = self._have
 
     def _check(self, response: httpx.Response) -> None:
-        """Let a response pass that continues our bytes. A whole file instead of the rest empties
-        the partial first."""
+        """Accept a response that continues our bytes.
+
+        If the server sends the whole file instead of the rest, the partial is emptied first.
+        """
         status = response.status_code
         if status not in (200, 206):
             self._refuse(response)
@@ -225,11 +229,11 @@ class Fetch:
             raise HubUnreachableError("the server does not have the rest of it")
         trouble = status_error(status, response.headers, str(host), self._file.name)
         if response.history and not isinstance(trouble, HubUnreachableError):
-            # The address behind the redirect is signed and expires: the next try gets a fresh one
+            # The redirect's target is a signed address that expires. The next try gets a fresh one
             # from the hub.
             trouble = HubUnreachableError(f"{host} no longer gives it out ({status})")
         elif status == 401 and self._client.headers.pop("authorization", None) is not None:
-            # A hub that answers 401 to a token does not know it (any more): a public file comes
+            # A hub that answers 401 does not know the token (any more). A public file is available
             # without.
             trouble = HubUnreachableError(
                 f"{host} refuses our token (HF_TOKEN, or the stored login)"
@@ -267,10 +271,11 @@ _SAMPLE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DownloadProgress:
-    """A moment of a download. `done_bytes` counts what was there before too; `speed_bytes_s` only
-    what travels.
+    """The state of a download at one moment.
 
-    `eta_s` is None until a speed is known. `digest`: the published hash of the file on its way.
+    `done_bytes` includes bytes that were present before. `speed_bytes_s` counts only transferred
+    bytes. `eta_s` is None until a speed is known. `digest` is the published hash of the current
+    file.
     """
 
     state: DownloadState
@@ -283,7 +288,7 @@ class DownloadProgress:
 
 
 class DownloadMeter:
-    """Turns byte counts into DownloadProgress: the speed is that of the last ten seconds."""
+    """Turns byte counts into DownloadProgress, with the speed over the last ten seconds."""
 
     def __init__(
         self,
@@ -298,7 +303,7 @@ class DownloadMeter:
         self._samples: deque[tuple[float, int]] = deque()
 
     def report(self, state: DownloadState, file: str, have_bytes: int, digest: str = "") -> None:
-        """`have_bytes` of the file that is on its way, besides all finished ones, are there."""
+        """Report progress: `have_bytes` of the current file, in addition to all finished files."""
         done = self.done_bytes + have_bytes
         now = self._clock()
         if state != "downloading":
@@ -309,7 +314,7 @@ class DownloadMeter:
             self._samples.popleft()
         then, before = self._samples[0]
         elapsed = now - then
-        # A restart (wrong content) takes bytes back: no speed is better than a negative one.
+        # A restart (wrong content) reduces the count. No speed is shown rather than a negative one.
         speed = 0.0
         eta = None
         if elapsed > 0 and done > before:

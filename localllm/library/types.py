@@ -1,4 +1,4 @@
-"""LocalModel: the files of one Variant on this disk, and where they came from."""
+"""LocalModel: the files of one Variant on this disk, and their origin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from localllm_catalog.names import FOLDER_FORMATS, Format
 
 Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter"]
-# Who holds the files, in words.
+# The owner of the files, for messages.
 OWNERS: dict[Origin, str] = {
     "lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp",
     "hf-cache": "localllm (the hub's cache)", "starter": "localllm (the starter)",
@@ -19,13 +19,16 @@ OWNERS: dict[Origin, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """Files of one Variant on this disk: `path` is the GGUF (its first part) or the MLX folder.
+    """Files of one Variant on this disk.
 
-    `files` are all its weight files in order (splits, shards), `size_bytes` their sum;
-    `mmproj` the image projector that belongs to them, if any, and `companions` what else lies
-    beside them and is no model (a LoRA, an importance matrix, a drafter …), each after its kind in
-    localllm_catalog.kinds.
-    `repo` is the hub repository where it is known, `origin` whose folder holds the files.
+    - `path`: the GGUF file (its first part) or the MLX folder.
+    - `files`: all weight files in order (splits, shards).
+    - `size_bytes`: the sum of their sizes.
+    - `mmproj`: their image projector, if any.
+    - `companions`: (kind, path) of other files in the same folder that are no models, e.g. a LoRA,
+      an importance matrix or a drafter. Kinds are those of localllm_catalog.kinds.
+    - `repo`: the hub repository, if known.
+    - `origin`: the owner of the folder that holds the files.
     """
 
     name: str
@@ -41,7 +44,7 @@ class LocalModel:
 
     @property
     def ref(self) -> str:
-        """What to type for files of this quant: the repository where it is known, else the name."""
+        """The reference to type for files of this quant: the repository if known, else the name."""
         named = self.repo or self.name
         if self.quant:
             return f"{named}:{self.quant}"
@@ -49,5 +52,6 @@ class LocalModel:
 
     @property
     def is_folder(self) -> bool:
-        """`Format.is_folder` of its form; one that only somebody else's backend knows is a file."""
+        """`Format.is_folder` of its format. A format that only a third-party backend knows is a
+        file."""
         return self.format in FOLDER_FORMATS

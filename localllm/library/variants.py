@@ -1,4 +1,4 @@
-"""Groups a repository's files into Variants, and picks the one a reference asks for."""
+"""Groups a repository's files into Variants, and picks the one that a reference asks for."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from localllm_catalog.types import Model, Variant
 
 Choose = Callable[["Model"], "Variant"]
 
-# Without anybody to ask what fits: the usual compromise first, then its neighbours in size.
+# Quants to take without a fit check: the usual compromise first, then quants of similar size.
 _USUAL = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "IQ4_XS", "Q4_0", "Q4_1", "MXFP4", "MXFP4_MOE", "4BIT",
     "Q5_K_M", "Q6_K", "Q8_0",
 )  # fmt: skip
 OF_THE_HUB = "hf-api"
 _ELSEWHERE = "look for a repository whose name ends in -GGUF, or for one of mlx-community"
-# A file that says it is no model, or nothing, is passed over for the next; so many headers are
-# asked for at most.
+# If a header is unreadable or not a model's, the next file is tried. This limits the headers read.
 _MOST_HEADERS = 3
 _MLX_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Files to bring: one variant's weights in order, what belongs to them, and its projector if
-    asked for."""
+    """Files to fetch: one variant's weights in order, their side files, and a projector if
+    requested."""
 
     format: Format
     quant: str
@@ -54,7 +53,7 @@ class Selection:
         )
 
     def variant(self, repo: str) -> Variant:
-        """These files of `repo` in the catalog's terms."""
+        """These files of `repo` as a catalog Variant."""
 
         return Variant(self.format, self.quant, repo, self.names, self.weights_bytes)
 
@@ -67,9 +66,11 @@ class Selection:
 
 
 def selections(listing: Listing) -> list[Selection]:
-    """Every whole variant of a repository, those in its folders last, else smallest first. Left
-    out are splits of which a part is
-    missing, files without a byte, and what is no model (projectors, adapters, drafters …)."""
+    """Every complete variant of a repository, smallest first, those in its folders last.
+
+    Incomplete splits, empty files, and files that are no models (projectors, adapters,
+    drafters …) are left out.
+    """
     found = []
     kinds_of = _kinds(listing)
     files = {f.name: f for f in listing.files if f.name in kinds_of}
@@ -101,15 +102,17 @@ def _mlx(listing: Listing) -> Selection | None:
     large = [f for f in at_root if f.name.endswith(".safetensors")]
     if not large or not any(f.name == "config.json" for f in small):
         return None
-    # The small files first: what is wrong with them is known before the large ones travel.
+    # Small files first: their errors are found before the large files are downloaded.
     by_name = attrgetter("name")
     ordered = [*sorted(small, key=by_name), *sorted(large, key=by_name)]
     return Selection(Format.MLX, names.mlx_quant_of(listing.repo), tuple(ordered))
 
 
 def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = None) -> Model:
-    """The Model that the header of a GGUF file says, of which only the beginning is fetched: that
-    of the first of `there` which is one. Raises DownloadError."""
+    """The Model from the header of a GGUF file: the first of `there` with a model's header.
+
+    Only the beginning of the file is fetched. Raises DownloadError.
+    """
     first: ModelFileError | None = None
     with remote_header.opener(anonymous=listing.anonymous) as open_source:
         for selection in there[:_MOST_HEADERS]:
@@ -126,7 +129,7 @@ def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = No
 
 
 def listed(selection: Selection, listing: Listing) -> Variant:
-    """What these files of a listing are, with their projector."""
+    """The catalog Variant for these files of a listing, including their projector."""
     variant = replace(selection.variant(listing.repo), source=OF_THE_HUB)
     projector = projector_of(listing, selection.files[0].name)
     if projector is None:
@@ -135,8 +138,10 @@ def listed(selection: Selection, listing: Listing) -> Variant:
 
 
 def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | None:
-    """The projector to bring with the file `model`: the one named, else of its own F16, else the
-    smallest; or None."""
+    """The projector to fetch with the file `model`, or None.
+
+    It is the one in `wanted`, else the model's own F16 projector, else its smallest.
+    """
     named = listing.get(wanted)
     if named is not None:
         return named
@@ -159,11 +164,10 @@ def pick(
     described: Callable[[], Model] | None,
     choose: Choose | None,
 ) -> Selection:
-    """The variant a reference asks for: by file, by quant, by what `choose` says of the model, else
-    the usual one.
+    """The variant that a reference asks for.
 
-    `described` gives the Model whose layers `choose` judges by. Raises DownloadError naming what
-    there is.
+    It is picked by file, by quant, by `choose`, else it is the usual one. `described` returns the
+    Model whose layers `choose` needs. Raises DownloadError listing the available variants.
     """
     there = selections(listing)
     if not there:
@@ -196,7 +200,7 @@ def _warn_of_others(chosen: Selection, there: Sequence[Selection], listing: List
 
 
 def _holding(there: Sequence[Selection], file: str) -> Selection | None:
-    """The selection with that file, else the one of its name in another folder."""
+    """The selection with that file, else one with the same file name in another folder."""
     held = (s for s in there if file in s.names)
     called = (s for s in there if names.stem_of(s.files[0].name) == names.stem_of(file))
     return next(held, None) or next(called, None)
@@ -221,7 +225,8 @@ def _of_quant(there: Sequence[Selection], quant: str, listing: Listing) -> Selec
 
 
 def _no_model(listing: Listing, quant: str) -> DownloadError:
-    """Why a repository has no model for us: what its files are, or why they were left out."""
+    """The error for a repository without a usable model. It lists the kinds or faults of its
+    files."""
     raw = sorted({names.raw_part_of(f.name) for f in listing.files} - {""})
     if raw:
         named = next(
@@ -252,9 +257,12 @@ def _no_model(listing: Listing, quant: str) -> DownloadError:
 
 
 def usual_variant(variants: Sequence[Variant]) -> Variant:
-    """The variant to take when nobody is asked what fits: the most usual quant of those whose
-    weights leave half of this machine's memory free, of unusual ones the biggest, else the smallest
-    there is. GGUF runs everywhere; MLX is taken where it is all there is."""
+    """The variant to take if no fit check is available.
+
+    It is the most usual quant among the variants whose weights leave half of this machine's memory
+    free. Without a usual one, the biggest of them is taken. If no variant fits, the smallest one is
+    taken. GGUF runs everywhere; MLX is taken only if the repository has nothing else.
+    """
     choices = [v for v in variants if not v.is_folder] or variants
     limit_bytes = (SystemMemory().total_bytes or 0) // 2
     fitting = [v for v in choices if v.file_bytes <= limit_bytes]
