@@ -1,2 +1,1 @@
-"""What clients constrain answers with, in the words that the engine's grammars are written in. Text
-to text."""
+"""Converts clients' constraints on answers into the engine's grammar syntax, from text to text."""

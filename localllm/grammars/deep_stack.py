@@ -1,5 +1,7 @@
-"""llguidance on a deep stack: it goes a level down for each rule that leads to another, and a
-process whose stack ends dies."""
+"""Runs llguidance on a deep stack.
+
+It recurses for each rule that leads to another, and a stack overflow kills the process.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,18 @@ from typing import TypeVar
 from localllm.errors import UnsupportedError
 
 Made = TypeVar("Made")
-# Rules, properties and items, about. A thousand are many; at so many a second or more is spent.
+# Approximate number of rules, properties and items. A typical large grammar has a thousand. At this
+# limit, compilation takes a second or more.
 _MOST_PARTS = 50_000
-# Measured with llguidance 1.9: 4 kB a rule of Lark, 10 kB a `$ref` to a definition, 0.4 kB a
-# property of one object; only what is touched becomes memory. Half of it was enough for chains of
-# 25,000 rules, and of 8,000 definitions.
+# Measured with llguidance 1.9: 4 kB per Lark rule, 10 kB per `$ref` to a definition, 0.4 kB per
+# property of one object. Only touched pages use memory. Half of this size was enough for chains of
+# 25,000 rules and of 8,000 definitions.
 _STACK_BYTES = 128 * 2**20
 _LOCK = threading.Lock()
 
 
 def check_parts(grammar: str) -> None:
-    """Raises UnsupportedError where a grammar's text has too many parts."""
+    """Raise UnsupportedError if a grammar's text has too many parts."""
     n_parts = sum(grammar.count(mark) for mark in "\n,:")
     if n_parts > _MOST_PARTS:
         raise UnsupportedError(
@@ -32,8 +35,10 @@ def check_parts(grammar: str) -> None:
 
 
 def on_deep_stack(grammar: str, work: Callable[[], Made]) -> Made:
-    """What `work` makes of a grammar's text. Raises what it raises, and UnsupportedError for a text
-    of too many parts."""
+    """Run `work` on a thread with a deep stack and return its result.
+
+    Raises the errors of `work`, and UnsupportedError if the grammar's text has too many parts.
+    """
     check_parts(grammar)
     with ThreadPoolExecutor(1, "grammar") as pool:
         with _LOCK:

@@ -1,4 +1,4 @@
-"""Rules as one regular expression, each inside those that name it, where none leads to itself."""
+"""Combines rules into one regular expression by inlining, if no rule is recursive."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Rules: TypeAlias = Mapping[str, Sequence[Piece]]
 
 
 class Expressions:
-    """The expressions of `rules`; None for what leads to itself, or is too long."""
+    """The expressions of `rules`. A recursive or too long rule gives None."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._known: dict[str, str | None] = {}
 
     def rule(self, name: str) -> str | None:
-        """That of a rule. Raises KeyError where there is none of that name."""
+        """The expression of a rule. Raises KeyError if there is no such rule."""
         if name not in self._known:
-            self._known[name] = None  # as long as it is being written
+            self._known[name] = None  # while it is being built: recursion then gives None
             self._known[name] = self.of(self._rules[name])
         return self._known[name]
 

@@ -1,14 +1,13 @@
-"""Formats of texts in schemas: those that the grammar engine knows, and expressions for the others
-that can have one."""
+"""String formats in schemas: those that llguidance supports, and expressions for others."""
 
 from __future__ import annotations
 
-# llguidance's, of which the others are annotations, as the specification has them all (draft
-# 2020-12, validation 7.2.1).
+# llguidance's formats. Any other is an annotation, which the specification allows for all of them
+# (draft 2020-12, validation 7.2.1).
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# Those of the specification's others that an expression can hold, if not to the letter.
+# Further formats of the specification that an expression can check, at least approximately.
 _TOKEN = r"(?:~[01]|[^~/])*"
 _CLASS = r"\[\^?(?:a-z|A-Z|0-9|[\w .,:;@#%&=+*?(){}|<>!~$'\"`/]|\\[\w.*+?^$|()\[\]{}/\\-])+-?\]"
 _PLAIN = r"[^\\\[\](){}*+?|^$]|\\[dDwWsS.*+?^$|()\[\]{}/\\-]"

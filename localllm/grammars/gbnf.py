@@ -1,10 +1,10 @@
-"""llama.cpp's grammars (GBNF) in Lark, letter by letter, so that they mean what they mean there.
+"""Translates llama.cpp's grammars (GBNF) into Lark character by character, to keep their meaning.
 
-llguidance reads texts with a lexer that takes the longest match, llama.cpp takes every letter by
-itself. A grammar without recursion is one regular expression, where that makes no difference. Of
-one with recursion every letter is a terminal, but for parts that no other terminal begins like and
-that end where they match (a string between quotes, say): a hundred times faster. Source of the
-notation: llama.cpp, src/llama-grammar.cpp and grammars/README.md.
+llguidance's lexer takes the longest match, llama.cpp takes each character by itself. A grammar
+without recursion is one regular expression, so the difference does not matter. In a recursive
+grammar every character becomes a terminal. Exceptions are parts that end at their first match and
+that begin like no other terminal, e.g. a quoted string. They make it a hundred times faster. Source
+of the syntax: llama.cpp, src/llama-grammar.cpp and grammars/README.md.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _ANY: Piece = ("item", "(?s:.)")
 
 
 def lark_of(source: str) -> str:
-    """`source` in Lark's notation; one that is in it already comes back as it is. Raises
-    ValueError, which says what can't be read, and where."""
+    """`source` in Lark syntax; Lark is returned unchanged.
+
+    Raises ValueError with the unreadable part and its position.
+    """
     if _LARK.search(source):
         return source
     rules = _GbnfReader(source).rules()
@@ -62,11 +64,11 @@ class _GbnfReader:
         self._text = source.replace("\r\n", "\n").replace("\r", "\n")
         self._at = 0
         self._rules: dict[str, Sequence[Piece]] = {}
-        self._name = ""  # of the rule that is read
+        self._name = ""  # of the current rule
         self._pieces: list[Piece] = []
         self._named: list[str] = []
-        self._opened: list[int] = []  # where the brackets that are open stand
-        self._item: int | None = None  # where what could be repeated begins
+        self._opened: list[int] = []  # indexes of the open brackets
+        self._item: int | None = None  # index of the item that a quantifier would repeat
 
     def rules(self) -> Rules:
         while self._at < len(self._text):
@@ -150,7 +152,7 @@ class _GbnfReader:
         return [self._letters(said)]
 
     def _code(self, letter: str) -> str:
-        """Every code is spelled out: signs between brackets mean something there."""
+        """A character as a hexadecimal code, because signs have a meaning between brackets."""
         if len(letter) > 2:
             code = int(letter[2:], 16)
         elif len(letter) == 2:
@@ -167,9 +169,9 @@ class _GbnfReader:
         for found in _LETTERS.finditer(inside, len(other)):
             low = self._code(found[1])
             high = self._code(found[2] or found[1])
-            if low <= high:  # llama.cpp takes the others for empty
+            if low <= high:  # llama.cpp treats reversed ranges as empty
                 ranges += f"{low}-{high}"
-        if inside == "^" or not (ranges or other):  # to llama.cpp no letter at all
+        if inside == "^" or not (ranges or other):  # matches no character in llama.cpp
             raise self._wrong("no letter is in []")
         if ranges:
             return ("item", f"[{other}{ranges}]")
@@ -211,7 +213,7 @@ def _in_lark(piece: Piece, numbers: dict[str, str]) -> str:
 
 
 def _with_terminals(pieces: Sequence[Piece], terminals: dict[Sequence[Piece], str]) -> list[Piece]:
-    """`pieces`, each run that is a terminal as one item."""
+    """`pieces`, with each run that is a terminal as one item."""
     parts: list[Piece] = []
     at = 0
     while at < len(pieces):
@@ -226,7 +228,7 @@ def _with_terminals(pieces: Sequence[Piece], terminals: dict[Sequence[Piece], st
 
 
 def _terminals(rules: Rules, expressions: Expressions) -> dict[Sequence[Piece], str]:
-    """Runs that may be terminals as a whole, and their expressions."""
+    """Runs of pieces that may be terminals, with their expressions."""
     good: dict[Sequence[Piece], str] = {}
     for pieces in rules.values():
         for run in _runs(pieces):
@@ -239,7 +241,7 @@ def _terminals(rules: Rules, expressions: Expressions) -> dict[Sequence[Piece], 
 
 
 def _may_be_terminal(run: Sequence[Piece], expression: str, rules: Rules) -> bool:
-    """Whether no other terminal begins like this run, and it ends where it matches."""
+    """True if no other terminal begins like this run, and the run ends at its first match."""
     others: set[str] = set()
     for pieces in rules.values():
         for kind, said in _with_terminals(pieces, {run: ""}):
@@ -252,7 +254,7 @@ def _may_be_terminal(run: Sequence[Piece], expression: str, rules: Rules) -> boo
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    """From a letter to a later one beside it, with a repetition between them."""
+    """Runs from one character to a later one at the same level, with a repetition between them."""
     for first, (kind, said) in enumerate(pieces):
         if kind != "item" or not said:
             continue
@@ -269,7 +271,7 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
 
 
 def _never_both(one: str, other: str) -> bool:
-    """True where no text matches both expressions."""
+    """True if no text matches both expressions."""
     patterns = [{"pattern": f"^(?:{expression})$"} for expression in (one, other)]
     schema = {"type": "string", "allOf": patterns}
     return UNSATISFIABLE in check_schema(json.dumps(schema)).error

@@ -1,9 +1,9 @@
-"""JSON schemas as llguidance takes them, which keeps them itself. Text to text.
+"""Converts JSON schemas to the form that llguidance enforces, from text to text.
 
-What stands here is what it leaves open: integers with an end, formats that it has not, what it
-would hold otherwise than it is written (schema_words.py), and in our words why it does not hold a
-schema (reasons.py). A caller that must keep all of a schema refuses it then; others leave that out
-and name it.
+This module handles the gaps of llguidance: integers without an upper length, missing formats,
+keywords with another meaning there (schema_words.py), and readable errors for schemas that it
+rejects (reasons.py). Callers that need the complete schema reject the request then. Others drop the
+unsupported part and name it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from localllm.grammars.schema_words import NAMED, as_taken, why_not
 
 Schema: TypeAlias = bool | dict[str, Any]
 
-# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small
-# model fills its window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp,
-# draw the same line).
+# Whitespace between JSON's parts: empty, a space, or a newline with indentation. Without a limit, a
+# small model fills its context with whitespace (llama.cpp has the same limit,
+# common/json-schema-to-grammar.cpp).
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-# Lark's strings, comments and expressions, which are skipped, and the mark in front of a schema.
+# Lark's strings, comments and expressions, which are skipped, and the mark before a schema.
 _JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=[{tf])')
 _OPTIONS = "x-guidance"
 LENIENT = {_OPTIONS: {"lenient": True}}
 """In a schema: words that llguidance does not know are passed over."""
-# So many words of one schema are left out one after another; then any object will do.
+# At most this many keywords are dropped one after another; then any object is allowed.
 _MOST_WORDS = 8
 
 
 def held(schema: Any) -> dict[str, Any]:
-    """`schema` as llguidance takes it, all of it. Raises UnsupportedError, which names what it
-    would not hold."""
+    """The complete `schema` in llguidance's form.
+
+    Raises UnsupportedError naming the keywords that llguidance would not enforce.
+    """
     refused: set[str] = set()
     try:
         kept = as_taken(schema, refused)
@@ -54,8 +56,10 @@ def held(schema: Any) -> dict[str, Any]:
 
 
 def schemas_in(lark: str) -> str:
-    """A Lark grammar with every schema in it as llguidance takes it. Raises UnsupportedError, and
-    ValueError for what is no JSON."""
+    """A Lark grammar with every embedded schema in llguidance's form.
+
+    Raises UnsupportedError, and ValueError for invalid JSON.
+    """
     parts: list[str] = []
     at = 0
     while (found := _JSON.search(lark, at)) is not None:
@@ -68,8 +72,10 @@ def schemas_in(lark: str) -> str:
 
 
 def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
-    """`schema` without what llguidance can't hold, and the words that are left out or mean less
-    than they say."""
+    """`schema` without the parts that llguidance can't enforce, and the affected keywords.
+
+    These keywords are left out or weakened.
+    """
     try:
         return _loosened(json.dumps(schema))
     except (RecursionError, ValueError):
@@ -77,9 +83,11 @@ def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
 
 
 def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    """A constraint as the engine takes it: a schema that need not hold whole (`loose_schema`)
-    without what can't be kept, and the names of that as response_format.WORD. Raises
-    UnsupportedError for one of too many parts."""
+    """A constraint in the engine's form, and the keywords that can't be enforced.
+
+    Only a `loose_schema` is changed: its unsupported keywords are dropped and named as
+    response_format.WORD. Raises UnsupportedError if it has too many parts.
+    """
     if grammar is None or grammar[0] != "loose_schema":
         return grammar, ()
     check_parts(grammar[1])
@@ -96,7 +104,7 @@ def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     if not isinstance(schema, dict):
         return True, ("schema",)
     check = _loosely_checked(schema)
-    # One property that breaks costs the others nothing.
+    # A broken property must not affect the others.
     if check.error and '"$ref"' not in text and isinstance(schema.get("properties"), dict):
         kept = {
             n: _without_what_breaks(inner, refused) for n, inner in schema["properties"].items()
@@ -113,16 +121,20 @@ def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
 
 
 def documents(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Schemas by name as definitions of another one, which a `$ref` of NAME leads to. Each is a
-    document of its own there: its references to itself (`#/$defs/…`) lead where they did."""
-    # draft 4 has the other word for an address
+    """Schemas by name, as definitions of a surrounding schema. A `$ref` to NAME refers to one.
+
+    Each is a document of its own, so its internal references (`#/$defs/…`) keep their targets.
+    """
+    # draft 4 uses `id`, later drafts `$id`
     return {"$defs": {name: {**one, "$id": name, "id": name} for name, one in schemas.items()}}
 
 
 def _of_no_place(text: str) -> Any:
-    """A schema that stays itself within another one: what it calls by its own address it calls by
-    its place in itself, and a `$ref` of the whole, beside which drafts have no address, is a
-    part."""
+    """A schema that keeps its meaning when embedded in another one.
+
+    References to its own address become relative. A top-level `$ref` moves into allOf, because
+    drafts ignore the address next to a `$ref`.
+    """
     schema = json.loads(text)
     for word in ("$id", "id"):
         address = schema.get(word) if isinstance(schema, dict) else None
@@ -138,7 +150,7 @@ def _of_no_place(text: str) -> Any:
 
 
 def _loosely_checked(schema: Any) -> GrammarCheck:
-    """What llguidance says of it within another one, as those of tools are."""
+    """llguidance's check of a schema embedded in another one, as tools' schemas are."""
     if isinstance(schema, bool):
         return GrammarCheck("")
     if not isinstance(schema, dict):
@@ -147,7 +159,7 @@ def _loosely_checked(schema: Any) -> GrammarCheck:
 
 
 def _without_what_breaks(schema: Schema, refused: set[str]) -> Schema:
-    """`schema` without the words that llguidance blames, one after another; `refused` gets them."""
+    """`schema` without the keywords that llguidance rejects. They are added to `refused`."""
     for _ in range(_MOST_WORDS):
         check = _loosely_checked(schema)
         if not check.error:

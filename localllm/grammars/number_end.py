@@ -1,17 +1,19 @@
-"""Numbers with an end: in llguidance's grammar of JSON the digits of one go on for ever."""
+"""Ends numbers: in llguidance's JSON grammar, a number may have unlimited digits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A float of 64 bits is written in 17 digits, its zeros aside, an integer in 20; some are longer.
+# A 64-bit float needs 17 digits, not counting zeros, and a 64-bit integer 20. Some are longer.
 _MOST_DIGITS = 24
 _DIGITS = b"0123456789"
 
 
 class NumberEnd:
-    """Of a vocabulary: which tokens make a number longer. Masks have a bit for each token, the
-    lowest first."""
+    """Knows which tokens of a vocabulary extend a number.
+
+    Masks have one bit per token, lowest first.
+    """
 
     def __init__(self, spellings: Sequence[bytes]) -> None:
         self._spellings = spellings
@@ -19,7 +21,8 @@ class NumberEnd:
         self._quotes = sum(1 << t for t, text in enumerate(spellings) if text == b'"')
 
     def digits_behind(self, token: int, digits: int) -> int:
-        """How many digits a text ends with, after `token` behind `digits` of them."""
+        """The number of digits at the end of a text, after `token` was appended to `digits`
+        digits."""
         spelling = self._spellings[token]
         tail = len(spelling) - len(spelling.rstrip(_DIGITS))
         if tail == len(spelling):
@@ -27,8 +30,11 @@ class NumberEnd:
         return tail
 
     def ended(self, mask: bytes, digits: int) -> bytes:
-        """The mask of what may follow so many digits: no more of them where a number may end. A
-        text between quotes, which one may close, goes on."""
+        """The mask of the tokens that may follow this many digits.
+
+        At the limit, further digits are excluded if the number may end. In a quoted text, in which
+        a quote is allowed next, digits may continue.
+        """
         if digits < _MOST_DIGITS:
             return mask
         allowed = int.from_bytes(mask, "little")

@@ -1,4 +1,4 @@
-"""What llguidance says of a grammar, and why it takes none, in our words."""
+"""Translates llguidance's messages about a grammar into our error texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from localllm.errors import UnsupportedError
 from localllm.grammars.deep_stack import on_deep_stack
 
-# What a grammar may cost to make: about a second (llguidance counts its own steps).
+# Cost limits for making a grammar: about a second (llguidance counts its own steps).
 _FUEL = 2_000_000
 _SIZE = 100_000
 _NOT_KNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
@@ -18,15 +18,15 @@ UNSATISFIABLE = "Unsatisfiable schema"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a grammar is not taken: the `words` of its schema that are to blame, where that is known,
-    and a sentence that has no end yet."""
+    """Why a grammar is rejected: the schema keywords at fault, if known, and a sentence without a
+    full stop."""
 
     words: tuple[str, ...]
     sentence: str
 
 
-# Words of a schema that llguidance's messages (1.9.1, parser/src/json) blame, and the messages that
-# blame none: the first sign that is in a message decides.
+# Schema keywords named in llguidance's messages (1.9.1, parser/src/json), and the messages that
+# name no keyword. The first sign found in a message decides.
 _WORD_SIGNS = {
     "oneOf": ("oneOf is not supported where its alternatives may meet", "oneOf"),
     "min/maxProperties": (
@@ -53,8 +53,8 @@ _SIZE_SIGNS = {
 
 
 def reason_of(message: str) -> Reason:
-    """Why llguidance takes no grammar, from an error of its, or what it leaves out, from a
-    warning."""
+    """The reason for a rejected grammar (from an error) or for ignored keywords (from a
+    warning)."""
     unknown = _NOT_KNOWN.search(message)
     if unknown is not None:
         words = tuple(re.findall(r'"([^"]+)"', unknown[1]))
@@ -79,14 +79,14 @@ def reason_of(message: str) -> Reason:
 
 @dataclass(frozen=True, slots=True)
 class GrammarCheck:
-    """An error, empty where a grammar can be made, and else what it passes over."""
+    """The result of a check: an error, or "" and the warnings about ignored keywords."""
 
     error: str
     warnings: tuple[str, ...] = ()
 
 
 def check_schema(schema: str) -> GrammarCheck:
-    """What llguidance says of a JSON schema. Which vocabulary it is for makes no difference."""
+    """llguidance's check of a JSON schema. It does not depend on the vocabulary."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
@@ -107,7 +107,7 @@ def check_schema(schema: str) -> GrammarCheck:
 
 
 def why_stuck(message: str) -> str:
-    """Why a grammar came to no end, from llguidance's error."""
+    """Why generation under a grammar stopped, from llguidance's error."""
     reason = reason_of(message).sentence
     if "max is" in reason or "too " in reason:
         return (

@@ -1,4 +1,4 @@
-"""One schema, word by word, as llguidance takes it."""
+"""Converts one schema to llguidance's form, keyword by keyword."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 from localllm.grammars.formats import EXPRESSIONS, FORMATS
 
-# llguidance dies of bounds beyond 64 bits.
+# llguidance crashes on bounds beyond 64 bits.
 _LARGEST = 4_000_000_000_000_000_000
-# Numbers that are named are floats of 64 bits to llguidance: it would write another integer.
+# llguidance stores constants as 64-bit floats, so a larger integer would be changed.
 _EXACT = 2**53
 # Each remainder is a state of llguidance's automaton: 10,000 take 0.1 s, a million 12 s (1.9.1).
 _MOST_REMAINDERS = 10_000
 _KINDS = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
 _UPPER = ("maximum", "exclusiveMaximum")
 _LOWER = ("minimum", "exclusiveMinimum")
-# Where schemas stand, and where they stand under names of the author's choosing.
+# Keywords that contain schemas, and keywords that contain schemas under names of the author's
+# choice.
 _SCHEMAS = frozenset(
     {
         "items",
@@ -31,17 +32,17 @@ _SCHEMAS = frozenset(
     }
 )
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-# Of draft 3, which llguidance passes over.
+# Keywords of draft 3, which llguidance ignores.
 _PASSED_OVER = ("disallow", "divisibleBy", "extends")
 _SAYS_NOTHING = (("uniqueItems", False), ("required", True), ("required", False))
-# Looking around, and what was value before: no automaton does.
+# Lookaround and backreferences, which automata do not support.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
-# A class of letters in an expression, behind anything escaped.
+# A character class in an expression. Escaped characters before it are skipped.
 _CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])+)\]", re.DOTALL)
 
 
 def as_taken(node: Any, refused: set[str]) -> Any:
-    """`node` in llguidance's words; `refused` gets those that are left out."""
+    """`node` in llguidance's form. Keywords that are left out are added to `refused`."""
     if isinstance(node, list):
         return [as_taken(inner, refused) for inner in node]
     if not isinstance(node, dict):
@@ -51,7 +52,8 @@ def as_taken(node: Any, refused: set[str]) -> Any:
         if out.get(word) is value:
             del out[word]
     if "oneOf" in out:
-        # With it llguidance looks for itself, behind references too, what tells them apart.
+        # With a discriminator, llguidance itself finds the property that distinguishes the
+        # alternatives, also through references.
         out.setdefault("discriminator", {"propertyName": ""})
     passed_over = [word for word in _PASSED_OVER if word in out]
     for word in (*passed_over, *_not_as_written(out)):
@@ -86,16 +88,18 @@ def _lower(kind: Any) -> Any:
 
 
 def _not_as_written(out: dict[str, Any]) -> list[str]:
-    """The words of `out` that llguidance would hold otherwise than they are written. Formats
-    and bounds that it has not are said with those that it has."""
+    """The keywords of `out` that llguidance would enforce differently from their meaning.
+
+    Also replaces unsupported formats and bounds in `out` by supported ones.
+    """
     if str(out.get("format", "date")) not in FORMATS:
-        # Others than the specification's are annotations (draft 2020-12, validation 7.2.1).
+        # Formats outside the specification are annotations (draft 2020-12, validation 7.2.1).
         expression = EXPRESSIONS.get(str(out.pop("format")))
         if expression is not None and "pattern" in out:
             return ["pattern"]
         if expression is not None:
             out["pattern"] = _escapable(expression)
-    # Nothing beyond a bound may be written, whatever else would be right.
+    # A tighter bound never allows a wrong value, although it excludes some right ones.
     for word in _UPPER:
         if _is_number(out.get(word)) and out[word] > _LARGEST:
             out[word] = _LARGEST
@@ -110,7 +114,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_no_bound(value: Any) -> bool:
-    """In draft 4 an exclusive bound is true where the plain one is meant."""
+    """True for an invalid bound. In draft 4, an exclusive bound is a boolean that modifies the
+    other."""
     return not isinstance(value, bool) and not (_is_number(value) and abs(value) <= _LARGEST)
 
 
@@ -133,7 +138,7 @@ def _has_many_remainders(divisor: Any) -> bool:
 
 
 def _is_inexact(value: Any) -> bool:
-    """Whether some number in `value` is one that llguidance would write as another."""
+    """True if llguidance would change some number in `value`."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -143,8 +148,8 @@ def _is_inexact(value: Any) -> bool:
     return not abs(value) <= _LARGEST or int(float(value)) != value
 
 
-# Words that llguidance may hold otherwise than they are written: whether it would so hold what one
-# says, and why that is refused.
+# Keywords that llguidance may enforce differently from their meaning: a function that is True for
+# such a value, and the reason for the refusal.
 _WRONG: dict[str, tuple[Callable[[Any], bool], str]] = {}
 for _word in (*_UPPER, *_LOWER):
     _WRONG[_word] = (_is_no_bound, "beyond 2^62, or no number")
@@ -167,8 +172,10 @@ def why_not(word: str) -> str:
 
 
 def _escapable(pattern: str) -> str:
-    r"""`pattern` without form feeds in classes of what a letter is not: a class that has all of \b
-    \t \n \f \r is to llguidance one that has \ and " as well (1.9.1)."""
+    r"""`pattern` with form feeds excluded from negated character classes.
+
+    llguidance (1.9.1) has a bug: a class with all of \b \t \n \f \r also matches \ and ".
+    """
 
     def narrowed(found: re.Match[str]) -> str:
         if found[1] is None or not (found[1] or r"\x0" in found[2] or r"\u00" in found[2]):

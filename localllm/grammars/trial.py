@@ -1,9 +1,8 @@
-"""A grammar tried in a process of its own, with a vocabulary of single bytes: how long llguidance
-takes to compile one, and how much memory, hardly depends on the words.
+"""Tries a grammar in a separate process, with a vocabulary of single bytes.
 
-A `LimitedChild` runs this module: asked with a grammar (kind, source), it answers with the grammar
-in the words that llguidance is given (`COMPILED`), once those have been compiled and the first token
-sought.
+llguidance's compile time and memory hardly depend on the vocabulary. A `LimitedChild` runs this
+module. For each grammar (kind, source) it returns the text for llguidance, marked as `COMPILED`,
+after it has compiled that text and computed the first token mask.
 """
 
 from __future__ import annotations
@@ -20,18 +19,20 @@ from localllm.grammars.json_schema import schemas_in
 from localllm.grammars.reasons import reason_of
 from localllm.limited_child import serve
 
-# llguidance marks special tokens by a byte that UTF-8 text never has.
+# llguidance marks special tokens by a byte that never occurs in UTF-8 text.
 SPECIAL = b"\xff"
-# A grammar's text that was made by `grammar_text` already.
+# The kind of a text that `grammar_text` has already made.
 COMPILED = "compiled"
-# Strings, regular expressions and comments of Lark, which are skipped, and tokens called by their
-# names.
+# Strings, regular expressions and comments of Lark, which are skipped, and names of tokens.
 _TOKEN_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(<[^<>\s\[\]]+>)')
 
 
 def grammar_text(kind: str, source: str, token_ids: Callable[[], Mapping[str, int]]) -> str:
-    """What llguidance is given for a grammar; `token_ids` are asked for where it calls a token by
-    its name. Raises UnsupportedError, saying what can't be enforced."""
+    """The text for llguidance that expresses a grammar.
+
+    `token_ids` is called if the grammar names tokens. Raises UnsupportedError with the part that
+    can't be enforced.
+    """
     from llguidance import LLMatcher
 
     try:
@@ -58,8 +59,10 @@ def grammar_text(kind: str, source: str, token_ids: Callable[[], Mapping[str, in
 
 
 def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
-    """llguidance's matcher of a `grammar_text`. Raises UnsupportedError, saying what can't be
-    enforced."""
+    """llguidance's matcher of a `grammar_text`.
+
+    Raises UnsupportedError with the part that can't be enforced.
+    """
     from llguidance import LLMatcher
 
     def make() -> Any:
@@ -74,9 +77,11 @@ def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _with_tokens(lark: str, token_ids: Mapping[str, int]) -> str:
-    """`lark` with names of tokens that are no control tokens here as their ids: llguidance knows
-    only the others by name, and llama.cpp makes plain tokens of gpt-oss's <|channel|>,
-    <|message|>, <|start|> and <|constrain|>."""
+    """`lark` with names of tokens that are not control tokens replaced by their ids.
+
+    llguidance knows only control tokens by name. llama.cpp makes plain tokens of gpt-oss's
+    <|channel|>, <|message|>, <|start|> and <|constrain|>.
+    """
 
     def by_id(found: re.Match[str]) -> str:
         token = token_ids.get(found[1])
@@ -88,7 +93,7 @@ def _with_tokens(lark: str, token_ids: Mapping[str, int]) -> str:
 
 
 class _Bytes:
-    """A vocabulary as large as the model's and with its special tokens, whose words are single
+    """A vocabulary with the model's size and special tokens, whose other tokens are single
     bytes."""
 
     def __init__(self, n_vocab: int, special: Mapping[str, int]) -> None:
@@ -124,7 +129,8 @@ def _trial(setup: Mapping[str, Any]) -> Callable[[Any], tuple[str, str]]:
         matcher.compute_ff_tokens()
         return COMPILED, text
 
-    tried(("json_schema", '{"type": "string"}'))  # what is imported and built once
+    # imports and builds everything that is needed once
+    tried(("json_schema", '{"type": "string"}'))
     return tried
 
 

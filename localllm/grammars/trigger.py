@@ -1,4 +1,4 @@
-"""The value that says where an answer's own text turns a grammar on."""
+"""The condition under which a reply's own text starts a grammar."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GrammarTrigger:
-    """A grammar for the text behind a marker that the model writes itself: `lead` is put there, then
-    comes a text of the `grammar` (kind, source), then `closing` is put there. `again`: the answer
-    then goes on, and another call may follow; otherwise it ends.
+    """A grammar for the text after a marker that the model writes itself.
 
-    `once`: the marker opens the first call of an answer only. If it comes again, the answer ends:
-    nothing behind it would be read as a call.
-    `preceded_by`: a regular expression; the marker counts only if the answer before it ends with a
-    match."""
+    - `lead`: text that the engine appends after the marker.
+    - `grammar`: (kind, source) of the text that follows.
+    - `closing`: text that the engine appends after that.
+    - `again`: the reply then continues, and another call may follow. Otherwise it ends.
+    - `once`: the marker opens only the first call of a reply. If it comes again, the reply ends,
+      because the text after it would not be read as a call.
+    - `preceded_by`: a regular expression. The marker counts only if the text before it ends with a
+      match.
+    """
 
     lead: str
     grammar: tuple[str, str]
