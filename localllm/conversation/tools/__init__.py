@@ -1,9 +1,9 @@
-"""The registry of tool-call formats: a model's format is detected from its own chat template.
+"""The registry of tool-call formats. A model's format is detected from its chat template.
 
-A new family is one new file in notations/ with its ToolFormat in FORMATS: signs and markers, reader
-and grammar (the pieces of grammars are in lark.py, call_grammars.py and values.py, those of readers
-in readers.py and tag_reader.py). Nothing else has to learn of it. Its tests are a writer in
-tests/support/tool_writers.py and a reduced template in tests/conversation/call_templates.py.
+To add a family, add one file to notations/ with its ToolFormat in FORMATS: signs, markers, reader
+and grammar. The building blocks of grammars are in lark.py, call_grammars.py and values.py, those
+of readers in readers.py and tag_reader.py. No other code needs to change. Its tests need a writer
+in tests/support/tool_writers.py and a reduced template in tests/conversation/call_templates.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ DEFAULT: ToolFormat = hermes.FORMATS[0]
 
 
 def discover() -> tuple[ToolFormat, ...]:
-    """The formats of all notations, in the order in which templates are tested: unambiguous signs
-    first."""
+    """All formats, in the order in which templates are tested: unambiguous signs first."""
     modules = [
         importlib.import_module(f"{notations.__name__}.{m.name}")
         for m in pkgutil.iter_modules(notations.__path__)
@@ -40,22 +39,25 @@ def detect_format(template: str) -> ToolFormat | None:
 
 
 def format_for(template: str) -> ToolFormat:
-    """The format that `template` writes; the default where it shows no sign of any."""
+    """The format that `template` writes, or the default if it has no known sign."""
     return detect_format(template) or DEFAULT
 
 
 def has_unknown_notation(template: str) -> bool:
-    """True where `template` offers tools itself but shows no sign of a format known here."""
+    """True if `template` handles tools itself but has no sign of a known format."""
     return "tools" in template and detect_format(template) is None
 
 
 def reasoning_markers(template: str, style: ToolFormat | None = None) -> tuple[str, str] | None:
-    """Opening and closing marker of the reasoning: those that belong to the `style` of calls
-    (default: the template's own), else those that the template mentions."""
+    """The opening and closing markers of the reasoning, or None.
+
+    They are those of the tool-call format `style` (default: the template's own), else the first
+    pair that the template mentions.
+    """
     style = style or detect_format(template)
     if style is not None and style.think is not None:
         return style.think
-    # Tags that belong to no family stand before and behind the families' own.
+    # Tags without a family are tested before and after the tags of families.
     known = (
         ("<think>", "</think>"),
         *(f.may_think for f in FORMATS if f.may_think is not None),

@@ -1,5 +1,4 @@
-"""What a tool-call format is. Everything about one way of writing calls stands in that notation's
-own file."""
+"""The definition of a tool-call format. Each format is described completely in its own file."""
 
 from __future__ import annotations
 
@@ -22,8 +21,10 @@ Grammar: TypeAlias = tuple[str, str]
 
 
 class NotConstrainableError(UnsupportedError, code="not_constrainable"):
-    """A format's grammar can't spell some name or value. Its calls are then read as the model
-    writes them."""
+    """A format's grammar can't spell some name or value.
+
+    Calls are then read as the model writes them.
+    """
 
 
 Reader: TypeAlias = Callable[[int, str, Sequence[Tool]], CallReader]
@@ -36,27 +37,28 @@ calls."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One way models write calls: how it is detected, how it is read, and the grammar that
-    constrains a call to its schema.
+    """A tool-call format: how it is detected and read, and the grammar that constrains its calls.
 
-    `signs`: a template that contains one of them writes this format; formats whose signs stand in
-    other formats' templates too have an `ambiguity`, and those with a higher one are tested later.
-    `markers` open a call, and `reader` reads what follows them.
-    `triggers` of a template and the functions that may be called; raises NotConstrainableError
-    where the grammar can't write what some tool asks for.
-    `control`: the markers are control tokens, which the engine must render.
-    `named_tokens`: every marker, inner ones too, is a control token between < and >, which a
-    grammar asks for by name.
-    `drops`: structure that is neither answer nor call.
-    `opening` wraps a forced call (JSON with `name` and `arguments_key`) up to its `{`; None means
-    that forced calls use the default.
-    `think`: the reasoning's markers, where the format itself has them;
-    `may_think`: those of models that write it and reason, whose templates mention them.
-    `calls_in_reasoning`: the model calls at times without ending its reasoning first.
-    `header`: where the prompt ends with it, it is the beginning of the reply's first marker.
-    `unmarked_call`: the Lark of one call, where no marker needs to open it.
-    `framed`: the Lark of choices (rules, one of them `answer`, whose text is the second argument)
-    where the format lets nothing stand by itself.
+    - `signs`: a template that contains one of them writes this format.
+    - `ambiguity`: above 0 if the signs also occur in other formats' templates. Formats with a
+      higher value are tested later.
+    - `markers`: texts that open a call.
+    - `reader`: reads the text after a marker.
+    - `triggers`: returns the triggers for a template and the functions that may be called. Raises
+      NotConstrainableError if the grammar can't write some tool's arguments.
+    - `control`: the markers are control tokens, which the engine must render.
+    - `named_tokens`: every marker, inner ones too, is a control token between < and >. A grammar
+      refers to it by name.
+    - `drops`: structure that is neither answer nor call.
+    - `opening`: the text before a forced call (JSON with `name` and `arguments_key`) up to its `{`.
+      None means that forced calls use the default format.
+    - `think`: the reasoning's markers, if the format itself defines them.
+    - `may_think`: the markers of reasoning models with this format. Their templates mention them.
+    - `calls_in_reasoning`: the model sometimes calls without ending its reasoning first.
+    - `header`: if the prompt ends with it, it is the beginning of the reply's first marker.
+    - `unmarked_call`: the Lark of one call, if calls need no marker.
+    - `framed`: adds the frame that the format requires around everything. Takes the Lark of the
+      choices (rules, one of them `answer`) and the Lark of the answer.
     """
 
     name: str

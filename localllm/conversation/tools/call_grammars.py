@@ -1,7 +1,7 @@
 """Lark grammars of calls whose parameters are written one by one: between tags, or in a list.
 
-A tool whose schema leaves names open (any names, or names that depend on one another) may be called
-with any parameters in the same notation; the others are held to theirs.
+If a tool's schema leaves parameter names open (any names, or names that depend on one another), its
+calls may have any parameters in the same format. Other tools are restricted to their parameters.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from localllm.conversation.tools.lark import (
 from localllm.conversation.tools.schemas import kind_of_option, names_all, options_of, parameters
 from localllm.conversation.tools.values import SpelledValues, Spelling
 
-# Places in the texts of a TagGrammar: a function's or a parameter's name, any number, and the JSON
-# type of a value.
+# Placeholders in the texts of a TagGrammar: the name of a function or parameter, any number, and
+# the JSON type of a value.
 NAME = "\0"
 ANY_NUMBER = "\1"
 KIND = "\2"
-# The Lark of a place that is left open.
+# The Lark of a placeholder that is left open.
 _ANY = {NAME: r"/[^<>\"\s]+/", ANY_NUMBER: "/[0-9]{1,3}/"}
-# What a schema that says nothing may turn out to be.
+# The types to offer if a schema states no type.
 _KINDS = ("string", "number", "boolean", "null", "object", "array")
 
 
@@ -40,14 +40,20 @@ _ValueOf: TypeAlias = Callable[[Any, Mapping[str, Any]], str]
 
 @dataclass(frozen=True, slots=True)
 class TagGrammar:
-    """How a notation writes a call with tagged parameters: the `head` of a function (with its NAME),
-    the text `before` a parameter's value (with its NAME, and the value's KIND if the notation has
-    it), the text `after` a value and the `end` of the call.
-    `kind_text` returns how the notation writes a JSON type.
-    `text` is the Lark of any text and what follows it, where that is not all up to `after`.
-    `spelling`: of what is no text; without one it is JSON, of whose values `json` makes the Lark.
-    `loose`: newlines may be left out or doubled.
-    `tokens`: everything between < and > is a control token."""
+    """How a format writes a call with tagged parameters.
+
+    - `head`: the text that opens a function, with its NAME.
+    - `before`: the text before a value, with the parameter's NAME, and the KIND if the format
+      writes it.
+    - `after`: the text after a value.
+    - `end`: the end of the call.
+    - `kind_text`: returns the format's word for a JSON type.
+    - `text`: the Lark of any text and its end, if that is not simply all text up to `after`.
+    - `spelling`: the spelling of values other than text. The default is JSON.
+    - `json`: makes the Lark of a JSON value.
+    - `loose`: newlines may be missing or doubled.
+    - `tokens`: everything between < and > is a control token.
+    """
 
     head: str
     before: str
@@ -69,7 +75,7 @@ class TagGrammar:
         return self.before.replace(KIND, self.kind_text(kind)).replace(NAME, name)
 
     def lark(self, said: str) -> str:
-        """The Lark of `said`, with any name where it leaves one open."""
+        """The Lark of `said`. A placeholder left in it matches any name or number."""
         parts = re.split(f"([{NAME}{ANY_NUMBER}])", said)
         return " ".join(_ANY.get(part) or self._fixed(part) for part in parts)
 
@@ -86,15 +92,18 @@ class TagGrammar:
         return lines
 
     def _closing(self) -> tuple[str, str]:
-        """The closing tag of a value, and the text behind it that may be left out or doubled."""
+        """The closing tag of a value, and the newlines after it that may be missing or doubled."""
         if not self.loose:
             return self.after, ""
         tag = self.after.rstrip("\n")
         return tag, self.after[len(tag) :]
 
     def held(self, described: Mapping[str, Any]) -> str | None:
-        """A text that is held to its pattern, up to the end of its closing tag: its end is where
-        both match."""
+        """The Lark of a text with a pattern, up to the end of its closing tag.
+
+        The text ends at the first point where pattern and tag both match. None if there is no
+        usable pattern.
+        """
         if self.text:
             return None
         pattern = whole_pattern(described)
@@ -118,7 +127,7 @@ class TagGrammar:
 def tagged_calls(
     tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False, closing: str = ""
 ) -> Grammar:
-    """A call, or several behind one another (`repeat`), and `closing`."""
+    """The grammar of one call, or of several in a row (`repeat`), followed by `closing`."""
     value = tags.json
     more: Sequence[str] = ()
     if tags.spelling is not None:
@@ -151,8 +160,7 @@ def tagged_calls(
 def _parameter(
     tags: TagGrammar, value: _ValueOf, key: str, described: Any, root: Mapping[str, Any]
 ) -> str:
-    """The Lark of a parameter: what its value may be, in alternatives that differ in what stands
-    before them."""
+    """The Lark of a parameter: its possible values, grouped by the text before them."""
     ways: dict[str, list[str]] = {}
     options = options_of(described, root)
     if options is None:
@@ -169,7 +177,7 @@ def _parameter(
     alternatives = []
     for before, way in ways.items():
         values = f"({' | '.join(dict.fromkeys(way))})"
-        if "free" in way:  # any text is also what would be a number
+        if "free" in way:  # any text also covers numbers and the like
             values = "free"
         alternatives.append(f"{tags.lark(before)} {values}")
     return " | ".join(alternatives)
@@ -184,10 +192,13 @@ def listed_calls(
     before: Callable[[str | None], str] | None = None,
     start: str = "call",
 ) -> Grammar:
-    """Calls with their parameters in a list: the Lark of a function's `head` and of the `end`.
-    `before` is the Lark in front of a parameter's value, of any parameter's where no key is given;
-    without it, parameters are written as members of an object. `start` makes the whole of
-    `call`s."""
+    """The grammar of calls with a parameter list.
+
+    `head` returns the Lark of a function's head, and `end` is the Lark of its end. `before` returns
+    the Lark before a parameter's value; the key None means any parameter. Without `before`,
+    parameters are written like members of an object. `start` is the Lark of the whole, with `call`
+    for a call.
+    """
 
     values = SpelledValues(spelling)
 

@@ -1,8 +1,8 @@
-"""The grammars that constrain tool calls: begun by the model itself, forced, or beside an answer in
-a schema.
+"""The grammars of tool calls: begun by the model, forced, or as an alternative to an answer with a
+schema.
 
-Nothing is constrained before a trigger. When the model has written the opening marker, the engine
-puts there what always follows it, and the rest of the call is generated under the grammar.
+Text before a trigger is unconstrained. After the model has written the opening marker, the engine
+appends the text that always follows it. The rest of the call is generated under the grammar.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from localllm.conversation.tools.schemas import arguments, one_call
 def triggers_of(
     style: ToolFormat, template: str, tools: Sequence[Tool]
 ) -> dict[str, GrammarTrigger]:
-    """Openings of calls in `style` and what may follow them, the first of a reply before those of
-    further calls; {} for calls that no grammar here describes (they are read as the model writes
-    them)."""
+    """The triggers of `style`: each opening of a call, with the grammar that follows it.
+
+    The opening of a reply's first call comes before those of further calls. {} if no grammar
+    describes the calls; they are then read as the model writes them.
+    """
     if not tools:
         return {}
     try:
@@ -40,9 +42,11 @@ def triggers_of(
 def answer_or_call(
     style: ToolFormat, template: str, tools: Sequence[Tool], schema: str, marker_id: int | None
 ) -> str | None:
-    """A Lark grammar of an answer that matches the JSON schema `schema`, or one tool call; None
-    where the format's calls can't be described. `marker_id`: the opening marker's token, where it
-    is one."""
+    """A Lark grammar of an answer that matches the JSON schema `schema`, or of one tool call.
+
+    None if the format's calls can't be described. `marker_id` is the opening marker's token, if it
+    is a single token.
+    """
     if style.unmarked_call is not None:
         call: str | None = f"call_: {style.unmarked_call([parameters_of(t) for t in tools])}\n"
     else:
@@ -57,8 +61,10 @@ def answer_or_call(
 
 
 def framed_answer(style: ToolFormat, schema: str) -> str | None:
-    """A Lark grammar of an answer that matches the JSON schema `schema`; None where the bare schema
-    says it all."""
+    """A Lark grammar of an answer that matches the JSON schema `schema`.
+
+    None if the format adds no frame, so that the schema is enough.
+    """
     if style.framed is None:
         return None
     return style.framed("answer", json_value(json.loads(schema)))
@@ -67,14 +73,14 @@ def framed_answer(style: ToolFormat, schema: str) -> str | None:
 def _marked_call(
     style: ToolFormat, template: str, tools: Sequence[Tool], marker_id: int | None
 ) -> str | None:
-    """The rules of `call_`: the first marker, then what its grammar allows."""
+    """The rules of `call_`: the first marker, then the text that its grammar allows."""
     triggers = triggers_of(style, template, tools)
     if not triggers:
         return None
     opening, trigger = next(iter(triggers.items()))
     if opening not in style.markers:
-        # each function has its own opening, and may have a control token in it that no grammar can
-        # spell
+        # Each function has its own opening here. It may contain a control token that grammars can't
+        # spell.
         return None
     if style.named_tokens:
         head = f"{spelled(opening)} {spelled(trigger.lead)}"
@@ -88,8 +94,8 @@ def _marked_call(
     if kind == "json_schema":
         body = json_value(json.loads(source))
         rules = ""
-    # A closing marker may be a control token, which text can't spell: the reader does without it at
-    # the reply's end.
+    # A closing marker may be a control token, which text can't spell. The reader does not need it
+    # at the reply's end.
     return f"call_: {head} {body}\n{rules}"
 
 
@@ -98,10 +104,11 @@ def _text_or_nothing(lead: str) -> str:
 
 
 def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, Grammar]:
-    """The beginning of a forced call, which goes into the prompt, and the constraint on the rest.
+    """The beginning of a forced call, which is added to the prompt, and the constraint on the rest.
 
-    One possible function: everything up to its arguments is given, and the schema is that of the
-    arguments. Several: the model chooses the name inside a schema of alternatives.
+    With one possible function, everything up to its arguments is in the prompt, and the arguments'
+    schema constrains the rest. With several, the model chooses the name within a schema of
+    alternatives.
     """
     assert style.opening is not None
     key = style.arguments_key

@@ -1,5 +1,4 @@
-"""Building blocks of Lark grammars (llguidance's dialect), one function per shape a call's
-arguments have."""
+"""Building blocks of Lark grammars (llguidance's dialect), one function per shape of arguments."""
 
 from __future__ import annotations
 
@@ -11,18 +10,21 @@ from typing import Any
 from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.schemas import as_object
 
-# Tokens as llguidance's Lark writes them: by their names, without quotes.
+# Tokens in llguidance's Lark: written by name, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
 
-# Of so many parameters any order is spelled out.
+# Up to this number of parameters, the grammar spells out every order.
 _MOST_FREE = 4
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
-# What a derivative-based matcher has no way to say: looking around, and what was said before.
+# Unsupported by a derivative-based matcher: lookaround and backreferences.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
 def spelled(said: str) -> str:
-    """`said`, in which everything between < and > is a control token: text can't spell one."""
+    """The Lark of `said`, with everything between < and > as a control token.
+
+    A text can't spell a control token.
+    """
     return " ".join(p if _CONTROL.fullmatch(p) else text(p) for p in _CONTROL.split(said) if p)
 
 
@@ -36,7 +38,7 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 
 def json_calls(tools: NamedSchemas, before: Callable[[str], str]) -> Grammar:
-    """One call: the Lark that `before` has for its name, then its arguments as JSON."""
+    """One call: the Lark that `before` returns for its name, then its arguments as JSON."""
     rules = [f"start: {any_of(tools)}"]
     for f, (name, schema) in enumerate(tools):
         rules.append(f"f{f}: {before(name)} {json_value(as_object(schema))}")
@@ -44,7 +46,7 @@ def json_calls(tools: NamedSchemas, before: Callable[[str], str]) -> Grammar:
 
 
 def any_value(described: Any, schema: Mapping[str, Any]) -> str:
-    """A parameter as JSON; `schema` is where its references point to."""
+    """A parameter as JSON. References are resolved within `schema`."""
     if not isinstance(described, Mapping):
         return json_value({})
     shared = {k: schema[k] for k in ("$defs", "definitions", "x-guidance") if k in schema}
@@ -52,8 +54,11 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
 
 
 def whole_pattern(described: Mapping[str, Any]) -> str | None:
-    """The expression that a text's `pattern` wants for the whole of it, as Lark has it between
-    slashes. None where the schema has none, or one that grammars don't know."""
+    """The regular expression for a whole text with the schema's `pattern`, escaped for Lark
+    slashes.
+
+    None if the schema has no pattern, or one that grammars do not support.
+    """
     pattern = described.get("pattern")
     if not isinstance(pattern, str) or _BEYOND_REGULAR.search(pattern):
         return None
@@ -64,7 +69,7 @@ def whole_pattern(described: Mapping[str, Any]) -> str | None:
 
 
 def slashed(expression: str) -> str:
-    """`expression` as it stands between a Lark expression's slashes."""
+    """`expression` as written between the slashes of a Lark expression."""
     escaped = _SLASH.sub(_with_escaped_slash, expression)
     return escaped.replace("\\\n", r"\n").replace("\n", r"\n")
 
@@ -74,19 +79,21 @@ def _with_escaped_slash(found: re.Match[str]) -> str:
 
 
 def any_of(tools: NamedSchemas) -> str:
-    """One of the rules f0, f1, …, which stand for the tools."""
+    """An alternative of the rules f0, f1, …, one per tool."""
     return " | ".join(f"f{f}" for f in range(len(tools)))
 
 
 def in_any_order(
     prefix: str, named: Sequence[tuple[str, bool]], rules: list[str], comma: str = ""
 ) -> str:
-    """The Lark of parameters with the Lark of a `comma` between them, each a rule's name and
-    whether it is required; `rules` gets what else it needs, under names that begin with `prefix`.
+    """The Lark of parameters in any order, separated by the Lark `comma`.
 
-    A model that is held to the schema's order loses an optional parameter once it has written a
-    later one. So few come in any order, each once. Of many, which would take too many rules, the
-    optional ones that stand out of order follow last.
+    Each parameter is the name of a rule and whether it is required. Further rules are added to
+    `rules` under names that begin with `prefix`.
+
+    If the schema's order were enforced, a model could no longer write an optional parameter after a
+    later one. So a few parameters may come in any order, each once. For many, this would take too
+    many rules: they come in order, and optional ones may follow at the end.
     """
     if not named:
         return ""
@@ -124,10 +131,10 @@ def in_order(
     comma: str = "",
     late: str = "",
 ) -> str:
-    """As `in_any_order`, but in the order given, and `late` behind the last of them."""
+    """Like `in_any_order`, but in the given order, with `late` after the last parameter."""
     if not comma:
         return " ".join([*(name if wanted else f"{name}?" for name, wanted in named), late])
-    # Whether one stands before it decides about a parameter's comma.
+    # A parameter has a comma only if another one precedes it.
     for i, (name, wanted) in enumerate(named):
         first = f"{prefix}_first{i}: {name} {prefix}_more{i + 1}"
         more = f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}"

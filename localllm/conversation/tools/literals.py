@@ -1,5 +1,7 @@
-"""Nested values in notations near JSON, read by recursive descent; a notation says how its scalars
-and keys look."""
+"""Recursive-descent reader of nested values in formats close to JSON.
+
+A format defines how its scalars and keys look.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ _LETTERS = {
 
 
 class LiteralReader:
-    """Values written as Python's literals or as JSON, or half in one and half in the other."""
+    """Reads values written as Python literals, as JSON, or as a mixture of both."""
 
     lists: ClassVar[Mapping[str, str]] = {"[": "]", "(": ")"}
 
     def value(self, text: str, at: int) -> tuple[object, int]:
-        """The value at `at` and where it ends. Raises ValueError where there is none, or
-        RecursionError."""
+        """The value at `at` and the index of its end.
+
+        Raises ValueError if there is no value, or RecursionError.
+        """
         at = _after_space(text, at)
         opened = text[at : at + 1]
         if opened == "{":
@@ -39,7 +43,7 @@ class LiteralReader:
         return self.scalar(text, at)
 
     def scalar(self, text: str, at: int) -> tuple[object, int]:
-        """The text, number, truth or null at `at`."""
+        """The text, number, boolean or null at `at`."""
         if text[at : at + 1] in ("'", '"'):
             return _text(text, at)
         if word := _WORD.match(text, at):
@@ -51,7 +55,7 @@ class LiteralReader:
         raise ValueError(f"no value: {text[at : at + 20]!r}")
 
     def key(self, text: str, at: int) -> tuple[str, int]:
-        """The key at `at`: JSON's are texts, Python's may be numbers."""
+        """The key at `at`. JSON keys are texts, Python keys may be numbers."""
         key, at = self.value(text, at)
         if not isinstance(key, str):
             key = json.dumps(key)
@@ -80,7 +84,7 @@ class LiteralReader:
 
 
 def literal(text: str) -> object:
-    """The one value that `text` is. Raises ValueError, or RecursionError."""
+    """The single value in `text`. Raises ValueError, or RecursionError."""
     value, at = LiteralReader().value(text, 0)
     if _after_space(text, at) != len(text):
         raise ValueError(f"more than one value: {text[at : at + 20]!r}")
@@ -92,7 +96,7 @@ def _text(text: str, at: int) -> tuple[str, int]:
     if quoted is None:
         raise ValueError("a text without an end")
     said = _ESCAPE.sub(_unescaped, quoted[1] or quoted[2] or "")
-    try:  # two halves of a letter outside the first plane are one
+    try:  # join the two surrogates of a character beyond the basic plane
         return said.encode("utf-16", "surrogatepass").decode("utf-16"), quoted.end()
     except UnicodeDecodeError:
         return said, quoted.end()

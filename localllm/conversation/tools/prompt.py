@@ -1,4 +1,4 @@
-"""Tools in the request and the prompt: checking what clients send, and the default format's
+"""Tools in requests and prompts: validation of clients' tools, and the default format's
 instruction."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from localllm.conversation.tools.base import Tool, parameters_of
 from localllm.errors import RequestError, UnsupportedError
 
-# For models whose template knows no tools: Hermes' instruction, which many small models have seen.
+# For models whose template has no tools: Hermes' instruction, which many small models know.
 INSTRUCTION = """\
 You may call functions to help with the user's request. The functions, as JSON schemas:
 <tools>
@@ -28,16 +28,20 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `tool_choice` asks for: `mode` auto, none or required; `name` when one function is
-    named."""
+    """A parsed `tool_choice`.
+
+    `mode` is auto, none or required. `name` is set if one function is named.
+    """
 
     mode: str
     name: str | None = None
 
 
 def checked(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """The function tools of a request, complete with a description and parameters. Raises
-    RequestError."""
+    """The function tools of a request, each completed with a description and parameters.
+
+    Raises RequestError.
+    """
     found: dict[str, dict[str, Any]] = {}
     for i, sent in enumerate(tools or ()):
         spot = f"tools[{i}]"
@@ -76,8 +80,10 @@ def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
-    """OpenAI's `allowed_tools`, a `tool_choice` of several functions, as those of `tools` and a
-    plain choice. Raises RequestError."""
+    """The selected subset of `tools` and a plain choice, from OpenAI's `allowed_tools`.
+
+    Any other `tool_choice` is returned unchanged with all tools. Raises RequestError.
+    """
     if not isinstance(sent, Mapping) or sent.get("type") != "allowed_tools":
         return list(tools), sent
     inner = sent
@@ -104,7 +110,7 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
 
 
 def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
-    """OpenAI's `tool_choice` over the tools sent. Raises RequestError."""
+    """OpenAI's `tool_choice` for these tools. Raises RequestError."""
     if sent is None:
         return Choice("auto" if tools else "none")
     if isinstance(sent, Mapping) and sent.get("type") in ("auto", "none", "required", "any"):
@@ -137,8 +143,7 @@ def _chosen_name(sent: Mapping[str, Any], tools: Sequence[Tool]) -> str:
 def with_instruction(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
 ) -> list[dict[str, Any]]:
-    """The conversation for a template without tools: offers and earlier calls are written as
-    text."""
+    """The conversation for a template without tools, with offers and earlier calls as text."""
     rewritten = [_as_text(m) for m in messages]
     if not tools:
         return rewritten

@@ -1,9 +1,10 @@
-"""Building blocks of call readers: a JSON value's end found as it streams, and two kinds of
-readers.
+"""Building blocks of call readers: finding the end of a streamed JSON value, and two reader
+classes.
 
-A reader gets the text after an opening marker. It reports a call as soon as its name and the
-beginning of its arguments are certain, streams the arguments, and gives back as plain text what
-turns out not to be a call: a malformed call costs the user a tool call, never an error.
+A reader gets the text after an opening marker. It reports a call as soon as the name and the
+beginning of the arguments are certain, then streams the arguments. Text that turns out not to be a
+call is returned as plain text. A malformed call costs the user a tool call, but never causes an
+error.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from localllm.conversation.tools.base import Reader, Tool
 Call: TypeAlias = tuple[str, str]
 """A function's name and its arguments as JSON text."""
 
-# {"name": "f", "arguments": {   in any spacing, with the array's punctuation, or an id behind the
-# first, before a second
+# {"name": "f", "arguments": {   in any spacing, with the array's punctuation. Between two calls an
+# id may follow the first.
 JSON_HEAD = re.compile(
     r'[\s\]},;]*(?:"id"\s*:\s*"[^"]*"[\s\]},;]*)?\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -32,15 +33,15 @@ _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
 class JsonEnd:
-    """Finds where a JSON object or array that arrives in pieces ends."""
+    """Finds the end of a JSON object or array that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._held = ""  # a backslash whose letter is still to come
+        self._held = ""  # a backslash whose letter has not arrived yet
 
     def feed(self, text: str) -> int:
-        """Index just after the value's last bracket, or -1 while it goes on."""
+        """Index just after the value's last bracket, or -1 if the value continues."""
         before = self._held
         self._held = ""
         for turn in _TURNS.finditer(before + text):
@@ -56,14 +57,14 @@ class JsonEnd:
 
 
 class JsonReader(CallReader):
-    """Calls whose arguments are a JSON object after a recognisable head.
+    """Reads calls whose arguments are a JSON object after a recognisable head.
 
-    `head` matches up to the arguments' `{` with the name in its first non-empty group; `end` closes
-    the block.
-    `names` limits calls to known functions, for formats whose opening could as well be an answer in
-    JSON.
-    `is_part`: the opening itself is the beginning of the block. `alone`: what follows the
-    arguments belongs to no block.
+    - `head` matches up to the arguments' `{`. Its first non-empty group is the name.
+    - `end` closes the block.
+    - `names` limits calls to known functions, for formats in which a JSON answer may begin like a
+      call.
+    - `is_part`: the opening is itself the beginning of the block.
+    - `alone`: the text after the arguments does not belong to the block.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class JsonReader(CallReader):
         return out
 
     def _read_next(self, out: list[Delta]) -> bool:
-        """Read arguments, the head of a call, or the end of the block; False if more text is
-        needed for that."""
+        """Read arguments, the head of a call, or the end of the block.
+
+        Returns False if more text is needed first.
+        """
         if self._scan is not None:
             return self._read_arguments(self._scan, out)
         match = self._head.match(self._held)
@@ -139,8 +142,10 @@ class JsonReader(CallReader):
         self._held = self._held[match.end() :]
 
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended inside the block. Arguments that went out are what they are: half an
-        object is no JSON."""
+        """End of the reply inside the block.
+
+        Arguments that were already streamed stay as they are, even if the JSON is incomplete.
+        """
         out: list[Delta] = []
         if self._scan is None and self.rest is None and not cut:
             self._block(self._held, out, "")
@@ -148,9 +153,9 @@ class JsonReader(CallReader):
         return out
 
     def _block(self, block: str, out: list[Delta], end: str) -> None:
-        """A block that ended without the head having matched (again)."""
+        """Handle a block that ended without (another) match of the head."""
         if self._next > self._first:
-            return  # what follows the last call's arguments is its punctuation
+            return  # punctuation after the last call's arguments
         calls = json_calls(block)
         if calls is None or not all(self._is_known(name) for name, _ in calls):
             out.append(Content(self._opening + block + end))
@@ -163,7 +168,7 @@ class JsonReader(CallReader):
 
 
 def whole_calls(first: int, calls: list[Call]) -> list[Delta]:
-    """Calls that are known whole, the first of which is the reply's call of that number."""
+    """The deltas of complete calls. The first call has the index `first` within the reply."""
     deltas: list[Delta] = []
     for index, (name, arguments) in enumerate(calls, first):
         deltas += [CallStart(index, name), CallArguments(index, arguments)]
@@ -171,8 +176,10 @@ def whole_calls(first: int, calls: list[Call]) -> list[Delta]:
 
 
 def json_block(end: str = "\0", head: re.Pattern[str] = JSON_HEAD) -> Reader:
-    """Reads calls whose arguments are a JSON object behind `head`, in a block up to `end`; a block
-    that nothing closes lasts to the end of the reply."""
+    """A reader of calls whose arguments are a JSON object after `head`, in a block up to `end`.
+
+    An unclosed block extends to the end of the reply.
+    """
 
     def reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
         return JsonReader(first, marker, head, end)
@@ -181,7 +188,7 @@ def json_block(end: str = "\0", head: re.Pattern[str] = JSON_HEAD) -> Reader:
 
 
 def read_block(end: str, parse: Callable[[str], list[Call] | None]) -> Reader:
-    """Reads calls in a block up to `end`, whichever tools were offered."""
+    """A reader of calls in a block up to `end`, independent of the offered tools."""
 
     def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         return BlockReader(first, marker, end, parse)
@@ -190,10 +197,11 @@ def read_block(end: str, parse: Callable[[str], list[Call] | None]) -> Reader:
 
 
 class BlockReader(CallReader):
-    """Calls in a block that is read whole once its `end` came: for formats that are not JSON.
-    `tail`: punctuation that may stand behind the end.
-    `is_open` says of a block that its end belongs to a value, so that another must come; where none
-    does, the first was it."""
+    """Reads calls in a block once its `end` has arrived, for formats that are not JSON.
+
+    `tail` is punctuation that may follow the end. `is_open` returns True if an end within the block
+    belongs to a value, so that another end must follow. Without another end, the first one counts.
+    """
 
     def __init__(
         self,
@@ -212,7 +220,7 @@ class BlockReader(CallReader):
         self._tail = tail
         self._is_open = is_open
         self._held = ""
-        self._seen = 0  # up to here no end stands in `_held` that could be the block's
+        self._seen = 0  # no end of the block is in `_held` before this index
         self._ended = False
 
     def feed(self, text: str) -> list[Delta]:
@@ -231,7 +239,7 @@ class BlockReader(CallReader):
         return out
 
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended: what the model left open is read as if closed, what was cut off is not
+        """End of the reply. A block that the model left open is read as if closed, a cut one is not
         read."""
         if cut:
             return []
@@ -247,7 +255,7 @@ class BlockReader(CallReader):
         return out
 
     def _end_at(self) -> int:
-        """Where the block ends, -1 while it goes on."""
+        """The index of the block's end, or -1 if it continues."""
         while (at := self._held.find(self._end, self._seen)) >= 0:
             if self._is_open is None or not self._is_open(self._held[:at]):
                 return at
@@ -256,7 +264,7 @@ class BlockReader(CallReader):
         return -1
 
     def _read(self, at: int) -> list[Delta]:
-        """The calls of the block up to `at`, where its end stands or is missing."""
+        """The calls of the block up to `at`. Its end may be missing there."""
         block = self._held[:at]
         behind = at + len(self._end)
         calls = self._parse(block)
@@ -269,8 +277,7 @@ class BlockReader(CallReader):
 
 
 def json_calls(block: str) -> list[Call] | None:
-    """Calls in complete JSON: an object or an array of them, under any of the key names models
-    use."""
+    """Calls from complete JSON: an object or an array of them, with any of the usual key names."""
     value = json_store.parsed(block)
     if not isinstance(value, list):
         value = [value]
@@ -293,8 +300,8 @@ def json_calls(block: str) -> list[Call] | None:
 
 
 def as_json(value: object) -> str:
-    """JSON that UTF-8 can carry: letters as they are, except where one is half of a surrogate
-    pair."""
+    """JSON that can be encoded as UTF-8. Characters are escaped only if there is a lone
+    surrogate."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

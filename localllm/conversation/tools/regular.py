@@ -1,7 +1,7 @@
-"""A client's Lark grammar as one regular expression, where no rule is recursive.
+"""Converts a client's Lark grammar into one regular expression if no rule is recursive.
 
-The text of a free-form call stands inside a call's JSON or tags, where the grammar of a whole
-answer has no place; a regular expression has one, as the pattern of a string.
+The text of a free-form call is inside a call's JSON or tags, where a grammar can't be embedded. A
+regular expression can, as the pattern of a string.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     r"|(?P<name>[?!]?[a-zA-Z_]\w*)(?P<head>(?:\.-?\d+)?[ \t]*:(?!:))?|(?P<alias>->[ \t]*\w+)"
     r"|(?P<times>~[ \t]*\d+(?:[ \t]*\.\.[ \t]*\d+)?)|(?P<mark>\.\.|[()\[\]|?*+])"
 )
-# What Lark's `common` names, as far as grammars of tools use it.
+# The terminals of Lark's `common` module that tool grammars use.
 _COMMON: Mapping[str, str] = {
     "LF": r"\n", "CR": r"\r", "NEWLINE": r"(?:\r?\n)+", "WS": r"[ \t\f\r\n]+",
     "WS_INLINE": r"[ \t]+",
@@ -32,14 +32,14 @@ _COMMON: Mapping[str, str] = {
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
 }  # fmt: skip
 
-# A quantifier of a quantifier: to an expression it is another one.
+# A quantifier of a quantifier has another meaning in a regular expression.
 _TWICE = re.compile(r"[?*+}][?*+{]")
 _MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
 
 
 def regular(lark: str) -> str | None:
-    """The expression for the whole text that `lark` describes; None where it is not regular or
-    can't be read."""
+    """The expression for the text that `lark` describes, or None if it is not regular or
+    unreadable."""
     try:
         return Expressions(_rules(lark)).rule("start")
     except (ValueError, KeyError, RecursionError, re.error):
@@ -47,7 +47,7 @@ def regular(lark: str) -> str | None:
 
 
 def _rules(lark: str) -> dict[str, list[Piece]]:
-    """Each rule's pieces. Raises ValueError, KeyError and re.error for what is not known here."""
+    """The pieces of each rule. Raises ValueError, KeyError and re.error for unsupported syntax."""
     rules: dict[str, list[Piece]] = {}
     current: list[Piece] | None = None
     at = 0
@@ -66,7 +66,7 @@ def _rules(lark: str) -> dict[str, list[Piece]]:
                 raise ValueError("no rule has begun")
             current.append(_piece(match))
     for pieces in rules.values():
-        # Brackets and quantifiers are an expression's own, where they stand as one wants them.
+        # Brackets and quantifiers are copied to the expression, so they must be valid there.
         frame = "".join(said if kind == "mark" else "x" for kind, said in pieces)
         re.compile(frame)
         if _TWICE.search(frame):

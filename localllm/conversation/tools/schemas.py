@@ -1,4 +1,4 @@
-"""Tools' JSON schemas: their parameters, and what of them a grammar can enforce."""
+"""Tools' JSON schemas: their parameters, and the parts that a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.conversation.tools.base import Grammar, NamedSchemas, Tool, parame
 from localllm.errors import UnsupportedError
 from localllm.grammars.json_schema import LENIENT, documents, loosened
 
-# Words of a schema that say something about the arguments as a whole.
+# Keywords that apply to the arguments as a whole.
 _BEYOND = frozenset(
     {
         "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames",
@@ -24,12 +24,12 @@ _KINDS: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
     type(None): "null",
 }  # fmt: skip
-# References that lead to references, and alternatives within alternatives.
+# Maximum depth of references to references and of nested alternatives.
 _MOST_REFERENCES = 8
 
 
 def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Name and schema of every parameter, and whether it must be there."""
+    """Name and schema of every parameter, and whether it is required."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return []
@@ -39,8 +39,11 @@ def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 def names_all(schema: Mapping[str, Any]) -> bool:
-    """True when the arguments are no more than `parameters`: none must be there that it does not
-    describe, nor do they depend on one another, and a schema that describes none wants none."""
+    """True if `parameters` describes the arguments completely.
+
+    That is, every required parameter is described, and parameters do not depend on one another. A
+    schema without properties must be empty or exclude further ones.
+    """
     properties = schema.get("properties")
     required = schema.get("required", [])
     if _BEYOND & set(schema) or not isinstance(required, list):
@@ -51,7 +54,7 @@ def names_all(schema: Mapping[str, Any]) -> bool:
 
 
 def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`described`, or what it refers to within `root`; None where that leads nowhere."""
+    """`described`, or the schema that it refers to within `root`. None for a broken reference."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(described, Mapping):
             return None
@@ -65,7 +68,7 @@ def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | Non
 
 
 def _pointed_to(pointer: str, root: Mapping[str, Any]) -> Any:
-    """The part of `root` that a JSON pointer leads to (RFC 6901); None if there is none."""
+    """The part of `root` that a JSON pointer leads to (RFC 6901), or None."""
     found: Any = root
     for part in pointer.split("/"):
         if not isinstance(found, Mapping):
@@ -77,8 +80,10 @@ def _pointed_to(pointer: str, root: Mapping[str, Any]) -> Any:
 def options_of(
     described: Any, root: Mapping[str, Any], depth: int = 0
 ) -> list[Mapping[str, Any]] | None:
-    """The schemas of which a value matches one, none of them a reference, an alternative or of
-    several types. None for a schema that says nothing, or what can't be taken apart."""
+    """Alternative schemas of a value, without references, nested alternatives or multiple types.
+
+    None if the schema states no type or can't be split up.
+    """
     described = resolved(described, root)
     if described is None or depth > _MOST_REFERENCES:
         return None
@@ -109,8 +114,7 @@ def _options_of_any(
 
 
 def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
-    """The types that a schema names, or implies by a word that speaks of one alone; none where it
-    says nothing."""
+    """The types that a schema states, or implies by a keyword of one type. Empty if unknown."""
     kind = described.get("type")
     if isinstance(kind, str):
         return [kind]
@@ -121,7 +125,7 @@ def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
 
 
 def kinds_of(described: Any, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types of the values a schema allows; empty where it does not say."""
+    """The JSON types of the values that a schema allows. Empty if unknown."""
     return {kind_of_option(option) for option in options_of(described, root) or ()}
 
 
@@ -145,7 +149,7 @@ def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
 
 
 def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Grammar:
-    """A JSON array of calls. `more`: what may stand behind the arguments."""
+    """A JSON array of calls. `more` has the properties that may follow the arguments."""
 
     def call(name: str, schema: Any) -> dict[str, Any]:
         return call_object(name, "arguments", schema, more)
@@ -154,7 +158,7 @@ def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Gra
 
 
 def array_of(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]) -> Grammar:
-    """A JSON array of calls; `call` makes the schema of one from its name and its arguments'."""
+    """A JSON array of calls. `call` returns a call's schema for a name and an arguments schema."""
     ways = any_of_tools(tools, call)
     schema = {"type": "array", "items": {"anyOf": ways.pop("anyOf")}, "minItems": 1, **ways}
     return "json_schema", json.dumps(schema)
@@ -181,26 +185,29 @@ def call_object(
 
 
 def any_of_tools(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]) -> dict[str, Any]:
-    """The schema of what `call` makes of one of `tools`."""
+    """The alternative of the schemas that `call` makes for `tools`."""
     return {
         "anyOf": [call(name, {"$ref": f"tool{i}"}) for i, (name, _) in enumerate(tools)],
         **documents({f"tool{i}": as_object(schema) for i, (_, schema) in enumerate(tools)}),
-        # What llguidance would not hold of them is named already, by `constrainable`.
+        # `constrainable` has already named the parts that llguidance does not enforce.
         **LENIENT,
     }
 
 
 def as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` as one of an object: arguments always are one, and editors leave the type out."""
+    """`schema` with type object: arguments are always an object, and editors often omit the
+    type."""
     if schema:
         return {"type": "object", **schema}
     return {"type": "object", "properties": {}}
 
 
 def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
-    """`tools` with schemas that a grammar can keep, and what was left out of them or means less
-    than it says, as tools.NAME.WORD. Raises UnsupportedError for a tool that is `strict` and can't
-    be kept."""
+    """`tools` with schemas that a grammar can enforce, and the keywords that it can't.
+
+    Those keywords are left out or weakened, and are named as tools.NAME.WORD. Raises
+    UnsupportedError for a `strict` tool that can't be enforced.
+    """
     kept: list[Tool] = []
     unsupported: list[str] = []
     for tool in tools:

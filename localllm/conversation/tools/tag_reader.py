@@ -1,5 +1,4 @@
-"""Reading calls whose parameters stand between tags, one parameter after the other and nothing else
-among them."""
+"""Reads calls whose parameters are between tags, one after the other, without other text."""
 
 from __future__ import annotations
 
@@ -29,11 +28,16 @@ Parse: TypeAlias = Callable[[str], list[Call] | None]
 
 @dataclass(frozen=True, slots=True)
 class TagPatterns:
-    """How calls with tagged parameters are recognised: opening and closing of a function (no
-    closing: it lasts to the end) and of a parameter. Names are the first groups of the openings.
-    `wrapped`: a value stands on lines of its own.
-    `is_json`: whether a parameter's opening says itself that its value is JSON, and not text (None:
-    its schema says it). `quoted`: a value that is its first group as it is."""
+    """How calls with tagged parameters are recognised.
+
+    - `function`, `parameter`: patterns of the opening tags. The first group is the name.
+    - `function_end`, `parameter_end`: the closing tags. If `function_end` is "", a function extends
+      to the end.
+    - `wrapped`: a value is on its own lines.
+    - `is_json`: returns True if a parameter's opening marks its value as JSON, False for text.
+      None: the schema decides.
+    - `quoted`: the pattern of a quoted value. The first group is the literal text.
+    """
 
     function: re.Pattern[str]
     function_end: str
@@ -58,10 +62,11 @@ def tagged_format(
     one_block: bool = False,
     **facts: Any,
 ) -> ToolFormat:
-    """A format of calls with tagged parameters up to `closing` (default: the closing tag of the
-    marker that opened them).
-    `one_block`: a block, which begins with `lead`, holds every call; else each call has a block of
-    its own. `facts` are ToolFormat's."""
+    """A format of calls with tagged parameters up to `closing`.
+
+    The default of `closing` is the closing tag of the marker. If `one_block`, one block holds all
+    calls and begins with `lead`; else each call has its own block. `facts` are ToolFormat's fields.
+    """
 
     def end_of(marker: str) -> str:
         return closing or marker.replace("<", "</")
@@ -86,8 +91,10 @@ def tagged_format(
 
 
 def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Call] | None:
-    """The calls of `block` with values as their openings or their schemas say. None where it can't
-    be read whole: half of a call is none."""
+    """The calls of `block`, with values typed by their openings or by their schemas.
+
+    None if the block can't be read completely: a partial call is not reported.
+    """
     try:
         found = _functions(block, tools, tags, strict=False) or ()
         calls = [
@@ -110,20 +117,20 @@ def _arguments(
 def _argument(
     opening: re.Match[str], text: str, function: str, tools: Sequence[Tool], tags: TagPatterns
 ) -> Any:
-    """The value of one parameter, as the `text` that the model wrote."""
+    """The value of one parameter, from the `text` that the model wrote."""
     if tags.quoted is not None:
         quoted = tags.quoted.match(text)
         if quoted is not None:
             return quoted[1]
     if tags.is_json is not None:
         return json.loads(text) if tags.is_json(opening) else text
-    if tags.wrapped and text[:1] == "\n":  # by the template's own newlines
+    if tags.wrapped and text[:1] == "\n":  # added by the template
         text = text[1:].removesuffix("\n")
     return typed(text, opening[1], function, tools)
 
 
 def is_open(block: str, tags: TagPatterns) -> bool:
-    """True where `block` ends within a value."""
+    """True if `block` ends within a value."""
     try:
         _functions(block, (), tags, strict=True)
     except _OpenError:
@@ -134,9 +141,11 @@ def is_open(block: str, tags: TagPatterns) -> bool:
 def _functions(
     block: str, tools: Sequence[Tool], tags: TagPatterns, *, strict: bool
 ) -> list[tuple[re.Match[str], list[RawParameter]]] | None:
-    """Each function's opening and parameters; None where anything else stands in `block`. A closing
-    tag that the model forgot is made up for where the next tag stands; `strict` raises _OpenError
-    there."""
+    """Each function's opening and parameters, or None if `block` contains anything else.
+
+    If the model forgot a closing tag, the value ends at the next tag; with `strict`, _OpenError is
+    raised instead.
+    """
     found: list[tuple[re.Match[str], list[RawParameter]]] = []
     at = 0
     while at < len(block) and not block[at:].isspace():
@@ -163,9 +172,12 @@ def _functions(
 def _end_of_value(
     block: str, at: int, tags: TagPatterns, names: set[str], strict: bool
 ) -> tuple[int, int]:
-    """Where the value that begins at `at` ends, and where its closing tag does. A value may hold
-    the tag itself: it ends where a parameter, the function's end or nothing stands behind it. One
-    that is not closed ends where another parameter of `names` begins, at a line's start."""
+    """The end of the value that begins at `at`, and the end of its closing tag.
+
+    A value may contain the closing tag. So the value ends only at a closing tag before another
+    parameter, the function's end, or the end of the block. An unclosed value ends before the next
+    parameter of `names` that starts on a new line.
+    """
     first = block.find(tags.parameter_end, at)
     if first < 0:
         first = len(block)
@@ -192,15 +204,17 @@ def _tag_follows(block: str, at: int, tags: TagPatterns, strict: bool) -> bool:
 
 
 def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
-    """A parameter's text as the type its schema says. Where text is one of several types, only what
-    reads as one of the others is not text."""
+    """A parameter's text converted to the type in its schema.
+
+    If text is one of several types, the value stays text unless it reads as one of the others.
+    """
     schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
     described = next((d for n, d, _ in parameters(schema) if n == name), None)
     return as_kind(value, kinds_of(described, schema))
 
 
 def as_kind(value: str, kinds: set[str]) -> Any:
-    """`value` read as one of `kinds` (none: as JSON of any), or as it is."""
+    """`value` read as one of `kinds` (empty: any JSON type), or unchanged."""
     if kinds == {"string"}:
         return value
     try:
@@ -216,7 +230,7 @@ def as_kind(value: str, kinds: set[str]) -> Any:
 
 
 def _in_python(value: str, kinds: set[str]) -> Any:
-    """What some templates write for truths, nulls and lists."""
+    """Read Python literals, which some templates write for booleans, null and lists."""
     try:
         read = literal(value)
     except (ValueError, RecursionError):

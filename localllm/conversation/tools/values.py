@@ -1,4 +1,4 @@
-"""Lark rules for nested values in notations that are not JSON: a record for each spelling."""
+"""Lark rules for nested values in formats other than JSON: one record per spelling."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from localllm.conversation.tools.lark import any_value, in_any_order, in_order, json_value, text
 from localllm.conversation.tools.schemas import options_of, parameters
 
-# A schema that refers to itself has no end here: deeper than this, any value will do.
+# A recursive schema would never end. At this depth, any value is allowed.
 _MOST_NESTED = 8
-# What is kept of a number's schema.
+# The keywords of a number's schema that are kept.
 _NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 ANYTHING = "v_any"
 """The rule of any value of a notation."""
@@ -21,8 +21,10 @@ Member = tuple[str, str, bool]
 
 
 def json_or_python(described: Any, root: Mapping[str, Any]) -> str:
-    """The Lark of a value in JSON, of which true, false and null may be spelled as in Python too;
-    `root` is where references point to."""
+    """The Lark of a JSON value in which true, false and null may also be spelled as in Python.
+
+    References are resolved within `root`.
+    """
     words: list[bool | None] = []
     for option in options_of(described, root) or ({},):
         if "const" in option and isinstance(option["const"], bool | None):
@@ -38,12 +40,20 @@ def json_or_python(described: Any, root: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """How a notation writes values, each part as Lark: `any_text` and `this_text`; a `member` of a
-    key and its value, where a rule for the value may be made; the member of any key; truths and
-    null; an `item` of a list.
-    `closed` ends numbers. `comma`, `brackets` and `braces` stand as they do in lists and objects.
-    `any_order`: members come as the model orders them. `sorts`: by what the notation sorts them.
-    `rules` are those that these parts need. `has_any`: a rule tells any value from what follows."""
+    """How a format writes values. Each part is Lark, or a function that returns Lark.
+
+    - `any_text`, `this_text`: any text, and one given text.
+    - `member`: a key with its value. It may create a rule for the value.
+    - `any_member`: a member with any key.
+    - `truth`: booleans and null.
+    - `item`: an item of a list.
+    - `closed`: the text that ends a number.
+    - `comma`, `brackets`, `braces`: the punctuation of lists and objects.
+    - `any_order`: the model chooses the order of members.
+    - `sorts`: the sort key of members, if the format sorts them.
+    - `rules`: rules that these parts need.
+    - `has_any`: a rule can separate any value from the text after it.
+    """
 
     any_text: str
     this_text: Callable[[str], str]
@@ -62,10 +72,9 @@ class Spelling:
 
 
 class SpelledValues:
-    """Values in a notation of its own. What needs a rule is put into `rules`.
+    """Values in a format's own spelling. New rules are added to `rules`.
 
-    A schema that says nothing of a value, or what has no rule here, allows any value of the
-    notation.
+    If a schema states no type, or has no rule here, any value of the format is allowed.
     """
 
     def __init__(self, spelling: Spelling) -> None:
@@ -74,7 +83,7 @@ class SpelledValues:
         self._named: dict[str, str] = {}
 
     def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
-        """The Lark of a value; `root` is where references point to."""
+        """The Lark of a value. References are resolved within `root`."""
         if depth >= _MOST_NESTED:
             return self.anything()
         options = options_of(described, root)
@@ -166,7 +175,7 @@ class SpelledValues:
         return self._between(self.spelling.brackets, items)
 
     def ordered(self, members: Sequence[tuple[str, Any, bool]]) -> Sequence[tuple[str, Any, bool]]:
-        """An object's members in the order that they are written in."""
+        """An object's members in the order in which they are written."""
         sorts = self.spelling.sorts
         if sorts is None:
             return members
@@ -180,7 +189,7 @@ class SpelledValues:
         return self.spelling.member(key, value, self._rule)
 
     def sequence(self, members: Sequence[Member]) -> str:
-        """The Lark of an object's members, or a call's."""
+        """The Lark of the members of an object or a call."""
         name = f"v{len(self.rules)}"
         named = [(f"{name}_p{i}", wanted) for i, (_, _, wanted) in enumerate(members)]
         self.rules += [f"{name}_p{i}: {member}" for i, (_, member, _) in enumerate(members)]
@@ -190,7 +199,7 @@ class SpelledValues:
         return in_order(name, named, self.rules, comma)
 
     def _rule(self, lark: str) -> str:
-        """The name of a rule of this Lark, which may begin with the rule's attributes."""
+        """The name of a rule for this Lark, which may begin with the rule's attributes."""
         name = self._named.get(lark)
         if name is not None:
             return name
@@ -211,8 +220,10 @@ def _in_python(value: bool | None) -> str:
 
 
 def python_values(bare: str = r"'([^'\\\n]|\\(?s:.))*'", *, any_order: bool = False) -> Spelling:
-    """Python's values or JSON's, which models mix: either quotes, True or true. `bare`: a text
-    between ', as a regular expression."""
+    """The spelling of Python or JSON values, which models mix: either quotes, True or true.
+
+    `bare` is the regular expression of a text in single quotes.
+    """
     any_text = f"({json_value({'type': 'string'})} | /{bare}/)"
 
     def this_text(said: str) -> str:

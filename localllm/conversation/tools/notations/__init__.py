@@ -1,2 +1,1 @@
-"""One file for each way models write tool calls (kin share one): what it names in FORMATS is
-registered."""
+"""One file per tool-call format (related formats share one). Its FORMATS are registered."""

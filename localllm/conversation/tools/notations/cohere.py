@@ -1,5 +1,7 @@
-"""Command R7B and later: sections between control tokens; calls are a JSON array with `tool_name`
-and `parameters`."""
+"""Command R7B and later: sections between control tokens.
+
+Calls are a JSON array with `tool_name` and `parameters`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _HEAD = re.compile(
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """One array, which holds every call; each on a line of its own."""
+    """One array with all calls, each on its own line."""
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
         quoted = text(json.dumps(name, ensure_ascii=False))
@@ -34,7 +36,7 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     return {_OPEN: GrammarTrigger("", ("lark", "\n".join([*lark, *rules]) + "\n"), _CLOSE)}
 
 
-# Everything a reply says stands in a section.
+# All text of a reply is inside a section.
 FORMATS = (
     ToolFormat(
         name="cohere",

@@ -49,12 +49,12 @@ _DSML_GRAMMAR = TagGrammar(
     after="</｜DSML｜parameter>\n",
     end="</｜DSML｜invoke>\n",
     kind_text=_is_string,
-    loose=True,  # V4 writes an empty line where there is no parameter
+    loose=True,  # V4 writes an empty line if there is no parameter
 )
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """The section opens the first call, its own token every other one."""
+    """The section token opens the first call, the call token every other one."""
     if "```json" in template:  # V3 and R1
         lead = "function<｜tool▁sep｜>"
         end = f"\n```{_END}"
@@ -70,8 +70,8 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
 
 
 FORMATS = (
-    # V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) in one section; the template
-    # tells which.
+    # V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) use the same section. The
+    # template shows which one.
     ToolFormat(
         name="deepseek",
         signs=(_SECTION,),
@@ -82,7 +82,7 @@ FORMATS = (
         triggers=_triggers,
     ),
     # V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k"
-    # string="true">v</｜DSML｜parameter>…`, where each value says itself whether it is text or JSON.
+    # string="true">v</｜DSML｜parameter>…`. The attribute `string` shows if a value is text or JSON.
     tagged_format(
         name="dsml",
         signs=("<｜DSML｜", "｜DSML｜"),

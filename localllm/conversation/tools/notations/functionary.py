@@ -1,4 +1,4 @@
-"""Functionary 3.1: `<function=name>{…}</function>`, the arguments as JSON."""
+"""Functionary 3.1: `<function=name>{…}</function>`, with JSON arguments."""
 
 from __future__ import annotations
 

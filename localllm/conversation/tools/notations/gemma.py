@@ -1,5 +1,5 @@
-"""Gemma: `call:f{city:<|"|>Paris<|"|>,days:[1,2]}`, JSON with a control token as quotes and bare
-keys."""
+"""Gemma: `call:f{city:<|"|>Paris<|"|>,days:[1,2]}`, i.e. JSON with a control token as quotes and
+bare keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 class _GemmaReader(LiteralReader):
-    """Texts between `quote`s, or bare as keys are."""
+    """Texts are between `quote`s, or bare like keys."""
 
     lists: ClassVar[Mapping[str, str]] = {"[": "]"}
 
@@ -57,7 +57,7 @@ class _GemmaReader(LiteralReader):
         return bare[0].strip(), bare.end()
 
     def calls(self, block: str) -> list[Call] | None:
-        """The one call of a block, read whole."""
+        """The single call of a complete block."""
         match = _CALL.match(block)
         if match is None:
             return None
@@ -71,7 +71,7 @@ class _GemmaReader(LiteralReader):
 
 
 def _spelling(quote: str) -> Spelling:
-    """A control token for a text's quotes, and none at keys."""
+    """Texts are quoted by a control token, keys are bare."""
     any_text = f"{quote} /(?s:.*)/ {quote}"
     names = _NAME.pattern
 
@@ -93,12 +93,12 @@ def _spelling(quote: str) -> Spelling:
         member=member,
         any_member=any_member,
         truth=_truth,
-        sorts=str.lower,  # Jinja's dictsort passes over case
+        sorts=str.lower,  # Jinja's dictsort ignores case
     )
 
 
 def _truth(value: bool | None) -> str:
-    """As JSON; the templates write Python's None."""
+    """As JSON. The templates write Python's None."""
     if value is None:
         return '("null" | "None")'
     return text(json.dumps(value))
@@ -109,7 +109,7 @@ def _head(name: str) -> str:
 
 
 def _format(opening: str, closing: str, quote: str, **facts: Any) -> ToolFormat:
-    """One call between two control tokens; a third one stands for the quotes of its texts."""
+    """One call between two control tokens. A third one quotes its texts."""
 
     def triggers(template: str, tools: NamedSchemas) -> Triggers:
         if not all(_NAME.fullmatch(name) for name, _ in tools):
@@ -135,7 +135,7 @@ FORMATS = (
         "<tool_call|>",
         '<|"|>',
         name="gemma4",
-        # A channel opened twice is one. A result is for somebody else to write.
+        # A channel opened twice counts as one. Results are not the model's to write.
         drops=("<channel|>", "<|channel>", TurnEnd("<|tool_response>")),
         think=("<|channel>thought", "<channel|>"),
     ),

@@ -1,4 +1,4 @@
-"""GigaChat 3: one call as JSON behind `<|function_call|>`, or as a message of a role of its own."""
+"""GigaChat 3: one call as JSON after `<|function_call|>`, or as a message with its own role."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolF
 from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import one_call
 
-# 3.1 has a token for what 3.0 has a role for.
+# 3.1 uses a token for this, 3.0 a role.
 _TOKEN = "<|function_call|>"
 _ROLE = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
 

@@ -20,7 +20,7 @@ FORMATS = (
             re.compile(r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>", re.DOTALL),
             "</arg_value>",
         ),
-        # The newlines of GLM 4.5 and 4.6 are gone since 4.7, and half of them at Ling.
+        # GLM 4.5 and 4.6 write these newlines, 4.7 and later do not, Ling writes half of them.
         grammar=TagGrammar(
             head=f"{NAME}\n",
             before=f"<arg_key>{NAME}</arg_key>\n<arg_value>",

@@ -1,9 +1,9 @@
 """gpt-oss: channels. `analysis` is reasoning, `final` the answer, `commentary to=functions.name` a
 call.
 
-A message is a header up to <|message|> and what it says up to <|end|>, <|call|> or <|return|>; the
-last two end the turn. Headers are control tokens and a few words, so nothing of one is ever shown,
-not even of one that was cut off.
+A message is a header up to <|message|>, then its text up to <|end|>, <|call|> or <|return|>. The
+last two end the turn. Headers consist of control tokens and a few words. They are never shown, even
+if they were cut off.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _OVER = ("<|call|>", "<|end|>", "<|return|>")
 
 
 class _Reader(JsonReader):
-    """One call: its header, then its arguments. A message that is no JSON object is shown as what
-    it says."""
+    """One call: its header, then its arguments. A message without a JSON object is shown as
+    text."""
 
     def feed(self, text: str) -> list[Delta]:
         header, found, said = (self._held + text).partition(_MESSAGE)
@@ -46,13 +46,13 @@ class _Reader(JsonReader):
         return [CallStart(self._next, name[1]), CallArguments(self._next, "{}")]
 
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended: half a header says nothing."""
+        """End of the reply. An incomplete header is dropped."""
         return []
 
 
 _MARKERS = tuple(f"{header} to=functions." for header in _HEADERS)
 _FIRST = " to=functions."
-# What stands before the arguments. In a history the template leaves <|constrain|> out.
+# The text before the arguments. Templates omit <|constrain|> in the history.
 _KIND = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
 
 
@@ -69,11 +69,11 @@ def _in_or_before_channel(name: str) -> str:
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """One call: <|call|> ends the turn, so none comes behind it."""
+    """One call. <|call|> ends the turn, so no further call follows."""
     commentary, analysis, start = _MARKERS
     inside = GrammarTrigger("", json_calls(tools, _in_channel), "<|call|>")
     outside = GrammarTrigger("", json_calls(tools, _before_channel), "<|call|>")
-    # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
+    # The prompt ends with the beginning of a header, so the first marker of a reply may lack it.
     # Elsewhere these words are text.
     first = GrammarTrigger(
         "", json_calls(tools, _in_or_before_channel), "<|call|>", preceded_by=r"\A"
@@ -82,7 +82,7 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
 
 
 def _framed(choices: str, answer: str) -> str:
-    """Nothing stands outside a channel, and a thought may come first."""
+    """All text is in a channel, and reasoning may come first."""
     thought = (
         f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ "
         f"{spelled('<|end|><|start|>assistant')}"
@@ -95,13 +95,13 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> _Reader:
     return _Reader(first, marker, _HEAD, "\0", alone=True)
 
 
-# What is said to a tool of the model's own (python, container.exec, browser.search) is for nobody
-# else; a call of a function that nobody offered is shown as what it says.
+# Messages to the model's built-in tools (python, container.exec, browser.search) are dropped. A
+# call of a function that was not offered is shown as text.
 _TO_OWN_TOOLS = tuple((f"{header} to=", "<|end|>") for header in _HEADERS)
 _TO_USERS = tuple((f"{header} to=user", _MESSAGE) for header in _HEADERS)
 _TO_FUNCTIONS = tuple((f"{header} to=functions", _MESSAGE) for header in _HEADERS)
 FORMATS = (
-    # Everything a reply says stands in a channel.
+    # All text of a reply is in a channel.
     ToolFormat(
         name="harmony",
         signs=("<|channel|>",),
@@ -110,17 +110,17 @@ FORMATS = (
         named_tokens=True,
         drops=(
             "<|start|>assistant",
-            # The header of any other message, and what somebody else is made to say.
+            # The header of any other message, and messages written in another role's name.
             ("<|channel|>", _MESSAGE),
             *_TO_OWN_TOOLS,
             *_TO_USERS,
             *_TO_FUNCTIONS,
             ("<|start|>assistant to=assistant", _MESSAGE),
             ("<|start|>", "<|end|>"),
-            # A header without a message, in front of the real one.
+            # A header without a message, before the real one.
             "<|channel|>commentary to=assistant",
             "<|end|>",
-            # Out of place: no header is open.
+            # Misplaced: no header is open.
             _MESSAGE,
             "<|constrain|>",
             TurnEnd("<|return|>"),

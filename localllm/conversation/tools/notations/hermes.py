@@ -1,5 +1,7 @@
-"""Hermes and Qwen 2.5/3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Also the default
-for models whose template knows no tools (see `prompt.py`)."""
+"""Hermes and Qwen 2.5/3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+Also the default for models whose template has no tools (see `prompt.py`).
+"""
 
 from __future__ import annotations
 

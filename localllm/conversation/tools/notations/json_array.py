@@ -1,5 +1,5 @@
 """Phi-4-mini, Granite, Apriel, Nemotron Nano v2: a JSON array of `{"name": …, "arguments": {…}}`
-behind a marker."""
+after a marker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _array(marker: str, closing: str, **facts: Any) -> ToolFormat:
 
 
 FORMATS = (
-    # Between control tokens; the closing one may be missing at the end.
+    # Between control tokens. The closing one may be missing at the end.
     _array(
         "<|tool_call|>",
         "<|/tool_call|>",

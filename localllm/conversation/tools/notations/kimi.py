@@ -36,7 +36,7 @@ def _before_arguments(name: str) -> str:
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """The section opens the first call, its own token every other one."""
+    """The section token opens the first call, the call token every other one."""
     lark = json_calls(tools, _before_arguments)
     return {
         _SECTION: GrammarTrigger(_CALL, lark, "<|tool_call_end|>", again=True, once=True),
@@ -75,7 +75,7 @@ FORMATS = (
     ToolFormat(
         name="kimi",
         signs=(_SECTION,),
-        markers=(_SECTION, _CALL),  # the model forgets the section at times
+        markers=(_SECTION, _CALL),  # the model sometimes omits the section
         calls_in_reasoning=True,
         control=True,
         named_tokens=True,
@@ -83,8 +83,8 @@ FORMATS = (
         triggers=_triggers,
     ),
     # K3: sections between control tokens, `<|open|>tools<|sep|><|open|>call tool="f"
-    # index="1"<|sep|>…`: `think` holds the reasoning, `response` the answer, `tools` the calls;
-    # each argument says its own type.
+    # index="1"<|sep|>…`. `think` holds the reasoning, `response` the answer, `tools` the calls.
+    # Each argument has its own type attribute.
     tagged_format(
         name="kimi_k3",
         signs=("<|open|>",),

@@ -20,15 +20,15 @@ from localllm.conversation.tools.values import python_values
 
 _OPEN = "<|tool_call_start|>"
 _CLOSE = "<|tool_call_end|>"
-# What can stand for a name in a call of Python's.
+# The characters allowed in a name, keywords included.
 _WORD = r"[^\s()\[\]=,\"']+"
 _NAME = re.compile(_WORD)
 _HEAD = re.compile(rf"[\s,]*({_WORD})\(")
 _KEY = re.compile(rf"[\s,]*({_WORD})\s*=\s*")
 
 
-# As its template writes them: a text may go over several lines. Names tell parameters apart, not
-# their order.
+# As its template writes them: a text may span several lines. Parameters are identified by name, so
+# any order is allowed.
 _VALUES = python_values(r"'([^'\\]|\\(?s:.))*'", any_order=True)
 
 
@@ -43,10 +43,12 @@ def _parse(block: str) -> list[Call] | None:
 
 
 def _listed(block: str) -> list[Call] | None:
-    """Calls whose values are literals of Python's or JSON: names may be words of Python's, and true
-    is no name."""
+    """Calls whose values are Python or JSON literals.
+
+    Names may be Python keywords. `true` is a value, not a name.
+    """
     if not block.startswith("["):
-        block = f"[{block}]"  # the model forgets them at times
+        block = f"[{block}]"  # the model sometimes omits the brackets
     calls: list[Call] = []
     at = 1
     while (head := _HEAD.match(block, at)) is not None:
@@ -94,7 +96,7 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
 FORMATS = (
     ToolFormat(
         name="lfm",
-        # Instruct templates write the offer only; the calls stand in the model's own words.
+        # Instruct templates contain only the offer; the model writes the calls itself.
         signs=(_OPEN, "<|tool_list_start|>", "List of tools: ["),
         ambiguity=1,
         markers=(_OPEN,),

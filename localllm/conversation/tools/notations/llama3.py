@@ -1,6 +1,6 @@
 """Llama 3.1 to 3.3: a bare `{"name": …, "parameters": {…}}`, sometimes after <|python_tag|>.
 
-An answer in JSON looks the same, so only functions that were offered count as calls.
+A JSON answer looks the same, so only offered functions count as calls.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _KEY = "parameters"
 
 
 def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-    """Streams the arguments of calls of `tools`; a marker that is no tag is the call's own
-    beginning."""
+    """Streams the arguments of calls of `tools`. A marker other than the tag is part of the
+    call."""
     names = frozenset(parameters_of(t)[0] for t in tools)
     return JsonReader(first, marker, JSON_HEAD, "\0", names=names, is_part=marker != _TAG)
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """An answer in JSON may begin like a call: only a known name with its parameters is one."""
+    """One trigger per function. A JSON answer may begin like a call, so the name must be known."""
     triggers: Triggers = {}
     for name, schema in tools:
         opening = f'{{"name": {json.dumps(name)}, "{_KEY}": '

@@ -1,5 +1,5 @@
-"""MiniCPM 5: `<function name="f"><param name="k">value</param></function>`, with CDATA where a
-value holds markup."""
+"""MiniCPM 5: `<function name="f"><param name="k">value</param></function>`, with CDATA for values
+that contain markup."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""MiniMax M3: tags behind a separator token, one per parameter, with members and `<item>`s as tags
-inside a value."""
+"""MiniMax M3: tags that begin with a separator token, one per parameter.
+
+Members and `<item>`s are tags inside a value.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,19 @@ _MOST_NESTED = 32
 
 
 def _lark(said: str) -> str:
-    """Lark of `said` with every separator by itself: which tag it opens shows only behind it."""
+    """Lark of `said`, with every separator as its own string.
+
+    The tag that a separator opens is known only from the text after it.
+    """
     return " ".join(text(part) for part in re.split(f"({re.escape(_MARK)})", said) if part)
 
 
 def _member(key: str, value: str, rule: Callable[[str], str]) -> str:
-    """What nothing is known of lasts to the closing tag of its name: no rule tells tags from
-    text."""
+    """The Lark of a member.
+
+    A value without a known type extends to its own closing tag, because no rule tells tags from
+    text.
+    """
     if value != ANYTHING:
         return f"{_lark(f'{_MARK}<{key}>')} {value} {text(f'</{key}>')}"
     end = text(f"{_MARK}</{key}>")
@@ -60,13 +68,13 @@ def _item(value: str) -> str:
 
 
 def _truth(value: bool | None) -> str:
-    """As JSON; the template writes null as nothing."""
+    """As JSON. The template writes null as an empty value."""
     if value is None:
         return f"{text('null')}? {text(_MARK)}"
     return f"{text(json.dumps(value))} {text(_MARK)}"
 
 
-# Every value up to the separator in front of its closing tag.
+# Every value extends to the separator before its closing tag.
 _SPELLING = Spelling(
     any_text="v_text",
     rules=(f"v_text[suffix={text(_MARK)}]: /(?s:.*)/",),
@@ -111,7 +119,7 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
 def _members(
     body: str, schema: Any, root: Mapping[str, Any], depth: int
 ) -> list[tuple[str, Any]] | None:
-    """The tags `body` consists of and their values; None where it is anything else."""
+    """The tags in `body` and their values, or None if it contains anything else."""
     found: list[tuple[str, Any]] = []
     at = 0
     while at < len(body) and not body[at:].isspace():
@@ -129,7 +137,11 @@ def _members(
 
 
 def _closing(body: str, at: int, name: str) -> int:
-    """Where the tag `name` that was opened before `at` closes, past others of its name inside."""
+    """The index of the closing tag for `name`, skipping nested tags of the same name; -1 if
+    missing.
+
+    `at` is the index after the opening tag.
+    """
     depth = 1
     for tag in re.finditer(re.escape(_MARK) + rf"<(/?){re.escape(name)}>", body[at:]):
         depth += -1 if tag[1] else 1
@@ -139,7 +151,7 @@ def _closing(body: str, at: int, name: str) -> int:
 
 
 def _value(text: str, schema: Any, root: Mapping[str, Any], depth: int) -> Any:
-    """A value as its schema wants it: where text will do, tags inside are text."""
+    """A value in the type that its schema wants. If text is allowed, tags inside it are text."""
     kinds = kinds_of(schema, root)
     if not text.strip():
         return _empty(text, kinds)
@@ -154,7 +166,7 @@ def _value(text: str, schema: Any, root: Mapping[str, Any], depth: int) -> Any:
 
 
 def _empty(text: str, kinds: set[str]) -> Any:
-    """The value of one of `kinds` that is written as nothing."""
+    """The value of one of `kinds` that is written as an empty text."""
     if "null" in kinds and "string" not in kinds:
         return None
     if kinds == {"array"}:
@@ -165,7 +177,8 @@ def _empty(text: str, kinds: set[str]) -> Any:
 
 
 def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
-    """The schema of a member `name`, or of an array's item, in whichever alternative has it."""
+    """The schema of a member `name` or of an array's item, from the first alternative that has
+    it."""
     options = options_of(schema, root)
     if not options:
         options = [schema] if isinstance(schema, Mapping) else []
@@ -201,7 +214,7 @@ FORMATS = (
         signs=(_MARK,),
         markers=(_OPEN,),
         control=True,
-        # A reply without a thought begins with the end of one.
+        # A reply without reasoning begins with the closing tag.
         drops=("</mm:think>",),
         think=("<mm:think>", "</mm:think>"),
         reader=_reader,

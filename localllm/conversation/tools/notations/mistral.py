@@ -1,8 +1,8 @@
-"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, and since late 2025
-`[TOOL_CALLS]name[ARGS]{…}`; the template says which one a model writes.
+"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, since late 2025
+`[TOOL_CALLS]name[ARGS]{…}`. The template shows which form a model writes.
 
-A grammar can't spell the control token [ARGS], so in the second form it takes over behind it: the
-name is the model's.
+A grammar can't spell the control token [ARGS]. In the second form it begins after [ARGS], so the
+model writes the name unconstrained.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _HEAD = re.compile(
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """One array of calls; in the newer spelling an opening for each function."""
+    """One array of calls, or in the newer form one opening per function."""
     if "[ARGS]" not in template:
-        # Where the template writes ids, one of nine letters may stand behind the arguments.
+        # If the template writes ids, an id of nine letters may follow the arguments.
         more = {}
         if '"id"' in template:
             more = {"id": {"type": "string", "pattern": "^[A-Za-z0-9]{9}$"}}
         return {"[TOOL_CALLS]": GrammarTrigger("", call_list(tools, more))}
     triggers: Triggers = {}
     for name, schema in tools:
-        # An id is for the model alone: clients get one of ours.
+        # The id is only for the model. Clients get one of ours.
         for end, lead in (("[ARGS]", ""), ("[CALL_ID]", "000000000[ARGS]")):
             triggers[f"[TOOL_CALLS]{name}{end}"] = GrammarTrigger(
                 lead, arguments(schema), again=True

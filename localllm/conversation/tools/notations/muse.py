@@ -1,7 +1,7 @@
 """Muse Glimmer: messages with a recipient. `to=self` is reasoning, `to=user` the answer, `to=name`
-holds calls in tags.
+contains calls in tags.
 
-Only a message to a function is a call: the same tags in an answer or a thought are words.
+Only a message to a function is a call. The same tags in an answer or in reasoning are text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADER = "<|start|>assistant"
 _LINE = "\n"
 _OPEN = "<atem:function_calls>"
 _CLOSE = "</atem:function_calls>"
-# The header of a message to a function; the prompt ends with the beginning of the first one.
+# The header of a message to a function. The prompt ends with the beginning of the first header.
 _TO_A_FUNCTION = r"(?:\A|<\|start\|>assistant) to=(?!user<|self<)[^<\s]+<\|message\|>\s*"
 _PATTERNS = TagPatterns(
     re.compile(r'(?:[^<]*<\|message\|>\s*<atem:function_calls>)?\s*<atem:invoke name="([^"]+)">'),
@@ -59,7 +59,7 @@ def _calls(tools: NamedSchemas) -> Grammar:
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """The calls of a message. The header of its first one is not the model's to write."""
+    """The calls of a message. The prompt already contains the beginning of the first header."""
     trigger = GrammarTrigger(_LINE, _calls(tools), again=True, preceded_by=_TO_A_FUNCTION)
     return {_OPEN: trigger}
 
@@ -75,7 +75,7 @@ def _framed(choices: str, answer: str) -> str:
 
 
 FORMATS = (
-    # Everything a reply says has a recipient.
+    # Every message of a reply has a recipient.
     ToolFormat(
         name="muse",
         signs=(_OPEN,),

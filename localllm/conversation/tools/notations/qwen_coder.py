@@ -30,7 +30,7 @@ def _parse(tools: Sequence[Tool], patterns: TagPatterns, block: str) -> list[Cal
     calls = typed_calls(block, tools, patterns)
     if calls is not None:
         return calls
-    # Functionary's spelling, which small models mix in.
+    # Functionary's form, which small models sometimes write instead.
     head = _FUNCTION.match(block)
     if head is None:
         return None
@@ -41,11 +41,11 @@ def _parse(tools: Sequence[Tool], patterns: TagPatterns, block: str) -> list[Cal
 
 
 def _format(outer: str, patterns: TagPatterns, grammar: TagGrammar, **facts: Any) -> ToolFormat:
-    """Calls in the tag `outer`, which the model forgets at times."""
+    """Calls in the tag `outer`, which the model sometimes omits."""
     closing = outer.replace("<", "</")
 
     def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        # Without the outer tag, the marker and the end are the function's own tags.
+        # Without the outer tag, marker and end are the function's own tags.
         begin = ""
         end = ""
         if marker != outer:
@@ -63,8 +63,10 @@ def _format(outer: str, patterns: TagPatterns, grammar: TagGrammar, **facts: Any
         return BlockReader(first, marker, _END, parse, tail=closing, is_open=ends_in_a_value)
 
     def triggers(template: str, tools: NamedSchemas) -> Triggers:
-        """Any number of calls, one behind the other, with or without their outer tag: an offered
-        name tells of it."""
+        """Any number of calls in a row, with or without the outer tag.
+
+        Without it, the name of an offered function marks a call.
+        """
         calls = {outer: tagged_calls(tools, grammar)}
         inner = replace(grammar, head="")
         for tool in tools:
@@ -95,7 +97,7 @@ FORMATS = (
     _format(
         "<tool_call>", _PATTERNS, _GRAMMAR, name="qwen_coder", signs=("<function=",), ambiguity=1
     ),
-    # Outer tags of its own, values on one line and in Python's spelling.
+    # Its own outer tags, with values on one line in Python's spelling.
     _format(
         "<seed:tool_call>",
         replace(_PATTERNS, wrapped=False),
