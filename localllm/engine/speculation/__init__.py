@@ -1,8 +1,8 @@
-"""Speculative drafting: guess the next tokens cheaply, verify several in one sweep, and only while
-that pays.
+"""Speculative decoding: draft the next tokens cheaply and verify several in one step, if that
+pays.
 
-Here is what a drafter is. Every module of this package that defines one is found by itself
-(`registered`).
+This module defines the interface of a drafter. `registered` finds every module of this package
+that implements it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
 from localllm_backends.contract import Backend, BackendFailure, Chunk
 
-# Draft tokens by request id, and the distributions they were drawn from (None: none, they are the
-# drafter's best guesses).
+# Draft tokens by request id, and the distributions they were drawn from (None: the tokens are the
+# drafter's best guesses and were not drawn).
 Drafts = dict[str, tuple[list[int], list[Distribution] | None]]
-# A drafted token's measured seconds follow what is measured later at this rate.
+# Weight of a new measurement in the average cost of a drafted token.
 _SMOOTHING = 0.2
-# A probe takes the least of so many measurements.
+# A probe uses the minimum of this many measurements.
 _PROBES = 3
 
 
 class Drafter(ABC):
-    """Drafts by computing on `backend`: a draft model, trained heads. Belongs to the engine's
+    """A drafter that computes on `backend`: a draft model or trained heads. Used by the engine's
     thread.
 
-    `most`: the longest draft. `token_s`: seconds a drafted token costs, or a whole draft where it
-    is made `at_once` (0: not measured yet, nothing is drafted). `stops_when_unsure`: a draft shorter than wanted counts as
-    one wrong token, since what was computed there brought nothing."""
+        `most`: the longest draft, in tokens.
+        `token_s`: seconds per drafted token, or per draft if it is made `at_once`. While it is 0 (not
+            measured yet), the drafter is not used.
+        `stops_when_unsure`: a draft shorter than wanted counts as one wrong token, because the drafter
+            computed that token in vain.
+    """
 
     backend: Backend
     clock: Callable[[], float]
@@ -48,21 +51,26 @@ class Drafter(ABC):
     def for_engine(
         cls, backend: Backend, draft_backend: Backend | None, mode: str, clock: Callable[[], float]
     ) -> Self | None:
-        """One for an engine of that `backend`, whose `mode` is auto, mtp, ngram or off
-        (`EngineSettings.draft`); None where there is nothing to draft with, or it is not wanted.
-        `draft_backend`: of the draft model, if one was named."""
+        """Return a drafter for an engine with that `backend`, or None if it is missing or
+        not wanted.
+
+        `mode` is auto, mtp, ngram or off (`EngineSettings.draft`). `draft_backend` runs the draft
+        model, if one was named.
+        """
 
     @abstractmethod
     def ready(self, job: RunningRequest) -> bool:
-        """True once it knows enough of `job` to draft for it; until then it may read on in it."""
+        """True if the drafter has read enough of `job` to draft for it. If not, it may read on."""
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[RunningRequest, int]]) -> Drafts:
-        """Drafts of at most the wanted lengths. A request it can't draft for is left out."""
+        """Return drafts of at most the wanted lengths. Requests that it can't draft for are
+        omitted.
+        """
 
     @abstractmethod
     def draft_once(self, sequence: int, token: int) -> None:
-        """Draft one token (or block) behind `sequence`, which holds `token`."""
+        """Draft one token (or block) after `sequence`, which holds `token`."""
 
     def probe(self) -> None:
         """Measure `token_s` on a sequence of its own. Raises BackendFailure."""
@@ -82,28 +90,28 @@ class Drafter(ABC):
             self.backend.drop(sequence)
 
     def record(self, seconds: float) -> None:
-        """A drafted token (a draft, where it is made at once) took so long."""
+        """Record the time of one drafted token (or of one draft, if it is made `at_once`)."""
         self.token_s += _SMOOTHING * (seconds - self.token_s) if self.token_s else seconds
 
-    def forget(self, job: RunningRequest) -> None:  # noqa: B027 (nothing to forget is an answer)
-        """The request left the context."""
+    def forget(self, job: RunningRequest) -> None:  # noqa: B027 (optional hook)
+        """Drop the data of a request that left the context."""
 
     def tick(self, *, busy: bool) -> bool:
-        """One piece of housekeeping; True while there is more."""
+        """Do one piece of housekeeping. Returns True while there is more."""
         return False
 
     def close(self) -> None:  # noqa: B027
-        """Free what it holds."""
+        """Free all resources."""
 
 
 def longest_draft(backend: Backend) -> int:
-    """How many drafted tokens can be taken back; 0 where none can."""
+    """The most drafted tokens that can be rewound; 0 if the model's memory can't rewind."""
     able = backend.capabilities
     return {"any": 64, "bounded": able.rewind_tokens, "none": 0}[able.rewind]
 
 
 def registered() -> list[type[Drafter]]:
-    """Every drafter of this package, by name."""
+    """Every drafter of this package, sorted by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return sorted(Drafter.__subclasses__(), key=attrgetter("name"))

@@ -1,6 +1,8 @@
-"""How many tokens to draft: what verifying n tokens costs here (probed while nobody asks, refined
-by every step), how often drafts are right, when a drafter that lost tries again, and the lengths
-that pay."""
+"""Chooses how many tokens to draft.
+
+It measures the cost of verifying n tokens (with probes while idle, refined by every step) and the
+hit rate of drafts. It also decides when a drafter that lost time may try again.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,32 @@ from localllm.engine.contention import MOST_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
 
-# Drafting must promise this much before it is tried, and may cost no stream more than this.
+# Drafting is tried only if it promises at least this speedup. It may slow no stream below _FLOOR.
 _WORTH = 1.03
 _FLOOR = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """What one sequence could draft: `survival[k]` = P(its first k + 1 tokens are accepted),
-    non-increasing, and the seconds every drafted token costs before it is verified (0 for lookups),
-    or a whole draft that is made `at_once`."""
+    """The draft that one sequence could make.
+
+    `survival[k]`: P(its first k + 1 tokens are accepted), non-increasing.
+    `token_s`: seconds per drafted token before verification (0 for lookups), or per draft if it is
+        made `at_once`.
+    """
 
     survival: Sequence[float]
     token_s: float = 0.0
     at_once: bool = False
 
     def drafting_s(self, length: int) -> float:
-        """Seconds that a draft of so many tokens costs before it is verified."""
+        """Seconds that a draft of `length` tokens costs before it is verified."""
         return self.token_s * (min(length, 1) if self.at_once else length)
 
     def speed(self, length: int, cost: Callable[[int], float]) -> float:
-        """Tokens per second of one sequence that drafts so many tokens like this; `cost(rows)` in
-        seconds."""
+        """Tokens per second of one sequence with drafts of this length. `cost(rows)` is in
+        seconds.
+        """
         seconds = cost(1 + length) + self.drafting_s(length)
         return (1.0 + sum(self.survival[:length])) / seconds
 
@@ -43,14 +49,16 @@ class DraftCandidate:
 def choose_lengths(
     candidates: Sequence[DraftCandidate], cost: Callable[[int], float], most_steps: float = math.inf
 ) -> list[int]:
-    """Draft length of every decoding sequence for the next step; `cost(rows)` in seconds. With
-    drafts it may take `most_steps` times as long as without.
+    """Choose the draft length of every decoding sequence for the next step.
 
-    A sequence that drafts g tokens with survival s gets 1 + s1 + … + sg tokens from the step; for
-    constant acceptance a that is (1 − a^(g+1))/(1 − a). Tokens join in order of their chance to
-    survive, and of all the prefixes of that order the one with the highest mean log speed wins, if
-    it promises `_WORTH` and slows no sequence below `_FLOOR` of what it has without drafts: one
-    stream's copy is not paid for by its neighbour.
+    `cost(rows)` is in seconds. With drafts the step may take `most_steps` times as long as
+    without.
+
+    A sequence that drafts g tokens with survival s gets 1 + s1 + … + sg tokens from the step. With
+    constant acceptance a that is (1 − a^(g+1))/(1 − a). Tokens are added in order of their chance
+    to survive. Among all prefixes of that order, the one with the highest mean log speed wins. It
+    must promise a gain of `_WORTH`, and every sequence must keep at least `_FLOOR` of its speed
+    without drafts. So a stream that copies text does not slow down its neighbour.
     """
     n = len(candidates)
     none = [0] * n
@@ -90,8 +98,9 @@ def promises(
     cost: Callable[[int], float],
     gain: float,
 ) -> bool:
-    """Whether the streams that draft are expected to be faster by so much in a step with these
-    drafts."""
+    """Return whether every stream that drafts should become faster by the factor `gain` in this
+    step.
+    """
     steps = cost(len(lengths) + sum(lengths)) / cost(len(lengths))
     return all(
         1.0 + sum(c.survival[:n]) >= gain * steps
@@ -102,25 +111,28 @@ def promises(
 
 _EDGES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _PRIOR_WEIGHT = 4.0
-# Memory of about 200 guesses engine-wide, and of about 12 within one request.
+# Averages over about 200 guesses for the engine, and about 12 within one request.
 _SLOW_DECAY = 0.995
 _FAST_DECAY = 0.92
 _LEAST_SURVIVAL = 0.05
-# What drafting brought is remembered for some 30 steps: three good drafts show that a copy has
+# The gain of drafting is averaged over about 30 steps. Three good drafts show that a copy has
 # begun.
 _GAIN_DECAY = 0.97
 
 
 def _prior(match: int) -> float:
-    """How far a match of n tokens is trusted before anything is measured: 0.44 for 2, 0.80 for 8,
-    0.97 for 32, as SmolLM2's own chats, stories, code, JSON and copies followed them at
-    temperatures 0 and 0.8 (0.42, 0.82, 0.97; 10,000 guesses)."""
+    """The trust in a match of `match` tokens before any measurement.
+
+    It is 0.44 for 2 tokens, 0.80 for 8 and 0.97 for 32. SmolLM2's own chats, stories, code, JSON
+    and copies at temperatures 0 and 0.8 gave 0.42, 0.82 and 0.97 (10,000 guesses).
+    """
     return 1.0 - 1.0 / (1.0 + 0.35 * match + 0.02 * match**2)
 
 
 class HitRates:
-    """Hit rate of the next token by match length, of one request on top of what all requests of
-    this engine saw."""
+    """Hit rate of the next token by match length: of one request, with the engine-wide rate as
+    prior.
+    """
 
     def __init__(self, shared: HitRates | None = None) -> None:
         self._shared = shared
@@ -128,13 +140,13 @@ class HitRates:
         self._averages = [DecayedRatio(decay) for _ in range(len(_EDGES) + 1)]
 
     def observe(self, match: int, *, hit: bool) -> None:
-        """A guess resting on a match of `match` tokens was right or wrong."""
+        """Record whether a guess based on a match of `match` tokens was right."""
         self._averages[bisect_right(_EDGES, match)].add(hit)
         if self._shared is not None:
             self._shared.observe(match, hit=hit)
 
     def rate(self, match: int) -> float:
-        """Probability that a guess resting on `match` tokens is right."""
+        """Probability that a guess based on a match of `match` tokens is right."""
         if self._shared is not None:
             prior = self._shared.rate(match)
         else:
@@ -142,8 +154,11 @@ class HitRates:
         return self._averages[bisect_right(_EDGES, match)].rate(prior, _PRIOR_WEIGHT)
 
     def survival(self, match: int, length: int) -> list[float]:
-        """P(the first k of `length` drafted tokens are all right), k = 1 …: the match grows as they
-        are. Ends where a token is too unlikely to be worth a row."""
+        """P(the first k of `length` drafted tokens are all right), for k = 1, 2, …
+
+        The match grows with each right token. The list ends at the first token that is too
+        unlikely to be worth a row.
+        """
         alive = 1.0
         out = []
         for k in range(length):
@@ -155,9 +170,11 @@ class HitRates:
 
 
 class Acceptance:
-    """Acceptance rate of one drafter in one request (a draft model's tokens), with the engine-wide
-    one as prior. Its `average` is of guesses that were right among those seen, those long ago for
-    less."""
+    """Acceptance rate of a drafter in one request (a draft model's tokens), with the engine's as
+    prior.
+
+    `average` is the share of right guesses among those observed. Older guesses have less weight.
+    """
 
     def __init__(self, shared: Acceptance | None = None, prior: float = 0.6) -> None:
         self._shared = shared
@@ -165,8 +182,10 @@ class Acceptance:
         self.average = DecayedRatio(_SLOW_DECAY if shared is None else _FAST_DECAY)
 
     def observe(self, accepted: int, drafted: int) -> None:
-        """Of `drafted` tokens the first `accepted` were right; what comes behind the first wrong
-        one says nothing."""
+        """Record that the first `accepted` of `drafted` tokens were right.
+
+        Tokens after the first wrong one are not counted.
+        """
         for hit in [True] * accepted + [False] * (accepted < drafted):
             self.average.add(hit)
         if self._shared is not None:
@@ -180,27 +199,29 @@ class Acceptance:
         )
 
     def survival(self, length: int) -> list[float]:
-        """P(the first k are all accepted) = a^k, k = 1 … length; their sum is (1 − a^(g+1))/(1 − a)
-        − 1."""
+        """P(the first k are all accepted) = a^k for k = 1 … length.
+
+        Their sum is (1 − a^(g+1))/(1 − a) − 1.
+        """
         return [self.rate**k for k in range(1, length + 1)]
 
 
-# A draft model (or the model's own heads) that lost is tried again after this many tokens, then
-# twice as many, and so on.
+# A draft model (or the model's own heads) that lost time is tried again after this many tokens,
+# then after twice as many, and so on.
 RETRY_TOKENS = 24
 _MOST_RETRIES = 6
 
 
 @dataclass
 class BackOff:
-    """How one drafter fares in one request, and when it may try again after losing."""
+    """The acceptance of one drafter in one request, and when it may try again after losing time."""
 
     acceptance: Acceptance
     retry_at: int = 0
     retries: int = 0
 
     def learn(self, accepted: int, drafted: int, n_generated: int) -> None:
-        """Of `drafted` tokens the first `accepted` were right."""
+        """Record that the first `accepted` of `drafted` tokens were right."""
         self.acceptance.observe(accepted, drafted)
         if accepted < drafted:
             self.retries = min(self.retries + 1, _MOST_RETRIES)
@@ -210,40 +231,48 @@ class BackOff:
 
 
 def gain_lately() -> DecayedRatio:
-    """How much quicker one stream is with its drafts than without, in tokens and the plain steps
-    that they took: over its last steps, as if it had decoded plainly before. (Over all of its own
-    steps it is a ratio without decay.)"""
+    """A new average of one stream's recent speedup by drafts.
+
+    It is the ratio of tokens to the decode steps without drafts that would take the same time. It
+    begins as if the stream had decoded without drafts before. (The overall ratio of a stream has
+    no decay.)
+    """
     before = 1.0 / (1.0 - _GAIN_DECAY)
     return DecayedRatio(_GAIN_DECAY, before, before)
 
 
-# 64 is where llama.cpp's attention on a CPU begins to read the KV cache once for all rows: at depth
-# 2,500 a token of 64 took 9.4 ms, one of 47 took 14.3, and what was extrapolated from 32 kept them
-# from being tried.
+# From 64 rows on, llama.cpp's CPU attention reads the KV cache once for all rows. At depth 2,500 a
+# token took 9.4 ms with 64 rows and 14.3 ms with 47. The cost extrapolated from 32 rows was so
+# high that 64 rows were never tried.
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _ROUNDS = 3
 _BUDGET_S = 1.0
-# Again only behind so long a rest, which others have spent at rest too; and ever more rarely: deep
-# in a long conversation rows are dearer than in a probe's empty one, each time.
+# A probe is repeated only after a rest of this length, in which other programs rested too. The
+# pauses between probes grow: deep in a long conversation each row costs more than in the probe's
+# empty sequence, every time.
 _REST_S = 1.0
 _PAUSE_S = 5.0
 
 
-# Reading so many tokens, and twice as many … is tried where first uses are dear, until one takes so
-# many seconds: whoever asks waits for the end of it.
+# If first uses are slow, prompts of this many tokens, twice as many, … are read in trial. The
+# trials end once a prompt takes longer than _LONGEST_READ_S, because a new request must wait for
+# its end.
 _LEAST_READ = 16
 _LONGEST_READ_S = 0.2
 
 
 class CostProbe:
-    """Fills in `cost` while nobody asks for anything. `failed`: why nothing can be verified (empty:
-    it can). Where first uses are dear (`Capabilities.first_uses`) prompts of all sizes are read
-    twice before: nobody's first token pays for kernels that are loaded, and `reading` learns what
-    the second took.
+    """Fills in `cost` while there are no requests.
 
-    Beside other programs a plain step suffers more than one over many rows, and drafts look cheaper
-    than they are: a measurement made then is only taken for want of a better, and made again when
-    the machine is quiet."""
+    `failed` is the reason why no draft can be verified (empty: drafts can be verified). If first
+    uses are slow (`Capabilities.first_uses`), prompts of all sizes are first read twice. The first
+    pass loads the kernels, so no request has to wait for them. `reading` learns the times of the
+    second pass.
+
+    Other programs slow down a step without drafts more than a step over many rows. Drafts then
+    look cheaper than they are. A measurement made under such load is used only if there is no
+    better one, and is repeated when the machine is quiet.
+    """
 
     def __init__(
         self,
@@ -263,13 +292,16 @@ class CostProbe:
         self._ticks = self._measure()
 
     def tick(self, rested_s: float) -> bool:
-        """Time one step of the next size on a sequence of its own; True while there are more.
-        Nobody has asked for anything for `rested_s`."""
+        """Time one step of the next size on a sequence of its own. Returns True while there are
+        more.
+
+        There was no request for `rested_s` seconds.
+        """
         self._rested_s = rested_s
         return next(self._ticks)
 
     def _measure(self) -> Iterator[bool]:
-        """Every measurement in its turn: True before each, False where none is due."""
+        """All measurements in order. Yields True before each, and False while there is no measurement to make."""
         if self._backend.capabilities.first_uses:
             yield from self._read_prompts()
         pause_s = _PAUSE_S
@@ -298,8 +330,10 @@ class CostProbe:
                     break
 
     def _verify_rows(self) -> Generator[bool, None, tuple[dict[int, float], bool]]:
-        """The least seconds by rows: of rounds in which others were quiet, if there were any (and
-        whether there were)."""
+        """The minimal seconds by number of rows, and whether other programs were quiet.
+
+        If they were quiet in some rounds, only those rounds count.
+        """
         most = min(self._backend.info.n_batch, self._backend.info.n_outputs)
         sizes = [n for n in _ROWS if n <= most]
         every: dict[int, float] = {}
@@ -323,7 +357,7 @@ class CostProbe:
         return quiet or every, bool(quiet)
 
     def _verified_s(self, rows: int) -> Generator[bool, None, float]:
-        """What a step of so many rows takes, once there is room for it."""
+        """The seconds of a step with this many rows, measured once there is room for it."""
         while True:
             try:
                 if not self.failed and self._backend.cells_free() >= rows:
@@ -331,13 +365,13 @@ class CostProbe:
             except NoCellsError:
                 pass
             except BackendFailure as e:
-                # What can't be verified must not be drafted: a step that fails costs every request
-                # in it.
+                # Drafts that can't be verified must not be made: a failing step fails every
+                # request in it.
                 self.failed = f"a trial step with {rows} rows failed: {e}"
             yield False
 
     def _rest(self, again_s: float, *, quiet: bool) -> Iterator[bool]:
-        """Until it is worth measuring again, and the machine has been quiet since the last look."""
+        """Wait until a new measurement is useful and the machine was quiet since the last check."""
         resting: Mark | None = None
         while True:
             yield False
@@ -351,8 +385,8 @@ class CostProbe:
                 return
 
     def _trial_s(self, n_tokens: int, outputs: int) -> float:
-        # Different tokens: equal ones go to the same experts of a mixture, which then reads less
-        # than it does for a draft.
+        # Use different tokens. Equal tokens go to the same experts of a mixture, which then reads
+        # fewer weights than it does for a draft.
         first = self._backend.info.bos_token or 0
         n_vocab = self._backend.info.n_vocab
         tokens = [(first + i * max(n_vocab // n_tokens, 1)) % n_vocab for i in range(n_tokens)]

@@ -1,7 +1,8 @@
-"""The draft model: a smaller model of the same vocabulary writes ahead, all sequences in lockstep.
+"""The draft model: a smaller model with the same vocabulary that drafts for all sequences in
+lockstep.
 
-It is a Backend like any other, with its own KV: what it has read of a conversation stays in its own
-prefix cache, so nothing is prefilled twice there either.
+It runs on a Backend with its own KV. Its KV of a conversation stays in its own prefix cache, so it
+does not prefill a token twice either.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from localllm.engine.speculation import Drafter, Drafts, longest_draft
 from localllm.engine.tokens import salted
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
-# llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding
-# at their ends.
+# Vocabularies may differ by this many padding tokens at their ends, as in llama.cpp
+# (common/speculative.cpp).
 _PADDING_TOKENS = 128
 _CACHE_BYTES = 256 * 2**20
 
 
 def vocabulary_difference(target: Sequence[bytes], draft: Sequence[bytes]) -> str | None:
-    """None when a draft's token ids mean the same to the target, else what differs (token ids as
-    they are, bytes as they are written)."""
+    """Return None if the draft model's token ids mean the same to the target, else the first
+    difference.
+
+    Token ids are compared as they are, bytes as they are written.
+    """
     if abs(len(target) - len(draft)) > _PADDING_TOKENS:
         return f"the model has {len(target):,} tokens and the draft model {len(draft):,}"
     for i, (a, b) in enumerate(zip(target, draft, strict=False)):
@@ -39,8 +43,7 @@ def vocabulary_difference(target: Sequence[bytes], draft: Sequence[bytes]) -> st
 
 @dataclass
 class _Line:
-    """A request's sequence in the draft model: `held` are the tokens it has read, right or
-    wrong."""
+    """A request's sequence in the draft model. `held`: the tokens it has read, right or wrong."""
 
     sequence: int
     held: list[int] = field(default_factory=list)
@@ -62,15 +65,17 @@ class DraftModel(Drafter):
     def for_engine(
         cls, backend: Backend, draft_backend: Backend | None, mode: str, clock: Callable[[], float]
     ) -> Self | None:
-        """Where a draft model was named."""
+        """Return a drafter if a draft model was named, else None."""
         if draft_backend is not None:
             return cls(draft_backend, clock)
         return None
 
     def ready(self, job: RunningRequest) -> bool:
-        """Read on in `job` (one batch at most); True once the draft model knows all but the newest
-        tokens of it. Images it can't
-        read: where there are any it never does."""
+        """Read on in `job`, at most one batch. Returns True once at most one batch of tokens is
+        unread.
+
+        The draft model can't read images, so a job with images is never ready.
+        """
         if job.images:
             return False
         try:
@@ -91,8 +96,11 @@ class DraftModel(Drafter):
         return False
 
     def draft(self, wanted: Sequence[tuple[RunningRequest, int]]) -> Drafts:
-        """Drafts of the wanted lengths by job id: tokens, and the distributions they were drawn
-        from (None: each is the draft model's best, drawn from nothing)."""
+        """Return drafts of the wanted lengths by job id.
+
+        Each has its tokens and the distributions they were drawn from. If a draft has None for
+        these, each token is the draft model's best guess.
+        """
         drafts: Drafts = {}
         feeds: dict[str, list[int]] = {}
         jobs = {job.id: (job, length) for job, length in wanted if length > 0}
@@ -120,7 +128,7 @@ class DraftModel(Drafter):
                     if len(tokens) < length and token not in self.backend.info.eog_tokens:
                         feeds[key] = [token]
         except BackendFailure:
-            # No room or no answer from the draft model: the request goes on without it.
+            # The draft model has no room or failed. The requests continue without it.
             for job, _ in jobs.values():
                 self.forget(job)
             return {}
@@ -129,7 +137,7 @@ class DraftModel(Drafter):
         return drafts
 
     def _fitting(self, feeds: dict[str, list[int]]) -> list[str]:
-        """As many of the feeds as one batch takes, at least one."""
+        """As many of the feeds as fit into one batch, at least one."""
         room = self.backend.info.n_batch
         keys: list[str] = []
         for key, feed in feeds.items():
@@ -155,7 +163,7 @@ class DraftModel(Drafter):
         return dist.draw(sampler.uniform())
 
     def _line(self, job: RunningRequest) -> _Line:
-        """The job's sequence, cut back to what it shares with what really came."""
+        """The job's sequence, truncated to the tokens it shares with the job."""
         line = self._lines.get(job.id)
         if line is None:
             tokens = job.line()
@@ -167,7 +175,7 @@ class DraftModel(Drafter):
             taken.at_once()
             line = self._lines[job.id] = _Line(taken.sequence, job.tokens[: taken.held])
         right = len(line.held)
-        # Only what was fed in the last drafts can be wrong.
+        # Only tokens of the last drafts can be wrong.
         while right and (
             right > len(job.tokens) - 1 or line.held[right - 1] != job.tokens[right - 1]
         ):
@@ -184,7 +192,7 @@ class DraftModel(Drafter):
         return result
 
     def forget(self, job: RunningRequest) -> None:
-        """The job ended: what the draft model read of it stays in its cache."""
+        """Release the sequence of a job that ended. Its KV stays in the draft model's cache."""
         line = self._lines.pop(job.id, None)
         if line is not None:
             self._pool.release(line.sequence, salted(line.held, job.request.generation.salt))
@@ -200,6 +208,8 @@ class DraftModel(Drafter):
 
 
 def _draws(job: RunningRequest) -> bool:
-    """True when the draft must be drawn like the target's tokens are; under a grammar the best
-    guess is proposed."""
+    """True if the draft must be drawn in the same way as the target's tokens.
+
+    Under a grammar the best guess is proposed instead.
+    """
     return job.request.generation.sampling.temperature > 0 and not job.sampler.constrained

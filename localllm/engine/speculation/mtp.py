@@ -1,5 +1,7 @@
-"""Trained heads as a drafter (the model's own, EAGLE-3, DFlash): they live in the backend, beside
-the sequences they draft for."""
+"""Drafts with trained heads (the model's own, EAGLE-3, DFlash).
+
+The heads belong to the backend and use the sequences they draft for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from localllm_backends.contract import Backend, BackendFailure
 
 
 class MtpDrafter(Drafter):
-    """Drafts for several requests at once, in the sequences the engine already has."""
+    """Drafts for several requests at once, in the sequences that the engine already has."""
 
     name = "mtp"
     stops_when_unsure = True
@@ -29,8 +31,11 @@ class MtpDrafter(Drafter):
     def for_engine(
         cls, backend: Backend, draft_backend: Backend | None, mode: str, clock: Callable[[], float]
     ) -> Self | None:
-        """Where heads are loaded: a companion's in any mode but those that name another drafter,
-        the model's own by name."""
+        """Return a drafter if heads are loaded and the mode allows them.
+
+        Heads from a companion file are used in mode "auto" and when the mode is "mtp". The model's
+        own heads are used only in mode "mtp".
+        """
         able = backend.capabilities
         companion = mode == "auto" and able.draft_kind not in ("", "mtp")
         if able.drafts and (companion or mode == "mtp"):
@@ -38,13 +43,16 @@ class MtpDrafter(Drafter):
         return None
 
     def ready(self, job: RunningRequest) -> bool:
-        """True where the model has read all but the newest token: the heads follow it on their
-        own."""
+        """True if the model has read all but the newest token. The heads follow the model by
+        themselves.
+        """
         return job.sequence is not None and job.n_kv == len(job.tokens) - 1
 
     def draft(self, wanted: Sequence[tuple[RunningRequest, int]]) -> Drafts:
-        """Drafts by job id, of the wanted lengths or as long as the heads are sure. They are the
-        heads' best guesses, drawn from nothing."""
+        """Return drafts by job id, of the wanted lengths or shorter if the heads become unsure.
+
+        They are the heads' best guesses, without distributions.
+        """
         jobs = [(job, length) for job, length in wanted if length > 0]
         asked = [
             (job.sequence, job.tokens[-1], length)
@@ -57,7 +65,7 @@ class MtpDrafter(Drafter):
             drafts = self.backend.draft(asked)
         except BackendFailure:
             return {}
-        # A head that stops because it is unsure has computed one token more than it gives.
+        # A head that stops because it is unsure has computed one token more than it returns.
         steps = max(
             (min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)),
             default=0,
@@ -66,7 +74,7 @@ class MtpDrafter(Drafter):
             self.record((self.clock() - started) / (1 if self.at_once else steps))
         found: Drafts = {}
         for (job, _), draft in zip(jobs, drafts, strict=True):
-            # Nothing follows a token that ends the answer.
+            # No token follows one that ends the answer.
             end = next((i for i, token in enumerate(draft) if token in self._eog), len(draft))
             found[job.id] = draft[: end + 1], None
         return found

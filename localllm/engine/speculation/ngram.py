@@ -1,10 +1,9 @@
-"""Prompt lookup: what followed the same words last time, in this request, its predicted output or
-recent answers.
+"""Prompt lookup: drafts the text that followed the last occurrence of the same words.
 
-Costs no model run. A Lookup follows its request token by token with a pointer into the text it
-seems to be copying, so that in the middle of a copy a proposal is a slice. Every token that comes
-also says whether the pointer was
-right: acceptance is known without ever verifying a draft.
+It searches the request itself, its predicted output and recent answers, and needs no model run. A
+Lookup keeps a pointer into the text that the request seems to copy, and moves it with every token.
+In the middle of a copy a proposal is therefore a slice. Every new token also shows whether the
+pointer was right, so the acceptance rate is known without verifying a draft.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ from localllm.engine.speculation.controller import HitRates
 from localllm.engine.tokens import TokenLine
 
 _SEPARATOR = -1
-# Matches longer than this are all the same: sure.
+# Longer matches are not more reliable.
 _MAX_MATCH = 64
-# A pointer this good is followed without looking for a better one.
+# A pointer with a match of this length is followed without searching for a better one.
 _TRUSTED_MATCH = 6
-# The window searched, in tokens, bounds a search to some tens of microseconds.
+# The search covers this many tokens, so it takes at most some tens of microseconds.
 _WINDOW_TOKENS = 65_536
 
 
 class RecentOutputs:
-    """What this engine wrote lately, for requests that write it again (tool calls, boilerplate,
-    corrected answers)."""
+    """Recent answers of this engine, for requests that repeat them.
+
+    Examples are tool calls, boilerplate and corrected answers.
+    """
 
     def __init__(self, capacity_tokens: int = 16_384) -> None:
         self._capacity = capacity_tokens
         self.line = TokenLine()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """A new line each time: who follows the one before goes on in that."""
+        """Add an answer. Makes a new line, so a pointer into the old line stays valid."""
         if len(tokens) >= 8:
             known = np.concatenate([self.line.view, [*tokens, _SEPARATOR]])
             self.line = TokenLine(known[-self._capacity :])
@@ -44,8 +45,10 @@ class RecentOutputs:
 
 @dataclass
 class _Pointer:
-    """The next token is guessed to be `line[at]`; the last `match` tokens were the same there and
-    here."""
+    """A position in a text: the next token is guessed to be `line[at]`.
+
+    The last `match` tokens before it are equal to the request's last tokens.
+    """
 
     line: TokenLine
     at: int
@@ -55,9 +58,10 @@ class _Pointer:
 def longest_match(
     haystack: NDArray[np.int32], suffix: NDArray[np.int32], most: int = _MAX_MATCH
 ) -> tuple[int, int] | None:
-    """(position after the match, its length) of the longest occurrence in `haystack` of what
-    `suffix` ends with; the latest one where several are as long. An occurrence at the very end has
-    nothing behind it and does not count.
+    """Find the longest occurrence in `haystack` of the last tokens of `suffix`.
+
+    Returns (position after the match, its length), for the latest of equally long ones. An
+    occurrence at the very end does not count, because no token follows it.
     """
     if len(haystack) < 2 or not len(suffix):
         return None
@@ -91,18 +95,18 @@ class Lookup:
         self.rates = rates
         self._pointer: _Pointer | None = None
         if len(predicted):
-            # A client that sends the expected output says where to start.
+            # The client sends the expected output, so the answer is expected to start there.
             self._pointer = _Pointer(self._predicted, 0, _TRUSTED_MATCH)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These tokens were emitted: learn from each whether it was foreseen, and move on."""
+        """Learn from each emitted token whether it was predicted, and move the pointer."""
         for token in tokens:
             pointer = self._valid()
             if pointer is not None:
                 hit = int(pointer.line.view[pointer.at]) == token
                 self.rates.observe(pointer.match, hit=hit)
                 pointer.at += 1
-                # One changed word in a long copy is no reason to lose the place.
+                # One changed word in a long copy is not enough to give up the position.
                 if hit:
                     pointer.match = min(pointer.match + 1, _MAX_MATCH)
                 else:
@@ -112,8 +116,10 @@ class Lookup:
         self._line.extend(tokens)
 
     def propose(self, most: int) -> tuple[list[int], int]:
-        """(at most `most` tokens that may come next, length of the match they rest on); ([], 0)
-        when nothing does."""
+        """Return at most `most` draft tokens, and the length of the match they are based on.
+
+        Returns ([], 0) if there is no match.
+        """
         pointer = self._valid()
         if pointer is None or pointer.match < _TRUSTED_MATCH:
             pointer = self._search(pointer)
@@ -121,9 +127,10 @@ class Lookup:
             return [], 0
         tokens: list[int] = pointer.line.view[pointer.at : pointer.at + most].tolist()
         if pointer.line is self._line and tokens and len(tokens) < most:
-            # The copy has caught up with itself: the text is repeating, and so does the guess.
+            # The pointer has reached the end of the request's own text, which is repeating. Repeat
+            # the guess too.
             tokens = (tokens * (most // len(tokens) + 1))[:most]
-        # The separator, or an image.
+        # Stop at the separator or an image.
         foreign = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
         tokens = tokens[:foreign]
         return tokens, pointer.match

@@ -1,5 +1,6 @@
-"""What the engine knows of speculation: before a step it fills in drafts that pay, after it it
-learns what came of them."""
+"""Speculation of the engine: fills in drafts that pay before a step, and learns from their
+results.
+"""
 
 from __future__ import annotations
 
@@ -26,47 +27,59 @@ from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure
 
-# A grammar that leaves one way to go on is nearly always followed token by token.
+# Acceptance rate of text that a grammar forces: the model nearly always follows it token by token.
 _FORCED_RATE = 0.95
 _MOST_MODEL_TOKENS = 16
-# A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait
-# for the step too, it takes no longer than this many plain ones of a stream alone, or so many of
-# theirs together: people read even words.
+# A stream alone may get 60 tokens at once after a longer step, if that is faster overall. If other
+# streams wait for the same step, it is limited to the longer of two times: this many decode steps
+# of one stream, or _MOST_STEPS_TOGETHER decode steps of all streams. Both are steps without
+# drafts. Readers prefer an even flow of words.
 _MOST_STEPS_BESIDE_OTHERS = 2.5
 _MOST_STEPS_TOGETHER = 1.5
-# Whoever was just beside it often asks again within milliseconds of an answer (agents do), and
-# would wait for a whole burst: the next steps may each take so many times as long as the one
-# before.
+# When a request ends, its client often sends the next one within milliseconds (agents do). That
+# request would wait for an entire long step. So a stream that is alone again gets longer steps
+# only gradually: the limit grows by this factor per step.
 _ALONE_AGAIN = 1.5
-# A burst is a pause for whoever reads along: looked-up drafts have to earn it on this very stream,
-# which stays faster by this much even if only those of them are right that very likely are. Else a
-# step with them takes no longer than so many plain ones. (Less than two, 1.75, kept copies from
-# being found out where the second row is dear and further ones are cheap: in one of ten random
-# machines they came at under half their best speed.) (A grammar's forced text is no guess, and what
-# drafts by computing backs off by itself.) A fifth, since now and then the very likely is wrong:
-# over whole streams of random texts that are half foreseen 9 % were left in each of 250, and with
-# 15 % in one of 30 not.
+# A long step is a pause for a person who reads along. Drafts from lookups must earn it on the same
+# stream: it must stay faster by this factor even if only very likely tokens (_LIKELY) are
+# accepted. Otherwise a step with them takes no longer than _MOST_STEPS_UNEARNED decode steps
+# without drafts.
+#
+# With a limit less than two (1.75), copies were not detected if the second row was expensive and
+# further rows cheap. On one of ten random machines they ran at under half their best speed.
+#
+# The rule does not apply to text that a grammar forces, which is no guess, or to drafters that
+# compute, which back off by themselves.
+#
+# The factor is 1.2 because very likely tokens are sometimes wrong. In 250 simulated streams of
+# random text, half of it predictable, every stream kept a gain of 9 %. With 1.15, one of 30 did
+# not.
 _EARNED_GAIN = 1.2
 _LIKELY = 0.9
 _MOST_STEPS_UNEARNED = 2.0
-# Only a burst shows that a copy has begun, and one in so many steps is no matter to a reader (the
-# 95th percentile of the gaps does not see it): that often a draft that promises the gain may be
-# tried before it is earned, if its step takes no longer than this many plain ones.
+# Only a long step shows that a copy has begun. A reader does not notice one long step in this
+# many: the 95th percentile of the gaps does not show it. So once in this many steps, a draft that
+# promises the gain may be tried before it is earned. Its step may take at most _MOST_STEPS_TRIED
+# decode steps without drafts.
 _TRIED_EVERY = 24
 _MOST_STEPS_TRIED = 8.0
-# A stream loses no more by what was tried than this many plain steps and 1.5 in a hundred.
+# A stream loses at most this many decode steps without drafts, plus 1.5 % of its time, by such
+# trials.
 _MOST_STEPS_LOST = 6.0
 _LEAST_GAIN = 0.985
-# … and by what drafters compute no more than so many, which over the first 24 tokens is 1.15 of
-# plain time, and over 200 a speed of 0.97.
+# By drafters that compute, a stream loses at most this many decode steps without drafts, plus
+# 1.5 % of its time. Over the first 24 tokens that is 1.15 times the time without drafts, and over
+# 200 tokens a speed of 0.97.
 _MOST_STEPS_TRIAL = 3.0
-# Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
+# Steps with drafts do not measure the cost of a step without. One step in this many is made
+# without.
 _PLAIN_EVERY = 64
-# To learn how a draft model (or the model's own heads) fares, so many are drafted.
+# Length of a trial draft that measures the acceptance of a draft model (or of the model's own
+# heads).
 _TRIAL_TOKENS = 2
-# So many guesses show how a drafter fares.
+# Guesses needed to judge a drafter.
 _LEAST_SEEN = 4
-# So many salts have their recent answers kept.
+# Salts whose recent answers are kept.
 _MOST_RECENTS = 64
 
 
@@ -76,10 +89,14 @@ def _gain_overall() -> DecayedRatio:
 
 @dataclass
 class _DraftState:
-    """One decoding request: its lookup, every drafter's back-off, who drafted last and what it
-    brought. `stopped_at`: the length at which the last drafter stopped before what was wanted,
-    unsure of the next token (-1: it did not).
-    `since_burst`: steps since one that took longer than what has not earned it may."""
+    """Draft state of one decoding request: its lookup, the back-off of every drafter, and recent
+    gains.
+
+        `drafter`: the last drafter used.
+        `stopped_at`: the length at which that drafter stopped early, unsure of the next token (-1: it
+            did not).
+        `since_burst`: steps since the last one that was longer than an unearned step may be.
+    """
 
     lookup: Lookup
     back_offs: dict[str, BackOff]
@@ -90,7 +107,9 @@ class _DraftState:
     since_burst: int = _TRIED_EVERY
 
     def learn(self, tokens: int, steps: float) -> None:
-        """A step brought `tokens` and took as long as so many plain ones."""
+        """Record a step that emitted `tokens` and took as long as `steps` decode steps without
+        drafts.
+        """
         self.recent.add(tokens, steps)
         self.overall.add(tokens, steps)
         if steps > _MOST_STEPS_UNEARNED:
@@ -99,13 +118,18 @@ class _DraftState:
             self.since_burst += 1
 
     def earned(self, tokens: int) -> float:
-        """Plain steps that the next one may take, since it very likely brings `tokens`: this stream
-        stays faster, lately or on the whole."""
+        """The most decode steps without drafts that the next step may take if it emits `tokens`.
+
+        `tokens` are those that it emits very likely. Within this time the stream stays faster by
+        `_EARNED_GAIN`, either recently or overall.
+        """
         return max(gain.total_for(_EARNED_GAIN, tokens) for gain in (self.recent, self.overall))
 
     def tried(self) -> float:
-        """Plain steps that a draft may take that has not earned them: none until the last burst is
-        long past, and no more than this stream can lose."""
+        """The most decode steps without drafts that an unearned trial draft may take.
+
+        It is 0 until the last burst is long past, and never more than this stream may lose.
+        """
         if self.since_burst < _TRIED_EVERY:
             return 0.0
         return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.overall.total_for(_LEAST_GAIN, 1))
@@ -113,9 +137,12 @@ class _DraftState:
 
 @dataclass
 class Speculator:
-    """Drafts for every decoding request of one engine, with every registered drafter that there is
-    one of for it (`Drafter.for_engine`) and with lookups, which cost nothing. `cost` and `reading`:
-    what steps cost, which is measured while nobody asks."""
+    """Drafts for every decoding request of one engine.
+
+    It uses lookups, which cost no computation, and every registered drafter that can be made for
+    the engine (`Drafter.for_engine`). `cost` and `reading` hold the cost of steps, measured while
+    there are no requests.
+    """
 
     backend: Backend
     draft_backend: Backend | None
@@ -135,7 +162,7 @@ class Speculator:
             drafter.name: drafter for drafter in made if drafter is not None
         }
         self._acceptance = {name: Acceptance() for name in self.drafters}
-        # By salt: others' words would be told by how fast they come.
+        # One per salt. Otherwise the speed of an answer would reveal the text of other users.
         self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
         names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
         self._drafted = dict.fromkeys(names, 0)
@@ -144,7 +171,7 @@ class Speculator:
         self._most_steps = math.inf
         self._drafting_s = self._plain_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
-        # Longest draft that can be taken back.
+        # The longest draft that can be rewound.
         self._most = longest_draft(self.backend)
         self.off_because = "this model's memory can't take tokens back"
         if self._most:
@@ -155,8 +182,11 @@ class Speculator:
     # --- before a step ----------------------------------------------------------------------------
 
     def propose(self, running: Sequence[RunningRequest], *, hurry: bool = False) -> None:
-        """Fill in `draft` of every decoding job for which drafting pays now. `hurry`: the step is
-        between two slices of somebody's prompt, and no drafts may lengthen it."""
+        """Fill in `draft` of every decoding job if drafting pays now.
+
+        `hurry`: the step is between two slices of another request's prompt, so no draft may
+        lengthen it.
+        """
         if self.off_because:
             return
         decoding = [j for j in running if not j.prefilling and j.compilation is None]
@@ -166,7 +196,7 @@ class Speculator:
         self._limit_steps(len(decoding), shared=hurry or len(running) > 1)
         if hurry or not decoding or not self.cost.known:
             return
-        # Drafts never take the cells that what is certain needs.
+        # Drafts never take cells that are certain to be needed.
         info = self.backend.info
         prefills = len(running) > len(decoding)
         rows = min(info.n_batch, info.n_outputs) - prefills
@@ -185,8 +215,9 @@ class Speculator:
         proposals: Sequence[_Proposal],
         lengths: Sequence[int],
     ) -> None:
-        """Give every job a draft of its length: what was looked up, or what its drafter computes
-        now."""
+        """Give every job a draft of its length, from its lookup or from the drafter, which
+        computes it now.
+        """
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self.drafters and length:
                 job.draft = list(proposal.tokens[:length])
@@ -199,8 +230,9 @@ class Speculator:
             )
 
     def _limit_steps(self, n_decoding: int, *, shared: bool) -> None:
-        """How long a step may become by drafts: short where it is `shared`, slowly longer where it
-        is not."""
+        """Set how much drafts may lengthen a step: little if it is `shared`, gradually more if it
+        is not.
+        """
         if not shared:
             self._most_steps *= _ALONE_AGAIN
             return
@@ -212,7 +244,7 @@ class Speculator:
     def _lengths(
         self, decoding: Sequence[RunningRequest], proposals: Sequence[_Proposal]
     ) -> list[int]:
-        """How much of each proposal is drafted."""
+        """Choose how many tokens of each proposal to draft."""
         most_steps = self._most_steps
         pay = choose_lengths(proposals, self.cost.seconds, most_steps)
         guesses = [
@@ -287,12 +319,13 @@ class Speculator:
         name: str,
         drafter: Drafter,
     ) -> _Proposal:
-        """This drafter's turn instead, where it promises more than `best` does for this job
-        alone."""
+        """Return this drafter's proposal if it promises more than `best` for this job alone, else
+        `best`.
+        """
         if not drafter.token_s:
             return best
         most = min(most, drafter.most, _MOST_MODEL_TOKENS)
-        # The longest of which nothing may be right, and the stream keeps what it must.
+        # The longest draft that can be rejected entirely while the stream keeps its minimum speed.
         steps = _MOST_STEPS_TRIAL + self._states[job.id].overall.total_for(_LEAST_GAIN, 1)
         length = next((n for n in range(most, 0, -1) if self._steps(name, n) <= steps), 0)
         survival = back_off.acceptance.survival(length)
@@ -301,7 +334,7 @@ class Speculator:
         if not alone and job.n_generated >= back_off.retry_at:
             turn = replace(turn, trial=min(_TRIAL_TOKENS, length))
         (instead,) = choose_lengths([best], self.cost.seconds)
-        # A trial promises nothing: it takes the place of nothing that does.
+        # A trial promises no gain, so it replaces `best` only if `best` has no gain either.
         if turn.trial:
             better = not instead
         else:
@@ -329,8 +362,10 @@ class Speculator:
         return state
 
     def _is_unprofitable(self, name: str) -> bool:
-        """Whether this drafter did not pay in the answers before: a short one then pays for no
-        trial."""
+        """Return whether this drafter did not pay in earlier answers.
+
+        If so, a new request does not try it at once, because a short answer can't pay for a trial.
+        """
         drafter = self.drafters[name]
         shared = self._acceptance[name]
         candidate = DraftCandidate(
@@ -345,17 +380,17 @@ class Speculator:
     def emitted(
         self, job: RunningRequest, tokens: Sequence[int], drafted: int, accepted: int
     ) -> None:
-        """`job` got `tokens` out of a step that verified `drafted` tokens, of which `accepted` were
-        right."""
+        """Record that `job` got `tokens` from a step that verified `drafted` tokens and accepted
+        `accepted`.
+        """
         state = self._states.get(job.id)
         if state is None:
             return
         state.lookup.advance(tokens)
-        # Where the heads themselves were unsure they count as wrong: what they computed there
-        # brought nothing.
+        # A token that the heads were unsure of counts as wrong: they computed it in vain.
         unsure = state.stopped_at == drafted
         state.stopped_at = -1
-        # What a constraint put behind them is no gain of the draft.
+        # Tokens that a constraint added after them are not a gain of the draft.
         state.learn(accepted + 1, self._steps(state.drafter, drafted, unsure))
         if not drafted and not unsure:
             return
@@ -365,8 +400,11 @@ class Speculator:
             state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
     def _steps(self, drafter: str, drafted: int, unsure: bool = False) -> float:
-        """How many plain steps one with such a draft takes, for a stream alone; `unsure`: one token
-        more was computed."""
+        """The length of a step with such a draft, in decode steps without drafts, for a stream
+        alone.
+
+        `unsure`: the drafter computed one token more.
+        """
         by = self.drafters.get(drafter)
         drafting_s = 0.0
         if by is not None:
@@ -374,8 +412,9 @@ class Speculator:
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
-        """A step without prefill verified `rows` rows of `sequences` and emitted `tokens` in
-        `seconds`."""
+        """Record a step without prefill that verified `rows` rows of `sequences` and emitted
+        `tokens`.
+        """
         self.cost.observe(rows, seconds)
         if rows > sequences:
             self._since_plain += 1
@@ -393,8 +432,10 @@ class Speculator:
     # --- between requests -------------------------------------------------------------------------
 
     def tick(self, *, busy: bool, rested_s: float = 0.0) -> bool:
-        """Housekeeping: one piece of a drafter's, or one measurement while nobody waits, and nobody
-        has for `rested_s`. True: more to do."""
+        """Do one piece of a drafter's housekeeping, or one measurement while the engine is idle.
+
+        The engine has been idle for `rested_s` seconds. Returns True if there is more to do.
+        """
         more = sum(drafter.tick(busy=busy) for drafter in self.drafters.values()) > 0
         return more or (not busy and self._measure(rested_s))
 
@@ -418,8 +459,10 @@ class Speculator:
             drafter.close()
 
     def snapshot(self) -> dict[str, float | int | str]:
-        """Counters and what verification costs, as plain values. `speculation_gain`: speed over no
-        drafting, as measured; 1.0 while nothing was drafted."""
+        """Counters and the cost of verification, as plain values.
+
+        `speculation_gain`: measured speed relative to no drafting; 1.0 before the first draft.
+        """
         plain = self.cost.seconds(1)
         gain = 1.0
         if self._drafting_s:
@@ -440,13 +483,15 @@ class Speculator:
 
 @dataclass(frozen=True)
 class _Proposal(DraftCandidate):
-    """Who could draft what for one job; `trial`: tokens to draft although it does not promise to
-    pay, to learn."""
+    """A draft that one drafter could make for one job.
+
+    `trial`: tokens to draft in order to learn, although the draft does not promise to pay.
+    """
 
     drafter: str = ""
     tokens: Sequence[int] = ()
     trial: int = 0
 
     def likely(self, length: int) -> int:
-        """Tokens that a step very likely brings with a draft of so many."""
+        """Tokens that a step emits very likely if it drafts `length` tokens."""
         return 1 + sum(chance >= _LIKELY for chance in self.survival[:length])
