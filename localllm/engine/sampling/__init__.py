@@ -1,2 +1,3 @@
-"""From a row of logits to a token: penalties, filters, draws, rejection sampling of drafts,
-grammars."""
+"""Sampling: from a row of logits to a token. Penalties, filters, draws, rejection sampling of
+drafts, grammars.
+"""

@@ -19,20 +19,22 @@ from localllm.engine.sampling.grammar import GrammarMatcher
 from localllm.engine.sampling.row import Row
 from localllm.grammars.trigger import GrammarTrigger
 
-# An answer ends with the call that is made for the fourth time, letter by letter: small models
-# repeat one until the context is full.
+# An answer ends when the same call is made for the fourth time, letter by letter. Small models
+# repeat a call until the context is full.
 MOST_ALIKE = 4
 
 
 class AnswerConstraint:
-    """Follows the tokens of one answer and says what may come next.
+    """Follows the tokens of one answer and restricts the next token.
 
-    `accept` takes each chosen token, before it counts. After it, `forced` holds tokens that come
-    next whatever the model wants: they are taken without `accept`. `wanted` is a grammar without
-    which the answer can't go on: its matcher is to be given by `use`, or refused by `give_up`.
-    `spelled`: the last token belongs to a marker or a call, so control tokens in it are text.
-    `turned`: with the last token a grammar began or ended, so a draft made before is worth nothing
-    behind that token."""
+    Pass each chosen token to `accept` before it counts. After that:
+
+        `forced`: tokens that come next regardless of the model. They are taken without `accept`.
+        `wanted`: a grammar that is needed to continue the answer. Pass its matcher to `use`, or call
+            `give_up` if the grammar was refused.
+        `spelled`: the last token belongs to a marker or a call, so control tokens in it are text.
+        `turned`: a grammar began or ended with the last token, so an earlier draft is void after it.
+    """
 
     def __init__(
         self,
@@ -61,11 +63,11 @@ class AnswerConstraint:
         if asked.grammar is not None and not self._awaits_reasoning:
             self.wanted = asked.grammar
 
-    # --- the answer's place -----------------------------------------------------------------------
+    # --- the state of the answer ------------------------------------------------------------------
 
     @property
     def active(self) -> bool:
-        """True if a grammar decides on the next token."""
+        """True if a grammar restricts the next token."""
         return self._matcher is not None
 
     @property
@@ -75,8 +77,10 @@ class AnswerConstraint:
 
     @property
     def watches_stops(self) -> bool:
-        """True if a client's stop text ends the answer here: neither within a call, nor in
-        reasoning that a grammar follows."""
+        """True if a client's stop text ends the answer here.
+
+        It does not within a call, or in reasoning before a grammar.
+        """
         return not self.spelled and not self._awaits_reasoning
 
     @property
@@ -85,7 +89,7 @@ class AnswerConstraint:
 
     @property
     def finished(self) -> bool:
-        """True if nothing may follow."""
+        """True if no token may follow."""
         if self.forced:
             return False
         return self._ended or (self._matcher is not None and self._matcher.finished)
@@ -104,32 +108,35 @@ class AnswerConstraint:
     # --- the next token ---------------------------------------------------------------------------
 
     def allowed(self) -> NDArray[np.uint8] | None:
-        """A bit for each token that the active grammar allows next; None without one."""
+        """A bit for each token that the active grammar allows next; None without a grammar."""
         if self._matcher is None:
             return None
         return self._matcher.allowed()
 
     def apply(self, logits: Row) -> None:
-        """Set what the active grammar forbids next to -inf."""
+        """Set the logits of tokens that the active grammar forbids next to -inf."""
         if self._matcher is not None:
             self._matcher.apply(logits)
 
     def acceptable(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` may come in a row from here, as far as is known."""
+        """The number of leading `tokens` that the active grammar accepts from here, as far as is
+        known.
+        """
         if self._matcher is None:
             return len(tokens)
         return self._matcher.acceptable(tokens)
 
     def must_come(self) -> list[int]:
-        """The tokens of the text that the active grammar allows alone."""
+        """The tokens of the only text that the active grammar allows next."""
         if self._matcher is None:
             return []
         return self._matcher.forced()
 
     @property
     def may_go_on_freely(self) -> bool:
-        """True if the model's end here is that of a call alone, so that its next choice is a free
-        one."""
+        """True if the model's end here would end only the call, so that it would choose again
+        freely.
+        """
         trigger = self._trigger
         if trigger is None or self._matcher is None or trigger.closing or not trigger.again:
             return False
@@ -138,8 +145,10 @@ class AnswerConstraint:
     # --- taking tokens ----------------------------------------------------------------------------
 
     def accept(self, token: int) -> int | None:
-        """Take the token that was chosen; returns the one that counts, which may be another. None
-        if a call ended and nothing counts: the model is to choose again."""
+        """Take the chosen token, and return the token that counts, which may be another one.
+
+        Returns None if a call ended and no token counts. The model must then choose again.
+        """
         self.turned = False
         self.spelled = self.in_call
         if self._matcher is None:
@@ -158,7 +167,7 @@ class AnswerConstraint:
         self._activate()
 
     def give_up(self) -> None:
-        """The grammar of a call was refused: the model writes this call and others as it likes."""
+        """The grammar of a call was refused: from now on the model writes calls without a grammar."""
         self.wanted = None
         self._trigger = None
         self._markers.forget_triggers()
@@ -188,8 +197,11 @@ class AnswerConstraint:
                 return self._begin(token, end, self._asked.grammar, self._asked.lead)
 
     def _begin(self, token: int, end: int, grammar: tuple[str, str], lead: str) -> int:
-        """A `grammar` begins behind the marker that ends at `end`, and behind its `lead`. What the
-        last token has beyond that is dropped. Returns the token that counts in its place."""
+        """Begin a `grammar` after its `lead`, which follows the marker that ends at `end`.
+
+        Text of the last token after the marker is dropped, unless it begins the lead. Returns the
+        token that counts instead of `token`.
+        """
         beyond = bytes(self._text[end:])
         rest = _without_beginning(lead, beyond)
         if rest is not None:
@@ -203,7 +215,9 @@ class AnswerConstraint:
         return token
 
     def _end_of_reasoning(self) -> int:
-        """The model ended within its reasoning: that is closed instead."""
+        """Close the reasoning, because the model ended the answer within it. Returns the token
+        that counts.
+        """
         reasoning = self._asked.reasoning
         assert reasoning is not None
         assert self._asked.grammar is not None
@@ -213,7 +227,7 @@ class AnswerConstraint:
         return self.forced.pop(0)
 
     def _end_of_call(self, token: int) -> int | None:
-        """The model ended within a call, as its grammar allows."""
+        """End a call, because the model ended the answer within it, which its grammar allows."""
         self._close()
         if self.forced:
             return self.forced.pop(0)
@@ -222,7 +236,7 @@ class AnswerConstraint:
         return None
 
     def _close(self) -> None:
-        """The call's grammar has come to its end."""
+        """Finish the call, whose grammar has ended."""
         trigger = self._trigger
         assert trigger is not None
         call = bytes(self._text[self._call_at :])
@@ -235,7 +249,7 @@ class AnswerConstraint:
         self._searched = len(self._text)
 
     def _put(self, text: str) -> None:
-        """`text` comes next, whatever the model wants."""
+        """Force `text` as the next tokens, regardless of the model."""
         self._text += text.encode()
         if text:
             self.forced = self._tokens_of(text)
@@ -254,8 +268,10 @@ class AnswerConstraint:
 
 
 class _Markers:
-    """Finds the markers of reasoning and of calls in an answer's text. `thinking`: the text is
-    within the reasoning."""
+    """Finds the markers of reasoning and of calls in an answer's text.
+
+    `thinking`: the text is within the reasoning.
+    """
 
     def __init__(self, asked: Constraint) -> None:
         self._triggers = {text.encode(): trigger for text, trigger in asked.triggers.items()}
@@ -266,7 +282,7 @@ class _Markers:
         self._compile()
 
     def _compile(self) -> None:
-        """The patterns of the texts that are looked for before, in and after the reasoning."""
+        """Compile the patterns to search for before, in and after the reasoning."""
         triggers = [*self._triggers]
         reasoning = self._reasoning or Reasoning("", "")
         in_reasoning = triggers if reasoning.may_call else []
@@ -275,13 +291,15 @@ class _Markers:
         self._after_reasoning = _Pattern(triggers)
 
     def forget_triggers(self) -> None:
-        """No trigger counts any more."""
+        """Ignore all triggers from now on."""
         self._triggers = {}
         self._compile()
 
     def next(self, text: bytearray, searched: int, new: int) -> tuple[int, int] | None:
-        """Where the next marker begins and ends; None without one. Markers before `searched` were
-        passed, and the text from `new` on was not looked at yet."""
+        """The range of the next marker; None if there is no marker.
+
+        Markers before `searched` are done. The text from `new` on was not searched yet.
+        """
         if self.thinking:
             return self._in_reasoning.search(text, searched, new)
         if self._thought:
@@ -289,7 +307,7 @@ class _Markers:
         return self._before_reasoning.search(text, searched, new)
 
     def passed(self, text: bytearray, start: int, end: int) -> GrammarTrigger | None:
-        """Take the marker that stands there; returns the trigger if it is one that counts."""
+        """Take the marker at [start, end). Returns its trigger if it is a valid one."""
         marker = bytes(text[start:end])
         reasoning = self._reasoning
         trigger = self._triggers.get(marker)
@@ -309,7 +327,7 @@ class _Markers:
 
 
 class _Pattern:
-    """Finds the first of some texts; of two that begin at one place, the longer."""
+    """Finds the first of several texts. If two begin at the same place, it finds the longer one."""
 
     def __init__(self, texts: Iterable[bytes]) -> None:
         known = sorted({text for text in texts if text}, key=len, reverse=True)
@@ -317,8 +335,7 @@ class _Pattern:
         self._pattern = re.compile(b"|".join(re.escape(text) for text in known))
 
     def search(self, text: bytearray, searched: int, new: int) -> tuple[int, int] | None:
-        """Where the first begins and ends that does not begin before `searched` and ends behind
-        `new`."""
+        """The range of the first text that begins at or after `searched` and ends after `new`."""
         if not self._longest:
             return None
         found = self._pattern.search(text, max(searched, new - self._longest + 1))
@@ -326,7 +343,7 @@ class _Pattern:
 
 
 def _without_beginning(text: str, prefix: bytes) -> str | None:
-    """The rest of `text` after its `prefix`; None if it begins otherwise."""
+    """The rest of `text` after `prefix`; None if `text` does not begin with `prefix`."""
     if not text.encode().startswith(prefix):
         return None
     return text.encode().removeprefix(prefix).decode("utf-8", "replace")

@@ -1,9 +1,10 @@
-"""The filters: from a row of logits to the tokens that may be drawn, and what each weighs.
+"""The filters: from a row of logits to the tokens that may be drawn, with their weights.
 
 The order is llama.cpp's default: top_k, typical_p, top_p, min_p, XTC, temperature. Filters work on
-probabilities before temperature, so a high temperature never lets in what the filters kept out.
-They mostly end among the few greatest logits, which are ranked and treated in double precision;
-where they don't, the rest of the row is passed over in single precision.
+probabilities before temperature, so a high temperature never admits tokens that the filters
+removed. The filters mostly end within the greatest logits. These are ranked and processed in
+double precision. If the filters reach further, the rest of the row is processed in single
+precision.
 """
 
 from __future__ import annotations
@@ -29,22 +30,26 @@ from localllm.engine.sampling.row import (
 )
 from localllm_backends.contract import MAX_SAMPLED_TOP_K
 
-# So many of the greatest are ranked where top_k does not say: what a backend draws is among these.
+# The number of greatest logits to rank if top_k does not limit it. A backend draws among these.
 HEAD = MAX_SAMPLED_TOP_K
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens that may be drawn: `ids`, greatest logit first, weigh `weights`; every other token
-    what `rest` says, in a buffer that lasts until the next row is filtered (None: nothing)."""
+    """The tokens that may be drawn: `ids`, greatest logit first, with their `weights`.
+
+    `rest` has the weights of all other tokens (None: 0), in a buffer that is valid until the next
+    row is filtered.
+    """
 
     ids: Ids
     weights: Values
     rest: Row | None = None
 
     def draw(self, uniform: float) -> int:
-        """The token at `uniform` in [0, 1) of the running sum of weights: the ranked first, then
-        the others by id."""
+        """The token at `uniform` in [0, 1) of the cumulative weights: ranked tokens first, then by
+        id.
+        """
         reached = np.cumsum(self.weights)
         head = float(reached[-1]) if len(reached) else 0.0
         if self.rest is not None:
@@ -60,7 +65,7 @@ class Candidates:
         )
 
     def distribution(self) -> Distribution:
-        """The same as probabilities."""
+        """The same tokens with probabilities."""
         ids = self.ids
         weights = self.weights
         if self.rest is not None:
@@ -73,16 +78,17 @@ class Candidates:
 def distribution(row: Row, sampling: Sampling) -> Distribution:
     """The distribution a token is drawn from, after every filter and the temperature (> 0).
 
-    row: float32 [n_vocab], penalised and constrained; -inf is never drawn. Equal logits give an
-    equal distribution, order
-    included: a seed then draws the same token.
+    row: float32 [n_vocab], with penalties and constraint applied; -inf is never drawn. Equal
+    logits give an equal distribution in the same order, so a seed always draws the same token.
     """
     return candidates(row, sampling).distribution()
 
 
 def readable(row: Row) -> Row:
-    """`row` where what is no number is forbidden, and with infinite logits nothing but those is
-    allowed."""
+    """`row` without NaN and +inf.
+
+    NaN becomes -inf. If some logits are +inf, only those tokens stay allowed.
+    """
     most = row.max()
     if math.isnan(most):
         row = np.where(np.isnan(row), np.float32(-np.inf), row)
@@ -93,7 +99,7 @@ def readable(row: Row) -> Row:
 
 
 def candidates(row: Row, sampling: Sampling) -> Candidates:
-    """What the filters leave of a row, at a temperature above 0."""
+    """The tokens that pass the filters, at a temperature above 0."""
     top = Top(row)
     if not math.isfinite(top.greatest):
         top = Top(readable(row))
@@ -106,7 +112,7 @@ def candidates(row: Row, sampling: Sampling) -> Candidates:
         return _of_few(top.row, typical, replace(sampling, typical_p=1.0))
     n = HEAD
     if excludes(sampling):
-        # All that XTC may leave out is among so many.
+        # XTC can only exclude tokens among the first n.
         n = max(n, int(min(1 / max(sampling.xtc_threshold, 1e-9), len(top.row))) + 1)
     head = top.ranked(n)
     if len(head) < n or len(head) == len(top.row):
@@ -115,7 +121,7 @@ def candidates(row: Row, sampling: Sampling) -> Candidates:
 
 
 def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
-    """What the filters leave of `ids`, which are ranked."""
+    """Filter the ranked tokens `ids`."""
     values = row[ids].astype(np.float64)
     weights = np.exp(values - values[0])
     if sampling.typical_p < 1.0:
@@ -130,7 +136,7 @@ def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
 
 
 def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
-    """What the filters leave of a row of which `head` are the greatest, ranked."""
+    """Filter an entire row. `head` has its greatest tokens, ranked."""
     row = top.row
     base = base_of(top.greatest)
     weights = None
@@ -159,8 +165,10 @@ def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
 
 
 def _cut(weights: Values, total: float, sampling: Sampling) -> int:
-    """How many of the ranked `weights` top_p and min_p leave, at least one; all or more where they
-    may end behind them."""
+    """How many of the ranked `weights` pass top_p and min_p, at least one.
+
+    If the result is len(weights) or more, further tokens may pass too.
+    """
     n = len(weights)
     if sampling.top_p < 1.0:
         n = int(np.searchsorted(np.cumsum(weights), sampling.top_p * total)) + 1
@@ -170,7 +178,7 @@ def _cut(weights: Values, total: float, sampling: Sampling) -> int:
 
 
 def _passing_mask(top: Top, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
-    """1 for each token of the row that top_p and min_p leave, else 0; None where both leave all."""
+    """1 for each token of the row that passes top_p and min_p, else 0; None if all tokens pass."""
     row = top.row
     mask = None
     if weights is not None and sampling.top_p < 1.0:
@@ -185,21 +193,25 @@ def _passing_mask(top: Top, weights: Row | None, total: float, sampling: Samplin
 
 
 def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
-    """Which of the ranked `values` are the nearest to the `mean` logit that weigh `goal` together:
-    locally typical sampling (arXiv 2202.00666), since a token's surprise less the entropy is how
-    far its logit is below the mean one."""
+    """The ranked `values` nearest to the `mean` logit that have `goal` as their total weight.
+
+    This is locally typical sampling (arXiv 2202.00666). A token's surprise minus the entropy
+    equals the distance of its logit below the mean.
+    """
     order = np.argsort(np.abs(values - mean), kind="stable")
     return np.sort(order[: int(np.searchsorted(np.cumsum(weights[order]), goal)) + 1])
 
 
 def _typical_of_all(top: Top, share: float) -> Ids:
-    """The same of a whole row, that weigh `share` of it: looked for among ever more of the
-    greatest, until all that are left are further from the mean."""
+    """The same for an entire row, with `share` of its total weight as the goal.
+
+    It searches more and more of the greatest logits, until all others are further from the mean.
+    """
     row = top.row
     base = base_of(top.greatest)
     weights = weigh(row, base, 1.0, buffer("weights", len(row)))
     total = float(block_sums(weights).sum())
-    # what is forbidden weighs nothing, but nothing times infinity is no number
+    # Forbidden tokens have weight 0, but 0 times infinity is NaN.
     far = np.subtract(row, np.float32(base), out=buffer("far", len(row)))
     np.maximum(far, np.float32(-1e3), out=far)
     mean = base + float(np.dot(weights, far)) / total
@@ -214,13 +226,15 @@ def _typical_of_all(top: Top, share: float) -> Ids:
 
 
 def excludes(sampling: Sampling) -> bool:
-    """Does XTC leave anything out?"""
+    """Can XTC exclude any token with these settings?"""
     return sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
 
 
 def _excluded(weights: Values, total: float, sampling: Sampling) -> int:
-    """How many of the ranked `weights` XTC may leave out: all of at least xtc_threshold of the
-    `total` but the least of them."""
+    """How many of the ranked `weights` XTC may exclude.
+
+    XTC excludes all but the last of those with at least xtc_threshold of the `total`.
+    """
     if not excludes(sampling):
         return 0
     return max(0, int(np.count_nonzero(weights >= sampling.xtc_threshold * total)) - 1)
@@ -229,12 +243,13 @@ def _excluded(weights: Values, total: float, sampling: Sampling) -> int:
 def _tempered(
     ids: Ids, values: Values, n_excluded: int, sampling: Sampling, rest: Row | None = None
 ) -> Candidates:
-    """`ids`, which have these logits less a base, with their weights at the temperature; `rest` is
-    relative to the same base.
+    """`ids` with their weights at the temperature.
 
-    XTC ("exclude top choices") leaves the first `n_excluded` out with xtc_probability. Whether it
-    does is not drawn here: this is the mixture of both cases, which one draw then follows exactly,
-    and which a drafted token can be verified against like any other distribution.
+    `values` are the logits minus a base, and `rest` is relative to the same base.
+
+    XTC ("exclude top choices") excludes the first `n_excluded` with probability xtc_probability.
+    This function does not draw whether it does. It returns the mixture of both cases, so one draw
+    is exact. A drafted token can be verified against it like against any other distribution.
     """
     far = values / sampling.temperature
     weights = np.exp(far[n_excluded:])

@@ -1,5 +1,6 @@
-"""Constrained output through llguidance: JSON schema, Lark, regex or GBNF, over any backend's
-vocabulary."""
+"""Constrained output through llguidance: JSON schema, Lark, regex or GBNF, for any backend's
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +23,20 @@ from localllm.limited_child import ChildLimits, LimitedChild, Stages
 from localllm_backends.contract import Backend
 
 _NO_WORD = "\x02"
-# For each byte of a mask, the most that its eight tokens' logits may be: inf where the bit is set,
-# else -inf. (Four times as quick as setting what is forbidden: a processor can't guess which of
-# 262,144 bits are set. And `take` is nine times as quick as the same by brackets.)
+# For each byte of a mask, the maximum logits of its eight tokens: inf if the bit is set, else
+# -inf. This is four times as fast as setting the forbidden ones, because a processor can't predict
+# which of 262,144 bits are set. `take` is nine times as fast as indexing with brackets.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float32)
 
 
 def tokens_within(backend: Backend, text: bytes, *, special: bool) -> list[int]:
-    """The tokens that spell `text` in the middle of a text, or [] if the tokenizer offers none.
-    `special`: names of control tokens become those tokens."""
-    # SentencePiece puts a space before the beginning of a text. After a letter that belongs to no
-    # word it does not.
+    """The tokens that spell `text` in the middle of a text, or [] if that is impossible.
+
+    `special`: names of control tokens become those tokens.
+    """
+    # SentencePiece adds a space at the beginning of a text, but not after a character that is in
+    # no word.
     for lead in ("", _NO_WORD):
         head: list[int] = []
         if lead:
@@ -47,7 +50,9 @@ def tokens_within(backend: Backend, text: bytes, *, special: bool) -> list[int]:
 
 
 class Vocabulary:
-    """What llguidance's TokenizerWrapper asks of a tokenizer, and the `tokenizer` made of it."""
+    """The tokenizer interface that llguidance's TokenizerWrapper needs, and the `tokenizer` made
+    of it.
+    """
 
     def __init__(self, backend: Backend) -> None:
         import llguidance
@@ -68,8 +73,10 @@ class Vocabulary:
         self.tokenizer: Any = llguidance.LLTokenizer(wrapped, eos_token=list(info.eog_tokens))
 
     def outline(self) -> dict[str, Any]:
-        """What grammars are tried with (grammars/trial.py): how many tokens there are, the
-        `special` ones and those that look as if they were by their names."""
+        """The data that trial compilations need (grammars/trial.py).
+
+        It has the number of tokens, the `special` ones, and those whose names look special.
+        """
         names = [spelling.decode("utf-8", "replace") for spelling in self.tokens]
         return {
             "n_vocab": len(names),
@@ -81,15 +88,16 @@ class Vocabulary:
         }
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no
-        way to say."""
+        """The tokens that spell `text` in the middle of a text, or [] if that is impossible."""
         data = text if isinstance(text, bytes) else text.encode()
         return tokens_within(self._backend, data, special=False)
 
 
 class GrammarCompiler:
-    """Makes a GrammarMatcher from (kind, source), in any thread. The vocabulary is prepared on first
-    use, which takes about a second."""
+    """Makes a GrammarMatcher from (kind, source), in any thread.
+
+    The vocabulary is prepared on first use, which takes about a second.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -98,7 +106,7 @@ class GrammarCompiler:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The backend's."""
+        """The backend's vocabulary."""
         with self._preparing:
             self._vocabulary = self._vocabulary or Vocabulary(self._backend)
             return self._vocabulary
@@ -107,19 +115,22 @@ class GrammarCompiler:
         return self.vocabulary.outline()["named"]
 
     def __call__(self, grammar: tuple[str, str], beginning: str = "") -> GrammarMatcher:
-        """The matcher of an answer that begins with `beginning`: of the rest of the answer if the
-        grammar allows that, otherwise of what follows it. Raises UnsupportedError,
-        saying what can't be enforced."""
+        """The matcher for an answer that begins with `beginning`.
+
+        If the grammar allows `beginning`, the matcher covers the rest of the answer. Otherwise the
+        grammar applies to the text after `beginning`. Raises UnsupportedError if a part can't be
+        enforced.
+        """
         text = grammar_text(*grammar, self._named_tokens)
         matcher = matcher_of(self.vocabulary.tokenizer, grammar[0], text)
         tokens = self.vocabulary(beginning) if beginning else []
-        if matcher.try_consume_tokens(tokens) < len(tokens):  # all of it or nothing
+        if matcher.try_consume_tokens(tokens) < len(tokens):  # either all of it, or start again
             matcher.reset()
         return GrammarMatcher(matcher, self.vocabulary.number_end if "%json" in text else None)
 
 
 class GrammarMatcher:
-    """One request's place in its grammar. `number_end`: numbers in it need an end."""
+    """The position of one request in its grammar. `number_end`: numbers in it need an end."""
 
     def __init__(
         self,
@@ -133,8 +144,10 @@ class GrammarMatcher:
         self._digits = 0
 
     def copy(self) -> GrammarMatcher:
-        """Another place in the same grammar, which keeps this one alive: the grammar's beginning,
-        where this is never advanced."""
+        """A copy at the same position, which keeps this matcher alive.
+
+        If this matcher is never advanced, copies start at the beginning of the grammar.
+        """
         return GrammarMatcher(self._matcher.deep_copy(), self._number_end, self)
 
     def allowed(self) -> NDArray[np.uint8]:
@@ -145,7 +158,7 @@ class GrammarMatcher:
         return np.frombuffer(mask, dtype=np.uint8)
 
     def apply(self, logits: Row) -> None:
-        """Set what the grammar forbids next to -inf."""
+        """Set the logits of tokens that the grammar forbids next to -inf."""
         most = _MOST.take(self.allowed(), axis=0).reshape(-1)[: len(logits)]
         np.minimum(logits[: len(most)], most, out=logits[: len(most)])
         logits[len(most) :] = -np.inf
@@ -157,7 +170,9 @@ class GrammarMatcher:
             self._digits = self._number_end.digits_behind(token, self._digits)
 
     def acceptable(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` the grammar would accept in a row from here, without advancing."""
+        """The number of leading `tokens` that the grammar would accept from here, without
+        advancing.
+        """
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced(self) -> list[int]:
@@ -166,36 +181,39 @@ class GrammarMatcher:
 
     @property
     def stuck(self) -> bool:
-        """True where the grammar's end can't be reached: nothing may follow, what was taken was not
-        allowed, or it is too much work."""
+        """True if the grammar's end can't be reached.
+
+        Either no token may follow, a forbidden token was taken, or the work is too much.
+        """
         return bool(self._matcher.is_error())
 
     @property
     def why_stuck(self) -> str:
-        """The same in words."""
+        """The reason, in words."""
         return why_stuck(self._matcher.get_error())
 
     @property
     def accepting(self) -> bool:
-        """True if the text so far may be the whole of it."""
+        """True if the text so far may be complete."""
         return bool(self._matcher.is_accepting())
 
     @property
     def finished(self) -> bool:
-        """True when nothing may follow."""
+        """True if no token may follow."""
         return bool(self._matcher.is_stopped())
 
 
-COMPILE_S = 10.0  # a request waits no longer for its grammar
+COMPILE_S = 10.0  # a request waits at most this long for its grammar
 # From a grammar as (kind, source), and the answer's beginning if the prompt ends with it.
 MakeMatcher = Callable[[tuple[str, str], str], GrammarMatcher]
-# What compiling may take. Nearly all grammars are done within the first; what isn't begins anew
-# within the second, behind its like, and is then compiled here, where nothing can end it.
+# Limits of trial compilations. Nearly all grammars compile within the first limits. Others start
+# again with the second limits, in a queue with others of their kind. A grammar that passes is then
+# compiled in this process, where the compilation can't be aborted.
 _LIMITS = (ChildLimits(0.05, 32 * 2**20), ChildLimits(1.0, 96 * 2**20, nice=10))
 
 
 def trials(compiler: GrammarCompiler) -> Stages:
-    """Where a grammar is tried before `compiler` is given it."""
+    """The stages in which a grammar is tried before `compiler` compiles it."""
     return Stages(
         [
             LimitedChild("localllm.grammars.trial", most, lambda: compiler.vocabulary.outline())
@@ -205,14 +223,17 @@ def trials(compiler: GrammarCompiler) -> Stages:
 
 
 def _time_limit() -> float:
-    """When a compilation that starts now is given up (time.monotonic)."""
+    """The time.monotonic value at which a compilation that starts now is given up."""
     return time.monotonic() + COMPILE_S
 
 
 @dataclass(eq=False)
 class Compilation:
-    """A grammar that is being compiled: once `done`, there is its `matcher`, or the reason why it is
-    `refused`. It ends soon after its request has `left`."""
+    """A grammar that is being compiled.
+
+    When it is `done`, it has a `matcher`, or `refused` is the reason. It ends soon after its
+    request has `left`.
+    """
 
     grammar: tuple[str, str]
     beginning: str = ""
@@ -224,24 +245,26 @@ class Compilation:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for it."""
+        """Whether the request still waits for it."""
         return not self.left and time.monotonic() <= self.until_s
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing more to wait for: it is made, refused, or takes too long."""
+        """Whether the wait is over: it is compiled, refused, or takes too long."""
         return self.ended or not self.wanted
 
 
 class BackgroundCompiler:
-    """Makes matchers beside the engine's thread, of grammars that passed `trials`; `news` is set
-    with each that is done."""
+    """Compiles grammars that passed `trials` outside the engine's thread.
+
+    It sets `news` after each compilation.
+    """
 
     def __init__(self, make: MakeMatcher, trials: Stages, news: threading.Event) -> None:
         self._make = make
         self._trials = trials
         self._news = news
-        # What requests hold now: choices of one request share theirs.
+        # Matchers in use by requests. Choices of one request share theirs.
         self._held: WeakValueDictionary[tuple[str, ...], GrammarMatcher] = WeakValueDictionary()
         self._copying = threading.Lock()
 
@@ -253,7 +276,7 @@ class BackgroundCompiler:
         return compilation
 
     def close(self) -> None:
-        """End what is tried; what is compiled ends within the limits."""
+        """Abort the trials. Compilations in progress end within the limits."""
         self._trials.close()
 
     def _finish(self, compilation: Compilation, tried: tuple[str, str] | None, reason: str) -> None:

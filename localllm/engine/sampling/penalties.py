@@ -1,8 +1,7 @@
-"""What a request changes of the logits, whatever they are: logit bias, then penalties on tokens
-that came before, then DRY.
+"""Changes to the logits: logit bias, then penalties on earlier tokens, then DRY.
 
-How often each token came is counted as tokens come and go out of the window: what a token costs
-does not grow with the window.
+The count of each token is updated as tokens enter and leave the window, so the cost per token does
+not grow with the window.
 """
 
 from __future__ import annotations
@@ -20,19 +19,24 @@ from localllm_backends.contract import SeenTokens
 
 
 class Tallies:
-    """How often each token stands among the last `window` of one growing line (< 0: in all of it),
-    but for those below zero, which are images'."""
+    """Counts of each token in the last `window` tokens of one growing sequence (< 0: all of it).
+
+    Tokens below zero, which belong to images, are not counted.
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
         self._seen = 0
         self._ids = np.zeros(0, dtype=np.int64)
-        # By token: as long as the greatest that came needs, and never longer than a vocabulary.
+        # By token. It has room for the greatest token that came, and is never longer than the
+        # vocabulary.
         self._counts = np.zeros(0, dtype=np.int32)
 
     def follow(self, line: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Ids, in no order, and their counts in the window at the end of `line`, which goes on from
-        that of the last call."""
+        """The ids, in any order, and their counts in the window at the end of `line`.
+
+        `line` must continue the one of the last call.
+        """
         first = self._first(len(line))
         before = self._first(self._seen)
         left = _words(line[before : min(first, self._seen)])
@@ -59,21 +63,22 @@ def _words(tokens: Sequence[int]) -> NDArray[np.int64]:
 
 
 def counted(sampling: Sampling) -> bool:
-    """True where the tokens that came before change the logits."""
+    """True if earlier tokens change the logits."""
     return sampling.repeat_penalty != 1.0 or bool(
         sampling.presence_penalty or sampling.frequency_penalty
     )
 
 
 def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row:
-    """Logits of tokens that came `counts` (> 0) times, after the repeat, presence and frequency
+    """The logits of tokens that came `counts` (> 0) times, after repeat, presence and frequency
     penalties.
 
     repeat_penalty divides positive logits and multiplies negative ones (llama.cpp, after CTRL:
-    arXiv 1909.05858); presence and frequency subtract as OpenAI documents them.
+    arXiv 1909.05858). presence_penalty and frequency_penalty are subtracted as OpenAI documents
+    them.
     """
     if sampling.repeat_penalty != 1.0:
-        # The lesser of both is the one meant, or below 1 the greater, with nothing to guess for the
+        # The minimum of both is the right one, or below 1 the maximum. This avoids branches in the
         # processor.
         divided = values / sampling.repeat_penalty
         multiplied = values * sampling.repeat_penalty
@@ -89,8 +94,11 @@ def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row
 
 
 class Penalties:
-    """One request's bias, penalties and DRY, along one growing line of tokens. `text` spells a
-    token (None: no DRY). `bias`: ids, and what is added to each (None: nothing)."""
+    """The bias, penalties and DRY of one request, along one growing sequence of tokens.
+
+    `text`: spells a token (None: no DRY).
+    `bias`: ids, and the value added to each (None: no bias).
+    """
 
     def __init__(self, sampling: Sampling, text: TokenBytes | None) -> None:
         self._sampling = sampling
@@ -105,7 +113,9 @@ class Penalties:
         self.active = counted(sampling) or self.bias is not None or self._dry is not None
 
     def seen(self, history: Sequence[int]) -> SeenTokens | None:
-        """What the penalties count behind `history`; None where they count nothing."""
+        """The data that penalties need for the token after `history`; None if there are no such
+        penalties.
+        """
         s = self._sampling
         if not counted(s) or not s.repeat_last_n:
             return None
@@ -118,8 +128,9 @@ class Penalties:
         )
 
     def repetitions(self, history: Sequence[int]) -> tuple[NDArray[np.int64], Row] | None:
-        """The tokens that would go on with a repetition, and what is added to each; None where that
-        costs nothing."""
+        """The tokens that would continue a repetition, and the value added to each; None without
+        DRY.
+        """
         if self._dry is None:
             return None
         found = dry_repetitions(self._sampling, history, self._dry, self._recent)
@@ -127,7 +138,7 @@ class Penalties:
         return np.array(list(found), dtype=np.int64), np.array(amounts, dtype=np.float32)
 
     def apply(self, row: Row, history: Sequence[int]) -> None:
-        """Change `row` in place, for the token behind `history`."""
+        """Change `row` in place, for the token after `history`."""
         _add(row, self.bias)
         if counted(self._sampling):
             ids, counts = self._tallies.follow(history)
@@ -140,22 +151,25 @@ def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
         known = (given[0] >= 0) & (given[0] < len(row))
         at = given[0][known]
         added = given[1][known]
-        # What is forbidden stays so where a broken row has no bound.
+        # A forbidden token stays forbidden even if a broken row has an infinite logit.
         with np.errstate(invalid="ignore"):
             row[at] = np.where(added == -np.inf, added, row[at] + added)
 
 
 TokenBytes = Callable[[int], bytes]
-# Beyond this exponent the penalty leaves the range of a float32, so no repetition need be measured
-# further.
+# Above this exponent the penalty exceeds the range of a float32, so longer repetitions need not be
+# measured.
 _MOST_LOG = 88.7228391
-# Among so many tokens a breaker is looked for first: most texts have one there.
+# A breaker is searched in the last tokens first, this many: most texts have one there.
 _NEAR = 24
 
 
 def dry_penalty(sampling: Sampling, length: int) -> float:
-    """DRY, as llama.cpp defines it (llama_sampler_dry_apply): what a token loses that would go on
-    with a repetition of `length` tokens."""
+    """The amount that DRY subtracts from a token that would continue a repetition of `length`
+    tokens.
+
+    It follows llama.cpp (llama_sampler_dry_apply).
+    """
     exponent = min(length - sampling.dry_allowed_length, _most_exponent(sampling.dry_base))
     return min(sampling.dry_multiplier * sampling.dry_base**exponent, 3e38)
 
@@ -163,8 +177,10 @@ def dry_penalty(sampling: Sampling, length: int) -> float:
 def dry_repetitions(
     sampling: Sampling, history: Sequence[int], text: TokenBytes, recent: TokenLine | None = None
 ) -> dict[int, int]:
-    """The tokens that would go on with a repetition, each with the longest one's length (counted as
-    far as it matters)."""
+    """The tokens that would continue a repetition, each with the length of the longest repetition.
+
+    Lengths are measured only as far as they change the penalty.
+    """
     allowed = sampling.dry_allowed_length
     if sampling.dry_penalty_last_n < 0:
         n = len(history)
@@ -174,8 +190,8 @@ def dry_repetitions(
         return {}
     tokens = (recent or TokenLine()).follow(history)[len(history) - n :]
     most = min(n - 1, allowed + _most_exponent(sampling.dry_base))
-    # Where a repetition may end: everywhere but at the window's own end. Each round keeps those one
-    # token longer.
+    # A repetition may end anywhere except at the window's own end. Each round keeps those that are
+    # one token longer.
     if most:
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     else:
@@ -197,8 +213,10 @@ def dry_repetitions(
 def _longest_by_token(
     tokens: Tokens, ends: NDArray[np.int64], allowed: int, reach: int
 ) -> dict[int, int]:
-    """What follows repetitions of at least `allowed` tokens that end at `ends`, each with the
-    longest one's length up to `reach`."""
+    """The tokens after repetitions of at least `allowed` tokens that end at `ends`.
+
+    Each has the length of the longest repetition, up to `reach`.
+    """
     found: dict[int, int]
     found = {}
     if not allowed:
@@ -214,7 +232,9 @@ def _longest_by_token(
 
 
 def _longer(tokens: Tokens, ends: NDArray[np.int64], length: int, wanted: int) -> NDArray[np.int64]:
-    """Which of `ends`, where repetitions of `length` tokens end, end ones of `wanted`."""
+    """Those of `ends` at which repetitions of `wanted` tokens end, given that `length` tokens
+    match.
+    """
     for at in range(length, wanted):
         ends = ends[ends >= at]
         ends = ends[tokens[ends - at] == tokens[len(tokens) - 1 - at]]
@@ -228,8 +248,11 @@ def _most_exponent(base: float) -> int:
 
 
 def _since_breaker(window: Tokens, breakers: Sequence[bytes], text: TokenBytes, most: int) -> int:
-    """How many whole tokens stand behind the last breaker in the window; all of them where there is
-    none. It is not looked for where the answer would be more than `most`."""
+    """The number of tokens after the last breaker in the window; all of them if there is no
+    breaker.
+
+    The search stops if the result would be more than `most`.
+    """
     longest = max((len(b) for b in breakers), default=0)
     for near in (_NEAR, most + longest):
         pieces = [text(t) for t in window[-near:].tolist()]
@@ -238,7 +261,7 @@ def _since_breaker(window: Tokens, breakers: Sequence[bytes], text: TokenBytes, 
         begins = {b: spelled.rfind(b) for b in breakers}
         found = [(at, at + len(b) - 1) for b, at in begins.items() if at >= 0]
         if found:
-            # in which tokens each begins and ends
+            # the tokens in which each breaker begins and ends
             tokens = np.searchsorted(ends, found, side="right").tolist()
             return len(pieces) - 1 - int(max(tokens)[1])
     return len(window)

@@ -1,8 +1,7 @@
-"""Passes over a row of logits (float32 [n_vocab]): its greatest ones, what its tokens weigh, and
-where a running sum ends.
+"""Operations on a row of logits (float32 [n_vocab]): greatest logits, weights and cumulative sums.
 
-A row of 262,144 logits is a megabyte, and each pass over it costs tens of microseconds: so the
-passes are few, and write into buffers that are kept (a fresh megabyte costs as much as a pass).
+A row of 262,144 logits has a megabyte, and each pass over it costs tens of microseconds. So there
+are few passes, and they write into reused buffers (allocating a megabyte costs as much as a pass).
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Values = NDArray[np.float64]
 
-# Weights are summed up by blocks of so many tokens.
+# Weights are summed in blocks of this many tokens.
 BLOCK = 64
-# The greatest logits are looked for in about so many groups of tokens that stand as far apart:
-# numpy takes the greatest of whole columns twelve times as quickly as that of pieces of a row.
+# The greatest logits are searched in about this many groups of tokens with a fixed stride. numpy
+# computes maxima over columns twelve times as fast as over pieces of a row.
 _GROUPS = 4096
-# Tokens further than this (in nats) below the greatest weigh nothing; halved so often, there is little
-# between two logits.
+# Tokens more than _FAR (in nats) below the greatest have negligible weight. After this many
+# halvings of the range few logits are left in it.
 _FAR = 100.0
 _HALVINGS = 12
-# A greatest logit nearer to 0 than this leaves e^logit room enough in single precision.
+# If the greatest logit is closer to 0 than this, e^logit fits into single precision.
 _ROOM = 60.0
 _ONES = np.ones(BLOCK, dtype=np.float32)
 _kept = threading.local()
 
 
 def buffer(name: str, n: int) -> Row:
-    """This thread's buffer of that name, of `n` numbers; what it holds is lost with the next
-    call."""
+    """This thread's buffer called `name`, with `n` numbers. The next call may overwrite its
+    contents.
+    """
     buffers: dict[str, Row] | None = getattr(_kept, "buffers", None)
     if buffers is None:
         buffers = _kept.buffers = {}
@@ -44,8 +44,10 @@ def buffer(name: str, n: int) -> Row:
 
 
 class Top:
-    """The greatest logits of a `row`, found by the peaks of groups. `greatest` is NaN where the row
-    holds one."""
+    """The greatest logits of a `row`, found from the maxima of groups.
+
+    `greatest` is NaN if the row contains NaN.
+    """
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -56,7 +58,7 @@ class Top:
         self.greatest = float(self._peaks.max())
 
     def at_least(self, least: float) -> Ids:
-        """The tokens of at least `least` (above -inf), ascending."""
+        """The tokens with logits of at least `least` (above -inf), ascending."""
         groups = np.flatnonzero(self._peaks >= np.float32(least))
         inner = groups[: np.searchsorted(groups, self._width)]
         if least == -math.inf or 4 * len(inner) > self._width:
@@ -69,7 +71,9 @@ class Top:
         return np.concatenate([member * self._width + inner[group], behind])
 
     def ranked(self, k: int) -> Ids:
-        """The `k` (> 0) greatest above -inf, greatest first and the lower id first among equals."""
+        """The `k` (> 0) greatest logits above -inf, greatest first; of equal ones the lower id
+        first.
+        """
         least = -math.inf
         if 4 * k <= len(self._peaks):
             least = float(np.partition(self._peaks, -k)[-k])
@@ -81,15 +85,16 @@ class Top:
 
 
 def base_of(best: float) -> float:
-    """What a row's weights are relative to: where single precision has room for e^logit, nothing
-    need be subtracted."""
+    """The base to subtract from a row's logits; 0 if e^logit fits into single precision without
+    it.
+    """
     if abs(best) < _ROOM:
         return 0.0
     return best
 
 
 def weigh(row: Row, base: float, temperature: float, out: Row) -> Row:
-    """What each token weighs, e^((logit - base) / temperature), into `out`."""
+    """The weight of each token, e^((logit - base) / temperature), written to `out`."""
     with np.errstate(over="ignore", invalid="ignore"):
         if base:
             row = np.subtract(row, np.float32(base), out=out)
@@ -106,8 +111,7 @@ def block_sums(weights: Row) -> Values:
 
 
 def token_at(weights: Row, sums: Values, goal: float) -> int:
-    """The token in which the running sum of `weights` passes `goal`; never one that weighs
-    nothing."""
+    """The token at which the cumulative sum of `weights` passes `goal`; never one with weight 0."""
     reached = np.cumsum(sums)
     block = min(int(np.searchsorted(reached, goal, side="right")), int(np.flatnonzero(sums)[-1]))
     goal -= float(reached[block] - sums[block])
@@ -119,8 +123,11 @@ def token_at(weights: Row, sums: Values, goal: float) -> int:
 
 
 def fewest(row: Row, weights: Row, goal: float) -> Row:
-    """1 for each of the fewest of the greatest tokens (equals by id) that weigh `goal` together,
-    else 0. The logit at which that ends is closed in on by halves; the few between are ranked."""
+    """1 for each of the greatest tokens that together reach the weight `goal`, else 0.
+
+    It selects as few tokens as possible; of equal ones the lower id first. The logit of the last
+    one is approached by bisection, and the few logits in the final range are ranked.
+    """
     mask = buffer("mask", len(row))
     high = float(row.max())
     low = high - _FAR

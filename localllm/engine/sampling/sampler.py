@@ -1,8 +1,8 @@
 """The sampler of one request: from a row of logits to its next token.
 
-The chain's order is llama.cpp's default: penalties and DRY (penalties.py), then what grammars,
-minimum lengths and thinking budgets forbid, then the filters and the temperature (filters.py), and
-a draw.
+The order is llama.cpp's default: penalties and DRY (penalties.py), then the bans of grammars,
+minimum lengths and thinking budgets, then the filters and the temperature (filters.py), and a
+draw.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What one request's place in its text says about the next token: none of `end_tokens` comes
-    before `min_length` tokens (prompt included), none of `never` (some of those) at all, and
-    `thought` may force one. `text` spells a token."""
+    """Rules for the next token that depend on the position in one request's text.
+
+    `min_length`: none of `end_tokens` may come before this many tokens (prompt included).
+    `never`: end tokens that may not come at all.
+    `thought`: a thinking budget, which may force the next token.
+    `text`: spells a token.
+    """
 
     min_length: int = 0
     end_tokens: tuple[int, ...] = ()
@@ -36,15 +40,14 @@ class TokenRules:
     text: TokenBytes | None = None
 
     def banned(self, length: int) -> tuple[int, ...]:
-        """What may not come behind `length` tokens, as long as anything else may."""
+        """The tokens that may not come after `length` tokens, as long as any other token may."""
         if length < self.min_length:
             return self.end_tokens
         return self.never
 
 
 class Sampler:
-    """Chooses the tokens of one request. The same seed gives the same choices for the same
-    logits."""
+    """Chooses the tokens of one request. The same seed and logits give the same choices."""
 
     def __init__(
         self,
@@ -60,41 +63,48 @@ class Sampler:
         else:
             seed = secrets.randbits(63)
         self._random = np.random.Generator(np.random.PCG64(seed & (2**63 - 1)))
-        # What was taken from the stream and told to a backend, but not used yet.
+        # Numbers drawn from the stream and sent to a backend, but not used yet.
         self._uniforms: list[float] = []
         self._penalties = Penalties(sampling, self._rules.text)
         self._ready: SampleSpec | None = None
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar decides on the next token."""
+        """True if a grammar restricts the next token."""
         return self.constraint is not None and self.constraint.active
 
     def _banned(self, length: int) -> tuple[int, ...]:
-        """The tokens that may not come behind `length` tokens. Within a call its grammar alone
-        decides."""
+        """The tokens that may not come after `length` tokens. Within a call only its grammar
+        decides.
+        """
         if self.constraint is not None and self.constraint.in_call:
             return ()
         return self._rules.banned(length)
 
     def takes_argmax(self, length: int, ahead: int = 0) -> bool:
-        """True when the best logits as they are will be the choices behind `length` tokens, and
-        behind up to `ahead` more, wherever they are allowed (`allows`): the rows themselves need
-        not be looked at."""
+        """True if the next choice is simply the greatest logit, so the rows are not needed here.
+
+        This holds after `length` tokens and after up to `ahead` more, if the tokens are allowed
+        (`allows`).
+        """
         if self.sampling.temperature > 0 or self._penalties.active or self.constrained:
             return False
         thought = self._rules.thought
         return thought is None or not thought.may_force(length, ahead)
 
     def allows(self, tokens: Sequence[int], length: int) -> bool:
-        """True when each of `tokens` may come in its place, the first of them behind `length`
-        tokens."""
+        """True if each of `tokens` may come at its position, the first of them after `length`
+        tokens.
+        """
         return not any(token in self._banned(at) for at, token in enumerate(tokens, length))
 
     def sample_spec(self, history: Sequence[int]) -> SampleSpec | None:
-        """How a backend may sample the token behind `history`, and begin with the next one where
-        that does not depend on this one by a grammar or a repetition; None where that takes a look
-        here, or where the best logit is the choice anyway."""
+        """Parameters with which a backend may sample the token after `history`.
+
+        The backend may also sample the following token if that does not depend on this one through
+        a grammar or a repetition. Returns None if the row is needed here, or if the choice is the
+        greatest logit anyway.
+        """
         s = self.sampling
         n = len(history)
         if self._is_ready():
@@ -123,14 +133,16 @@ class Sampler:
         )
 
     def _is_ready(self) -> bool:
-        """Whether the spec that was made ahead still holds."""
+        """Whether the spec that was made ahead is still valid."""
         if self._ready is None or not self._uniforms or self.constrained:
             return False
         return self._ready.uniform == self._uniforms[0]
 
     def look_ahead(self, spec: SampleSpec) -> None:
-        """Make the spec of the token behind the one that `spec`, the last one, will sample, where
-        it does not depend on that."""
+        """Make the spec for the token after the one that `spec`, the last one, will sample.
+
+        It is made only if it does not depend on that token.
+        """
         rules = self._rules
         known = self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None
         if known and spec.seen is None and not rules.min_length and rules.thought is None:
@@ -138,43 +150,47 @@ class Sampler:
             self._ready = replace(spec, uniform=uniform, next_uniform=following)
 
     def _needs_row(self, length: int) -> bool:
-        """Whether the choice behind `length` tokens takes a look at the row here, or is the best
-        logit anyway."""
+        """Whether the choice after `length` tokens needs the row here, or is the greatest logit
+        anyway.
+        """
         s = self.sampling
         thought = self._rules.thought
         if s.temperature > 0 and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K):
             return True
         if self.constraint is not None and self.constraint.active:
-            # Where a call may end, the choice may have to be made again.
+            # If a call may end here, the model may have to choose again.
             return self.constraint.may_go_on_freely
         return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
 
     def _next_uniforms(self, n: int) -> Sequence[float]:
-        """The next `n` draws, which stay the next ones until they are used."""
+        """The next `n` numbers of the stream. They remain the next ones until they are used."""
         while len(self._uniforms) < n:
             self._uniforms.append(float(self._random.random()))
         return self._uniforms[:n]
 
     def sampled(self) -> None:
-        """A backend chose a token as the last `sample_spec` says."""
+        """Record that a backend chose a token with the last `sample_spec`."""
         if self.sampling.temperature > 0:
             self.uniform()
 
     def accept(self, token: int) -> int:
-        """Take the token that a backend chose; returns the one that counts."""
+        """Take the token that a backend chose, and return the token that counts."""
         if self.constraint is None:
             return token
         accepted = self.constraint.accept(token)
         return token if accepted is None else accepted
 
     def prepared(self, logits: Row, history: Sequence[int]) -> Row:
-        """Logits after bias, penalties and constraint, behind any `history`; the input is never
-        written to."""
+        """The logits after bias, penalties and constraint, for any `history`. The input is not
+        changed.
+        """
         return self._prepared(logits, history, Penalties(self.sampling, self._rules.text)).copy()
 
     def _prepared(self, logits: Row, history: Sequence[int], penalties: Penalties) -> Row:
-        """The same in a buffer, or the row itself where nothing changes it. `penalties` follow one
-        growing line."""
+        """The same in a buffer, or the row itself if it does not change.
+
+        `penalties` must follow one growing sequence.
+        """
         rules = self._rules
         banned = [t for t in self._banned(len(history)) if t < len(logits)]
         forced = None
@@ -194,14 +210,16 @@ class Sampler:
         if banned:
             before = row[banned]
             row[banned] = -np.inf
-            # As it was where nothing else may follow.
+            # If no other token may follow, the ban does not apply.
             if row.max() == -np.inf:
                 row[banned] = before
         return row
 
     def choose(self, logits: Row, history: Sequence[int]) -> int:
-        """The next token after `history` (token ids so far, those of the last call and what came
-        since), given its logits (float32 [n_vocab])."""
+        """The next token after `history`, given its logits (float32 [n_vocab]).
+
+        `history` must continue that of the last call.
+        """
         row = self._prepared(logits, history, self._penalties)
         if self.sampling.temperature > 0:
             token = candidates(row, self.sampling).draw(self.uniform())
@@ -212,7 +230,7 @@ class Sampler:
         return self._taken(token, logits, history)
 
     def _taken(self, token: int, logits: Row, history: Sequence[int]) -> int:
-        """The token that counts of the one that was chosen, which may be chosen again."""
+        """The token that counts after `token` was chosen. A new token is chosen if necessary."""
         if self.constraint is None:
             return token
         accepted = self.constraint.accept(token)
@@ -223,8 +241,11 @@ class Sampler:
     def log_probabilities(
         self, logits: Row, token: int, n: int, also: Sequence[int] = ()
     ) -> tuple[float, list[tuple[int, float]]]:
-        """Natural-log probabilities as the model has them, before anything is changed or filtered
-        out: that of `token`, and with their tokens the `n` greatest and those of `also`."""
+        """Natural-log probabilities of the model, before any change or filter.
+
+        Returns that of `token`, and pairs of token and log probability for the `n` greatest and
+        `also`.
+        """
         top = Top(logits)
         if not math.isfinite(top.greatest):
             top = Top(readable(logits))
@@ -239,8 +260,10 @@ class Sampler:
     def verify(
         self, logits: Row, history: Sequence[int], drafted: int, drawn_from: Distribution
     ) -> tuple[int, bool]:
-        """(next token, whether it is `drafted`) for a token drafted from `drawn_from`: rejection
-        sampling against the distribution `choose` would draw from. Needs temperature > 0."""
+        """Return (next token, whether it is `drafted`) for a token drafted from `drawn_from`.
+
+        It uses rejection sampling against the distribution of `choose`. Needs temperature > 0.
+        """
         p = distribution(self._prepared(logits, history, self._penalties), self.sampling)
         token, accepted = rejection_sample(p, drawn_from, drafted, self.uniform(), self.uniform())
         return self._taken(token, logits, history), accepted
@@ -252,18 +275,20 @@ class Sampler:
         return float(self._random.random())
 
 
-# Models open their reasoning with the answer's first words, if at all: behind that many tokens none
-# is looked for.
+# Models open their reasoning in the first words of the answer, or never. The opening is searched
+# only in this many tokens.
 _OPENS_WITHIN = 16
 
 
 class ThinkingBudget:
-    """The end of one request's thinking budget: when it is spent, the model's own end-of-thought
-    text is forced, token by token.
+    """The thinking budget of one request.
 
-    What is forced at a place depends on the tokens before it alone, so that a drafted token is
-    verified against the very distribution it would have been drawn from. Thinking begins behind the
-    prompt where that opened it, else behind the opening marker at the answer's beginning."""
+    When the budget is spent, the model's own end-of-thought text is forced, token by token.
+
+    A forced token depends only on the tokens before it. So a drafted token is verified against
+    exactly the distribution it would have been drawn from. Thinking begins after the prompt if the
+    prompt opened it, else after the opening marker at the beginning of the answer.
+    """
 
     def __init__(
         self,
@@ -283,12 +308,13 @@ class ThinkingBudget:
         self._last = self._first + longest + (0 if limit.opened else _OPENS_WITHIN)
 
     def may_force(self, length: int, ahead: int = 0) -> bool:
-        """False where none of the tokens at `length` and up to `ahead` behind it can be forced."""
+        """False if no token at `length` or up to `ahead` after it can be forced."""
         return self._first <= length + ahead and length <= self._last
 
     def forced(self, history: Sequence[int]) -> int | None:
-        """The token that must follow `history` (prompt and answer so far); None where the model may
-        choose."""
+        """The token that must follow `history` (prompt and answer so far); None if the model may
+        choose.
+        """
         if not self.may_force(len(history)):
             return None
         begin = self._begin(history)
@@ -301,7 +327,7 @@ class ThinkingBudget:
         thought = b"".join(self._text(t) for t in history[begin:end])
         if self._closing in thought:
             return None
-        # A model that was cut off in the middle of its closing marker is given the rest of it.
+        # If the model is cut off within its closing marker, only the rest of the marker is forced.
         rest = self._closing[_overlap(thought, self._closing) :].decode("utf-8", "replace")
         ending = self._tokenize(rest + self._limit.after)
         if at < len(ending):
@@ -322,5 +348,5 @@ class ThinkingBudget:
 
 
 def _overlap(text: bytes, marker: bytes) -> int:
-    """Bytes at the end of `text` that begin `marker`."""
+    """The length of the end of `text` that begins `marker`, in bytes."""
     return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
