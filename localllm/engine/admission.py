@@ -1,4 +1,4 @@
-"""Admission and memory pressure: decides which waiting request runs next, and restores as much of
+"""Admission and memory pressure. Decides which waiting request runs next, and restores as much of
 its prefix as possible.
 
     waiting → restoring (import the cached prefix, compute gaps in it) → running (prefill, then
@@ -79,8 +79,8 @@ class Admission:
                 return
 
     def _admit_next(self, most: int) -> bool:
-        """Admit the first request in the order that can run, with at most `most` running. Returns
-        False if no request can."""
+        """Admit the first request in the order that can run. At most `most` requests may run
+        together. Returns False if no request can be admitted."""
         now = self.jobs.clock()
         shares = self.jobs.shares
         placed = {shares.party(job.sharer) for job in self.jobs.running.values()}
@@ -160,8 +160,9 @@ class Admission:
         return True
 
     def _make_room(self, job: RunningRequest, source: PrefixSource) -> bool:
-        """Reserve cells for the prompt and part of the answer, in addition to the next step of all
-        running requests. Returns False if there are too few."""
+        """Make room for the prompt and part of the answer, in addition to the next step of all
+        running requests. With fewer cells a request would be parked in that step. Returns False if
+        there are too few."""
         running = self.jobs.running.values()
         pool = self.jobs.pool
         tokens = _matching(job).tokens
@@ -193,8 +194,8 @@ class Admission:
         return False
 
     def _source(self, job: RunningRequest) -> PrefixSource:
-        """The source of its cached prefix. A job that does not share its KV
-        has no source, and is no source for others."""
+        """The source of its cached prefix. A job that does not share its KV has no source, and is
+        no source for others."""
         if not job.shares:
             return NO_SOURCE
         running = [j for j in self.jobs.running.values() if j.shares]

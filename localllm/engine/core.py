@@ -48,14 +48,14 @@ from localllm_backends.contract import (
     StepResult,
 )
 
-# Seconds between two looks for new messages while all requests wait for a grammar, an image or the
-# disk.
+# Interval in seconds to look for new messages, while all requests wait for a grammar, an image or
+# the disk.
 WAIT_S = 0.01
 # Seconds between the last step and the start of housekeeping, if one piece of it takes long
 # (`Engine.idle_wait_s`).
 IDLE_GRACE_S = 0.05
-# Seconds between two looks of an idle engine: at the memory that other programs need, and at disk
-# writes that must end before housekeeping goes on.
+# Intervals of an idle engine, in seconds. `MEMORY_LOOK_S`: to check whether other programs need its
+# memory. `WRITING_S`: to check whether disk writes are done, so that housekeeping can go on.
 MEMORY_LOOK_S = 2.0
 WRITING_S = 0.02
 
@@ -95,8 +95,8 @@ class Engine:
         # If housekeeping copies full states, one piece takes up to 25 ms (gemma-3-270m, into fresh
         # memory). That is as long as a fully cached request takes, and agents send the next request
         # within milliseconds. So this housekeeping starts after a pause. A piece of divisible KV
-        # takes 1 ms. It is exported at once: then the same prompt is more often computed over the
-        # same cells, and gives the same bits.
+        # takes 1 ms, so it is exported at once. The sooner it is exported, the more often the same
+        # prompt is computed over the same cells, and so gives the same bits.
         self._takes_grace = kv.states is not None and not kv.snapshots
         # With `power` below 1 the engine pauses after each step, and known results must not wait
         # for that.
@@ -212,7 +212,7 @@ class Engine:
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
         now = self.clock()
-        # A longer step than any planned one was stopped, and computed no more in that time.
+        # A step longer than any planned one was suspended, and did not compute in that time.
         self._rests_until_s = now + min(now - began_s, SINGLE_STEP_S) * (
             1.0 / self.settings.power - 1.0
         )
@@ -238,7 +238,7 @@ class Engine:
         return MEMORY_LOOK_S
 
     def idle(self) -> bool:
-        """Do the work of a moment without a step. Returns True if more work can start at once.
+        """Do work that needs no step. Returns True if more of it can be done without waiting.
 
         If requests are running, wait for the data they need. Otherwise do one piece of
         housekeeping.
@@ -277,7 +277,7 @@ class Engine:
 
     def _schedule(self) -> list[Grant]:
         """Plan this step: the next token and draft of every decoding sequence, and chunks of
-        prompts. Prompts that the backend reads in slices are read before it."""
+        prompts. A prompt that is read in slices gets its next slice before that."""
         before = self.metrics.prefilled_tokens
         sliced = self.prefill.advance(
             self.jobs.running.values(),
@@ -293,7 +293,7 @@ class Engine:
         return self._plan()
 
     def _slice_s(self) -> float:
-        """Seconds that the next slice may take, and so delay the other requests' next step."""
+        """Seconds that the next slice may take. The other requests' next step waits for it."""
         if self.jobs.decoding:
             return self._sizer.slice_s(self._last_step_s)
         return PROMPT_STEP_S
@@ -401,7 +401,7 @@ class Engine:
         bits.
         """
         jobs = [*self.jobs.waiting.values(), *self.jobs.running.values()]
-        # With `power` below 1 the pause is as long as the step requires, so steps stay short.
+        # With `power` below 1, each step is followed by a pause in proportion, so steps stay short.
         if (
             len(jobs) == 1
             and self.backend.capabilities.interruptible
@@ -445,7 +445,7 @@ class Engine:
                 seconds=seconds,
                 waited=emitted > 0 or not self._overlaps,
             )
-            # Decode steps of a single request without drafts measure the speed of this start.
+            # Decode steps of a single request without drafts show how fast this start is.
             alone = len(grants) == 1 and bool(decoding)
             job = None
             if alone:

@@ -24,8 +24,8 @@ from typing import (
 
 from localllm.grammars.trigger import GrammarTrigger
 
-# The only fast text-to-JSON function of the standard library that avoids a keyword argument's
-# overhead per call.
+# The only fast text-to-JSON function of the standard library. Calling it directly avoids the
+# overhead of a keyword argument.
 _quote = json.encoder.encode_basestring_ascii
 
 FinishReason = Literal["stop", "length", "cancelled", "repetition"]
@@ -160,7 +160,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """Limit on the reasoning: after `tokens` tokens, `closing` and `after` are inserted. `opening`
+    """Limit on the reasoning. After `tokens` tokens, `closing` and `after` are inserted. `opening`
     starts the reasoning; `opened`: the prompt already contains it."""
 
     tokens: int
@@ -302,7 +302,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The successful end of a request; also used if its client cancelled it. `stop` is the matched
+    """The successful end of a request. Also used if its client cancelled it. `stop` is the matched
     stop string."""
 
     kind: ClassVar[str] = "finish"

@@ -16,9 +16,9 @@ from localllm.engine.contention import MOST_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio
 
 _DECAY = 0.9
-# Reasons why tokens that had KV are computed again. In this order: their KV was evicted; reading it
-# from disk is slower than computing; it was lost or damaged on disk; the context had no room; it is
-# too short to be worth copying; this model's state can't be cut there; the request was parked for
+# Reasons why tokens that had KV are computed again, in this order. Their KV was evicted. Reading it
+# from disk is slower than computing. It was lost or damaged on disk. The context had no room. It is
+# too short to be worth copying. This model's state can't be cut there. The request was parked for
 # another one.
 RECOMPUTED = ("evicted", "unread", "lost", "no_cells", "short", "no_snapshot", "parked")
 

@@ -185,8 +185,8 @@ class OutputProcessor:
         return expected
 
     def _defers_text(self, job: RunningRequest) -> bool:
-        """True if its text may be decoded during the next step. Text that can end the answer, or
-        that needs logits, must be decoded before."""
+        """True if the request's text may be decoded during the next step. Text that can end the
+        answer, or that needs logits, must be decoded before."""
         if not self._defers or job.sampler.constraint is not None:
             return False
         return job.request.generation.logprobs is None and not job.text.watches

@@ -33,9 +33,9 @@ _MUCH_LESS = 0.5
 class SlicedPrefill:
     """Reads at most one prompt, that of `job`, between the steps.
 
-    Prompts with fewer than `least_tokens` to read are not worth the context that slices take (0:
-    never read in slices, as with backends that can't). Prompts of tenants that have received fewer
-    tokens than the job's tenant (`shares`) go first, in the steps.
+    Prompts with fewer than `least_tokens` to read are not worth the context that slices take (0: no
+    prompt is read in slices). Prompts of tenants that have received fewer tokens than the job's
+    tenant (`shares`) go first, in the steps.
     """
 
     backend: Backend
@@ -58,7 +58,7 @@ class SlicedPrefill:
         free_bytes: int | None,
     ) -> tuple[RunningRequest, int] | None:
         """Before a step: read for `slice_s`, or start a prompt if `free_bytes` of memory suffice.
-        Returns the request being read and how many of its tokens are done."""
+        Returns the request whose prompt is read, and how many of its tokens are done."""
         if self.job is None:
             self._begin(running, free_bytes)
         job = self.job
@@ -104,14 +104,15 @@ class SlicedPrefill:
         self._waited = False
 
     def _long(self, job: RunningRequest) -> bool:
-        """True for a long prompt whose computed part is the smaller one, so that little has to be
-        copied."""
+        """True for a long prompt with at least half of it left to read. Otherwise too much computed
+        KV would have to be copied."""
         new = job.prefilling and job.running and not job.images
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def excludes(self, job: RunningRequest) -> bool:
-        """True for a request that must not be in this step: the prompt read in slices, other long
-        prompts (they are next), and shorter prompts unless it is their turn."""
+        """True if a request must not be in this step. This holds for the prompt read in slices, and
+        for other long prompts, which are next. It also holds for shorter prompts unless it is their
+        turn."""
         if self.job is None:
             return False
         if job is self.job or not job.prefilling:
@@ -119,14 +120,14 @@ class SlicedPrefill:
         return not self._ahead(job) and (not self._waited or self._next(job))
 
     def _next(self, job: RunningRequest) -> bool:
-        """True if the job waits until the sliced prompt is read. This holds for long prompts
-        without much less to read."""
+        """True if the job waits until the sliced prompt is read. This holds for long prompts,
+        unless they have much less to read (`_MUCH_LESS`)."""
         left = self._stop - self._start - self._read
         return self._long(job) and job.pending >= _MUCH_LESS * left
 
     def _ahead(self, job: RunningRequest) -> bool:
-        """True if its tenant has received fewer tokens than the tenant of the sliced prompt. Then
-        the job goes first."""
+        """True if the job's tenant has received fewer tokens than the tenant of the sliced prompt.
+        Then the job goes first."""
         return self.job is not None and (self.shares.computed_for(job.sharer) or 0) < (
             self.shares.computed_for(self.job.sharer) or 0
         )
@@ -243,7 +244,8 @@ class PrefillInterrupt:
                 self._reading = None
 
     def leave(self, request_id: str) -> None:
-        """Note that this request will be cancelled after the step."""
+        """Note that this request will be cancelled between two steps. Interrupts the current step
+        if it only reads this request's prompt."""
         if self._backend is None:
             return
         with self._lock:

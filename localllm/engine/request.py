@@ -1,5 +1,5 @@
-"""One request while the engine works on it: its tokens, its place in the KV cache, its text
-(without partial characters or partial stop strings) and its times."""
+"""The state of one request in the engine: its tokens, its place in the KV cache, its text and its
+times. The text never shows partial characters or partial stop strings."""
 
 from __future__ import annotations
 
@@ -94,22 +94,22 @@ class RunningRequest:
 
     @property
     def arrived_s(self) -> float:
-        """Its arrival time for the queue order, adjusted by priority."""
+        """The request's arrival time for the queue order, adjusted by priority."""
         return arrival(self.submitted_s, self.request.generation.priority)
 
     @property
     def sharer(self) -> Sharer:
-        """Its tenant, and the request with several choices that it belongs to."""
+        """The request's tenant, and the request with several choices that this one belongs to."""
         return self.request.generation.tenant, self.request.generation.choices_of
 
     @property
     def shares(self) -> bool:
-        """True if its KV may be shared: taken from the prefix cache or another request, and given
-        to them."""
+        """True if the request's KV may be shared: taken from the prefix cache or another request,
+        and given to them."""
         return self.request.generation.cache_prompt
 
     def line(self, start: int = 0, stop: int | None = None) -> Tokens:
-        """Its tokens [start, stop) as the cache stores them."""
+        """The tokens [start, stop) as the cache stores them."""
         return salted(self.tokens[start:stop], self.request.generation.salt, start)
 
     @property
@@ -144,26 +144,26 @@ class RunningRequest:
 
     @property
     def decodes_plainly(self) -> bool:
-        """True if its next step contains only its newest token."""
+        """True if the next step contains only the newest token."""
         n = len(self.tokens)
         return n - self.n_kv == 1 and n > self.n_prompt and not self.draft
 
     @property
     def drafts(self) -> bool:
-        """True if its steps may contain drafts. Drafts change the number of rows of a step, and so
-        the last bits of log-probabilities. Requests that need exact repeats therefore get no
+        """True if the request's steps may contain drafts. Drafts change the number of rows of a
+        step, and so the last bits of log-probabilities. So requests that need exact repeats get no
         drafts."""
         is_exact = self.request.generation.logprobs is not None and not self.shares
         return self.request.draft != "off" and not is_exact
 
     @property
     def running(self) -> bool:
-        """True after its available prefix was restored: the request prefills or decodes."""
+        """True after the available prefix was restored: the request prefills or decodes."""
         return self.sequence is not None and self.restoring is None
 
     @property
     def gap(self) -> int | None:
-        """The end of a gap in its cached prefix, which must be computed before more can be
+        """The end of a gap in the cached prefix. The gap must be computed before more can be
         imported."""
         if self.restoring is not None:
             return self.restoring.computes_to
@@ -171,8 +171,8 @@ class RunningRequest:
 
     @property
     def steppable(self) -> bool:
-        """True if it may be in the next step: it runs or has a gap to compute, and waits for no
-        grammar."""
+        """True if the request may be in the next step: it runs or has a gap to compute, and waits
+        for no grammar."""
         return self.compilation is None and (self.running or self.gap is not None)
 
     @property
@@ -187,11 +187,11 @@ class RunningRequest:
 
     @property
     def image(self) -> Placed | None:
-        """The image whose tokens come next in its prompt; None if text comes next."""
+        """The image whose tokens come next in the prompt; None if text comes next."""
         return next((i for i in self.images if i.start <= self.n_kv < i.stop), None)
 
     def overview(self, state: str) -> dict[str, Any]:
-        """Its parameters and progress as plain values, without any text of its prompt."""
+        """Parameters and progress as plain values, without any text of the prompt."""
         sampling = self.request.generation.sampling
         return {
             "number": self.number,

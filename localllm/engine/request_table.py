@@ -1,5 +1,5 @@
-"""All requests in the engine: the waiting and running ones, their pending events, and the only way
-to remove a request."""
+"""All requests in the engine: those that wait and those that run, and their pending events. Every
+request leaves the engine through this module."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RequestTable:
 
     def take_compiled(self) -> None:
         """Continue requests whose grammar is compiled. If a grammar can't be enforced, its request
-        fails; a tool call is then made without its grammar instead."""
+        fails. A tool call is made without its grammar instead."""
         for job in [*self.waiting.values(), *self.running.values()]:
             compilation = job.compilation
             if compilation is None or not compilation.done:
@@ -118,9 +118,9 @@ class RequestTable:
         return events
 
     def detach(self, job: RunningRequest, *, keep: bool) -> int | None:
-        """Remove a request from all tables. Returns its sequence, which the caller then owns;
-        `n_kv` counts its tokens. `keep`: the caller will use the sequence, so it must contain all
-        computed tokens."""
+        """Remove a request from all tables. Returns its sequence, which the caller then owns; from
+        now on `n_kv` counts its tokens. `keep`: the caller will use the sequence, so it must
+        contain all computed tokens."""
         self.waiting.pop(job.id, None)
         self.running.pop(job.id, None)
         self._progress_s.pop(job.id, None)
@@ -204,7 +204,7 @@ class RequestTable:
                 self.finish(job, "length")
 
     def progress(self, job: RunningRequest, n_kv: int) -> None:
-        """Report from time to time how much of its prompt is read."""
+        """Report from time to time how much of the request's prompt is read."""
         now = self.clock()
         if now - self._progress_s.get(job.id, 0.0) >= _PREFILL_EVENT_S:
             self._progress_s[job.id] = now

@@ -27,10 +27,10 @@ _HEAD_START_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What one request can use in a step: `prefill` tokens still to read, or `decode` tokens (1 +
-    draft length).
+    """The tokens that one request can use in a step: `prefill` tokens still to read, or `decode`
+    tokens (1 + draft length).
 
-    `computed`: tokens computed for its tenant so far (None: there is only one tenant).
+    `computed`: tokens computed for its tenant so far (None: there is only one).
     """
 
     key: str
@@ -129,8 +129,8 @@ def _rank(want: Want) -> tuple[bool, int, float]:
     """Sort key of a request.
 
     Age does not count between tenants: a long queue would make its owner's requests old, and so put
-    them first. But a request behind all others (a priority below 0, until it has waited long) is
-    behind those of other tenants too.
+    them first. A priority below 0 does count between tenants: until such a request has waited long,
+    it comes after the requests of all tenants.
     """
     mine = want.prefill - want.waited_s * _AGE_TOKENS_PER_S
     if want.computed is None:
@@ -147,8 +147,8 @@ _BEFORE_ALL = 2**62
 
 @dataclass
 class Shares:
-    """Shares the engine evenly between tenants (keys with names), by counting the tokens computed
-    for each since the engine began.
+    """Shares the engine evenly between tenants (keys with names), by the number of tokens computed
+    for each.
 
     If there is only one tenant, each of its requests for several choices gets a share, and all its
     other requests get one together. A sharer is a pair of a tenant and the name of such a request.
@@ -205,9 +205,9 @@ class Shares:
         )
 
     def preempted(self, for_: Sharer, running: Iterable[Sharer]) -> Sharer | None:
-        """The party that must give up one of its places among `running` (one entry per request) for
-        a request of `for_`: the party with the most places, if it has at least two more. Returns
-        None if no party must."""
+        """The party that must give one of its places among `running` (one entry per request) to a
+        request of `for_`. It is the party with the most places, if it has at least two more.
+        Returns None if no party must give one up."""
         counts = Counter(map(self.party, running))
         if not counts:
             return None

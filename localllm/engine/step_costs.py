@@ -139,8 +139,8 @@ class StepCost:
         self._last_off = off
 
     def _reshape(self, rows: int, by: float, beside: float = 0.0) -> None:
-        """Change the logarithm of the shape at `rows` by `by`. The knots around it change by the
-        share `beside`, `beside`² … of that."""
+        """Change the logarithm of the shape at `rows` by `by`. The knots around it change by
+        `beside`, then `beside`² … times that."""
         low, high, part = _AROUND[min(rows, KNOTS[-1])]
         for i in range(1, len(KNOTS)):
             weight = (1 - part) * (i == low) + part * (i == high)
@@ -152,13 +152,13 @@ class StepCost:
 
 STALL_RATIO = 7.0
 # A slice of prefill ends on time, but the end of a chunk is only estimated. So a slice and the step
-# after it may take longer than a step with a chunk. Even if decode steps are slow, a slice takes at
-# least `_LEAST_SLICE` of their time.
+# after it may take longer than a step with a chunk. Even if the last step was slow, a slice may
+# take `_LEAST_SLICE` times as long as a decode step without drafts.
 _SLICE_RATIO = 8.0
 _LEAST_SLICE = 5.0
 _MIN_CHUNK = 16
-# Longest step (after the speed is known) while no request decodes but others read their prompts or
-# wait, or a cancel must wait for the end of the step.
+# Longest step, as soon as the speed is known, while no request decodes. It applies if other
+# requests read their prompts or wait, or if a cancel must wait for the end of the step.
 PROMPT_STEP_S = 0.35
 # Longest step if a single request reads its prompt and a cancel can interrupt the step. Only a
 # request that arrives now waits for it. Each step has synchronisation costs: on two busy cores 740
@@ -167,8 +167,8 @@ PROMPT_STEP_S = 0.35
 SINGLE_STEP_S = 4.0
 _PROMPT_CHUNK = 128
 _DEVICE_CHUNK = 512
-# llama.cpp's attention on a CPU computes tiles of this many tokens, full or not. A device has
-# separate kernels for some sizes, so multiples of its tile suffice.
+# llama.cpp's attention on a CPU computes tiles of this many tokens, full or not. On a device each
+# size has its own kernels, so only multiples of `_DEVICE_TILE` are used.
 _TILE = 64
 _DEVICE_TILE = 8
 # The cost of a decode step is the median of this many steps with the same number of sequences. A
@@ -255,12 +255,12 @@ class ChunkSizer(PrefillCost):
         self._gap_s = gap_s
         # (streams, seconds) of the last decode steps without drafts
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
-        # streams in the last step, and about how many prompt tokens mixed steps had lately
+        # Streams in the last step. About how many prompt tokens recent mixed steps had.
         self._streams = self._reach = 0
         # on a device, the share of a mixed step's time above the linear estimate
         self._bent = _MOST_BENT if on_device else 0.0
-        # submitted steps whose results are not awaited yet: their number, their tokens, seconds to
-        # submit them
+        # Submitted steps whose results are not awaited yet: their number, their tokens, and the
+        # seconds to submit them.
         self._unread = (0, 0, 0.0)
 
     @property

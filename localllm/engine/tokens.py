@@ -1,10 +1,10 @@
 """Tokens of prompts with images. Each image is a run of numbers outside the vocabulary, equal for
 equal pixels and projector.
 
-A sequence with images is therefore an ordinary token sequence in the prefix cache, in memory and on
-disk. The numbers of images are negative. Each encodes 29 bits of a hash of the image, whether it is
-the image's last token, and whether it is the first. A sequence must never be cut within an image:
-`image_boundary` returns where it may be cut. Sequences of users who do not share KV begin with
+So a sequence with images is an ordinary token sequence in the prefix cache, in memory and on disk.
+The numbers of images are negative. Each one encodes 29 bits of a hash of the image, and two flags:
+the last and the first token of the image. A sequence must never be cut within an image;
+`image_boundary` returns the allowed positions. Sequences of users who do not share KV begin with
 other numbers, above every vocabulary (`salted`).
 """
 
@@ -36,10 +36,10 @@ _ABOVE_VOCABULARIES = 2**30
 
 
 def salted(tokens: Sequence[int] | Tokens, salt: str, start: int = 0) -> Tokens:
-    """`tokens` as the cache stores them, with the first being number `start` of its sequence.
+    """`tokens` as the cache stores them. The first one has position `start` in its sequence.
 
-    Sequences with different `salt`s ("": none) have no common prefix. Image tokens stay as they
-    are, because their hash is salted already.
+    Sequences with different `salt`s ("" is no salt) have no common prefix. Image tokens stay as
+    they are, because their hash is salted already.
     """
     line = np.array(tokens, dtype=np.int32)
     for i in range(start, min(start + len(line), _SALTED_TOKENS)) if salt else ():

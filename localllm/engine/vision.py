@@ -1,9 +1,9 @@
 """Prepares prompts with images: decodes the files, lays them out as tokens, and encodes them into
 embeddings.
 
-Both run outside the engine's thread. An image whose KV is cached is never encoded. Other images are
-encoded once, while the text before them is read. Their embeddings are kept in memory and on disk,
-in case the KV is evicted.
+Decoding and encoding run outside the engine's thread. An image whose KV is cached is never encoded.
+Other images are encoded once, while the text before them is read. Their embeddings are kept in
+memory and on disk, in case the KV is evicted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Encoder:
         self._found: OrderedDict[bytes, Future[Embeddings]] = OrderedDict()
 
     def want(self, run: ImageRun) -> None:
-        """Start encoding an image, unless that was done already."""
+        """Start encoding an image, unless that was started already."""
         if run.key not in self._found:
             encoding = self._found[run.key] = self._thread.submit(self._encode, run)
             encoding.add_done_callback(self._encoded)
