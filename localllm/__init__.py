@@ -1,7 +1,8 @@
-"""localllm: large language models on the machine in front of you.
+"""localllm: run large language models on your own machine.
 
-A Device and a Model make a Plan; an Engine runs the Plan; everything else is a face of those two.
-Importing this package imports nothing heavy: every room is imported by whoever needs it.
+The planner makes a Plan from a Device and a Model, and an Engine runs the Plan. All other parts are
+interfaces to these two. Importing this package imports no heavy module: each part is imported by
+the code that needs it.
 """
 
 __version__ = "0.2.0"

@@ -1,17 +1,17 @@
-"""Which network an IP address lies in: what is fetched on somebody's word must not lead into this
-machine's own."""
+"""Classify IP addresses, so that a URL from a client or a web page can't reach internal addresses."""
 
 from __future__ import annotations
 
 import ipaddress
 
-# IPv6 addresses that carry an IPv4 one in their last 32 bits and lead to it: NAT64 (RFC 6052).
+# IPv6 prefix whose last 32 bits are an IPv4 address that it leads to: NAT64 (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def address_kind(address: str) -> str:
-    """public, loopback, link-local, private or reserved: which network an IP address (v4 or v6)
-    lies in."""
+    """Return "public", "loopback", "link-local", "private" or "reserved" for an IPv4 or IPv6
+    address.
+    """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -20,7 +20,7 @@ def address_kind(address: str) -> str:
             ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         elif ip.sixtofour is not None:
             ip = ip.sixtofour
-    if ip.is_loopback or ip.is_unspecified:  # a connection to 0.0.0.0 or :: reaches this machine
+    if ip.is_loopback or ip.is_unspecified:  # connecting to 0.0.0.0 or :: reaches this machine
         return "loopback"
     if ip.is_link_local:
         return "link-local"

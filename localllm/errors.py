@@ -1,64 +1,64 @@
-"""The one exception tree: every error a user or a client can meet, with its code, status, exit code
-and hint.
+"""The exception tree: every error that reaches a user or a client, with its code, HTTP status, exit
+code and hint.
 
     LocalLLMError
     ├── UsageError                    the command line or a setting is wrong             400  exit 2
-    │   └── CatalogFileError          a catalog file of the user's says something wrong  400
-    ├── RequestError                  a client's request can't be honoured               400  exit 2
-    │   ├── UnsupportedError          a known parameter we refuse, with the reason       400
-    │   │   ├── NotConstrainableError a tool format can't write that (conversation)      400
+    │   └── CatalogFileError          a catalog file of the user is invalid              400
+    ├── RequestError                  a client's request can't be served                 400  exit 2
+    │   ├── UnsupportedError          a known parameter that is rejected, with a reason  400
+    │   │   ├── NotConstrainableError a tool format can't express it (conversation)      400
     │   │   └── CannotDecideError     a model can't answer by labels (server)            501
-    │   ├── ConstraintStuckError      an answer can't be ended as its grammar wants      400
+    │   ├── ConstraintStuckError      the grammar's answer can't be completed            400
     │   ├── ContextLengthError        prompt + answer do not fit the served context      400
     │   ├── AuthError                 Host, Origin or key refused                        403/401
     │   │   └── KeyRequiredError      the key is missing or wrong (server)               401
-    │   ├── MediaTypeError            a body that does not say it is JSON (server)       415
-    │   ├── EncodingError             a body packed in a way we do not unpack (server)   415
-    │   ├── BodyTooLargeError         a body larger than the server reads (server)       413
-    │   ├── SlowBodyError             a body that did not arrive in time (server)        408
+    │   ├── MediaTypeError            the content type of a body is not JSON (server)    415
+    │   ├── EncodingError             the content encoding is not supported (server)     415
+    │   ├── BodyTooLargeError         the body is larger than the limit (server)         413
+    │   ├── SlowBodyError             the body did not arrive in time (server)           408
     │   ├── MethodError               the path exists, the method does not (server)      405
-    │   ├── BadJsonError              a body that is not JSON as we take it (server)     400
-    │   └── TemplateError             the template refuses or breaks (conversation)      400
+    │   ├── BadJsonError              the body is not JSON that we accept (server)       400
+    │   └── TemplateError             the chat template raises an error (conversation)   400
     ├── NotFoundError                 unknown device, conversation, route                404  exit 3
     │   ├── ModelNotFoundError        no model of that name here or in the catalog       404
     │   ├── BuildNotFoundError        no build of llama.cpp of that name (setup)         404
     │   ├── DeviceNotFoundError       no device of that name in the table (device)       404
     │   ├── RouteNotFoundError        no such path (server)                              404
-    │   ├── PreviousResponseError     a stored response that is not here (server)        404
-    │   ├── StreamGoneError           a stream that can't be joined any more (server)    404
-    │   └── ConversationNotFoundError a kept conversation that is not here (server)      404
+    │   ├── PreviousResponseError     the stored response does not exist (server)        404
+    │   ├── StreamGoneError           the stream can't be resumed any more (server)      404
+    │   └── ConversationNotFoundError the stored conversation does not exist (server)    404
     ├── ModelFileError                a file is missing, truncated, not a model          422  exit 4
     ├── DoesNotFitError               the plan needs more memory than the machine has    507  exit 5
-    ├── BackendError                  the engine's native side failed                    500  exit 6
+    ├── BackendError                  the engine's native code failed                    500  exit 6
     │   ├── BackendMissingError       the package for this backend is not installed      500
     │   ├── OtherMachineGoneError     a machine that holds layers does not answer        503
-    │   └── WorkerDiedError           the worker process ended under a request           503
+    │   └── WorkerDiedError           the worker process ended during a request          503
     ├── BusyError                     queue full: retry later                            503  exit 7
-    ├── RateLimitError                a key has used what it may now (server)            429  exit 7
-    ├── UpstreamError                 another server can't be reached, or broke off (server) 502
+    ├── RateLimitError                a key has used up its quota for now (server)       429  exit 7
+    ├── UpstreamError                 another server is unreachable or disconnected (server) 502
                                       exit 6
     ├── PortInUseError                the port is taken                                  -    exit 8
     ├── DownloadError                 the hub or the disk failed                         502  exit 9
-    │   └── HubUnreachableError       the hub can't be asked now (library)               502
+    │   └── HubUnreachableError       the hub can't be reached now (library)             502
     ├── ServerUnreachableError        no server answers, or it went away                 500  exit 6
-    ├── SetupError                    a build can't be made here, or is broken (setup)   500  exit 6
-    │   └── SlowerBuildError          it works, and slower than the one before (setup)   500
-    ├── ServiceError                  the service manager refused, or is not there (service)  500
+    ├── SetupError                    a build fails, or is broken (setup)                500  exit 6
+    │   └── SlowerBuildError          the build works but is slower than before (setup)  500
+    ├── ServiceError                  the service manager refused or is missing (service)  500
                                       exit 1
-    ├── ChildError                    a child process of ours gave no answer (limited_child) 503
+    ├── ChildError                    a child process gave no answer (limited_child)     503
     │   │                             exit 1
-    │   ├── OverLimitError            its work took more time or memory than it may
-    │   └── RefusedError              its work can't be done, for the reason it gives
-    ├── DeviceUnreadableError         the machine does not say what it has (device)      500  exit 1
-    └── HistoryError                  the chats' file can't be used (conversation)       500  exit 1
-        └── TurnGoneError             another window removed what is gone on from (conversation)
+    │   ├── OverLimitError            its work exceeded the limit of time or memory
+    │   └── RefusedError              it refused the work and gave the reason
+    ├── DeviceUnreadableError         the machine's hardware can't be read (device)      500  exit 1
+    └── HistoryError                  the file of the chats can't be used (conversation) 500  exit 1
+        └── TurnGoneError             another window removed the previous turn (conversation)
                                       500  exit 1
 
-Rooms raise these across their borders, never a bare ValueError; a leaf only one room raises stands
-in that room (named in brackets). The catalog and the backends may import nothing of ours: their own
-errors become these at one door each (library/catalog.py, engine/worker/child_pipe.py). The CLI prints
-`error: MESSAGE` and `hint: HINT` and exits with `exit_code`; the server sends `to_openai()` with
-`http_status`.
+Packages raise these errors to each other, never a bare ValueError. An error that only one package
+raises is defined in that package, which the tree names in brackets. The catalog and the backends
+may import nothing from localllm. Their errors are converted in one module each (library/catalog.py,
+engine/worker/child_pipe.py). The CLI prints `error: MESSAGE` and `hint: HINT` and exits with
+`exit_code`. The server sends `to_openai()` with `http_status`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ from typing import Any, ClassVar
 
 
 class LocalLLMError(Exception):
-    """Base of every error that reaches a user. `message` says what happened and why, `hint` what to
-    do next."""
+    """Base of every error that reaches a user.
+
+    `message` states the failure and its cause. `hint` suggests a next step.
+    """
 
     code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
@@ -79,7 +81,7 @@ class LocalLLMError(Exception):
     default_retry_after_s: ClassVar[float | None] = None
 
     def __init_subclass__(cls, **facts: Any) -> None:
-        """The head of a kind's class says these of it."""
+        """Set class attributes from the keyword arguments in the class statement."""
         super().__init_subclass__()
         for name, fact in facts.items():
             setattr(cls, name, fact)
@@ -100,11 +102,11 @@ class LocalLLMError(Exception):
 
     @property
     def openai_message(self) -> str:
-        """What to_openai() says happened."""
+        """The message that to_openai() sends."""
         return self.message
 
     def to_openai(self) -> dict[str, Any]:
-        """The error object every HTTP face sends: OpenAI's shape plus our `hint`."""
+        """The error object of every HTTP API: OpenAI's shape plus our `hint`."""
         body = {
             "message": self.openai_message,
             "type": self.type,
@@ -123,8 +125,7 @@ class UsageError(
 
 
 class CatalogFileError(UsageError, code="bad_catalog_file"):
-    """A catalog file can't be read, or does not say what a model needs to say: one of the user's,
-    nearly always."""
+    """A catalog file can't be read or lacks required fields. It is nearly always one of the user's."""
 
 
 class RequestError(
@@ -134,11 +135,11 @@ class RequestError(
     http_status=400,
     exit_code=2,
 ):
-    """A client's request can't be honoured as sent."""
+    """A client's request can't be served as sent."""
 
 
 class UnsupportedError(RequestError, code="unsupported_parameter"):
-    """A parameter we know and do not honour: refused with the reason instead of ignored."""
+    """A known parameter that is not supported: rejected with the reason instead of ignored."""
 
 
 class ConstraintStuckError(
@@ -148,7 +149,7 @@ class ConstraintStuckError(
         "what was written so far is no answer; loosen the schema, the grammar or the logit_bias"
     ),
 ):
-    """An answer under a grammar came to where nothing may follow, and is not complete."""
+    """The grammar allows no further token, but the answer is incomplete."""
 
 
 class ContextLengthError(
@@ -156,9 +157,11 @@ class ContextLengthError(
     code="context_length_exceeded",
     default_hint="shorten the conversation, or serve with a larger --context",
 ):
-    """The prompt, or the prompt and its answer, do not fit the served context. `counts` are the
-    tokens of the prompt and of the window, where they are known: some clients read them out of
-    their dialect's own words."""
+    """The prompt alone, or with its answer, does not fit the served context.
+
+    `counts` are the tokens of the prompt and of the context window, if known. Some clients parse
+    them from the error text of their own API.
+    """
 
     def __init__(
         self,
@@ -173,8 +176,11 @@ class ContextLengthError(
 
     @property
     def openai_message(self) -> str:
-        """OpenAI's words where the counts are known, before our own: LiteLLM and others know a full
-        window by them alone, and shorten the conversation then."""
+        """OpenAI's wording, followed by our own, if the counts are known.
+
+        LiteLLM and other clients recognise a full context only by OpenAI's wording. They then
+        shorten the conversation.
+        """
         if self.counts is None:
             return self.message
         tokens, window = self.counts
@@ -192,7 +198,7 @@ class AuthError(RequestError, code="forbidden", type="authentication_error", htt
 class NotFoundError(
     LocalLLMError, code="not_found", type="invalid_request_error", http_status=404, exit_code=3
 ):
-    """A model, device, conversation or route nobody here knows."""
+    """An unknown model, device, conversation or route."""
 
 
 class ModelNotFoundError(NotFoundError, code="model_not_found"):
@@ -218,11 +224,11 @@ class DoesNotFitError(
     exit_code=5,
     default_hint="try a smaller --context, a smaller quant, or see `localllm recommend`",
 ):
-    """Running this plan would need more memory than the machine can give."""
+    """This plan would need more memory than the machine can provide."""
 
 
 class BackendError(LocalLLMError, code="backend_error", exit_code=6):
-    """The engine's native side refused or failed."""
+    """The engine's native code refused or failed."""
 
 
 class BackendMissingError(
@@ -232,7 +238,7 @@ class BackendMissingError(
         "install localllm again with the engine's packages: see README.md, What runs where"
     ),
 ):
-    """The package this backend stands on is not installed."""
+    """The package of this backend is not installed."""
 
 
 class WorkerDiedError(
@@ -241,8 +247,8 @@ class WorkerDiedError(
     http_status=503,
     default_hint="send the request again: the model is reloaded automatically",
 ):
-    """The worker process ended while it held a request; the server reloads the model on the next
-    one."""
+    """The worker process ended during a request. The next request makes the server reload the
+    model."""
 
 
 class OtherMachineGoneError(
@@ -255,8 +261,10 @@ class OtherMachineGoneError(
         "release (`localllm setup --rpc`)"
     ),
 ):
-    """A machine that holds layers of a model (`--with`) can't be had. The next request asks for it
-    again."""
+    """A machine that holds layers of a model (`--with`) is unreachable.
+
+    The next request tries to connect to it again.
+    """
 
 
 class BusyError(
@@ -267,7 +275,7 @@ class BusyError(
     default_hint="retry after the time given in Retry-After",
     default_retry_after_s=2,
 ):
-    """The queue is full. `retry_after_s` says when to try again."""
+    """The queue is full. `retry_after_s` is the time in seconds until a retry makes sense."""
 
 
 class PortInUseError(
@@ -289,7 +297,7 @@ class ServerUnreachableError(
     exit_code=6,
     default_hint="start one with `localllm serve`, or name its address with --url",
 ):
-    """No server answers at the address, or it went away while it was answering."""
+    """No server answers at the address, or it went away during an answer."""
 
 
 def by_code(
@@ -300,8 +308,10 @@ def by_code(
     param: str | None = None,
     counts: tuple[int, int] | None = None,
 ) -> LocalLLMError:
-    """Rebuild an error that crossed a process border from its `code` (unknown codes become
-    BackendError)."""
+    """Rebuild an error from its `code` after it crossed a process boundary.
+
+    Unknown codes become BackendError.
+    """
 
     cls = next(
         (kind for kind in _kinds(LocalLLMError) if kind.__dict__.get("code") == code), BackendError

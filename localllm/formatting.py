@@ -1,23 +1,25 @@
-"""How amounts and rates are written: 1 GB = 1e9 bytes."""
+"""Format amounts and rates. 1 GB = 1e9 bytes."""
 
 from __future__ import annotations
 
 
 def gb(n_bytes: float, digits: int | None = None) -> str:
-    """Gigabytes with so many digits after the point; without a number as people read them: 43.1 GB,
-    0.27 GB."""
+    """Format gigabytes with `digits` decimals.
+
+    Without `digits` it has one decimal from 1 GB on and two below: 43.1 GB, 0.27 GB.
+    """
     if digits is None:
         digits = 1 if n_bytes >= 1e9 else 2
     return f"{n_bytes / 1e9:.{digits}f} GB"
 
 
 def mb(n_bytes: float, digits: int = 1) -> str:
-    """Megabytes, of what is too small for gigabytes: 67.1 MB."""
+    """Format megabytes, for sizes too small for gigabytes: 67.1 MB."""
     return f"{n_bytes / 1e6:,.{digits}f} MB"
 
 
 def byte_size(n_bytes: float) -> str:
-    """Bytes as lists show them: 4.7 GB, 98 MB, 12 kB."""
+    """Format a size for lists: 4.7 GB, 98 MB, 12 kB."""
     if n_bytes >= 1e9:
         return gb(n_bytes, 1)
     if n_bytes >= 1e6:
@@ -26,7 +28,7 @@ def byte_size(n_bytes: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """0.4 s, 12 s, 3.1 min, 2.5 h."""
+    """Format a duration: 0.4 s, 12 s, 3.1 min, 2.5 h."""
     if seconds < 120:
         if seconds < 9.95:
             return f"{seconds:.1f} s"
@@ -37,7 +39,7 @@ def span(seconds: float) -> str:
 
 
 def rate(tok_s: float) -> str:
-    """Tokens per second: three figures are enough."""
+    """Format tokens per second with two or three significant digits."""
     if tok_s >= 20:
         return f"{tok_s:.0f}"
     return f"{tok_s:.1f}"

@@ -1,5 +1,7 @@
-"""JSON files that we keep: read so that a missing or damaged one is none, written whole or not at
-all, for their owner alone."""
+"""JSON files that localllm keeps.
+
+A missing or damaged file reads as empty. Writes are atomic, and only the owner can read the files.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     T = TypeVar("T", bound=DataclassInstance)
 
 MOST_BYTES = 32 << 20
-# What JSON must hold for a field so annotated; other fields (unions, literals) are taken as they
-# are.
+# JSON types that a field with this annotation accepts. Other fields (unions, literals) are not
+# checked.
 _JSON_OF: dict[str, type | tuple[type, ...]] = {
     "str": str, "int": int, "bool": bool, "float": (int, float), "dict[str, Any]": dict,
     "dict[str, float]": dict,
@@ -26,7 +28,7 @@ _JSON_OF: dict[str, type | tuple[type, ...]] = {
 
 
 def parsed(text: str) -> Any:
-    """What a text in JSON says; None where it says nothing, or is none."""
+    """Parse JSON text. Returns None if it is invalid (or is `null`)."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -34,8 +36,8 @@ def parsed(text: str) -> Any:
 
 
 def load(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """What a file of ordinary size holds. Raises OSError, and ValueError where it is too large or
-    no JSON."""
+    """Parse a JSON file. Raises OSError, or ValueError if it is larger than `most_bytes` or
+    invalid."""
     if path.stat().st_size > most_bytes:
         raise ValueError(f"it is larger than {most_bytes} bytes")
     try:
@@ -45,7 +47,7 @@ def load(path: Path, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in a file; {} for a file that is not there, damaged, or of anything else."""
+    """Return the object in a file, or {} if the file is missing, damaged or holds no object."""
     try:
         value = load(path)
     except (OSError, ValueError):
@@ -56,8 +58,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def record(kind: type[T], entry: Any) -> T | None:
-    """`entry` as a dataclass, without what the dataclass doesn't know; None where it is no such
-    thing."""
+    """Build the dataclass `kind` from `entry`, ignoring unknown fields. Returns None if a field has
+    the wrong type or is missing."""
     if not isinstance(entry, dict):
         return None
     known = {}
@@ -74,12 +76,12 @@ def record(kind: type[T], entry: Any) -> T | None:
 
 
 def write(path: Path, value: Any) -> None:
-    """`value` as the whole of `path`, in a folder made for it. Raises OSError."""
+    """Replace the file `path` with `value` as JSON, and create its folder. Raises OSError."""
     paths.private_dir(path.parent)
     paths.write_private(path, json.dumps(value, indent=1))
 
 
 def keep(path: Path, value: Any) -> None:
-    """`write`, where the disk takes it: what is kept so can be found out again."""
+    """Write `value`, but ignore disk errors, because the value can be computed again."""
     with suppress(OSError):
         write(path, value)

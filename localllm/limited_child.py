@@ -1,11 +1,15 @@
-"""Work on what nobody vouches for, in a warm process of its own: it is ended when a piece of work
-takes too much processor time or memory, or when nobody waits for it any more.
+"""Run untrusted work in a warm child process with limits.
 
-`LimitedChild` is the parent's end; the module that the child runs calls `serve`. JSON lines: first
-what the child is set up with, then questions. The child says {"pid": …} when a process is ready for
-the next question, {"answer": …} or {"refused": …} with the number of the question, and {"ended": …}
-of a process that came to its end.
-Where the system can fork, the child forks that process, so that a fresh one costs nothing.
+The process is ended if one question takes too much CPU time or memory, or if its answer is no
+longer wanted.
+
+`LimitedChild` is the parent's end. The module that the child runs calls `serve`. Both ends exchange
+lines of JSON. The parent first sends the setup, then questions. The child sends:
+* {"pid": …} when a process is ready for the next question,
+* {"answer": …} or {"refused": …} with the number of the question,
+* {"ended": …} after a process has ended.
+
+If the system supports fork, the child forks that process, so that replacing it is cheap.
 """
 
 from __future__ import annotations
@@ -27,24 +31,28 @@ import psutil
 
 from localllm.errors import LocalLLMError
 
-# While somebody waits for an answer the process is looked at this often, in seconds.
+# Interval in seconds between checks of the process while an answer is awaited.
 _LOOK_S = 0.02
-# Addresses that are reserved and hardly touched: a deep stack (grammars/deep_stack.py), and what the
-# allocator holds ready for each thread.
+# Address space that is reserved but hardly touched: a deep stack (grammars/deep_stack.py), and
+# memory that the allocator holds ready for each thread.
 _RESERVED_BYTES = 160 * 2**20
-# So many answers are kept, each no longer than this.
+# Number of cached answers, and the maximum length of each.
 _REMEMBERED = 64
 _REMEMBERED_CHARS = 2**15
-# A pipe holds so much at least.
+# Minimum size of a pipe's buffer.
 _PIPE_BYTES = 2**16
 Take = Callable[[Any, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """What one answer may take: seconds of processor time, and bytes above what the process holds
-    while it waits. `nice`: how far it stands behind others who want the processor.
-    `spare_bytes`: addresses beyond those bytes, which the work may reserve and hardly touches."""
+    """Limits for one answer.
+
+    `cpu_s`: CPU time in seconds.
+    `memory_bytes`: memory above the process's idle level.
+    `nice`: value passed to os.nice, which lowers the priority.
+    `spare_bytes`: additional address space that the work may reserve and hardly touches.
+    """
 
     cpu_s: float
     memory_bytes: int
@@ -53,21 +61,25 @@ class ChildLimits:
 
 
 class ChildError(LocalLLMError, code="child_ended", http_status=503):
-    """There is no answer: no process could be started, it ended, or nobody waited for it."""
+    """There is no answer: no process could be started, it ended, or the answer was no longer
+    wanted."""
 
 
 class OverLimitError(ChildError, code="over_limit"):
-    """The work was ended because it took more than it may."""
+    """The work was ended because it exceeded a limit."""
 
 
 class RefusedError(ChildError, code="child_refused"):
-    """There is no answer for the reason that the child gives."""
+    """The child refused the question and gave the reason."""
 
 
 @dataclass
 class LimitedChild:
-    """`python -m module`, started when it is first asked. `setup` finds what `serve` hands to the
-    function that makes its handler. Threads that ask take turns."""
+    """`python -m module`, started at the first question.
+
+    `setup` returns the value that `serve` passes to the function that makes the handler. Threads
+    that ask at the same time take turns.
+    """
 
     module: str
     limits: ChildLimits
@@ -77,8 +89,11 @@ class LimitedChild:
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, question: Any, wanted: Callable[[], bool] | None = None) -> Any:
-        """What the child answers; blocks until it does. The work is ended where that is not
-        `wanted` any more. Raises OverLimitError, RefusedError, or another ChildError."""
+        """Return the child's answer. Blocks until it arrives.
+
+        The work is ended when `wanted` returns False. Raises OverLimitError, RefusedError or
+        another ChildError.
+        """
 
         def is_wanted() -> bool:
             return not self._closed and (wanted is None or wanted())
@@ -89,7 +104,7 @@ class LimitedChild:
             return self._process.answer(question, is_wanted)
 
     def close(self) -> None:
-        """End it for good, whatever it is at."""
+        """End the child permanently, even during work."""
         self._closed = True
         with self._turn:
             if self._process is not None:
@@ -97,8 +112,11 @@ class LimitedChild:
 
 
 class Stages:
-    """Children with ever wider limits, a thread for each: what is too much for one goes to the
-    next, behind its like, so that what is little waits for no more than the first limits a piece."""
+    """Children with increasing limits, each with a thread of its own.
+
+    A question that exceeds the limits of one child goes to the queue of the next one. So a small
+    question waits for each earlier question at most as long as the first limits allow.
+    """
 
     def __init__(self, children: Sequence[LimitedChild]) -> None:
         self._children = children
@@ -106,13 +124,15 @@ class Stages:
         self._known: dict[Any, Any] = {}
 
     def submit(self, question: Any, wanted: Callable[[], bool], take: Take, stage: int = 0) -> None:
-        """Have a hashable `question` answered while it is `wanted`: `take` is called with the
-        answer, or with None and why there is none. Where there are no children the answer is the
-        question."""
+        """Queue a hashable `question` for an answer while `wanted` returns True.
+
+        `take` is called with the answer, or with None and the reason. Without children, the answer
+        is the question itself.
+        """
         self._threads[stage].submit(self._work, question, wanted, take, stage)
 
     def close(self) -> None:
-        """End all work; waits for what was taken."""
+        """End all work, and wait for the threads."""
         for child in self._children:
             child.close()
         for thread in self._threads:
@@ -127,7 +147,7 @@ class Stages:
                     answer = self._children[stage].ask(question, wanted)
                 else:
                     answer = question
-                if len(str(answer)) <= _REMEMBERED_CHARS:  # who asks once often asks again
+                if len(str(answer)) <= _REMEMBERED_CHARS:  # the same question is often asked again
                     self._known[question] = answer
                 if len(self._known) > _REMEMBERED:
                     self._known.pop(next(iter(self._known)), None)
@@ -140,7 +160,7 @@ class Stages:
 
 
 class _Process:
-    """One life of a child, and the process in it that works."""
+    """One child process, and the process in it that does the work."""
 
     def __init__(self, child: LimitedChild) -> None:
         self._limits = child.limits
@@ -161,7 +181,7 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        """True once nobody in it can be asked."""
+        """True after the child process has ended."""
         return self._process.poll() is not None
 
     def answer(self, question: Any, wanted: Callable[[], bool]) -> Any:
@@ -179,7 +199,7 @@ class _Process:
             if ended:
                 self._end_worker()
             if ended and n_bytes > _PIPE_BYTES:
-                self.close()  # who reads the rest of the question ends as well
+                self.close()  # the next process would read the rest of the question
         if "ended" in reply:
             if reply["ended"] == getattr(signal, "SIGPROF", None):
                 raise _over_time(self._limits)
@@ -192,7 +212,7 @@ class _Process:
         self._process.kill()
         self._process.wait()
         self._end_worker()
-        with suppress(OSError):  # what it did not hear any more
+        with suppress(OSError):  # closing flushes input that the child no longer reads
             cast("BinaryIO", self._process.stdin).close()
 
     def _end_worker(self) -> None:
@@ -205,8 +225,8 @@ class _Process:
                 self._process.wait()
 
     def _ready(self, message: dict[str, Any]) -> psutil.Process | None:
-        """The process that is ready for a question; None where `message` is
-        another."""
+        """Return the process that is ready for a question, or None if `message` is about something
+        else."""
         self._rest_bytes = 0
         with suppress(psutil.Error, KeyError):
             worker = psutil.Process(message["pid"])
@@ -215,7 +235,7 @@ class _Process:
         return None
 
     def _begin(self, first: Any) -> None:
-        """Say what it is set up with, and take in what it says until its end."""
+        """Send the setup, then queue the child's output lines until it ends."""
         self._send(first)
         with cast("BinaryIO", self._process.stdout) as said:
             for line in said:
@@ -223,15 +243,16 @@ class _Process:
         self._lines.put(b"")
 
     def _send(self, message: Any) -> int:
-        """How many bytes that are."""
-        with suppress(OSError, ValueError):  # it has ended, as its output says
+        """Send `message` and return its size in bytes."""
+        with suppress(OSError, ValueError):  # the child has ended: its output shows that
             return _write(cast("BinaryIO", self._process.stdin), message)
         return 0
 
     def _heard(
         self, wanted: Callable[[], bool], limits: ChildLimits | None = None
     ) -> dict[str, Any]:
-        """What it says next, unless it takes more than `limits` for it."""
+        """Return the child's next message. Raises OverLimitError if the work exceeds `limits`
+        first."""
         self._held_bytes = 0
         before_s = None
         while True:
@@ -245,19 +266,21 @@ class _Process:
                 continue
             if not line:
                 raise ChildError("its process ended")
-            with suppress(ValueError):  # what was cut short is none
+            with suppress(ValueError):  # skip a line that was cut short
                 heard: dict[str, Any] = json.loads(line)
                 return heard
 
     def _look(self, limits: ChildLimits, before_s: float | None) -> float:
-        """Raises OverLimitError where the work has taken more than it may. Returns what the
-        process had computed before it, in seconds."""
+        """Return the CPU seconds that the process had used before the work.
+
+        Raises OverLimitError if the work has exceeded a limit.
+        """
         assert self._worker is not None
         try:
             with self._worker.oneshot():
                 times = self._worker.cpu_times()
                 held_bytes = self._worker.memory_info().rss
-        except psutil.Error:  # it has ended, as its output says
+        except psutil.Error:  # the child has ended: its output shows that
             return before_s or 0.0
         spent_s = times.user + times.system
         if before_s is None:
@@ -282,12 +305,15 @@ def _over_memory(limits: ChildLimits) -> OverLimitError:
 
 
 def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Be the child of this process's standard input and output: answer questions by what `make`
-    makes of the setup. What that raises is why there is no answer."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the parent decides when we stop
+    """Serve questions from standard input on standard output, as the child.
+
+    `make` builds the handler from the setup. An exception that the handler raises is sent to the
+    parent as the reason.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the parent decides when the child stops
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    # Native code prints to stdout at times.
+    # Native code sometimes prints to stdout, so answers use a duplicate of it.
     source = os.fdopen(os.dup(0), "rb")
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -301,7 +327,7 @@ def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
         _, status = os.waitpid(worker, 0)
         if not status:  # the input has ended
             return
-        sink.write(b"\n")  # it may have ended within a line
+        sink.write(b"\n")  # the worker may have ended within a line
         _write(sink, {"ended": status & 0x7F})
     _bound(limits)
     _write(sink, {"pid": os.getpid()})
@@ -309,7 +335,7 @@ def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
         _bound_time(limits.cpu_s)
         try:
             number, question = json.loads(line)
-        except ValueError:  # the rest of what another process was reading when it was ended
+        except ValueError:  # the rest of a question that an ended process was reading
             continue
         try:
             said = {"of": number, "answer": answer(question)}
@@ -328,15 +354,16 @@ def _write(sink: BinaryIO, message: Any) -> int:
 
 
 def _bound_time(cpu_s: float) -> None:
-    """Let the system end this process after so much more computing, also where its parent has died
-    (0: never)."""
+    """Let the system end this process after `cpu_s` seconds of CPU time (0: never).
+
+    This also works after the parent has died.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def _bound(limits: ChildLimits) -> None:
-    """Stand behind others, and have the system refuse at once what is far too large, where it
-    can."""
+    """Lower the priority of this process, and limit its address space if the system can."""
     try:
         import resource
 
@@ -344,5 +371,5 @@ def _bound(limits: ChildLimits) -> None:
         most = psutil.Process().memory_info().vms + limits.memory_bytes + limits.spare_bytes
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    except (ImportError, OSError, ValueError):  # Windows; macOS has no bound of addresses
+    except (ImportError, OSError, ValueError):  # Windows; macOS can't limit the address space
         pass

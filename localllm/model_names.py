@@ -1,7 +1,8 @@
-"""Finds a model by the name that a user typed: on the command line, in a request, in a chat.
+"""Find a model by the name that a user typed: on the command line, in a request, in a chat.
 
-Each place that takes names states which models answer to a name by which rule. `find` applies the
-rules in the order of `Rule`, so that a name means the same model in every place."""
+Each place that takes names provides one lookup function for each `Rule` that it supports. `find`
+applies the rules in the order of `Rule`, so a name means the same model in every place.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ _TAG = ":latest"
 
 
 class Rule(IntEnum):
-    """A way in which a name leads to a model. The order of the members is the order of precedence.
+    """A way in which a name leads to a model, in order of precedence.
 
     SERVED: an id or alias in a server's list of models, or a preset of config.toml.
     PATH: a file or folder on this disk. Only the command line has this rule.
     UPSTREAM: the name of a model on another server.
     INSTALLED: the name of an installed model or of its file, or NAME:QUANT, or REPOSITORY:QUANT.
     PART: a repository, or a name without publisher, quant and punctuation; either with :QUANT.
-    CATALOG: an id of the catalog, with :QUANT, or in Ollama's notation (qwen3:8b).
-    PATTERN: an alias with wildcards. Only requests have this rule."""
+    CATALOG: an id of the catalog, with :QUANT, or as Ollama writes it (qwen3:8b).
+    PATTERN: an alias with wildcards. Only requests have this rule.
+    """
 
     SERVED = auto()
     PATH = auto()
@@ -37,13 +39,13 @@ class Rule(IntEnum):
     PATTERN = auto()
 
 
-# For each rule that a place has, the models that a typed name leads to, the best one first.
+# For each supported rule, a function that returns the models of a typed name, best first.
 Rules = Mapping[Rule, Callable[[str], Sequence[Model]]]
 
 
 @dataclass(frozen=True, slots=True)
 class NameMatch(Generic[Model]):
-    """The models that a name leads to, the best one first, and the rule that found them."""
+    """The models that a name leads to, best first, and the rule that found them."""
 
     models: Sequence[Model] = ()
     rule: Rule | None = None
@@ -54,8 +56,10 @@ class NameMatch(Generic[Model]):
 
 
 def find(typed: str, rules: Rules[Model]) -> NameMatch[Model]:
-    """Return the models that `typed` names by the first rule, in the order of `Rule`, that finds
-    any; an empty NameMatch if none does."""
+    """Return the models that the first matching rule finds for `typed`, in the order of `Rule`.
+
+    Returns an empty NameMatch if no rule matches.
+    """
     typed = typed.strip()
     for rule in sorted(rules):
         models = rules[rule](typed)
@@ -72,8 +76,10 @@ def without_tag(name: str) -> str:
 
 
 class NameTable(Generic[Model]):
-    """Models by their full names. Case is ignored. `NAME:latest` and `NAME` are one name, unless
-    different models have these two names."""
+    """Models by their full names, ignoring case.
+
+    `NAME:latest` and `NAME` are the same name, unless both names were added for different models.
+    """
 
     def __init__(self, named: Iterable[tuple[str, Model]] = ()) -> None:
         self._names: dict[str, list[Model]] = {}
@@ -82,20 +88,20 @@ class NameTable(Generic[Model]):
             self.add(name, model)
 
     def add(self, name: str, model: Model) -> Sequence[Model]:
-        """Add a name of `model`; returns all models of this name, the first one first."""
+        """Add a name of `model`. Returns all models of this name in the order they were added."""
         models = self._names.setdefault(name.lower(), [])
         if model not in models:
             models.append(model)
         return models
 
     def add_alias(self, alias: str, model: Model) -> Sequence[Model]:
-        """Add a name that may hold wildcards (`*` and `?`); returns as `add` does."""
+        """Add a name that may contain wildcards (`*` and `?`). Returns the same as `add`."""
         if "*" in alias or "?" in alias:
             return [self._patterns.setdefault(alias.lower(), model)]
         return self.add(alias, model)
 
     def items(self) -> Iterable[tuple[str, Model]]:
-        """Every name without wildcards, in lower case, with the first model that has it."""
+        """Yield every name without wildcards, in lower case, with the first model of that name."""
         for name, models in self._names.items():
             yield name, models[0]
 
@@ -109,8 +115,8 @@ class NameTable(Generic[Model]):
         return ()
 
     def by_pattern(self, typed: str) -> Sequence[Model]:
-        """The model of the pattern that matches this name; of several patterns, the one with the
-        most characters that are no wildcards."""
+        """The model of the pattern that matches `typed`. If several match, the one with the most
+        literal characters wins."""
         name = without_tag(typed.lower())
         matching = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
         if not matching:

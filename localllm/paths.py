@@ -1,4 +1,4 @@
-"""Where things live on this disk: the only module that asks platformdirs."""
+"""Locations of files on this disk. Only this module uses platformdirs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ def _dir(env: str, default: str) -> Path:
 
 
 def config_dir() -> Path:
-    """config.toml and the user's own catalog files (LOCALLLM_CONFIG_DIR overrides)."""
+    """Folder of config.toml and the user's own catalog files. LOCALLLM_CONFIG_DIR overrides it."""
     return _dir("LOCALLLM_CONFIG_DIR", "user_config_dir")
 
 
 def data_dir() -> Path:
-    """Conversations and this machine's measurements: what a user would miss (LOCALLLM_DATA_DIR
-    overrides)."""
+    """Folder of data that a user would miss: conversations, measurements of this machine.
+
+    LOCALLLM_DATA_DIR overrides it.
+    """
     return _dir("LOCALLLM_DATA_DIR", "user_data_dir")
 
 
 def cache_dir() -> Path:
-    """What can be rebuilt: the prefix cache's disk tier, probes (LOCALLLM_CACHE_DIR overrides)."""
+    """Folder of data that can be rebuilt: the prefix cache's disk tier, probes.
+
+    LOCALLLM_CACHE_DIR overrides it.
+    """
     return _dir("LOCALLLM_CACHE_DIR", "user_cache_dir")
 
 
@@ -39,29 +44,29 @@ def prefixes_dir() -> Path:
 
 
 def kv_evidence_dir() -> Path:
-    """What KV types were measured to cost in precision, a file a model."""
+    """Measured loss of precision by KV type, one file per model."""
     return data_dir() / "kv-evidence"
 
 
 def decisions_dir() -> Path:
-    """Temperatures fitted for the decisions of a model, a file a model
+    """Fitted temperatures for decisions, one file per model
     (server/dialects/systemone/questions.py)."""
     return data_dir() / "decisions"
 
 
 def builds_dir() -> Path:
-    """Builds of the engine that `localllm setup` made, one folder each (setup/builds.py)."""
+    """Builds of the engine made by `localllm setup`, one folder each (setup/builds.py)."""
     return data_dir() / "builds"
 
 
 def log_dir() -> Path:
-    """Logs of servers and workers (LOCALLLM_LOG_DIR overrides)."""
+    """Folder of the logs of servers and workers. LOCALLLM_LOG_DIR overrides it."""
     return _dir("LOCALLLM_LOG_DIR", "user_log_dir")
 
 
 def worker_log() -> Path | None:
-    """Where workers write what goes wrong; None on a full or read-only disk, where they run
-    without."""
+    """The log file of workers, or None if the disk is full or read-only. Workers then run without
+    one."""
     try:
         log = private_dir(log_dir()) / "worker.log"
         log.touch()
@@ -71,14 +76,16 @@ def worker_log() -> Path | None:
 
 
 def private_dir(path: Path) -> Path:
-    """Create `path` readable by its owner only, and return it."""
+    """Create the folder `path` so that only its owner can read it, and return it."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
 
 
 def write_private(path: Path, text: str) -> None:
-    """`text` as the whole of `path`, or nothing of it, never readable by others, not even for a
-    moment; where `path` is a link, of what it leads to. Raises OSError."""
+    """Atomically replace the file `path` with `text`. Others can't read the file at any time.
+
+    If `path` is a link, its target is replaced. Raises OSError.
+    """
     path = path.resolve()
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     partial.unlink(missing_ok=True)

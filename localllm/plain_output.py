@@ -1,9 +1,8 @@
-"""What we print shows control characters as "?", whoever wrote them: a file's name, a header, a
-hub, another server.
+"""Print control characters as "?", from any source: file names, headers, a hub, another server.
 
-A name can hold sequences that a terminal obeys: to write the clipboard, to answer in our place, to
-hide a line (CWE-150). Commands print through this; the few that rewrite a line of their own say so
-(`raw_write`).
+A name can contain escape sequences that a terminal executes: they can write the clipboard, inject
+input or hide a line (CWE-150). Commands print through this module. The few that rewrite a line on
+the terminal use `raw_write`.
 """
 
 from __future__ import annotations
@@ -17,31 +16,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-# C0 but tab and newline, DEL and C1, and the marks that turn the direction of writing or end a
+# C0 except tab and newline, DEL, C1, and characters that change the writing direction or end a
 # line.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def plain(text: str) -> str:
-    """`text` as a line of several may hold it: control characters as "?", line breaks included."""
+    """Replace control characters in `text`, including line breaks and tabs, with "?"."""
     return re.sub("[\t\n]", "?", _CONTROLS.sub("?", text))
 
 
 def ascii_json(body: Any, indent: int = 2) -> str:
-    """`body` as JSON in ASCII alone: the same bytes, and valid, whatever the encoding of stdout and
-    of file names is."""
+    """Format `body` as ASCII-only JSON.
+
+    The bytes are the same for every encoding of stdout and of file names.
+    """
     return json.dumps(body, indent=indent).replace("\x7f", "\\u007f")
 
 
 def is_text(word: str) -> bool:
-    """False where bytes of an argument could not be read as text (Python keeps them as surrogates,
-    PEP 383)."""
+    """Return False if an argument contained bytes that are no text. Python keeps them as surrogates
+    (PEP 383)."""
     return not any("\ud800" <= sign <= "\udfff" for sign in word)
 
 
 class PlainOutput:
-    """A text stream that writes everything but control characters; what its encoding lacks becomes
-    "?" too."""
+    """A text stream that writes "?" for control characters and for characters that its encoding
+    lacks.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -63,13 +65,14 @@ class PlainOutput:
 
 
 def raw_write(stream: TextIO) -> Callable[[str], Any]:
-    """A `write` for what the terminal is to obey: our own sequences, never anything that came from
-    elsewhere."""
+    """Return a `write` function for our own escape sequences. Never pass it text from elsewhere."""
     return cast("Callable[[str], Any]", getattr(stream, "raw_write", stream.write))
 
 
 class TerminalLine:
-    """One line on a terminal that the next one takes the place of, "" none; nothing elsewhere."""
+    """A terminal line that each `show` replaces ("" clears it). Prints nothing if the output is no
+    terminal.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -85,10 +88,10 @@ class TerminalLine:
 
 @contextmanager
 def only_plain() -> Iterator[None]:
-    """stdout and stderr are PlainOutput for a while."""
+    """Replace stdout and stderr with PlainOutput inside the `with` block."""
     stdout = sys.stdout
     stderr = sys.stderr
-    # A program without a terminal (pythonw) has None.
+    # In a program without a terminal (pythonw) it is None.
     if stdout is not None:
         sys.stdout = cast("TextIO", PlainOutput(stdout))
     if stderr is not None:
@@ -101,8 +104,7 @@ def only_plain() -> Iterator[None]:
 
 
 def give_up_stdout() -> None:
-    """Let what is still held back for stdout go, where it can't be written: nothing tries again on
-    the way out."""
+    """Discard buffered output if stdout can't be written, so that Python does not retry at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

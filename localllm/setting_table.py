@@ -1,8 +1,9 @@
-"""The settings, each declared once: options of commands, environment variables and config.toml are
-made from these rows.
+"""The table of settings. Command options, environment variables and config.toml are derived from
+it.
 
-A new setting is a row here and the code that reads it. A row with a `flag` is an option of
-`localllm serve`; another command that takes it names it (localllm/cli/setting_options.py).
+To add a setting, add a row here and the code that reads it. A row with a `flag` becomes an option
+of `localllm serve`. Other commands list the settings that they take
+(localllm/cli/setting_options.py).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ class Setting:
     """One setting.
 
     `kind`: the type its text is parsed to. A number is finite and 0 or more.
-    `default`: its value if nobody chose one; None means automatic.
-    `choices`: the values it may have (empty: any of its kind).
+    `default`: its value if none was chosen; None means automatic.
+    `choices`: the allowed values (empty: any of its kind).
     `many`: the value is a tuple of texts, given as a list or as one text with commas.
-    `percent`: a number from 1 to 100, with or without its sign.
-    `flag`, `metavar`: its option on the command line and the word for the option's value.
-    `loads`: it decides how one model is loaded, so a model's preset may have a value of its own."""
+    `percent`: a number from 1 to 100, with or without a percent sign.
+    `flag`, `metavar`: its command-line option and the placeholder for the option's value.
+    `loads`: it decides how one model is loaded, so a model's preset may override it.
+    """
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
@@ -38,12 +40,12 @@ class Setting:
 
     @property
     def env(self) -> str:
-        """Its environment variable."""
+        """The name of its environment variable."""
         return "LOCALLLM_" + self.name.upper()
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The values it may have; () = anything of its kind."""
+        """The allowed values; () = anything of its kind."""
         if callable(self.choices):
             return self.choices()
         return self.choices

@@ -1,7 +1,7 @@
-"""The settings of one run: each value by its name, and where it came from.
+"""The settings of one run: the value of each name, and its source.
 
-Precedence: flag, environment (LOCALLLM_…), config.toml, default. Only values nobody chose
-(`automatic`) may be lowered to make something fit.
+Precedence: flag, environment (LOCALLLM_…), config.toml, default. Only values that were not chosen
+(`automatic`) may be lowered to make a model fit.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from localllm.setting_table import Setting, Value
 
 Origin = Literal["flag", "environment", "config", "default"]
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-# Tables of config.toml that are not settings: what it says of single models (cli/serve/presets.py),
-# of other servers and of keys (cli/serve/upstreams.py), of the chat's keys and of the programs that
-# offer it tools (cli/chat/config.py).
+# Tables of config.toml that are not settings: single models (cli/serve/presets.py), other servers
+# and keys (cli/serve/upstreams.py), the chat's keys and its MCP servers (cli/chat/config.py).
 _TABLES = ("models", "upstream", "keys", "chat_keys", "mcp")
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A setting's value and where it came from."""
+    """A setting's value and its source."""
 
     value: Any
     origin: Origin
 
     @property
     def automatic(self) -> bool:
-        """True when nobody chose it: it may be lowered to fit."""
+        """True if the value is the default: it may be lowered to make a model fit."""
         return self.origin == "default"
 
 
 class Settings:
-    """The table, resolved for one run."""
+    """The values of all settings for one run."""
 
     def __init__(self, flags: dict[str, Any] | None = None) -> None:
-        # A flag that may be repeated and was not given is an empty list.
+        # A repeatable flag that was not given is an empty list.
         given = {k: v for k, v in (flags or {}).items() if v not in (None, [])}
         unknown = set(given) - _names()
         if unknown:
@@ -58,15 +57,18 @@ class Settings:
         return self._chosen[name].value
 
     def lowered(self, name: str, value: Value) -> Settings:
-        """A copy in which `name`, which nobody chose, is `value`. Raises UsageError for one that
-        somebody chose."""
+        """Return a copy in which the automatic setting `name` has the value `value`.
+
+        Raises UsageError if the setting was chosen by the user.
+        """
         if not self._chosen[name].automatic:
             origin = self._chosen[name].origin
             raise UsageError(f"{name} was chosen by {origin}: it is not changed to make things fit")
         return self._copy({name: Chosen(value, "default")})
 
     def preset(self, values: Mapping[str, Value]) -> Settings:
-        """A copy with a model's own `values`. A flag and the environment are stronger."""
+        """Return a copy with a model's own `values`. Flags and environment variables take
+        precedence."""
         changes = {}
         for name, value in values.items():
             if self[name].origin in ("config", "default"):
@@ -74,7 +76,7 @@ class Settings:
         return self._copy(changes)
 
     def given(self, names: Iterable[str]) -> list[Setting]:
-        """Those of the settings `names` that have a flag on this command line."""
+        """Return the settings among `names` that were given as flags on this command line."""
         return [setting(name) for name in names if self[name].origin == "flag"]
 
     def _copy(self, changes: Mapping[str, Chosen]) -> Settings:
@@ -96,7 +98,10 @@ def _choose(setting: Setting, flags: dict[str, Any], config: dict[str, Any]) -> 
 
 
 def checked(setting: Setting, value: Any, where: str) -> Value:
-    """`value` as `setting` has it. Raises UsageError naming it and `where` it stands."""
+    """Return `value` converted to the type of `setting`.
+
+    Raises UsageError with the setting and the source `where` if the value is invalid.
+    """
     if setting.many:
         return _parse_many(setting, value, where)
     try:
@@ -113,7 +118,8 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
 
 
 def _parsed(setting: Setting, value: Any) -> Any:
-    """Raises what its kind raises for another, and ValueError for a number out of its bounds."""
+    """Convert `value`. Raises what the conversion to its kind raises, or ValueError for a number
+    out of range."""
     if setting.kind is bool and isinstance(value, str):
         return _SWITCH[value.lower()]
     if setting.percent and isinstance(value, str):
@@ -127,7 +133,7 @@ def _parsed(setting: Setting, value: Any) -> Any:
 
 
 def _kind(setting: Setting) -> str:
-    """The kind of value that the setting takes, for an error."""
+    """Describe the kind of value that the setting takes, for an error."""
     if setting.percent:
         return "a percentage of 1 to 100"
     if setting.kind is int:
@@ -149,7 +155,7 @@ def _parse_many(setting: Setting, value: Any, where: str) -> tuple[str, ...]:
 
 
 def setting(name: str) -> Setting:
-    """The row of that name. Raises KeyError."""
+    """Return the row of that name. Raises KeyError."""
     for row in setting_table.TABLE:
         if row.name == name:
             return row
@@ -165,17 +171,16 @@ def config_path() -> Path:
 
 
 def config_text(path: Path) -> str:
-    """What stands in config.toml; the mark that Windows' editors put before it (a BOM) is none of
-    its text."""
+    """Read config.toml as text, without the byte order mark (BOM) that Windows editors add."""
     return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def read_config() -> dict[str, Any]:
-    """config.toml as it stands: settings, and tables of single models. Raises UsageError."""
+    """Parse config.toml: settings, and tables of single models. Raises UsageError."""
     path = config_path()
     if not path.is_file():
         return {}
-    import tomllib  # whoever has no such file waits for no parser
+    import tomllib  # imported late: only needed if there is a config.toml
 
     try:
         data = tomllib.loads(config_text(path))
@@ -197,8 +202,7 @@ def read_config() -> dict[str, Any]:
 
 
 def mistyped() -> list[str]:
-    """A sentence for each variable of the environment that is nearly, but not, the name of a
-    setting."""
+    """Return a warning for each environment variable whose name is close to that of a setting."""
     prefix = "LOCALLLM_"
     names = [s.env.removeprefix(prefix) for s in setting_table.TABLE]
     others = [name.removeprefix(prefix) for name in sorted(os.environ) if name.startswith(prefix)]

@@ -1,5 +1,4 @@
-"""Server-sent events as language models' servers send them: pieces of bytes into lines, lines into
-JSON objects."""
+"""Parse server-sent events from language model servers: bytes to lines, lines to JSON objects."""
 
 from __future__ import annotations
 
@@ -11,21 +10,23 @@ DONE = "[DONE]"
 
 
 class LineBuffer:
-    """Lines out of pieces, ended by LF only: other readers also break at U+2028 and others, which
-    JSON may hold."""
+    """Splits bytes into lines at LF only.
+
+    Other line readers also break at U+2028 and similar characters, which JSON may contain.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> list[str]:
-        """The lines that `piece` completes."""
+        """Return the lines that `piece` completes."""
         self._buffer += piece
         *complete, rest = self._buffer.split(b"\n")
         self._buffer = rest
         return [_text(line) for line in complete]
 
     def end(self) -> list[str]:
-        """The last line, where nothing ended it."""
+        """Return the last line if it has no line ending."""
         if self._buffer:
             return [_text(self._buffer)]
         return []
@@ -36,14 +37,14 @@ def _text(line: bytearray) -> str:
 
 
 def data_of(line: str) -> str | None:
-    """What a line says as data; None for comments, names of events and empty lines."""
+    """Return the data of a line; None for comments, event names and empty lines."""
     if line.startswith("data:"):
         return line[5:].strip()
     return None
 
 
 def objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream; other data, such as `[DONE]`, is left out."""
+    """Yield the JSON objects of a stream. Other data, such as `[DONE]`, is skipped."""
     for line in lines:
         data = data_of(line)
         if data is not None and data.startswith("{"):
