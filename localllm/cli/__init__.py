@@ -1,4 +1,4 @@
-"""The command line: one thin file per command, heavy imports inside the commands."""
+"""The command line: one short file per command. Heavy imports are inside the commands."""
 
 from localllm_catalog import stated
 

@@ -1,5 +1,4 @@
-"""The command line with every command, for those who look at all of it: the docs, the man pages,
-the tests."""
+"""The command line with every command, for the docs, the man pages and the tests."""
 
 from __future__ import annotations
 

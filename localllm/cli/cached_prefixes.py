@@ -1,7 +1,7 @@
-"""Cached prefixes as `localllm cache` shows and clears them: a folder per model.
+"""Survey and clear cached prefixes for `localllm cache`. Each model has a folder.
 
-Files are whole or absent, and one that is gone is a miss, so a server may run while they are
-cleared.
+Files are written atomically, and a missing file counts as a cache miss. So a server may run while
+they are cleared.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from localllm.engine.cache.folder import WriteBudget, label
 
 @dataclass(frozen=True, slots=True)
 class ModelPrefixes:
-    """One model's `folder`: so many files and bytes, and what was written into it today. `model` is
-    its name, None where the folder doesn't say; `used_s`: when one of its files was last used
-    (None: there are none)."""
+    """The cached prefixes of one model.
+
+    `model`: its name; None if the folder does not contain it.
+    `used_s`: the last use of one of its files (None: the folder has no files).
+    """
 
     folder: Path
     model: str | None
@@ -30,7 +32,7 @@ class ModelPrefixes:
 
 
 def survey(root: Path) -> list[ModelPrefixes]:
-    """Every model's folder that holds something or was written to today, the largest first."""
+    """List the folders that contain files or were written to today, the largest first."""
     budget = WriteBudget(root)
     found = []
     for folder in root.glob("*"):
@@ -56,8 +58,11 @@ def _largest_first(prefixes: ModelPrefixes) -> tuple[int, str, str]:
 
 
 def clear(models: Iterable[ModelPrefixes]) -> tuple[list[int], int]:
-    """Remove what they hold: the bytes of each file that is gone, and how many could not be
-    removed. What was written today stays counted."""
+    """Delete the cached files of `models`.
+
+    Returns the size of each deleted file, and the number of files that could not be deleted. The
+    counters of bytes written today are kept.
+    """
     freed_bytes = []
     n_left = 0
     for path in chain.from_iterable(_content(model.folder) for model in models):

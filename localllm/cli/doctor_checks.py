@@ -1,5 +1,7 @@
-"""What doctor looks at, and what it finds out by running something: a token on each backend, the
-engine on the real device, KV types."""
+"""Checks of `localllm doctor`.
+
+Some of them run code: a few tokens on each backend, the engine on the real device, KV types.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ from localllm_backends import registry
 from localllm_backends.contract import KvFidelity
 from localllm_backends.declaration import Declaration
 
-# A start that compiles shaders may take minutes; doctor says so instead of waiting.
+# A first start that compiles shaders may take minutes. After this time doctor reports that.
 _PATIENCE_S = 120.0
 
 
 def all_checks(found: Device) -> list[HealthCheck]:
-    """Everything that is looked at, of the machine `found` and of this installation."""
+    """Run all checks of the machine `found` and of this installation."""
 
     facts = replace(
         probe.read(paths.cache_dir(), paths.data_dir()),
@@ -53,8 +55,7 @@ def all_checks(found: Device) -> list[HealthCheck]:
 
 
 def _other_engines() -> dict[str, str]:
-    """Installed engines that are for some kinds of accelerator alone, with their version, by
-    kind."""
+    """Map accelerators to installed engines that only support those, with their versions."""
     found: dict[str, str] = {}
     for engine in registry.declarations():
         installed = None
@@ -66,9 +67,11 @@ def _other_engines() -> dict[str, str]:
 
 
 def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
-    """Ten tokens of a small model on each backend that is installed, in processes of their own:
-    what is broken may crash or hang. On an accelerator the tokens must be the processor's. `build`:
-    the llama.cpp here, None where there is none."""
+    """Decode ten tokens with a small model on each installed backend.
+
+    Each backend runs in its own process, because a broken one may crash or hang. An accelerator
+    must produce the same tokens as the CPU. `build`: the llama.cpp build here, or None.
+    """
     checks = _built(build)
     for backend in registry.declarations():
         if trial.ENGINE not in backend.formats:
@@ -79,7 +82,7 @@ def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
 def _built(build: GgmlBuild | None) -> list[HealthCheck]:
     name = f"{registry.running(trial.ENGINE).label} token"
     if build is None or build.failure:
-        return []  # said by the checks of the build
+        return []  # the checks of the build report it
     model = starter.path()
     if model is None:
         missing = "the starter model is not installed"
@@ -99,8 +102,10 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
 
 
 def _other(backend: Declaration) -> list[HealthCheck]:
-    """Another engine than llama.cpp, on the smallest of its models here; nothing where it is not
-    installed."""
+    """Check an engine other than llama.cpp with the smallest of its models on this disk.
+
+    Returns an empty list if the engine is not installed.
+    """
     name = f"{backend.label} token"
     order = [backend.name, "greedy"]
     for package in backend.packages:
@@ -118,7 +123,7 @@ def _other(backend: Declaration) -> list[HealthCheck]:
 
 
 def measure_kv(reference: str) -> None:
-    """Compare KV types on that model, in a process of its own, and keep what was found."""
+    """Compare KV types on that model in its own process, and store the result."""
     local = resolve(reference)
     order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.PAIRS})
     print(f"comparing KV types on {local.name} …", file=sys.stderr, flush=True)
@@ -133,7 +138,7 @@ def measure_kv(reference: str) -> None:
 
 
 def kv_checks(folder: Path) -> list[HealthCheck]:
-    """What KV types were measured to cost on the models that were used here."""
+    """Report the measured precision loss of KV types for each measured model."""
     checks = []
     for file in sorted(folder.glob("*.json")):
         kept = kv_evidence.read(file)
@@ -155,8 +160,7 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
 
 
 def examine(file: Path) -> None:
-    """Examine the engine on the real device, and write the report. Ends with exit code 6 where it
-    fails."""
+    """Examine the engine on the real device, and write the report. Exits with code 6 if it fails."""
     model = starter.path()
     if model is None:
         raise SetupError(

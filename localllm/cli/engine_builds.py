@@ -1,5 +1,7 @@
-"""Builds of llama.cpp: which one this run uses, told once to this process and to every worker it
-starts; and what another one would give on this machine, by the planner's prediction."""
+"""Select the build of llama.cpp for this process and its workers.
+
+Also predicts the speed of other builds on this machine.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,24 @@ if TYPE_CHECKING:
     from localllm.planner.types import Plan
     from localllm.setup.steps import Preferred
 
-# Those that choose, show or mend builds and settings must run whatever is chosen.
+# Commands that choose, show or repair builds and settings must run with any configured build.
 _NEVER_FAIL = ("setup", "config", "doctor", "device")
-# Those whose answers a build that computes nonsense would spoil.
+# Commands whose answers would be wrong if the build computed wrong results.
 _RUN_MODELS = ("chat", "serve", "doctor")
-# What a turn of a conversation is, where two builds are weighed: tokens read and written.
+# Tokens read and written in a typical turn, for comparing two builds.
 _READ_TOKENS = 2048
 _WRITTEN_TOKENS = 400
 _WORTH_IT = 0.95
-# A model everybody knows, that fits nearly every GPU.
+# A well-known model that fits nearly every GPU.
 _YARDSTICK = ("qwen3-8b", "Q4_K_M")
 
 
 def activate(command: str | None) -> None:
-    """Put the chosen build first on Python's path. The environment (LOCALLLM_BUILD) goes before
-    config.toml's `build`, that before what `setup --use` chose. Raises BuildNotFoundError where one
-    was named that is not there."""
+    """Put the chosen build first on Python's path.
+
+    Precedence: LOCALLLM_BUILD, config.toml's `build`, the choice of `setup --use`. Raises
+    BuildNotFoundError if a named build does not exist.
+    """
 
     named = os.environ.get("LOCALLLM_BUILD") or _configured()
     if not named and not paths.builds_dir().is_dir():
@@ -58,8 +62,10 @@ def activate(command: str | None) -> None:
 
 
 def _configured() -> str:
-    """config.toml's `build`; "" where it says nothing, or can't be read (whoever needs the rest of
-    it says so)."""
+    """Return config.toml's `build`, or "" if it is missing or the file can't be read.
+
+    Other readers of config.toml report that error.
+    """
     try:
         return str(read_config().get("build") or "")
     except UsageError:
@@ -67,8 +73,11 @@ def _configured() -> str:
 
 
 def preferred(machine: Device) -> Preferred | None:
-    """The machine's accelerator or the lighter one that drives the same GPU, by the seconds a turn
-    of the yardstick would take; None where there is no such choice, or it can't be planned."""
+    """Choose between the machine's accelerator and the lighter one for the same GPU.
+
+    The choice depends on the predicted seconds for a turn of the reference model. Returns None if
+    there is no such choice or it can't be planned.
+    """
     from localllm.setup.steps import Preferred
 
     own = machine.accelerator
@@ -79,8 +88,8 @@ def preferred(machine: Device) -> Preferred | None:
     lighter_s = _turn_s(machine, lighter)
     if own_s is None or lighter_s is None:
         return None
-    # The lighter one needs nothing but the driver that is there: the other has to be worth
-    # installing.
+    # The lighter accelerator needs only the installed driver, so the other one must be enough
+    # faster to justify an installation.
     best = lighter
     if own_s < _WORTH_IT * lighter_s:
         best = own
@@ -110,8 +119,11 @@ def yardstick_plan(machine: Device) -> Plan | None:
 
 
 def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
-    """One line for a list of plans made for `machine`, where this machine has a GPU that the
-    installed build can't use; nothing anywhere else, and nothing for a simulated one."""
+    """Return a note for plans made for `machine`, if the installed build can't use this machine's
+    GPU.
+
+    Otherwise, and for a simulated machine, the list is empty.
+    """
     if machine.simulated or not any(f.fix == "localllm setup" for f in machine.findings):
         return []
     from localllm.device.detect import hardware
@@ -126,8 +138,10 @@ def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
 
 
 def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
-    """What `plan`, made for `planned_for`, would reach on `machine`: the same one with its GPU in
-    use. "" where that gives nothing more."""
+    """Describe the speed of `plan` on `machine`, which is `planned_for` with its GPU in use.
+
+    Returns "" if that is not faster.
+    """
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
 

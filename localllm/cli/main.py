@@ -1,5 +1,5 @@
-"""The root command: registers one function per command and turns every error into one message and
-an exit code."""
+"""The root command: registers one function per command, and turns errors into messages and exit
+codes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _EPILOG = (
     "5 does not fit, 6 engine failed, 7 busy, 8 port in use, 9 download failed, 130 interrupted."
 )
 
-# By name: where it is under localllm.cli.commands (a function, or a group of commands), and a
-# summary of its own where a line of 80 columns would cut the first sentence of its help.
+# By name: the function or command group under localllm.cli.commands, and a short summary if the
+# first sentence of its help exceeds a line of 80 columns.
 _COMMANDS = {
     "chat": ("chat:chat", None),
     "recommend": ("recommend:recommend", "Recommend models, with the memory and speed to expect."),
@@ -43,8 +43,8 @@ _COMMANDS = {
 }
 _COMPLETING = "_LOCALLLM_COMPLETE"  # set by the shell's completion
 
-# Commands that end before there is anything worth looking for among what they made; and those that
-# look once they are up, the server and the chat (None: the chat, without its name).
+# Commands that don't enable garbage collection at the start. `recommend` ends before it would pay
+# off. The server and the chat (None: the chat without its name) enable it after starting.
 _LOOKS_LATER = ("recommend", "serve", "chat", None)
 
 
@@ -76,8 +76,7 @@ def _root(
 
 
 def report(error: LocalLLMError) -> int:
-    """Print an error the way every command does (stderr, with its hint) and return its exit
-    code."""
+    """Print an error as all commands do (on stderr, with its hint). Returns its exit code."""
     print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"\nhint: {error.hint}", file=sys.stderr)
@@ -85,9 +84,11 @@ def report(error: LocalLLMError) -> int:
 
 
 def command_line(only: str | None = None) -> typer.Typer:
-    """The root command with all of its commands, for help, completion and mistyped names; with
-    `only` that one where it is one of them, since reading the others and building their parsers
-    takes longer than many a command."""
+    """Build the root command with all of its commands, for help, completion and mistyped names.
+
+    If `only` names a command, just that one is built. Importing the others and building their
+    parsers takes longer than many commands.
+    """
     app = typer.Typer(
         name="localllm",
         help="Run large language models on the machine in front of you, "
@@ -113,8 +114,10 @@ def command_line(only: str | None = None) -> typer.Typer:
 
 
 def run(argv: list[str] | None = None) -> Any:
-    """Entry point of the `localllm` script: no traceback reaches a user, and no control character a
-    terminal."""
+    """Entry point of the `localllm` script.
+
+    Users get no tracebacks, and the terminal gets no control characters.
+    """
     from localllm.plain_output import give_up_stdout, only_plain
 
     code: Any = 0
@@ -126,12 +129,12 @@ def run(argv: list[str] | None = None) -> Any:
                 code = left.code
             sys.stdout.flush()
         except BrokenPipeError:
-            # `localllm … | head` closed our output: that is not an error of ours.
+            # `localllm … | head` closed our output. That is no error.
             sys.stderr.close()
         except OSError as e:
             give_up_stdout()
-            # Of what commands open and look at the system names the file; of its own streams
-            # nothing.
+            # Errors of files that commands open include the file's name. Errors of our own streams
+            # don't.
             error = LocalLLMError(
                 f"{e.filename or 'the output'} can't be used: {e.strerror or e}",
                 hint="look at its permissions, and at the free space of its disk",
@@ -146,7 +149,8 @@ def _run(argv: list[str] | None) -> None:
 
     for said in mistyped():
         print(f"warning: {said}", file=sys.stderr)
-    # what a start makes stays: looking through it took a tenth of the time of `recommend`
+    # Objects made at startup live until the end. Garbage collection over them took a tenth of the
+    # time of `recommend`.
     gc.disable()
     typed = sys.argv[1:] if argv is None else argv
     only = None

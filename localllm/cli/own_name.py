@@ -1,5 +1,7 @@
-"""Whether the name `localllm` means this program here: another distribution installs a package and
-a command of that name."""
+"""Check that the name `localllm` means this program.
+
+Another distribution installs a package and a command of the same name.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,12 @@ NAME = "localllm"
 def name_checks(
     distributions: Iterable[str], command: str | None, prefix: Path
 ) -> list[HealthCheck]:
-    """Who else installed a package `localllm` into this Python (`distributions` that have one), and
-    a warning where the shell starts another program (`command`, None for none) than the one of this
-    Python, whose commands are below `prefix`."""
+    """Check the Python package and the shell command called `localllm`.
+
+    `distributions`: those that installed a package of that name into this Python.
+    `command`: the program that the shell starts (None: no such command).
+    `prefix`: the folder of this Python, which contains its commands.
+    """
     others = sorted(d for d in set(distributions) if d.lower().replace("_", "-") != NAME)
     checks = []
     if others:
@@ -36,8 +41,8 @@ def name_checks(
 
 
 def _starts_here(file: Path, prefix: Path) -> bool:
-    """True for this Python's command, and for a launcher (pipx, uv tool) whose first line names
-    this Python."""
+    """True for this Python's command, or for a launcher (pipx, uv tool) whose first line names this
+    Python."""
     if prefix in file.parents:
         return True
     try:

@@ -1,5 +1,7 @@
-"""The RPC server of `localllm worker` and the address filter in front of it: apart, so that no
-other command waits for asyncio."""
+"""The RPC server of `localllm worker`, with an address filter in front of it.
+
+It is a separate module so that other commands don't import asyncio.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ async def run(
     threads: int,
     note: str,
 ) -> None:
-    """Serve until cancelled: the RPC server in a process of its own, started anew when it ends, and
-    the filter before it; `note` is said once it listens. Raises PortInUseError."""
+    """Serve until cancelled.
+
+    The RPC server runs in its own process and is restarted when it ends. The filter forwards
+    connections to it. `note` is printed once it listens. Raises PortInUseError.
+    """
     from localllm.errors import PortInUseError
 
     with socket.socket() as free:

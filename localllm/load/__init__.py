@@ -1,2 +1,1 @@
-"""What is loaded, and how: one LoadPlan from settings, device, model and overrides, passed on
-whole."""
+"""Decide how a model is loaded: make a LoadPlan from settings, device, model and overrides."""

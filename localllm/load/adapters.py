@@ -1,5 +1,4 @@
-"""LoRA adapters over a model: what the `lora` setting names, checked by headers before anything is
-loaded."""
+"""LoRA adapters from the `lora` setting, checked by their headers before the model is loaded."""
 
 from __future__ import annotations
 
@@ -23,9 +22,11 @@ _HALVES = (".lora_a", ".lora_b")
 
 
 def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraAdapter:
-    """The adapter FILE[:SCALE] for an opened model. Raises UnsupportedError for what is none of
-    it, as far as headers say, and ModelFileError."""
-    # A colon before anything but a number is the file's own.
+    """Return the adapter FILE[:SCALE] for an opened model.
+
+    Raises UnsupportedError if the headers show that the adapter does not fit, and ModelFileError.
+    """
+    # A colon that is not followed by a number is part of the file's name.
     [(file, scale)] = _NAMED.findall(named)
     path = Path(os.path.expanduser(file)).absolute()
     reason = _fault(path, opened, engine)
@@ -42,7 +43,10 @@ def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraA
 
 
 def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Model | None:
-    """`model` with `adapters` among its weights, a share in each layer: every token reads them."""
+    """Add the size of `adapters` to the weights of `model`, evenly over its layers.
+
+    Every token reads the adapters, so they count as active weights.
+    """
     more = sum(adapter.n_bytes for adapter in adapters)
     if model is None or not model.variants or not more:
         return model
@@ -59,11 +63,11 @@ def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Mode
     return replace(model, variants=(variant,))
 
 
-# -- why an adapter can't be used: "" if nothing is known against it ------------------------------
+# -- why an adapter can't be used: "" if no problem is known --------------------------------------
 
 
 def _fault(path: Path, opened: OpenedModel, engine: Declaration) -> str:
-    """Why the adapter at `path` can't be laid over the opened model."""
+    """Return why the adapter at `path` can't be applied to the opened model."""
     name = opened.local.name
     if not engine.adapters:
         return f"{engine.label} takes no adapters"
@@ -81,7 +85,10 @@ def _fault(path: Path, opened: OpenedModel, engine: Declaration) -> str:
 
 
 def _fault_of_folder(folder: Path) -> str:
-    """mlx-lm itself checks that the adapter is this model's, before it reads any weights."""
+    """Check the files of an mlx-lm adapter.
+
+    mlx-lm itself checks that the adapter is for this model, before it reads any weights.
+    """
     config = json_store.read(folder / "adapter_config.json")
     if "peft_type" in config:
         return (
@@ -99,8 +106,7 @@ def _fault_of_folder(folder: Path) -> str:
 
 
 def _fault_of_file(adapter: GgufHeader, base: GgufHeader) -> str:
-    """Check what llama.cpp checks when it loads one (src/llama-adapter.cpp), and what it aborts
-    at."""
+    """Make the same checks as llama.cpp (src/llama-adapter.cpp), including those that abort it."""
     stated = (adapter.text("general.type"), adapter.text("adapter.type"))
     if "control_vector" in stated or adapter.architecture == "controlvector":
         return "it is a control vector, which is not run here"
@@ -137,8 +143,10 @@ def _fault_of_tensors(adapter: GgufHeader, base: GgufHeader) -> str:
 def _fault_of_pair(
     name: str, weight: tuple[int, ...], halves: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Check the two matrices for the weight `name`, whose shape is `weight` (empty: the model has
-    no such weight)."""
+    """Check the two matrices for the weight `name`.
+
+    `weight` is the shape of the weight (empty: the model has no such weight).
+    """
     if not weight:
         return f"it changes {name}, which this model does not have: it is another model's"
     first = halves.get(name + _HALVES[0], ())
@@ -148,7 +156,7 @@ def _fault_of_pair(
     n_in, *n_out = weight
     rank = second[0]
     fitting = [(n_in, rank, *n_out[1:]), (rank, *n_out)]
-    # A row of the table of tokens is looked up, not multiplied with.
+    # Rows of the token embedding table are looked up, not multiplied.
     if name == _TABLE:
         fitting = [(rank, *n_out), (rank, n_in)]
     if [first, second] == fitting:

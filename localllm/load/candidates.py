@@ -1,5 +1,4 @@
-"""What could be loaded: any model on any machine by its name, for `recommend`, `pull` and the
-chat's models screen."""
+"""Find models and machines by name for `recommend`, `pull` and the chat's models screen."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def device_named(name: str | None, memory: float | None, bandwidth: float | None) -> Device:
-    """A machine by its name, or this one, as if it had other memory or bandwidth where they are
-    given. Raises DeviceNotFoundError."""
+    """Return the machine called `name` (None: this one), with another memory or bandwidth if given.
+
+    Raises DeviceNotFoundError.
+    """
     from localllm.device.detect import detect
     from localllm.device.named import resolve
     from localllm.device.overrides import overridden
@@ -33,14 +34,16 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
 def machine_of(
     name: str | None, memory_gb: float | None, catalog: Catalog
 ) -> tuple[Device, Overrides]:
-    """A machine (None: this one), with another memory where one is given, and what is known of
-    speeds on it. Raises DeviceNotFoundError."""
+    """Return a machine (None: this one) and the overrides for plans on it.
+
+    `memory_gb` replaces its memory size if given. Raises DeviceNotFoundError.
+    """
     device = device_named(name, memory_gb, None)
     return device, overrides_for(device, catalog)
 
 
 def overrides_for(device: Device, catalog: Catalog) -> Overrides:
-    """What is known of speeds on `device`, and which engines this installation has."""
+    """Return the speeds measured on `device`, and the engines of this installation."""
     from localllm.load import measurements
     from localllm.planner.starting_settings import Overrides
     from localllm_backends import registry
@@ -51,8 +54,10 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
 
 
 def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
-    """Those of `plans` in the quant asked for ("" = all). Raises ModelNotFoundError where this
-    machine reads only others."""
+    """Filter `plans` by quant ("" = all).
+
+    Raises ModelNotFoundError if this machine's engines read only other quants of the model.
+    """
     from localllm.errors import ModelNotFoundError
     from localllm.library.names import same_quant
 
@@ -67,8 +72,10 @@ def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
 
 
 def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
-    """How a variant is chosen for `ref`: only of a model of the catalog is enough known to plan by
-    before it is fetched."""
+    """Return the function that chooses a variant for `ref`, or None.
+
+    Only models of the catalog can be planned before they are downloaded.
+    """
     from localllm.library.catalog import load_catalog
     from localllm.library.installed_names import catalog_model
 
@@ -79,8 +86,7 @@ def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
 
 
 def best_variant(model: Model) -> Variant:
-    """The variant of `model` that the planner would run here: the best that fits, else the
-    smallest."""
+    """The best variant of `model` that fits this machine, or the smallest if none fits."""
     from localllm.device.detect import detect
     from localllm.errors import DoesNotFitError
     from localllm.planner.recommend import variants_of
@@ -111,8 +117,10 @@ def best_variant(model: Model) -> Variant:
 def installed_names(
     plans: Sequence[Plan], catalog: Catalog, there: list[LocalModel] | None = None
 ) -> dict[tuple[str, str], str]:
-    """Names on this disk of the plans' models that are there, by id and quant. `there`: what was
-    found on it (None: it is looked at)."""
+    """Map (model id, quant) of the plans to the names of installed models.
+
+    `there` lists the installed models (None: search the disk).
+    """
     from localllm.library.installed_names import InstalledNames
     from localllm.model_names import find
 
@@ -128,7 +136,7 @@ def installed_names(
 
 
 def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:
-    """Those of `models` that read images here, in the files whose engine does."""
+    """Keep the models that can read images, with only the variants whose engine supports images."""
     from localllm.planner.projector import reads_images
 
     seeing = (
@@ -138,8 +146,10 @@ def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:
 
 
 def image_facts(model: Model) -> str:
-    """What an image comes to with `model`, and its projector where the catalog lists one; "" for
-    one that reads none."""
+    """Describe image input: tokens per image, and the projector's file if the catalog lists one.
+
+    Returns "" if the model reads no images.
+    """
     if "image" not in model.modality:
         return ""
     facts = "tokens an image: not known before it is loaded"

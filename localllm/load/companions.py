@@ -1,5 +1,8 @@
-"""What is loaded beside a model: what drafts for it (lookups, its own heads, a second model, or a
-drafter trained for it), and the projector that reads images for it."""
+"""Choose the drafter and the image projector that are loaded with a model.
+
+A drafter is n-gram lookup, the model's own draft heads, a second model, or a drafter trained for
+the model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from localllm_backends.contract import BackendFailure, BackendType
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.gguf import GgufHeader
 
-# Keys of headers whose model keeps a window or a state.
+# Header keys of models with a sliding window or a recurrent state.
 _NOT_PLAIN = (
     "attention.sliding_window",
     "ssm.state_size",
@@ -32,9 +35,14 @@ _KINDS = ("eagle3", "dflash", _ASSISTANT)
 
 @dataclass(frozen=True)
 class ChosenDrafter:
-    """The engine's drafting `mode`, the `second` model that drafts, or the `companion`: asked for
-    by name, or (`found`) lying beside the model or in its own file ("mtp"), so that it may be left
-    out."""
+    """The drafter that is loaded with a model.
+
+    `mode`: the engine's drafting mode.
+    `second`: a second model that drafts.
+    `companion`: a trained drafter.
+    `found`: the companion was not requested by name but found next to the model or in its own file
+    ("mtp"), so it may be left out.
+    """
 
     mode: str = "auto"
     second: OpenedModel | None = None
@@ -43,12 +51,14 @@ class ChosenDrafter:
 
 
 def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) -> ChosenDrafter:
-    """What the `draft` setting comes to for an opened model. Raises UnsupportedError for heads that
-    the model does not have and a drafter of another model's, and as `library.resolve` for a second
-    model."""
+    """Resolve the `draft` setting for an opened model.
+
+    Raises UnsupportedError if the model lacks the requested draft heads, or if the drafter was
+    trained for another model. For a second model it raises what `library.resolve` raises.
+    """
     draft = settings.value("draft")
     header = opened.header
-    # The weights of an MLX folder are known once it is loaded.
+    # The weights of an MLX folder are only known after it is loaded.
     if draft == "mtp" and header:
         heads = header.integer(f"{header.architecture}.nextn_predict_layers")
         if not heads:
@@ -74,7 +84,7 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
 
 
 def companion_at(path: Path) -> CompanionDrafter | None:
-    """The trained drafter in this file; None for any other file, and none."""
+    """Return the trained drafter in this file, or None if it is another kind of file or missing."""
     if path.suffix != ".gguf" or not path.is_file():
         return None
     header = readable_header(path)
@@ -95,10 +105,10 @@ def companion_at(path: Path) -> CompanionDrafter | None:
 
 
 def _kv_elements(header: GgufHeader) -> int:
-    """Elements of a trained drafter's KV a token."""
+    """Elements in the KV of a trained drafter, per token."""
     kind = header.architecture
     if kind == _ASSISTANT:
-        return 0  # it reads the model's own
+        return 0  # it reads the model's own KV
     n_heads = header.integer(f"{kind}.attention.head_count")
     n_kv_heads = header.integer(f"{kind}.attention.head_count_kv") or n_heads
     head_dim = header.integer(f"{kind}.attention.key_length")
@@ -109,8 +119,7 @@ def _kv_elements(header: GgufHeader) -> int:
 
 
 def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
-    """Why that drafter can't be this model's, as far as headers say; None where nothing speaks
-    against it."""
+    """Return why this drafter can't belong to the model, or None if the headers show no conflict."""
     header = opened.header
     name = opened.local.name
     if opened.local.is_folder:
@@ -127,8 +136,11 @@ def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
 
 
 def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
-    """The smallest trained drafter beside the model, or fetched for it, that fits, where it takes
-    nothing else away: memory of windows and states is kept in pieces only without."""
+    """Return the smallest fitting drafter that is next to the model or was downloaded for it.
+
+    Models with sliding windows or recurrent states get none: their memory can be stored in parts
+    only without a trained drafter.
+    """
     from localllm.library.pull import drafters_here
 
     header = opened.header
@@ -165,8 +177,10 @@ class ImageProjector:
 
 
 def projector_beside(local: LocalModel, engine: BackendType, settings: Settings) -> ImageProjector:
-    """The projector beside `local`, as far as the `images` setting and the engine let it be used.
-    Raises UnsupportedError where images were asked for and can't be had."""
+    """Return the projector of `local`, subject to the `images` setting and the engine.
+
+    Raises UnsupportedError if images were requested but are not available.
+    """
     wanted = settings.value("images")
     if local.is_folder:
         found = _own_projector(local, engine, settings)
@@ -189,7 +203,7 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings)
 def _own_projector(
     local: LocalModel, engine: BackendType, settings: Settings
 ) -> ImageProjector | None:
-    """That among the model's own files; None where there is none."""
+    """Return the projector in the model's own files, or None."""
     try:
         need_bytes = engine.image_bytes(str(local.path))
     except BackendFailure as e:
@@ -202,7 +216,7 @@ def _own_projector(
 
 
 def _projector_of(local: LocalModel, engine: BackendType) -> ImageProjector | None:
-    """That in a file beside the model; None where there is none."""
+    """Return the projector in a separate file next to the model, or None."""
     if local.mmproj is None:
         return None
     why = engine.reads_images()
@@ -219,8 +233,10 @@ def _projector_of(local: LocalModel, engine: BackendType) -> ImageProjector | No
 def without_projector(
     projector: ImageProjector, settings: Settings, free_bytes: int
 ) -> ImageProjector:
-    """No projector, since only `free_bytes` are left beside the model. Raises DoesNotFitError where
-    images were asked for."""
+    """Return no projector, because only `free_bytes` remain after the model is loaded.
+
+    Raises DoesNotFitError if images were requested.
+    """
     why = (
         f"the image projector needs {projector.need_bytes / 1e9:.1f} GB and "
         f"{max(0, free_bytes) / 1e9:.1f} GB are left"

@@ -1,10 +1,11 @@
-"""What quantised KV costs in precision on a model, measured by `localllm doctor --kv` once per model
-and build, and kept: plans go by it.
+"""Precision loss of quantized KV types, measured and stored once per model and build.
 
-Users of 4-bit caches saw tool arguments break that an 8-bit cache left whole, on some models and
-not on others: whether a type will do can be measured, so it is not guessed. A text like an agent's
-(instructions, calls, code, figures) is read with the type and with f16, and the logits are compared
-row by row.
+`localllm doctor --kv` measures it, and the planner uses it.
+
+Users reported that a 4-bit cache broke tool arguments that an 8-bit cache preserved. Only some
+models were affected, so we measure instead of guessing. The model reads an agent-like text
+(instructions, calls, code, numbers) once with the KV type and once with f16. The logits are
+compared row by row.
 """
 
 from __future__ import annotations
@@ -40,21 +41,24 @@ The total divided every line by ten; I removed that, and the seven tests of the 
 
 
 def file_for(folder: Path, fingerprint: str) -> Path:
-    """Where the figures of the model with that fingerprint are kept."""
+    """Path of the measurements for the model with this fingerprint."""
     return folder / f"{fingerprint.partition('-')[0]}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a file says: the model's name, and the pairs that were measured."""
+    """Contents of a file: the model's name, and the measured pairs of KV types."""
 
     model: str = ""
     found: tuple[KvFidelity, ...] = ()
 
 
 def read(file: Path, meaning: str | None = None) -> Kept:
-    """What is kept in `file`; nothing from a damaged or missing one, or one of another build than
-    `meaning`."""
+    """Read the measurements in `file`.
+
+    Returns an empty Kept if the file is missing or damaged, or if `meaning` is given and names
+    another build.
+    """
     body = json_store.read(file)
     if meaning is not None and body.get("build") != meaning:
         return Kept()
@@ -67,5 +71,5 @@ def read(file: Path, meaning: str | None = None) -> Kept:
 
 
 def keep(file: Path, meaning: str, kept: Kept) -> None:
-    """Write what was measured by the build `meaning`, where the disk takes it."""
+    """Store the measurements of the build `meaning`. Disk errors are ignored."""
     json_store.keep(file, {"build": meaning, **asdict(kept)})

@@ -1,9 +1,9 @@
-"""LoadPlan: all that it takes to load one model, made once from settings, device, model and
-overrides, and passed on whole.
+"""LoadPlan: everything needed to load one model. It is made once and then passed on unchanged.
 
-The walk: `library.resolve` finds the files and `library.catalog` reads them once, `plan_inputs` is
-what the planner is asked with, `planner.plan` makes the Plan, `options` is what a worker and its
-backend are told; they go to a `Supervisor`, and from there to the worker process.
+1. `library.resolve` finds the files, and `library.catalog` reads them once.
+2. `plan_inputs` collects the planner's inputs, and `planner.plan` makes the Plan.
+3. `options` makes the options for the worker process and its backend.
+4. A `Supervisor` passes them to the worker process.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ from localllm.settings import Settings
 from localllm_catalog import kinds
 from localllm_catalog.types import Purpose
 
-# What the buffers of an embedding model take: an assumption that models of up to 2,048 tokens stay
-# below.
+# Estimated buffers of an embedding model: enough for models of up to 2,048 tokens.
 _EMBEDDING_BUFFERS_BYTES = 250_000_000
-# What a load that ran out of memory takes the second time, of what it was to take or of what is
-# there by then.
+# After a load ran out of memory, the second attempt uses this share of the planned memory, or of
+# the memory available by then if that is less.
 _ONCE_MORE_SHARE = 0.9
 
 
@@ -52,11 +51,15 @@ def _nothing_smaller() -> LoadPlan | None:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came
-    from (None: its header says too little to plan by).
-    `embedding`: the options of one that makes vectors, or scores where it `ranks`.
-    `smaller`: the same model with less memory, for a load that ran out of it (None: there is
-    nothing to give up)."""
+    """A model that is ready to be loaded.
+
+    `name`: the name for clients.
+    `options`: the options of the worker, made from `plan`.
+    `plan`: None if the header lacks data for planning.
+    `embedding`: the options of an embedding model, or of a reranker if `ranks`.
+    `smaller`: makes a LoadPlan with less memory after a load ran out of it (None: can't be
+    reduced).
+    """
 
     name: str
     local: LocalModel
@@ -69,7 +72,7 @@ class LoadPlan:
 
     @property
     def needs_bytes(self) -> int:
-        """What it takes while loaded: as planned, or its files' size where there is no plan."""
+        """Bytes the model needs while loaded: as planned, or the size of its files without a plan."""
         if self.plan is not None:
             return self.plan.memory.total_bytes + self.projector.need_bytes
         buffers = 0
@@ -79,12 +82,12 @@ class LoadPlan:
 
     @property
     def fills_in(self) -> bool:
-        """True where the model can complete code between a prefix and a suffix."""
+        """True if the model can complete code between a prefix and a suffix."""
         return self.plan is not None and bool(self.plan.model.fim)
 
 
 def resolved(reference: str | None, settings: Settings) -> LocalModel:
-    """The files of MODEL, or of the one that is set. Raises ModelNotFoundError and
+    """Find the files of MODEL, or of the `model` setting. Raises ModelNotFoundError and
     ModelFileError."""
     return resolve(reference or settings.value("model"))
 
@@ -92,8 +95,10 @@ def resolved(reference: str | None, settings: Settings) -> LocalModel:
 def load_plan_named(
     reference: str | None, settings: Settings, purpose: Purpose = "chat"
 ) -> LoadPlan:
-    """The LoadPlan of MODEL. Raises ModelNotFoundError, ModelFileError, BackendMissingError,
-    DoesNotFitError or UsageError."""
+    """Make the LoadPlan of MODEL.
+
+    Raises ModelNotFoundError, ModelFileError, BackendMissingError, DoesNotFitError or UsageError.
+    """
     return make_load_plan(resolved(reference, settings), settings, purpose)
 
 
@@ -106,12 +111,15 @@ def make_load_plan(
     spare_bytes: int = 0,
     ran_out: Plan | None = None,
 ) -> LoadPlan:
-    """Plan files on this disk on this machine, and make worker options that run exactly that plan.
-    `of` models share the memory for cached prefixes;
-    `spare_bytes`: what others would give back to make room;
-    `ran_out`: a plan that memory was not enough for, this one takes a tenth less. Raises as
-    `load_plan_named`."""
-    # Said now, before anything is planned: no backend runs these files, or its package is missing.
+    """Plan an installed model on this machine, and make the worker options for exactly that plan.
+
+    `of`: the number of models that share the memory for cached prefixes.
+    `spare_bytes`: memory that other models would release to make room.
+    `ran_out`: an earlier plan that ran out of memory; the new plan uses a tenth less.
+
+    Raises the same errors as `load_plan_named`.
+    """
+    # Fail before planning if no backend runs these files, or if its package is missing.
     backend = backends.for_path(str(local.path), settings.value("backend"))
     catalog = load_catalog()
     opened = open_model(local, catalog)
@@ -141,8 +149,11 @@ def make_load_plan(
 
 
 def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> Device:
-    """`device` with memory that others would give back, and with less than a plan took that it was
-    not enough for."""
+    """Return `device` with the memory that other models would release.
+
+    If the plan `ran_out` ran out of memory, the device's memory is limited to less than that plan
+    used.
+    """
     if released_bytes:
         device = with_released_bytes(device, released_bytes)
     if ran_out is not None:
@@ -171,8 +182,7 @@ _UNLIMITED = 1 << 62
 
 
 class _Room:
-    """What of the system's memory is free for a model now (None: not known), and the plan that this
-    leaves room for."""
+    """Free system memory for a model (`free_bytes`, None: unknown), and the plan that fits in it."""
 
     def __init__(
         self,
@@ -194,7 +204,7 @@ class _Room:
         self.free_bytes = free_bytes
 
     def takes(self, plan: Plan | None) -> int:
-        """Bytes of the system's memory: what a card or a carve-out holds is none of it."""
+        """Bytes of system memory that the plan needs, without the memory of a card or carve-out."""
         if self._device.kind == "discrete":
             return 0 if plan is None else plan.memory.host_bytes
         whole = self._local.size_bytes
@@ -203,8 +213,10 @@ class _Room:
         return max(0, whole - self._device.memory.carve_out_bytes)
 
     def planned_bytes(self, plan: Plan | None, projector: ImageProjector) -> int:
-        """Bytes of the system's memory with `projector`; 0 if other machines take a share of them,
-        which is not known here."""
+        """Bytes of system memory, including `projector`.
+
+        Returns 0 if other machines hold part of the model, because their share is not known here.
+        """
         if self._settings.value("workers"):
             return 0
         n_bytes = self.takes(plan)
@@ -213,7 +225,7 @@ class _Room:
         return n_bytes + projector.need_bytes
 
     def planned(self, projector: ImageProjector) -> tuple[Plan | None, ImageProjector]:
-        """The plan, and the projector where the plan leaves room for it."""
+        """Return the plan, and the projector if the plan leaves enough memory for it."""
         plan = self._plan(projector.need_bytes)
         left_bytes = self._left_bytes(plan)
         if projector.file is None or left_bytes >= projector.need_bytes:
@@ -221,13 +233,16 @@ class _Room:
         return self._plan(0), without_projector(projector, self._settings, left_bytes)
 
     def _plan(self, beside_bytes: int) -> Plan | None:
-        """The plan on this machine that the memory guard would let load with so many bytes beside
-        it, as far as its context may shrink: what still is too large is refused when it is loaded,
-        as others may have gone by then.
+        """Return the plan whose context is reduced until the memory guard would accept the load.
 
-        None for a header that can't be planned by, and where it does not fit but other machines
-        take layers of it too: what they have is not planned for, llama.cpp splits the model by what
-        each device has free. Raises DoesNotFitError when even the smallest context can't fit."""
+        `beside_bytes` are needed in addition to the model. A plan that is still too large is
+        rejected at load time, because other models may be unloaded by then.
+
+        Returns None if the header lacks data for planning. Also returns None if the plan does not
+        fit but other machines hold layers too (`--with`). Their memory is unknown here, and
+        llama.cpp splits the model by each device's free memory. Raises DoesNotFitError if even the
+        smallest context does not fit.
+        """
         if self._inputs is None:
             return None
 
@@ -251,8 +266,10 @@ class _Room:
         )
 
     def _left_bytes(self, plan: Plan | None) -> int:
-        """What is left beside the model where its projector would be: of the accelerator's pool,
-        and of what is free."""
+        """Bytes left for the projector after the model is loaded.
+
+        This is the minimum over the accelerator's pool and the free system memory.
+        """
         left = [_UNLIMITED]
         if plan is not None and plan.memory.limit_bytes:
             left.append(plan.memory.limit_bytes - plan.memory.total_bytes)

@@ -1,4 +1,4 @@
-"""Measured speeds of this machine, written by `bench` and read by `recommend`."""
+"""Speeds measured on this machine, written by `bench` and read by `recommend`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ KEEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really
-    allocated.
+    """One benchmark run.
 
-    `depth` and `short_depth`: mean context of the two decode figures (`short_tok_s` 0: an older
-    record without it). The last four: where the model lay, as in the planner's Placement (an older
-    record: wholly on the accelerator).
+    `machine`: the Device's name.
+    `model`: a catalog id.
+    `memory_bytes`: the memory that was actually allocated.
+    `depth`, `short_depth`: mean context of the two decode speeds.
+    `short_tok_s`: 0 in older records, which lack it.
+    The last four fields describe the placement of the model, as in the planner's Placement. Older
+    records lack them: the model was then entirely on the accelerator.
     """
 
     machine: str
@@ -58,15 +61,17 @@ def path() -> Path:
 
 
 def load(file: Path | None = None) -> list[Record]:
-    """Every readable record, oldest first; a damaged or missing file is no record."""
+    """Return all readable records, oldest first. A missing or damaged file counts as empty."""
     entries = json_store.read(file or path()).get("runs", [])
     found = (json_store.record(Record, entry) for entry in entries)
     return [record for record in found if record is not None and record.decode_tok_s > 0]
 
 
 def keep(record: Record, file: Path | None = None) -> None:
-    """Add `record`, replacing an earlier one of the same machine, variant, backend and settings;
-    oldest go first."""
+    """Add `record`, and remove the oldest records above `KEEP`.
+
+    It replaces an earlier record of the same machine, variant, backend and settings.
+    """
     target = file or path()
 
     def same(other: Record) -> bool:
@@ -80,7 +85,7 @@ def keep(record: Record, file: Path | None = None) -> None:
 def for_planner(
     records: list[Record], machine: str, models: Mapping[str, Model]
 ) -> tuple[Measured, ...]:
-    """The records of this machine whose model is known, in the planner's terms."""
+    """Convert the records of this machine whose model is known to the planner's type."""
     found = []
     for r in records:
         if r.machine != machine:
@@ -118,8 +123,10 @@ def for_planner(
 
 
 def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
-    """The record's model: from the catalog (a base model has its tuned sister's shapes), else from
-    its file's header."""
+    """Find the record's model in the catalog, or else read its file's header.
+
+    A base model has the same shapes as its instruction-tuned version.
+    """
     for name in (record.model, f"{record.model}-it", f"{record.model}-instruct"):
         if name in models:
             return models[name]

@@ -1,4 +1,4 @@
-"""What a worker process is told: the backend's LoadSpec from a Plan, and the engine's settings."""
+"""Make the worker's options: the backend's LoadSpec from a Plan, and the engine's settings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from localllm.planner.types import DraftChoice, Plan, RunSettings
 from localllm.settings import Settings
 from localllm_backends.contract import KvType, LoadSpec, LoraAdapter
 
-# A context that nobody planned or chose, where other machines take layers too.
+# Context in tokens if it was neither planned nor chosen and other machines hold layers too.
 _UNPLANNED_CONTEXT = 8192
 
 
 def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
-    """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with
-    the reason, what it can't do); without a plan the backend's defaults."""
+    """Return the plan's settings, overridden by the user's settings.
+
+    The backend rejects unsupported values with a reason. Without a plan, the backend's defaults
+    apply.
+    """
     if plan is not None:
         run = plan.settings
     else:
@@ -41,10 +44,10 @@ def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
 def load_spec(
     path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: int = 0
 ) -> LoadSpec:
-    """What a backend is told to load, from how the model is to be run: the one place that makes one
-    from the other.
-    `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's
-    own."""
+    """Convert RunSettings to the backend's LoadSpec. All conversions happen here.
+
+    `n_mtp_layers`: draft heads in the file. llama.cpp counts them as layers after the model's own.
+    """
     gpu_layers = _with_heads(run.placement.gpu_layers, n_mtp_layers)
     drafter = run.drafter
     return LoadSpec(
@@ -65,7 +68,7 @@ def load_spec(
 
 
 def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
-    """What runs `plan`, or the file at `path` without one, by `settings`."""
+    """Return the LoadSpec for `plan` and `settings`, or for the file at `path` without a plan."""
     heads = 0
     if plan is not None and plan.variant.mtp_bytes:
         heads = plan.model.mtp_layers
@@ -79,14 +82,16 @@ def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
 
 
 def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
-    """`spec` with layers on other machines: all of them on those and this one's accelerators,
-    unless --gpu-layers says how many. A context that nobody planned or chose is no larger than one
-    that is shared."""
+    """Return `spec` with layers on other machines too.
+
+    All layers go to the workers and this machine's accelerators, unless --gpu-layers gives a
+    number. If the context was neither planned nor chosen, it is `_UNPLANNED_CONTEXT`.
+    """
     asked = offload_options(settings)
     gpu_layers = -1
     if asked.gpu_layers is not None:
         gpu_layers = _with_heads(asked.gpu_layers, heads)
-    # A split that was planned is of this machine's GPUs alone.
+    # A planned split covers only this machine's GPUs.
     placement = replace(
         spec.placement,
         gpu_layers=gpu_layers,
@@ -108,8 +113,8 @@ def _with_heads(gpu_layers: int, heads: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """What a model takes of this machine's memory, as planned, and how many models share that for
-    cached prefixes."""
+    """The planned system memory of a model, and how many models share the memory for cached
+    prefixes."""
 
     planned_bytes: int
     models: int = 1
@@ -124,7 +129,10 @@ def worker_options(
     adapters: tuple[LoraAdapter, ...],
     share: MemoryShare,
 ) -> WorkerOptions:
-    """What runs `plan`, or the files alone where there is none, with what is loaded beside them."""
+    """Return the options of a worker that runs `plan`, or the files alone without a plan.
+
+    They include the drafter, the projector and the adapters.
+    """
     spec = replace(spec_of(str(local.path), plan, settings), adapters=adapters)
     if drafter.companion is not None and plan is None:
         spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
@@ -147,7 +155,7 @@ def worker_options(
 def pooled_options(
     local: LocalModel, settings: Settings, planned_bytes: int
 ) -> tuple[WorkerOptions, EmbeddingOptions]:
-    """What runs an embedding model or a reranker, which have no Plan."""
+    """Return the options of an embedding model or a reranker, which have no Plan."""
     path = str(local.path)
     backend = settings.value("backend")
     hang_s = 60.0 * settings.value("hang_min")
@@ -168,7 +176,7 @@ def pooled_options(
 def _engine_settings(
     local: LocalModel, settings: Settings, draft: str, share: MemoryShare
 ) -> dict[str, object]:
-    """Values of engine.EngineSettings that survive JSON."""
+    """Return the values of engine.EngineSettings that can be stored as JSON."""
     disk = {
         "disk_dir": str(paths.prefixes_dir()),
         "disk_bytes": int(settings.value("cache_disk_gb") * 1e9),
@@ -189,8 +197,7 @@ def _engine_settings(
 
 
 def _cache_bytes(settings: Settings) -> int:
-    """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at
-    most 8 GiB."""
+    """Memory for cached prefixes: as chosen, or 1/8 of the available memory, at most 8 GiB."""
     asked = settings.value("cache_ram_gb")
     if asked is not None:
         return int(asked * 1e9)

@@ -1,5 +1,4 @@
-"""What the planner is asked with for files on this disk: their header, this machine, what was
-measured and what was chosen."""
+"""Inputs of the planner for an installed model: header, machine, measurements and settings."""
 
 from __future__ import annotations
 
@@ -25,14 +24,13 @@ from localllm_backends.fingerprints import fingerprint
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.types import Model, Purpose
 
-# Below this a conversation is over before it began; a plan that can't have it does not fit.
+# Minimum context in tokens. A shorter one is useless, so a plan that can't have it does not fit.
 LEAST_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """All that the planner is asked with for files on this disk, read and detected once; then
-    planned for any context."""
+    """Inputs of the planner for an installed model, read once and used to plan any context."""
 
     device: Device
     model: Model
@@ -41,8 +39,11 @@ class PlanInputs:
     context_is_free: bool
 
     def plan(self, holds: Callable[[Plan], bool]) -> Plan:
-        """The plan with the context asked for, or the purpose's. If nobody chose the context, it is
-        halved until the plan fits and `holds`, or is the smallest."""
+        """Plan with the requested context, or the purpose's default.
+
+        If the context was not chosen, it is halved until the plan fits and `holds` returns True, or
+        the minimum is reached.
+        """
         plan = self._plan(self.workload.context)
         if not self.context_is_free:
             return plan
@@ -65,8 +66,7 @@ def plan_inputs(
     purpose: Purpose,
     drafter: ChosenDrafter,
 ) -> PlanInputs | None:
-    """What to plan an opened model with on this machine; None where its header can't be read as a
-    model. `drafter`: what drafts."""
+    """Return the planner's inputs for an opened model, or None if its header is not a model's."""
 
     model = opened.model
     if model is None or not model.variants:
@@ -74,8 +74,8 @@ def plan_inputs(
     device = detect.detect()
     types = kernels.types_to_time(device, model.variants[0])
     if types:
-        # A second, the first time: a model of some size would take longer to lay its weights out
-        # for nothing.
+        # This takes about a second, only the first time. Otherwise a large model would spend longer
+        # on repacking its weights needlessly.
         device = detect.with_matrix_rates(device, measure=True, types=types)
     models = {**catalog.by_id, model.id: model}
     slots = 0
@@ -98,8 +98,7 @@ def plan_inputs(
 
 
 def offload_options(settings: Settings) -> OffloadOptions:
-    """Where the person insists on having layers and experts. Raises UsageError for what is no
-    number."""
+    """Parse the requested placement of layers and experts. Raises UsageError for invalid numbers."""
 
     def number(name: str) -> int | None:
         text = str(settings.value(name)).lower()
@@ -116,7 +115,7 @@ def offload_options(settings: Settings) -> OffloadOptions:
 
 
 def _split(text: str) -> tuple[float, ...] | None:
-    """Each GPU's share of the layers; None if nothing is said. Raises UsageError."""
+    """Parse each GPU's share of the layers; None if not given. Raises UsageError."""
     fault = UsageError(f"split is each GPU's share, such as 3,1, not {text!r}", param="split")
     try:
         shares = tuple(float(part) for part in text.split(",") if part.strip())
@@ -130,8 +129,11 @@ def _split(text: str) -> tuple[float, ...] | None:
 
 
 def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
-    """What is insisted on for this machine. Where others take layers too (`--with`), shares and
-    counts of layers are of all of their devices, which the plan of this one knows nothing of."""
+    """Return the requested placement for this machine's plan.
+
+    If other machines hold layers too (`--with`), shares and layer counts apply to all of their
+    devices. This machine's planner does not know those devices, so the values are removed here.
+    """
 
     asked = offload_options(settings)
     workers = settings.value("workers")
@@ -152,7 +154,7 @@ def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
 
 
 def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
-    """`asked`, unless `device` has no place for it: then UsageError."""
+    """Return `asked`, or raise UsageError if `device` lacks the GPUs for it."""
 
     name = ""
     if (asked.gpu_layers or 0) > 0:
@@ -175,7 +177,7 @@ def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
 
 
 def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
-    """What KV types were measured to cost on these very files."""
+    """Return the measured precision loss of KV types for exactly these files."""
     folder = paths.kv_evidence_dir()
     if local.path.suffix != ".gguf" or not folder.is_dir():
         return ()

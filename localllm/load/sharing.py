@@ -1,5 +1,4 @@
-"""Models that share this machine: what memory there is for them, and contexts with which all of
-them fit at once."""
+"""Plan models that share this machine: the memory for them, and contexts that fit together."""
 
 from __future__ import annotations
 
@@ -14,19 +13,23 @@ from localllm.memory.verdict import Part, has_room, verdict
 from localllm.settings import Settings
 from localllm_catalog.types import Purpose
 
-# Models that share a machine give up context for each other down to this many tokens, and then take
-# turns.
+# Models that share a machine reduce their contexts to no less than this many tokens. If that is not
+# enough, they take turns.
 LEAST_SHARED_CONTEXT = 4096
 
 
 def load_plans_together(
     references: Sequence[str | None], settings: Settings, own: Sequence[Settings] | None = None
 ) -> list[LoadPlan]:
-    """Plan models that share this machine, the first one for coding, a further one that can fill in
-    for autocomplete. Contexts nobody chose are halved, the largest first, until all fit at once
-    what the machine has and what is free of it now; where that is not enough each keeps what it
-    would have alone, and they take turns. `own`: each one's settings, where they differ. Raises as
-    `load_plan_named` does."""
+    """Plan models that share this machine.
+
+    The first model is planned for coding. Further models that support fill-in-the-middle are
+    planned for autocomplete. Contexts that were not chosen are halved, the largest first, until all
+    models fit in the machine's memory and in what is free now. If that is not enough, each model
+    keeps the plan it would have alone, and the models take turns.
+
+    `own`: the settings of each model, if they differ. Raises the same errors as `load_plan_named`.
+    """
 
     each = own or [settings] * len(references)
     models = [resolved(r, s) for r, s in zip(references, each, strict=True)]
@@ -52,8 +55,10 @@ def _with_shorter_contexts(
     settings: Sequence[Settings],
     planned: Callable[[int, Settings, Purpose], LoadPlan],
 ) -> list[LoadPlan]:
-    """`plans` with contexts nobody chose halved, the largest first, until all fit; as they were
-    where that is not enough."""
+    """Halve contexts that were not chosen, the largest first, until all plans fit.
+
+    Returns `plans` unchanged if that is not enough.
+    """
     _, available = memory_for_models()
     free = [
         i
@@ -82,8 +87,10 @@ def _with_shorter_contexts(
 
 
 def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
-    """`loads` with those that one card holds moved, in turn, to the fastest card of `device` that
-    still has room: each was planned as if it were alone, so all of them for the same."""
+    """Move models that fit on one card to the fastest card of `device` that has room.
+
+    Each model was planned as if it were alone, so all were planned for the same card.
+    """
     rates = {card.number: card.bandwidth_gbps.value for card in device.cards}
     left = {card.number: card.memory.limit_bytes for card in device.cards}
     placed = []
@@ -111,7 +118,7 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
 
 
 def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
-    """True where every model has one card, and every card holds its models."""
+    """True if every model has one card, and each card has enough memory for its models."""
     held: dict[int, int] = {}
     for load in loads:
         if load.plan is None or len(load.plan.settings.placement.cards) != 1:
@@ -124,9 +131,10 @@ def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
 
 
 def memory_for_models() -> tuple[int, Callable[[], int]]:
-    """(bytes models may take together on this machine, a function that says how many of them are
-    available now: of a pool that the system lives in too, what the memory guard will let them
-    have)."""
+    """Return the memory for all models in bytes, and a function for the part available now.
+
+    If the pool is shared with the system, the function returns what the memory guard would allow.
+    """
 
     device = detect.detect()
 

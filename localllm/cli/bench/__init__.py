@@ -1,1 +1,1 @@
-"""What `localllm bench` measures."""
+"""The measurements of `localllm bench`."""

@@ -1,5 +1,5 @@
-"""`localllm bench --against`: servers compared under the same load, ours among them where a model
-is named."""
+"""`localllm bench --against`: compare servers under the same load, including ours if a model is
+named."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ def compare(
     scenarios: str | None,
     rounds: int,
 ) -> against.ScenarioResult:
-    """Measure the servers at `urls`, with a command for each that starts it again, or none, and
-    before them `localllm serve` on `model` if one is named. `scenarios`: a list with commas, None
-    for the usual ones. Raises UsageError, and BackendError where one does not answer."""
+    """Measure the servers at `urls`, preceded by `localllm serve` on `model` if one is named.
+
+    `restarts`: a command per server that restarts it, or empty.
+    `scenarios`: a list separated by commas; None for the default scenarios.
+
+    Raises UsageError, or BackendError if a server does not answer.
+    """
     if restarts and len(restarts) != len(urls):
         raise UsageError(
             f"{len(restarts)} --restart-cmd for {len(urls)} --against",
@@ -61,8 +65,7 @@ def compare(
 
 @contextmanager
 def own_server(model: str, key: str) -> Iterator[BenchTarget]:
-    """`localllm serve MODEL` in a process of its own, with a cache of its own, for as long as the
-    block runs."""
+    """Run `localllm serve MODEL` in a process with its own cache inside the `with` block."""
     port = free_port()
     command = [sys.executable, "-m", "localllm", "serve", model, "--quiet"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -90,12 +93,15 @@ def own_server(model: str, key: str) -> Iterator[BenchTarget]:
 
 
 def _exit(number: int, _frame: object) -> None:
-    """End by way of the `finally` blocks, so that the server ends too."""
+    """Exit through the `finally` blocks, so that the server is stopped too."""
     sys.exit(128 + number)
 
 
 def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
-    """Until it answers; raises BackendError once it has ended, its own words being on stderr."""
+    """Wait until the server answers.
+
+    Raises BackendError if its process ends first; its error is then on stderr.
+    """
     end_s = time.monotonic() + _STARTED_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
@@ -111,7 +117,7 @@ def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End it as a person would; it writes what it knows."""
+    """Stop the server with SIGTERM, so that it can save its data. Kill it if that takes too long."""
     process.terminate()
     try:
         process.wait(_STOPPED_S)

@@ -1,5 +1,8 @@
-"""What `localllm bench` measures of one model: decode, prefill and memory, beside what was
-predicted; the planner learns from it."""
+"""`localllm bench`: measure decode, prefill and memory of one model, and compare with the
+prediction.
+
+The planner uses the results.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ if TYPE_CHECKING:
     from localllm.load.load_plan import LoadPlan
 
 ROUNDS = 3
-# Other programs only ever slow a round down: while the fastest is alone, further rounds are run,
-# within this much.
+# Other programs can only slow a round down. If only the fastest round is fast, further rounds are
+# run, within these limits.
 _MOST_ROUNDS = 8
 _MOST_SECONDS = 30.0
 _ALONE = 1.05
 DECODE_TOKENS = 64
 PROMPT_TOKENS = 512
-# A second answer with next to nothing before it: what it is faster by is attention's, the rest the
-# weights' and layers'.
+# A second answer after a very short prompt. The difference in speed is the cost of attention; the
+# rest is the cost of weights and layers.
 SHORT_PROMPT_TOKENS = 16
-# Batteries and GPUs say what they give a few times in a second.
+# Batteries and GPUs update their power readings a few times per second.
 _POWER_S = 3.0
 
 
 async def measure(load: LoadPlan) -> dict[str, Any]:
-    """Speed and memory of the model, in a worker of its own."""
+    """Measure the speed and memory of the model in its own worker."""
     from localllm.engine.worker.supervisor import Supervisor
 
     supervisor = Supervisor(load.options)
@@ -58,16 +61,16 @@ async def measure(load: LoadPlan) -> dict[str, Any]:
 
 
 def second_fastest(rates: Sequence[float]) -> float:
-    """Of three rounds the median; of more, what the machine does when left alone, without the one
-    lucky round."""
+    """Return the median of three rounds. Of more rounds, return the second fastest, to skip a lucky
+    one."""
     return sorted(rates)[-2:][0]
 
 
 async def _rounds(
     engine: WorkerClient, n_prompt: int
 ) -> tuple[list[float], list[float], list[float]]:
-    """Decode after a few tokens, decode and prefill of `n_prompt` tokens, in tokens/s, round by
-    round."""
+    """Return speeds in tokens/s, one per round: decode after a short prompt, decode and prefill
+    after `n_prompt` tokens."""
     short: list[float] = []
     decoded: list[float] = []
     prefilled: list[float] = []
@@ -78,7 +81,7 @@ async def _rounds(
         )
         if i >= ROUNDS and (not disagree or time.monotonic() - started > _MOST_SECONDS):
             break
-        # In turn, so that a busy minute falls on both.
+        # Alternate, so that interference from other programs affects both.
         rate, _ = await _round(engine, 2 * i + 1, SHORT_PROMPT_TOKENS)
         short.append(rate)
         rate, prefill = await _round(engine, 2 * i + 2, n_prompt)
@@ -88,8 +91,8 @@ async def _rounds(
 
 
 async def _power(engine: WorkerClient) -> dict[str, Any] | None:
-    """Watts and joules per decoded token, for as long as meters need; None where nothing on this
-    machine says."""
+    """Measure watts and joules per decoded token over `_POWER_S`. None if this machine has no
+    meter."""
     from localllm.device.probes.power import PowerMeter, counters
 
     if not counters():
@@ -107,8 +110,10 @@ async def _power(engine: WorkerClient) -> dict[str, Any] | None:
 
 
 async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]:
-    """(decode, prefill) in tokens/s of one greedy request of `n` prompt tokens no cache has seen,
-    without drafts. Raises the LocalLLMError that it ended in."""
+    """Return (decode, prefill) speeds in tokens/s of one greedy request without drafts.
+
+    The prompt of `n` tokens is in no cache. Raises the LocalLLMError of a failed request.
+    """
     from localllm.engine.messages import Failure, Generation, Request, Sampling
     from localllm.errors import by_code
 
@@ -126,12 +131,14 @@ async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]
 
 
 def _ignore(_event: object) -> None:
-    """The text of a measured answer is not used."""
+    """Ignore the text of a measured answer."""
 
 
 def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
-    """Predicted figures and likely causes of a shortfall; the run becomes a record the planner
-    reads."""
+    """Return the predicted speeds and the likely causes of a shortfall.
+
+    The run is stored as a record for the planner.
+    """
     from localllm.device.detect import detect
     from localllm.library.catalog import load_catalog
     from localllm.load import measurements
@@ -189,13 +196,13 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         placement=ran.placement,
         n_batch=ran.n_batch,
     )
-    # What other models taught about this machine counts; this model's own runs would only be
+    # Measurements of other models on this machine count. Earlier runs of this model would only be
     # compared with themselves.
     known = [o for o in measurements.load() if o.model != record.model]
     others = measurements.for_planner(known, device.name, load_catalog().by_id)
     result = compare(device, run, others)
     try:
-        # What an adapter costs besides its bytes is not the model's own.
+        # An adapter's compute cost does not belong to the model's own speed.
         if not plan.variant.adapter_bytes:
             measurements.keep(record)
     except OSError as e:

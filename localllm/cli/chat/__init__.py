@@ -1,2 +1,1 @@
-"""What `localllm chat` is made of, beside its screen: who answers, its configuration, its
-models."""
+"""Parts of `localllm chat` apart from its screen: engines, configuration, models."""

@@ -1,5 +1,4 @@
-"""How a chat is begun: who answers, with what is kept and offered beside it; one answer on stdout, or
-a conversation in one of three faces."""
+"""Start a chat: one answer on stdout, or a conversation in one of three interfaces."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from localllm_tui.control.terminal import TerminalQuestion, is_light, one_line
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was typed, read: `attached` are (name, text)."""
+    """The parsed command line. `attached` contains (name, text) pairs."""
 
     wanted: engines.Wanted
     attached: list[tuple[str, str]]
@@ -35,7 +34,8 @@ class Asked:
 
 
 def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
-    """One answer on stdout, kept where it is a turn of the conversation that is continued."""
+    """Print one answer on stdout. If a conversation is continued, the answer is saved as its next
+    turn."""
     from localllm_tui.line_chat import ask_once
 
     if not asked.continues:
@@ -57,14 +57,16 @@ def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
     session.ask(question, asked.attached)
     answer = PendingAnswer(session)
     ask_once(client, engine.model, answer.messages, answer)
-    answer.save()  # what the disk refused before
+    answer.save()  # retry if an earlier save failed
 
 
 def converse(
     stack: ExitStack, asked: Asked, background: TerminalQuestion | None, *, inline: bool
 ) -> None:
-    """A conversation on the full screen, whose terminal was asked for its `background`; without that
-    `inline`, or line by line."""
+    """Start a conversation on the full screen if the terminal was queried for its `background`.
+
+    Otherwise it runs `inline` or line by line.
+    """
     history = stack.enter_context(History())
     last = None
     notice = ""
@@ -103,12 +105,13 @@ def _last(history: History) -> ConversationSummary | None:
 def _opened(
     stack: ExitStack, asked: Asked, last: ConversationSummary | None, *, at_once: bool = False
 ) -> tuple[ChatClient, ChatEngine]:
-    """Who answers, and the client that asks. With `at_once` a screen shows how far it is loaded."""
+    """Return the client and the engine that answers. With `at_once`, a screen shows the loading
+    progress."""
     sampling = dict(asked.sampling)
     if asked.wanted.settings.value("compaction") == "auto":
         sampling["truncation"] = "auto"
     if not at_once:
-        gc.enable()  # the screen does so once it is drawn
+        gc.enable()  # the screen enables it after it is drawn
     model = None if last is None else last.model
     engine = engines.engine_for(stack, asked.wanted, model, at_once=at_once)
     return ChatClient(engine.base_url, engine.api_key, sampling, engine=engine), engine
@@ -117,7 +120,7 @@ def _opened(
 def _on_screen(
     stack: ExitStack, opening: ChatOptions, engine: ChatEngine, background: TerminalQuestion
 ) -> Session:
-    """The full screen, with what it may call, which ends with `stack`: engines, plans and tools."""
+    """Run the full screen. Its engines, plans and tools end with `stack`."""
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.app import ChatApp

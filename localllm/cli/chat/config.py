@@ -1,4 +1,4 @@
-"""What config.toml says of the chat itself: its keys, and the programs that offer it tools.
+"""The chat's own tables in config.toml: key bindings, and MCP servers that offer tools.
 
 [chat_keys]
 "chat.stop" = "ctrl+k"
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def take_keys() -> None:
-    """Have the chat's keys as config.toml has them. Raises UsageError."""
+    """Apply the key bindings of config.toml. Raises UsageError."""
     from localllm_tui.control import keys
     from localllm_tui.control.commands import ALL_KEYS
 
@@ -33,7 +33,7 @@ def take_keys() -> None:
 
 
 def tool_hosts() -> tuple[McpHost, ...]:
-    """The programs of [mcp.NAME]; none is started. Raises UsageError."""
+    """Return the MCP servers of [mcp.NAME] without starting them. Raises UsageError."""
     tables = named_tables("mcp", "program")
     if not tables:
         return ()

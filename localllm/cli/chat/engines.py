@@ -1,5 +1,4 @@
-"""Who answers a chat: a server that is named, one that runs on this machine, or an engine of the
-chat's own."""
+"""Choose the engine of a chat: a named server, a running server on this machine, or its own engine."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 if TYPE_CHECKING:
     import httpx
 
-# What runs on this machine answers within milliseconds; what is elsewhere may be asleep.
+# A server on this machine answers within milliseconds. A remote machine may have to wake up.
 _HERE_S = 1.0
 _ELSEWHERE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The engine that the command line names. `own`: an engine of the chat's own."""
+    """The engine that the command line requests. `own`: the chat starts its own engine."""
 
     model: str | None = None
     settings: Settings = field(default_factory=Settings)
@@ -37,7 +36,7 @@ class Wanted:
     own: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UsageError where it contradicts itself."""
+        """Raise UsageError if options contradict each other."""
         if self.url is not None and self.own:
             raise UsageError("--url and --own exclude each other", hint="leave one of them out")
         if self.url is not None and self.loading_flags:
@@ -48,14 +47,16 @@ class Wanted:
 
     @property
     def loading_flags(self) -> list[str]:
-        """The flags that say how the model is loaded. A running server has decided that."""
+        """The given flags that decide how a model is loaded. They can't apply to a running server."""
         return [row.flag for row in self.settings.given(LOADING)]
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A server that answers (one kind of the chat's ChatEngine), and the name of the model there.
-    `unix_socket`: the path it listens on, "" for a port."""
+    """A running server and the name of a model there. Implements the chat's ChatEngine.
+
+    `unix_socket`: the path it listens on, or "" for a port.
+    """
 
     base_url: str
     model: str
@@ -64,23 +65,24 @@ class Attached:
 
     @property
     def where(self) -> str:
-        """Its address, as people say it."""
+        """Its address in short form, for display."""
         return self.unix_socket or self.base_url.partition("://")[2].removesuffix("/v1")
 
     def start(self) -> None:
-        """It runs."""
+        """Do nothing: the server is running."""
 
     def progress(self) -> EngineProgress:
-        """It has loaded what it has, and says itself what it loads when it is asked."""
+        """Report that loading is complete. The server itself loads other models on request."""
         return EngineProgress()
 
 
 def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: bool) -> ChatEngine:
-    """Who answers, for as long as `stack` is open. `last`: the model of the conversation that is
-    gone on with. An engine of the chat's own is loaded here, unless `at_once`: then it is to be
-    started by whoever shows how far it is.
+    """Return the engine that answers while `stack` is open. Raises LocalLLMError for known
+    problems.
 
-    Raises LocalLLMError for what is known to go wrong."""
+    `last` is the model of the continued conversation. If the chat needs its own engine, it is
+    loaded here. With `at_once` it is not: the screen that shows its progress then has to start it.
+    """
     model = wanted.model or last
     if wanted.url is not None:
         try:
@@ -99,13 +101,13 @@ def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: b
 
 
 def _own(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> ChatEngine:
-    """`at_hand`: the best model at hand goes on where there is no such model here."""
+    """Make the chat's own engine. With `at_hand`, the best installed model replaces a missing one."""
     from localllm.cli.chat.own_server import OwnEngine, loaded
 
     try:
         engine = OwnEngine(wanted.model, wanted.settings)
     except ModelNotFoundError:
-        # It was removed since the conversation, or was a path.
+        # It was deleted after the conversation, or was a path.
         if wanted.model is None or not at_hand:
             raise
         engine = OwnEngine(None, wanted.settings)
@@ -116,7 +118,7 @@ def _own(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> C
 
 
 def _installed(model: str | None) -> str | None:
-    """What `model` is called on this disk."""
+    """Return the name of `model` on this disk."""
     from localllm.library.resolve import resolve
 
     if not model:
@@ -128,14 +130,14 @@ def _installed(model: str | None) -> str | None:
 
 
 def only_the_starter(model: str) -> bool:
-    """Whether `model` is the bundled starter, and nothing else is installed."""
+    """True if `model` is the bundled starter and no other model is installed."""
     from localllm.library import starter, store
 
     return model == starter.NAME and all(local.origin == "starter" for local in store.scan())
 
 
 def at(url: str, model: str | None, api_key: str | None) -> Attached:
-    """The server at `url`. Raises ServerUnreachableError, UsageError or ModelNotFoundError."""
+    """Return the server at `url`. Raises ServerUnreachableError, UsageError or ModelNotFoundError."""
     base_url, key = address_and_key(url, api_key)
     listed = listed_models(base_url, key)
     names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
@@ -150,8 +152,11 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
 
 
 def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
-    """`url` as clients are told it, ending in /v1, and the key for it: `api_key` or the variable's,
-    else that of this user's own server where it is one, which is shown to no other."""
+    """Return `url` in the form for clients, ending in /v1, and the API key for it.
+
+    The key is `api_key`, or else LOCALLLM_API_KEY. If `url` is this user's own server, its stored
+    key is used. That key is sent to no other server.
+    """
 
     from localllm.server.http.settings import is_loopback
 
@@ -169,9 +174,11 @@ def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
 def here(
     model: str | None, api_key: str | None, installed: Callable[[], str | None] = lambda: None
 ) -> Attached | None:
-    """A server of this user on this machine that has `model` or may load it; None where there is
-    none. Without a name, one that has some model in memory. `installed` finds out what `model` is
-    called on this disk."""
+    """Return a server of this user on this machine that has `model` or can load it, or None.
+
+    If `model` is None, a server that has any model in memory is returned. `installed` returns the
+    name of `model` on this disk.
+    """
 
     for server in running():
         try:
@@ -202,7 +209,7 @@ def _key_of(server: Running, api_key: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _ModelServer:
-    """Where a server is asked about its models."""
+    """A server that can be queried about its models."""
 
     base_url: str
     key: str | None
@@ -210,7 +217,7 @@ class _ModelServer:
     timeout_s: float = _ELSEWHERE_S
 
     def get(self, path: str) -> httpx.Response:
-        """The answer to a GET request. Raises ServerUnreachableError."""
+        """Send a GET request. Raises ServerUnreachableError."""
         import httpx
 
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -228,7 +235,7 @@ class _ModelServer:
             ) from e
 
     def named(self, name: str) -> list[str]:
-        """The id of the model that the server runs for this name, which its list may not show."""
+        """Return the id of the model that the server uses for this name, even if it is not listed."""
         try:
             reply = self.get(f"models/{quote(name, safe='')}")
             return [str(reply.json()["id"])] if reply.status_code == 200 else []
@@ -239,7 +246,7 @@ class _ModelServer:
 def listed_models(
     base_url: str, key: str | None, unix_socket: str = "", timeout_s: float = _ELSEWHERE_S
 ) -> list[dict[str, Any]]:
-    """The server's list of models. Raises ServerUnreachableError or UsageError."""
+    """Return the server's list of models. Raises ServerUnreachableError or UsageError."""
     import httpx
 
     reply = _ModelServer(base_url, key, unix_socket, timeout_s).get("models")
@@ -263,8 +270,7 @@ def listed_models(
 
 
 def _named(server: _ModelServer, listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    """The id of the server's model that `name` names: by the server's list, or as the server
-    itself finds it."""
+    """Return the id of the server's model called `name`: from its list, or resolved by the server."""
     table: NameTable[str] = NameTable()
     for entry in listed:
         table.add(str(entry["id"]), str(entry["id"]))
@@ -275,7 +281,7 @@ def _named(server: _ModelServer, listed: Sequence[Mapping[str, Any]], name: str)
 
 
 def _in_memory(listed: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first model that makes text and is loaded, or is being loaded."""
+    """Return the first text model that is loaded, or else one that is being loaded."""
     states = {str(e["id"]): (e.get("status") or {}).get("value") for e in listed if _makes_text(e)}
     return next(
         (name for state in ("loaded", "loading") for name, s in states.items() if s == state), None

@@ -1,5 +1,7 @@
-"""What the chat's screen of models asks (localllm_tui.control.interfaces.ModelService), answered by
-planner, device and library."""
+"""Answer requests of the chat's models screen with the planner, device and library.
+
+Implements localllm_tui.control.interfaces.ModelService.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ _DOING = {
 
 
 class LocalModelService:
-    """Implements ModelService. `offline`: nothing is fetched."""
+    """Implements ModelService. `offline`: no downloads."""
 
     def __init__(self, *, offline: bool = False) -> None:
         self._offline = offline
@@ -91,7 +93,7 @@ class LocalModelService:
         )
 
     def check(self, request: PlanRequest) -> None:
-        """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""
+        """Raise DeviceNotFoundError or UsageError if the machine can't be planned for."""
         self._device(request)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
@@ -140,7 +142,7 @@ class LocalModelService:
         model = pull(ref, on_progress=hear, choose=choose, offline=self._offline, mmproj=True)
         return model.name
 
-    # -- what is looked up once --------------------------------------------------------------------
+    # -- loaded once ------------------------------------------------------------------------------
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -151,7 +153,9 @@ class LocalModelService:
         if key in self._devices:
             return self._devices[key]
         found = candidates.machine_of(key[0] or None, request.memory_gb or None, self.catalog)
-        if not found[0].bandwidth_gbps.busy:  # a speed of a busy moment is measured again
+        if not found[
+            0
+        ].bandwidth_gbps.busy:  # a speed measured while the machine is busy is measured again
             self._devices[key] = found
         return found
 

@@ -1,5 +1,4 @@
-"""The engine of a chat's own: a server in the background for as long as it runs, which offers what
-is installed here."""
+"""The chat's own engine: a server in a background thread that offers the installed models."""
 
 from __future__ import annotations
 
@@ -30,8 +29,11 @@ _STOP_S = 10.0
 
 
 class OwnEngine:
-    """Implements localllm_tui.control.interfaces.ChatEngine, on a free loopback port. Made
-    at once: the model is known by name then. Raises ModelNotFoundError, ModelFileError or UsageError."""
+    """Implements localllm_tui.control.interfaces.ChatEngine on a free loopback port.
+
+    The constructor is fast, and the model's name is known after it. Raises ModelNotFoundError,
+    ModelFileError or UsageError.
+    """
 
     where = unix_socket = ""
     api_key: str | None = None
@@ -55,7 +57,7 @@ class OwnEngine:
         self._down = False
 
     def start(self) -> None:
-        """Begin to serve and to load, in a thread; once is enough."""
+        """Start serving and loading in a thread. Further calls have no effect."""
         if self._thread is None:
             self._loop = asyncio.new_event_loop()
             self._serving = self._loop.create_task(self._serve())
@@ -73,11 +75,11 @@ class OwnEngine:
         return EngineProgress()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until loading has ended, well or not; False where it has not by then."""
+        """Wait until loading succeeds or fails. Returns False on timeout."""
         return self._tried.wait(timeout_s)
 
     def stop(self) -> None:
-        """End the server, from any thread; waits for its end."""
+        """Stop the server and wait for its end. May be called from any thread."""
         if self._thread is None:
             self._sock.close()
             return
@@ -85,7 +87,7 @@ class OwnEngine:
             self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(timeout=_STOP_S)
 
-    # -- its thread --------------------------------------------------------------------------------
+    # -- the server's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -115,7 +117,7 @@ class OwnEngine:
             host="127.0.0.1", port=0, api_key=None, keeps_awake=self._settings.value("keep_awake")
         ).secured()
         router = await asyncio.to_thread(self._router)
-        # The chat has what it says from the list of models.
+        # The chat shows the notice from the list of models, so it needs no report.
         pace = asyncio.create_task(DecodeSpeedWatch(router, lambda _: None).run())
         serving = asyncio.create_task(asyncio.to_thread(application, router, secured))
         try:
@@ -133,8 +135,10 @@ class OwnEngine:
             await router.close()
 
     def _router(self) -> ModelRouter:
-        """The model and what else is installed; without it where it can't be planned, as `progress`
-        says then."""
+        """Return a router with the model and the other installed models.
+
+        If the model can't be planned, the router lacks it, and `progress` returns the error.
+        """
         from localllm.cli.serve.model_router import router_for
         from localllm.cli.serve.served_models import ServedModels
         from localllm.load.load_plan import make_load_plan
@@ -159,8 +163,10 @@ class OwnEngine:
 
 @contextmanager
 def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
-    """`engine`, loaded, for as long as the block runs; says so on stderr when it takes over a
-    second. Raises what loading ended in."""
+    """Keep `engine` loaded inside the `with` block. Raises the error of a failed load.
+
+    If loading takes over a second, a message on stderr shows it.
+    """
     try:
         engine.start()
         _wait(engine)
@@ -173,7 +179,7 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
 
 
 def _wait(engine: OwnEngine) -> None:
-    """Until loading has ended; on a terminal with a line that says how far it is."""
+    """Wait until loading has ended. On a terminal, a line shows the progress."""
     line = TerminalLine(sys.stderr)
     said = f"loading {engine.model} …"
     if engine.wait(_PATIENCE_S):
@@ -188,11 +194,13 @@ def _wait(engine: OwnEngine) -> None:
 
 
 def _reach(own: socket.socket) -> None:
-    """Raises LocalLLMError where this machine can't call itself: a namespace or container whose
-    loopback is down."""
+    """Raise LocalLLMError if this machine can't connect to itself.
+
+    That happens in a namespace or container whose loopback interface is down.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
-            route.connect(own.getsockname())  # a route is chosen, nothing is sent
+            route.connect(own.getsockname())  # this only selects a route and sends no packet
         except OSError as e:
             own.close()
             raise LocalLLMError(

@@ -1,5 +1,7 @@
-"""Plans for the chat's screens, made in a process beside it: planning takes the interpreter for
-seconds, and no key waits for it."""
+"""Make plans for the chat's screens in a child process.
+
+Planning occupies the interpreter for seconds. In a child process it does not delay key presses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from localllm_tui.control.interfaces import (
 
 
 class PlanningProcess(LocalModelService):
-    """What plans runs in a child, from the first call to `close` or this process's end."""
+    """Runs planning in a child process, from the first call until `close` or the end of this
+    process."""
 
     def __init__(self, *, offline: bool = False) -> None:
         super().__init__(offline=offline)
@@ -43,7 +46,7 @@ class PlanningProcess(LocalModelService):
         return str(self._asked("fit", model))
 
     def close(self) -> None:
-        """End the child; a call starts another one."""
+        """End the child. The next call starts a new one."""
         child = self._child
         self._child = None
         if child is not None:
@@ -56,8 +59,10 @@ class PlanningProcess(LocalModelService):
     def _asked(
         self, what: str, *given: object, on_part: Callable[[PlanChoice], object] = unheard
     ) -> Any:
-        """What LocalModelService says in the child; `on_part` gets what comes before. Raises
-        LocalLLMError."""
+        """Return the result of LocalModelService in the child. Raises LocalLLMError.
+
+        `on_part` receives partial results.
+        """
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self.close()
@@ -89,7 +94,7 @@ class PlanningProcess(LocalModelService):
 
 
 def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer until nothing more is asked: (what is said, an error, whether that was all of it)."""
+    """Answer requests until the input ends, with tuples of (result, error, whether it is the last)."""
     service = LocalModelService()
 
     def send(answer: Any, error: LocalLLMError | None = None, ended: bool = True) -> None:
@@ -113,7 +118,7 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    # Whatever is printed must not come between the answers.
+    # Redirect prints to stderr, so that they don't mix with the answers.
     with os.fdopen(os.dup(1), "wb") as own:
         os.dup2(2, 1)
         serve(sys.stdin.buffer, own)

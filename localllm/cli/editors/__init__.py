@@ -1,1 +1,1 @@
-"""What each editor and agent needs to use this server, and the calls that it makes."""
+"""Set up editors and agents to use this server, and check the calls that they make."""

@@ -1,8 +1,7 @@
-"""`connect --check`: the calls a program makes, made to the running server, in the dialect that
-program speaks.
+"""`connect --check`: make a program's API calls to the running server in the program's own dialect.
 
-With tools that is a whole loop: a tool is offered, the model must call it, the result goes back, an
-answer comes.
+For tools, the check runs a full loop: it offers a tool, forces a call, returns the result, and
+expects an answer.
 """
 
 from __future__ import annotations
@@ -40,15 +39,14 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class ClientCheck:
-    """One line of the report: `run` makes the calls, and raises BackendError, or
-    httpx.HTTPError."""
+    """One line of the report. `run` makes the calls and raises BackendError or httpx.HTTPError."""
 
     what: str
     run: Callable[[httpx.Client], None]
 
 
 def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
-    """Make the calls and print a line for each; returns how many failed."""
+    """Make the calls and print a line for each. Returns the number of failures."""
     failures = 0
     headers = {}
     if target.api_key:
@@ -63,7 +61,7 @@ def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
 
 
 def _passes(check: ClientCheck, client: httpx.Client) -> bool:
-    """Make the check's calls and print its line; whether they succeeded."""
+    """Make the check's calls and print its line. Returns True if they succeeded."""
     started = time.monotonic()
     error = ""
     try:
@@ -79,7 +77,7 @@ def _passes(check: ClientCheck, client: httpx.Client) -> bool:
 
 
 def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
-    """What a program that makes calls of this kind depends on."""
+    """Return the checks for a program that makes calls of this kind."""
     if probe == "chat":
         return _chat_checks(model)
     if probe == "responses":
@@ -149,14 +147,14 @@ def _call(
 
 
 def _taken(reply: httpx.Response) -> httpx.Response:
-    """`reply`, unless it is a refusal."""
+    """Return `reply`. Raises BackendError if it is an HTTP error."""
     if not reply.is_success:
         raise BackendError(f"{reply.status_code}: {reply.text[:200]}")
     return reply
 
 
 def _posted(client: httpx.Client, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The JSON objects of a streamed answer: its events' data, or a line each."""
+    """Return the JSON objects of a streamed answer, from event data or from JSON lines."""
     text = _taken(client.post(path, json=body)).text
     lines = [line.removeprefix("data:").strip() for line in text.split("\n")]
     return [json.loads(line) for line in lines if line.startswith("{")]
@@ -227,7 +225,7 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
 
 def _ollama_loop(client: httpx.Client, model: str) -> None:
     ask = {"model": model, "tools": [{"type": "function", "function": _NOTE}]}
-    # No word of Ollama's own forces a call: this one is our addition.
+    # Ollama's API has no field that forces a call. This one is our addition.
     forced = {
         **ask,
         "messages": _ASK,
@@ -254,7 +252,7 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
 
 
 def _check_call(name: str, arguments: str) -> None:
-    """Raises BackendError for what is no call of our tool."""
+    """Raise BackendError if this is not a call of our tool."""
     if not name:
         raise BackendError("the forced tool call did not come")
     if name != _NOTE["name"]:

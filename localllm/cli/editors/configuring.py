@@ -1,5 +1,4 @@
-"""Connecting a program to a server: what the server serves, what is done by hand, and the files
-written for it."""
+"""Connect a program to a server: read the server's models, print manual steps, write config files."""
 
 from __future__ import annotations
 
@@ -16,9 +15,14 @@ from localllm.errors import BackendError, NotFoundError, UsageError
 
 
 def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTarget:
-    """Ask the server at `base_url` (…/v1) what it serves. Raises ServerUnreachableError, UsageError
-    for its key, BackendError for names that no terminal or file should be given, or NotFoundError
-    for a model it does not serve."""
+    """Ask the server at `base_url` (…/v1) for its models.
+
+    Raises
+    * ServerUnreachableError,
+    * UsageError if the key is missing or wrong,
+    * BackendError if a model's name has control characters,
+    * NotFoundError if the server does not serve `model`.
+    """
     served = {str(entry["id"]): entry for entry in listed_models(base_url, api_key)}
     for name in served:
         if not name.isprintable():
@@ -33,7 +37,7 @@ def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTa
     if model is None or model not in served:
         raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {model!r}")
     physics = served[model].get("physics") or {}
-    # Autocomplete goes to a model that is served with the chat's, if one of them can fill in.
+    # Autocomplete uses a served model that can fill in, even if the chat model can't.
     fills = _with_capability(served, "insert")
     others = [name for name in fills if name != model]
     return ClientTarget(
@@ -48,7 +52,7 @@ def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTa
 
 
 def _with_capability(served: dict[str, dict[str, Any]], capability: str) -> list[str]:
-    """The names of the served models that have a capability, in the server's order."""
+    """Return the names of the served models with a capability, in the server's order."""
     names = []
     for name, entry in served.items():
         if capability in (entry.get("capabilities") or ()):
@@ -57,7 +61,7 @@ def _with_capability(served: dict[str, dict[str, Any]], capability: str) -> list
 
 
 def print_steps(recipe: ClientRecipe, shell: Shell, *, write: bool) -> None:
-    """Print what is to be done by hand in `shell`, and with `write` write the files."""
+    """Print the manual steps for `shell`. With `write`, also write the files."""
     warn(recipe)
     for file in recipe.files:
         if write:
@@ -78,19 +82,18 @@ def print_steps(recipe: ClientRecipe, shell: Shell, *, write: bool) -> None:
 
 
 def warn(recipe: ClientRecipe) -> None:
-    """Print why the program can't work as the server runs now, where that is so."""
+    """Print a warning if the program can't work with the server's current settings."""
     if recipe.warning:
         print(f"warning: {recipe.warning}", file=sys.stderr)
 
 
 def write_file(file: ConfigFile) -> str:
-    """Write one configuration, keeping what is there and a backup of it; returns a sentence about
-    it.
+    """Write one configuration file and return a message about it.
 
-    Raises UsageError where the file can't be changed without losing something: JSON with comments,
-    or a file of another format that already exists with other content.
+    Existing settings are kept, and the old file is backed up. Raises UsageError if the change would
+    lose content: JSON with comments, or an existing file of another format with different content.
     """
-    path = file.path.resolve()  # through a link, with the backup beside what it leads to
+    path = file.path.resolve()  # follow links, so that the backup is next to the target
     old = None
     if path.exists():
         old = path.read_text(encoding="utf-8")
@@ -140,7 +143,7 @@ def _merged(file: ConfigFile, old: str | None) -> Any:
 
 
 def deep_merge(old: Any, new: Any) -> Any:
-    """`new` put into `old`: objects are joined key by key, everything else is replaced."""
+    """Merge `new` into `old`: objects are merged key by key, other values are replaced."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     merged = dict(old)

@@ -1,4 +1,4 @@
-"""What connecting a program takes: recipes.toml, filled in for one server."""
+"""Recipes for connecting programs: recipes.toml, filled in for one server."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from urllib.parse import urlsplit
 from localllm.errors import NotFoundError
 
 Probe = Literal["models", "chat", "tools", "responses", "anthropic", "ollama", "fim"]
-# Whose words are printed: sh stands for all that read quotes as POSIX says, and fish.
+# The shell for printed commands. sh covers all shells with POSIX quoting, and fish.
 Shell = Literal["sh", "powershell"]
 
-# Claude Code takes a smaller window for a mistake.
+# Claude Code treats a smaller window as an error.
 _LEAST_COMPACT_WINDOW = 100_000
 _PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json|:word)?\}")
-# PowerShell takes typographic ones for the same (about_Quoting_Rules).
+# PowerShell treats typographic quotes as single quotes (about_Quoting_Rules).
 _POWERSHELL_QUOTE = re.compile("(['\u2018\u2019\u201a\u201b])")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTarget:
-    """The server to connect to: `url` without a path, one model of it, its context in tokens, the
-    key if any; which of its models complete code and make embeddings, where it serves such; and the
-    longest context that its machine has room for (0: not known).
-    `shell`: where commands are typed that connect to it."""
+    """The server to connect to.
+
+    `url`: without a path.
+    `model`, `n_ctx`: one of its models, and its context in tokens.
+    `autocomplete`, `embedding`: models that complete code and make embeddings, if any.
+    `max_context`: the longest context for which its machine has memory (0: unknown).
+    `shell`: the shell for the printed commands.
+    """
 
     url: str
     model: str
@@ -46,19 +50,18 @@ class ClientTarget:
 
     @property
     def key(self) -> str:
-        """The key, or the word clients get that insist on one."""
+        """The key, or a placeholder for clients that require one."""
         return self.api_key or "local"
 
     @property
     def answer_tokens(self) -> int:
-        """Room for an answer in clients that want input and output apart."""
+        """Tokens reserved for the answer, for clients that limit input and output separately."""
         return max(256, min(8192, self.n_ctx // 4))
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file to write. `merge` is put into the JSON there, `text` is the whole of a file of our
-    own."""
+    """A file to write. `merge` is merged into existing JSON; `text` is a complete file of our own."""
 
     path: Path
     merge: Any = None
@@ -83,9 +86,12 @@ class ProcessSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClientRecipe:
-    """How to connect one program. `checked`: the version that a whole tool loop was run with, on
-    this very configuration ("" = the recipe is from its documentation alone). `warning`: why it
-    can't work as the server runs now."""
+    """How to connect one program.
+
+    `checked`: the version that completed a full tool loop with this configuration ("": the recipe
+    is based only on documentation).
+    `warning`: the reason if the program can't work with the server's current settings.
+    """
 
     name: str
     files: tuple[ConfigFile, ...] = ()
@@ -98,7 +104,8 @@ class ClientRecipe:
 
 
 def values(target: ClientTarget) -> dict[str, Any]:
-    """What recipes may name; None: there is none, and what names it is left out."""
+    """Return the values for placeholders in recipes. Text with a placeholder that is None is left
+    out."""
     compact_window = None
     if target.n_ctx >= _LEAST_COMPACT_WINDOW:
         compact_window = target.n_ctx
@@ -138,19 +145,20 @@ def values(target: ClientTarget) -> dict[str, Any]:
 
 
 def quoted(text: str, shell: Shell) -> str:
-    """`text` as one word of `shell`."""
+    """Quote `text` as one word of `shell`."""
     if shell == "powershell":
         doubled = _POWERSHELL_QUOTE.sub(r"\1\1", text)
         return f"'{doubled}'"
     if not text:
         return "''"
-    # Outside quotes sh and fish read a backslash alike; within, fish lets it escape.
+    # Outside quotes, sh and fish treat a backslash alike. Inside quotes, fish treats it as an
+    # escape.
     parts = [part and shlex.quote(part) for part in text.split("\\")]
     return r"\\".join(parts)
 
 
 def assignment(name: str, value: str, shell: Shell) -> str:
-    """The line that gives `shell` and its programs a variable."""
+    """Return the command that sets an environment variable in `shell`."""
     word = quoted(value, shell)
     if shell == "powershell":
         return f"$env:{name} = {word}"
@@ -158,7 +166,7 @@ def assignment(name: str, value: str, shell: Shell) -> str:
 
 
 def _filled(text: str, known: Mapping[str, Any]) -> str | None:
-    """`text` with its values; None where it is to be left out."""
+    """Fill in the placeholders of `text`. Returns None if the text is to be left out."""
     for sign, name, _ in _PLACE.findall(text):
         if (known[name] is None) != (sign == "!"):
             return None
@@ -228,7 +236,7 @@ def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> Clien
 
 
 def _room_warning(entry: Mapping[str, Any], target: ClientTarget) -> str:
-    """What to do where the program's own prompt, before any question, is longer than the context."""
+    """Return a warning if the program's own prompt is longer than the context."""
     prompt = int(entry.get("own_prompt_tokens", 0))
     if not prompt or target.n_ctx >= prompt + target.answer_tokens:
         return ""
@@ -250,8 +258,10 @@ def _variables(entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
 
 
 def recipe_named(name: str) -> Callable[[ClientTarget, Path], ClientRecipe]:
-    """The recipe of that name, or of the program's own. Raises NotFoundError, with the nearest
-    one."""
+    """Return the recipe called `name`, or the one for the program of that name.
+
+    Raises NotFoundError with the closest match.
+    """
     found = RECIPES.get(name.lower()) or _BY_PROGRAM.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)

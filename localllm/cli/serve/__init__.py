@@ -1,1 +1,1 @@
-"""What `localllm serve` is made of, beside the models."""
+"""Parts of `localllm serve` apart from the models."""

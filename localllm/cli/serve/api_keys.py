@@ -1,12 +1,13 @@
-"""Keys of the server: the one it makes up for addresses that other machines reach, kept so that
-clients stay set up, and those of config.toml.
+"""Keys of the server: the generated key, and those of config.toml.
 
-[keys.anna]                    # a key by a name: its hash, a variable or a file
-sha256 = "…"
-tokens_per_minute = 60000
-share_cache = "team"           # keys that say the same use each other's prefixes
-admin = true                   # may load, unload, fetch and remove models, and see what everybody
-                               used
+A server that other machines can reach generates a key. The key is stored, so that clients keep
+working.
+
+    [keys.anna]                    # a named key: its hash, a variable or a file
+    sha256 = "…"
+    tokens_per_minute = 60000
+    share_cache = "team"           # keys with the same value use each other's prefixes
+    admin = true                   # may load, unload, fetch and remove models, and see all usage
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def key_path() -> Path:
 
 
 def existing_key() -> str | None:
-    """The kept key where there is one that can be read; none is made up."""
+    """Return the stored key, or None if it is missing or unreadable. Does not generate one."""
     try:
         return _read(key_path())
     except OSError:
@@ -45,8 +46,7 @@ def existing_key() -> str | None:
 
 
 def kept_key(*, new: bool = False) -> str:
-    """The kept key; one made up now where there is none that can be used, or for `new`. Raises
-    LocalLLMError."""
+    """Return the stored key. Generates one if none is usable, or if `new`. Raises LocalLLMError."""
     path = key_path()
     try:
         key = None if new else _read(path)
@@ -76,8 +76,10 @@ def _read(path: Path) -> str | None:
 
 
 def load_keys() -> tuple[NamedKey, ...]:
-    """The named keys of config.toml. Raises UsageError that says which table is wrong, and how;
-    never with the key."""
+    """Return the named keys of config.toml.
+
+    Raises UsageError that names the invalid table and the problem, but never the key.
+    """
     keys = tuple(_key(name, table) for name, table in named_tables("keys", "key").items())
     for key in keys:
         other = next(k for k in keys if k.digest == key.digest)

@@ -1,4 +1,4 @@
-"""config.toml's tables beside its settings: every refusal names the table, and what was meant."""
+"""Read tables of config.toml. Each error names the table, and suggests a correction."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from localllm.settings import config_path, read_config
 
 
 def named_tables(name: str, each: str) -> Mapping[str, dict[str, Any]]:
-    """The tables [`name`.NAME], one per `each`. Raises UsageError for anything else under that
-    name."""
+    """Return the tables [`name`.NAME], one per `each`.
+
+    Raises UsageError if there are other values under that name.
+    """
     tables = read_config().get(name, {})
     if not isinstance(tables, dict) or not all(
         isinstance(table, dict) for table in tables.values()
@@ -23,9 +25,11 @@ def named_tables(name: str, each: str) -> Mapping[str, dict[str, Any]]:
 
 
 def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, Any]:
-    """The values of all `known` keys, each given as pydantic's fields are: (kind, default). Raises
-    UsageError for another key, and for a value of another kind; never with the value, which may be
-    a secret."""
+    """Return the values of all `known` keys. Each is given as for pydantic: (type, default).
+
+    Raises UsageError for an unknown key or a value of another type. The error never contains the
+    value, because it may be a secret.
+    """
     from pydantic import ConfigDict, ValidationError, create_model
 
     from localllm.server.dialects.known import problem_of
@@ -48,7 +52,7 @@ def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, 
 
 
 def variable(name: str, where: str) -> str:
-    """The key that the environment variable `name` holds. Raises UsageError where it is not set."""
+    """Return the key from the environment variable `name`. Raises UsageError if it is not set."""
     value = os.environ.get(name, "").strip()
     if not value:
         raise UsageError(

@@ -1,5 +1,4 @@
-"""Whether a model is slower than at its last start here: an update must slow nobody without a
-word."""
+"""Detect whether a model is slower than at its last start here, for instance after an update."""
 
 from __future__ import annotations
 
@@ -16,24 +15,26 @@ from localllm import json_store, paths
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelWorker
 
-# So much more time a step takes where speed has fallen by a fifth.
+# The factor of the time per step if the speed falls by a fifth.
 SLOWER = 1.25
 _MOST_MODELS = 64
-# Depths within an eighth of an octave, at first within this many tokens, are compared with each
-# other.
+# Depths within an eighth of an octave are compared with each other. Below `_FROM_TOKENS`, the bins
+# have a width of `_NEAR_TOKENS`.
 _NEAR_TOKENS = 128
 _FROM_TOKENS = 1024
 _PER_OCTAVE = 8
 INTERVAL_S = 5.0
-# Spans that a comparison needs (localllm/engine/metrics.py keeps eight).
+# Number of time spans needed for a comparison (localllm/engine/metrics.py keeps eight).
 _SPANS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class UsualSpeed:
-    """What a model's next start is compared with: `steps` are seconds of a plain decode step by
-    depth (as `depth_bin` groups them); `slower`: the last start was slower, and these are of those
-    before."""
+    """The reference for a model's next start.
+
+    `steps`: seconds per decode step without drafts, by depth (grouped by `depth_bin`).
+    `slower`: the last start was slower, so `steps` are from earlier starts.
+    """
 
     steps: dict[str, float]
     slower: bool = False
@@ -44,7 +45,7 @@ def path() -> Path:
 
 
 def depth_bin(depth: int) -> str:
-    """Which depths are as good as the same."""
+    """Return the bin of a depth: depths in one bin are compared with each other."""
     if depth < _FROM_TOKENS:
         return str(depth // _NEAR_TOKENS * _NEAR_TOKENS)
     octaves = math.log2(depth / _FROM_TOKENS)
@@ -53,8 +54,10 @@ def depth_bin(depth: int) -> str:
 
 
 def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Seconds of a step by depth, from what a worker collected: the lower median of each depth,
-    since whatever else happened only ever slowed it down."""
+    """Return the seconds per step by depth, from the spans of a worker.
+
+    It takes the lower median of each depth, because interference can only slow a step down.
+    """
     found: dict[str, list[float]] = {}
     for depth, step_s in spans:
         found.setdefault(depth_bin(int(depth)), []).append(step_s)
@@ -62,8 +65,10 @@ def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -> str:
-    """A sentence on a model that is slower by a fifth or more, by the median over the depths that
-    both know; else ""."""
+    """Return a warning if a model is slower by a fifth or more, else "".
+
+    The comparison is the median over the depths that both starts have.
+    """
     ratios = {depth: steps[depth] / usual[depth] for depth in steps.keys() & usual.keys()}
     if not ratios:
         return ""
@@ -77,8 +82,7 @@ def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -
 
 
 def load() -> dict[str, UsualSpeed]:
-    """Every model's usual speed, by the key it was kept under; a damaged or missing file is
-    none."""
+    """Return the usual speed of every model by its key. A missing or damaged file counts as empty."""
     found = {}
     for key, entry in json_store.read(path()).items():
         speed = json_store.record(UsualSpeed, entry)
@@ -90,9 +94,11 @@ def load() -> dict[str, UsualSpeed]:
 
 
 def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
-    """The notice of a start with these `steps`; they are what the next one is compared with, unless
-    they are slower for the first time: then the next start is compared with the same as this
-    one."""
+    """Compare a start with the previous one. Returns the warning, or "".
+
+    The new `steps` become the reference. But the first time they are slower, the old reference is
+    kept for the next start.
+    """
     speeds = load()
     usual = speeds.pop(key, UsualSpeed({}))
     text = notice(model, steps, usual.steps)
@@ -106,8 +112,10 @@ def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
 
 
 class DecodeSpeedWatch:
-    """Compares each start of a model of `router` with the last one, once it has answered a little;
-    `report` hears of those that are slower."""
+    """Compares each start of a model of `router` with the previous start, after a few decode steps.
+
+    `report` is called with the warning for a slower start.
+    """
 
     def __init__(self, router: ModelRouter, report: Callable[[str], None]) -> None:
         self._router = router
@@ -117,17 +125,17 @@ class DecodeSpeedWatch:
 
     @property
     def compared(self) -> bool:
-        """Whether any model's start has been compared, and is loaded still."""
+        """True if the start of a model was compared and the model is still loaded."""
         return bool(self._compared)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check at intervals until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             await self.check()
 
     async def check(self) -> None:
-        """Compare the starts that can be compared now, each once."""
+        """Compare the starts that have enough data. Each start is compared once."""
         for worker in self._router.workers():
             if not worker.loaded:
                 self._compared.pop(worker.name, None)
@@ -135,7 +143,7 @@ class DecodeSpeedWatch:
             client = getattr(worker.host, "client", None)
             if client is None or self._compared.get(worker.name) is client:
                 continue
-            # A model that was not used since is left to sleep.
+            # Don't wake a model that was not used since the last check.
             if self._used_s.get(worker.name) == worker.last_used_s:
                 continue
             self._used_s[worker.name] = worker.last_used_s
@@ -149,8 +157,7 @@ class DecodeSpeedWatch:
 
 
 def _key(worker: ModelWorker) -> str:
-    """What must be the same for two starts to be compared: the weights, the KV types, and where the
-    model lies."""
+    """Return a key for starts that can be compared: same weights, KV types and placement."""
     info = worker.info
     assert info is not None
     spec = getattr(getattr(worker.host, "options", None), "spec", None)
