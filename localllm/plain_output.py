@@ -70,9 +70,7 @@ def raw_write(stream: TextIO) -> Callable[[str], Any]:
 
 
 class TerminalLine:
-    """A terminal line that each `show` replaces ("" clears it). Prints nothing if the output is no
-    terminal.
-    """
+    """A line on a terminal that each `show` replaces ("" clears it). Other outputs get no text."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

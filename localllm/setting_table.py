@@ -19,7 +19,7 @@ class Setting:
     """One setting.
 
     `kind`: the type its text is parsed to. A number is finite and 0 or more.
-    `default`: its value if none was chosen; None means automatic.
+    `default`: its value if the user chose no other; None means automatic.
     `choices`: the allowed values (empty: any of its kind).
     `many`: the value is a tuple of texts, given as a list or as one text with commas.
     `percent`: a number from 1 to 100, with or without a percent sign.

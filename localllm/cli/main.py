@@ -157,7 +157,7 @@ def _run(argv: list[str] | None) -> None:
     if typed:
         only = typed[0]
     elif _COMPLETING not in os.environ:
-        only = "chat"  # the command that runs if none is typed
+        only = "chat"  # the default command
     try:
         command_line(only)(args=argv)
     except LocalLLMError as e:

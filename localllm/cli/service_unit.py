@@ -1,5 +1,7 @@
-"""What `localllm service` puts together: the server's command, its addresses, its manager; and
-waiting until it answers."""
+"""Parts of `localllm service`: the server's command, its addresses, its manager.
+
+Also waits until the server answers.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ from localllm.settings import Settings
 
 Manager: TypeAlias = Systemd | Launchd | WindowsTasks
 
-# Where things lie: a server that looked elsewhere than the terminal does would have other models
-# and settings.
+# Locations. With other values than in the terminal, the server would find other models and
+# settings.
 CARRIED = (
     "LOCALLLM_CONFIG_DIR", "LOCALLLM_DATA_DIR", "LOCALLLM_CACHE_DIR", "LOCALLLM_LOG_DIR", "HF_HOME",
     "HF_HUB_CACHE",
@@ -39,13 +41,15 @@ CARRIED = (
 )  # fmt: skip
 _MANAGERS = {"linux": "systemd", "darwin": "launchd", "win32": "task-scheduler"}
 _LONGEST_START_S = 60.0
-# Less than the unit gives to ending (service/systemd.py: TimeoutStopSec).
+# Less than the stop timeout of the unit (service/systemd.py: TimeoutStopSec).
 _LONGEST_WRITE_S = 25.0
 
 
 def listen_streams(settings: Settings) -> tuple[str, ...]:
-    """Where a server with `settings` listens, as systemd writes it; none where the system's
-    resolver has a say, or any port would do."""
+    """Return the listening addresses of a server in systemd's format.
+
+    Returns an empty tuple if the host must be resolved or if any port will do.
+    """
     unix = settings.value("unix_socket")
     host = settings.value("host")
     port = settings.value("port")
@@ -64,7 +68,7 @@ def listen_streams(settings: Settings) -> tuple[str, ...]:
 def service_of(
     models: Sequence[str], settings: Settings, manager: str, memory_gb: float | None = None
 ) -> Service:
-    """The service that serves `models` by `settings`, as `manager` has to be told."""
+    """Return the service that serves `models` with `settings`, as input for `manager`."""
     environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
     if memory_gb is not None and manager != "systemd":
         raise UsageError(
@@ -94,7 +98,7 @@ def service_of(
 
 
 def _as_absolute_path(model: str) -> str:
-    """`model`, as an absolute path if it is a path that exists."""
+    """Return `model` as an absolute path if it is an existing path."""
     path = Path(model).expanduser()
     if path.exists():
         return str(path.resolve())
@@ -102,14 +106,14 @@ def _as_absolute_path(model: str) -> str:
 
 
 def settings_of_this_terminal() -> list[str]:
-    """Variables of this environment that are settings: a manager starts the server without them."""
+    """Return environment variables that are settings. A manager starts the server without them."""
 
     return [setting.env for setting in TABLE if setting.env in os.environ]
 
 
 def manager_named(name: str | None) -> Manager:
-    """The service manager of that name, or this system's. Raises UsageError where there is none we
-    know."""
+    """Return the service manager of that name, or this system's. Raises UsageError for unknown
+    ones."""
     name = name or _MANAGERS.get(sys.platform)
     if name not in _MANAGERS.values():
         known = ", ".join(_MANAGERS.values())
@@ -126,8 +130,11 @@ def manager_named(name: str | None) -> Manager:
 
 
 def wait_until_it_listens(asked_s: float) -> str:
-    """Where the server listens that a manager was `asked_s` (seconds since 1970) to start, once it
-    tells. Raises ServiceError after a minute."""
+    """Wait until the server listens, and return its address.
+
+    `asked_s`: the time at which the manager was told to start it, in seconds since 1970. Raises
+    ServiceError after a minute.
+    """
     until_s = time.monotonic() + _LONGEST_START_S
     while time.monotonic() < until_s:
         for server in running():
@@ -140,7 +147,7 @@ def wait_until_it_listens(asked_s: float) -> str:
 
 
 def state_lines(state: State, address: str | None) -> list[str]:
-    """How it stands, for people; `address` is where it answers, as far as that is known."""
+    """Describe the service's state for display. `address`: the server's address, if known."""
     if not state.installed:
         return ["not installed: `localllm service install` starts the server now and at each login"]
     how = "running" if state.running else "not running"
@@ -166,7 +173,7 @@ def state_lines(state: State, address: str | None) -> list[str]:
 
 
 def show_log(command: Sequence[str]) -> None:
-    """Run what shows the server's log. Raises ServiceError."""
+    """Run the command that shows the server's log. Raises ServiceError."""
     try:
         code = subprocess.run(command, check=False).returncode
     except FileNotFoundError as e:
@@ -180,25 +187,27 @@ def show_log(command: Sequence[str]) -> None:
 
 
 def write_to(log: str) -> None:
-    """From now on stdout and stderr of this process are the file `log`; one of over 10 MB is kept
-    as `.1` first."""
+    """Redirect stdout and stderr of this process to the file `log`.
+
+    A file of over 10 MB is renamed to `.1` first.
+    """
     path = Path(log)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > 10_000_000:
         path.replace(path.with_name(path.name + ".1"))
     stream = path.open("a", buffering=1, encoding="utf-8", errors="replace")
-    # Children inherit the descriptors, where the process has any (pythonw.exe has none).
+    # Children inherit the file descriptors, if the process has any (pythonw.exe lacks them).
     for number in (1, 2):
         os.dup2(stream.fileno(), number)
     sys.stdout = sys.stderr = cast("TextIO", PlainOutput(stream))
 
 
 def wait_for_workers(longest_s: float = _LONGEST_WRITE_S) -> int:
-    """Wait until no worker of this run of the unit is left; after `longest_s` end those that are,
-    and return their number.
+    """Wait until all workers of this run of the unit have ended. After `longest_s`, kill the rest.
 
-    They are known by systemd's name of the run, which all of its processes have in their
-    environment."""
+    Returns the number of killed workers. Their environment has the same systemd invocation ID as
+    this process.
+    """
     run = os.environ.get("INVOCATION_ID")
     if not run:
         return 0
@@ -221,7 +230,7 @@ def _log() -> Path:
 
 
 def _without_window(python: str) -> str:
-    """pythonw.exe beside python.exe, where there is one: it opens no console."""
+    """Return pythonw.exe in the folder of python.exe, if it exists: it opens no console."""
     windowless = Path(python).with_name("pythonw.exe")
     if windowless.exists():
         return str(windowless)

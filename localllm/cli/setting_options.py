@@ -1,4 +1,4 @@
-"""Command-line options made from the rows of the table of settings (localllm/setting_table.py)."""
+"""Command-line options made from the rows of the settings table (localllm/setting_table.py)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def with_flags() -> tuple[str, ...]:
 
 
 def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a command options for these settings.
+    """Decorator that gives a command the options of these settings.
 
-    The command has a keyword-only parameter `settings: Settings`. typer sees the options in its
-    place. A caller in Python gives values by the names of the settings, and may leave them out."""
+    The command has a keyword-only parameter `settings: Settings`. typer sees the options instead. A
+    Python caller may pass values by the names of the settings.
+    """
     rows = [setting(name) for name in names]
 
     def decorate(command: Callable[..., T]) -> Callable[..., T]:
@@ -41,7 +42,7 @@ def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def _signature(command: Callable[..., Any], rows: list[Setting]) -> inspect.Signature:
-    """The signature of `command` with a parameter for each row in the place of `settings`."""
+    """Return the signature of `command`, with `settings` replaced by a parameter for each row."""
     signature = inspect.signature(command, eval_str=True)
     parameters = []
     for name, parameter in signature.parameters.items():
@@ -53,7 +54,7 @@ def _signature(command: Callable[..., Any], rows: list[Setting]) -> inspect.Sign
 
 
 def _parameter(row: Setting) -> inspect.Parameter:
-    """The parameter that typer makes the row's option from; None if the option is not given."""
+    """Return the parameter from which typer makes the row's option. Its default is None."""
     flag = row.flag
     if row.default is True:
         flag += f"/--no-{flag.removeprefix('--')}"
@@ -78,7 +79,7 @@ def _metavar(row: Setting) -> str | None:
 
 
 def _help(row: Setting) -> str:
-    """The help of the row as a sentence, with its default or that it may be repeated."""
+    """Return the row's help as a sentence, with its default or that it is repeatable."""
     text = row.help[0].upper() + row.help[1:]
     if row.many:
         return f"{text} (repeatable)."

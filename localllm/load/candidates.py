@@ -86,7 +86,7 @@ def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
 
 
 def best_variant(model: Model) -> Variant:
-    """The best variant of `model` that fits this machine, or the smallest if none fits."""
+    """The best variant of `model` that fits this machine, else the smallest."""
     from localllm.device.detect import detect
     from localllm.errors import DoesNotFitError
     from localllm.planner.recommend import variants_of

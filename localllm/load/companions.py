@@ -136,10 +136,11 @@ def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
 
 
 def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
-    """Return the smallest fitting drafter that is next to the model or was downloaded for it.
+    """Return the smallest trained drafter that fits and is next to the model or was downloaded for
+    it.
 
-    Models with sliding windows or recurrent states get none: their memory can be stored in parts
-    only without a trained drafter.
+    Models with sliding windows or recurrent states get no trained drafter, because their memory can
+    only be stored in parts without one.
     """
     from localllm.library.pull import drafters_here
 
@@ -168,8 +169,12 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
 
 @dataclass(frozen=True)
 class ImageProjector:
-    """The projector's file to load (None: none), what it takes in bytes, and why there is none ("":
-    the model has none)."""
+    """The image projector of a model.
+
+    `file`: the file to load (None: no projector).
+    `need_bytes`: the memory it needs.
+    `why_not`: the reason if no projector is used ("" if the model has none).
+    """
 
     file: Path | None = None
     need_bytes: int = 0

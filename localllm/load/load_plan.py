@@ -40,8 +40,8 @@ from localllm_catalog.types import Purpose
 
 # Estimated buffers of an embedding model: enough for models of up to 2,048 tokens.
 _EMBEDDING_BUFFERS_BYTES = 250_000_000
-# After a load ran out of memory, the second attempt uses this share of the planned memory, or of
-# the memory available by then if that is less.
+# The second attempt after a load ran out of memory uses this share of the planned memory. If less
+# memory is available by then, it uses this share of the available memory.
 _ONCE_MORE_SHARE = 0.9
 
 

@@ -69,7 +69,7 @@ class Attached:
         return self.unix_socket or self.base_url.partition("://")[2].removesuffix("/v1")
 
     def start(self) -> None:
-        """Do nothing: the server is running."""
+        """No action: the server is running."""
 
     def progress(self) -> EngineProgress:
         """Report that loading is complete. The server itself loads other models on request."""

@@ -153,9 +153,7 @@ class LocalModelService:
         if key in self._devices:
             return self._devices[key]
         found = candidates.machine_of(key[0] or None, request.memory_gb or None, self.catalog)
-        if not found[
-            0
-        ].bandwidth_gbps.busy:  # a speed measured while the machine is busy is measured again
+        if not found[0].bandwidth_gbps.busy:  # a busy machine is measured again
             self._devices[key] = found
         return found
 

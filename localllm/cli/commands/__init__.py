@@ -1,1 +1,1 @@
-"""One thin file per command: its options, and what it prints."""
+"""One short file per command: its options and its output."""

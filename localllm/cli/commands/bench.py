@@ -1,5 +1,7 @@
-"""`localllm bench`: how fast a model really is here, beside what was predicted; the planner learns
-from it."""
+"""`localllm bench`: measure a model's speed here, and compare it with the prediction.
+
+The planner uses the measurements.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,10 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure decode and prefill speed and memory, compare with the prediction, and remember the
-    figures.
+    """Measure speed and memory of a model, compare with the prediction, and store the results.
 
-    With --against, servers are measured instead, in turn: those named, and `localllm serve MODEL`
-    if a MODEL is named.
+    With --against, it compares servers instead: the ones given, and `localllm serve MODEL` if a
+    MODEL is named. They are measured in turn.
     """
     if against:
         from localllm.cli.bench import against as servers_compared
@@ -77,7 +78,7 @@ def bench(
     figures = asyncio.run(measure(load))
     power_share = load.options.engine.get("power", 1.0)
     if power_share != 1.0:
-        figures["power_share"] = power_share  # says nothing of what this machine can do
+        figures["power_share"] = power_share  # slowed down on purpose
     else:
         figures.update(compare_and_keep(load, figures))
     if as_json:
@@ -87,7 +88,7 @@ def bench(
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
-    """What a person reads of what `--json` prints."""
+    """Format the results for display."""
     prompt = f"{figures['prompt_tokens']:,} tokens"
     memory = "unknown"
     if figures.get("predicted_memory_bytes") is not None:
@@ -114,7 +115,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
 
 
 def _speeds(figures: dict[str, Any], name: str) -> str:
-    """The measured speed and the predicted one."""
+    """Format the measured and the predicted speed."""
     predicted = figures.get(f"predicted_{name}")
     text = "unknown"
     if predicted is not None:

@@ -1,5 +1,5 @@
-"""`localllm cache`: the prefixes kept on disk, model by model, how much was written today, and
-clearing them."""
+"""`localllm cache`: show and clear the prefixes cached on disk, and the bytes written today, by
+model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def cache(context: typer.Context, as_json: Json = False) -> None:
-    """What is kept of earlier prompts, so that nothing is computed twice: where, how much, for
-    which models."""
+    """Show the prefixes cached on disk: their folder, their size and their models.
+
+    Cached prefixes of earlier prompts save computing them again.
+    """
     if context.invoked_subcommand is not None:
         return
     from localllm.cli.cached_prefixes import survey
@@ -49,8 +51,10 @@ def clear(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove cached prefixes; a server may run. It keeps what it has in memory, and fills the disk
-    again."""
+    """Remove cached prefixes from the disk. This is safe while a server runs.
+
+    The server keeps the prefixes in its memory, and fills the disk again.
+    """
 
     from localllm.cli.cached_prefixes import clear as remove
     from localllm.cli.cached_prefixes import survey
@@ -78,8 +82,7 @@ def clear(
 
 
 def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
-    """The folders of one model: by its name, or by the folder's where that doesn't say whose it
-    is."""
+    """Return the folders of one model, by its name or by the folder's name if the model is unknown."""
 
     chosen = [m for m in found if name.lower() in (_name(m).lower(), m.folder.name.lower())]
     if not chosen:
@@ -102,7 +105,7 @@ _LIMITS = {
 
 
 def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
-    """All there is to say, as --json prints it."""
+    """Return everything that --json prints."""
     settings = Settings()
     limits = {key: int(settings.value(name) * 1e9) for key, name in _LIMITS.items()}
     written = sum(m.written_today_bytes for m in found)

@@ -1,4 +1,4 @@
-"""`localllm catalog update`: reads the catalog's listings anew from the hub."""
+"""`localllm catalog update`: update the catalog's file listings from the hub."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def update(
     *,
     settings: Settings,
 ) -> None:
-    """Read which files the hub holds of the catalog's models, with their exact sizes, into a
-    catalog file of yours.
+    """Read the current files of the catalog's models from the hub, with exact sizes.
 
-    A GGUF repository that no model of the catalog claims is read as a new model: shapes, template
-    and sampling from the header of its smallest file.
+    The result is stored in your own catalog file. A GGUF repository that is not in the catalog is
+    added as a new model. Its shapes, template and sampling come from the header of its smallest
+    file.
     """
 
     from localllm.library import catalog_update, hub

@@ -1,4 +1,4 @@
-"""`localllm chat`: the chat on this terminal, or one answer on stdout."""
+"""`localllm chat`: chat in this terminal, or print one answer on stdout."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from localllm.errors import UsageError
 from localllm.plain_output import is_text
 from localllm.settings import Settings
 
-# Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that
-# everything works.
+# The question if there is neither a terminal nor a prompt (`localllm chat </dev/null`). It shows
+# that the setup works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
 
 
@@ -66,16 +66,16 @@ def chat(
     """Chat in the terminal. With a PROMPT or without a terminal: stream one answer to stdout and
     exit.
 
-    A `localllm serve` that runs on this machine and has the model, or may load it, answers; else
-    the model is loaded here. Text piped in is read as part of the question. Conversations are kept
-    on this machine; one answer on stdout is kept only with --continue.
+    If a `localllm serve` on this machine has the model or may load it, that server answers.
+    Otherwise the model is loaded here. Piped text becomes part of the question. Conversations are
+    stored on this machine. One answer on stdout is only stored with --continue.
     """
 
     from localllm.cli.chat.engines import Wanted
     from localllm_tui.control.attachments import check_room
     from localllm_tui.control.terminal import ask_background
 
-    # Everything that can be wrong with what was typed is said before a model is loaded.
+    # Report all errors in the options before a model is loaded.
     if prompt is not None and not prompt.strip() and not attach:
         raise UsageError(
             "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
@@ -94,7 +94,7 @@ def chat(
             if question is None and not (plain or inline):
                 background = ask_background()
                 stack.callback(background.answer)
-            # The terminal answers while the code of the chat is read.
+            # The terminal answers while the chat's code is imported.
             from localllm.cli.chat.begin import Asked, answer_once, converse
 
             asked = Asked(wanted, attached, continue_, system, sampling)
@@ -109,7 +109,7 @@ def chat(
 def _sampling(
     temperature: float | None, seed: int | None, max_tokens: int | None
 ) -> dict[str, float | int | str]:
-    """The fields of a request that were given."""
+    """Return the given options as fields of a request."""
     fields: dict[str, float | int | str] = {}
     if temperature is not None:
         fields["temperature"] = temperature
@@ -128,7 +128,7 @@ def _all_texts(paths: Iterable[Path]) -> list[tuple[str, str]]:
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """(name, text) of a file, or of each text below a folder."""
+    """Return (name, text) of a file, or of each text file in a folder."""
     from localllm_tui.control.attachments import read_files
     from localllm_tui.control.terminal import one_line
 
@@ -142,7 +142,7 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 
 
 def _question(prompt: str | None, attached: bool) -> str:
-    """The question from the command line and what is piped in, which goes first."""
+    """Return the question: piped text, followed by the prompt of the command line."""
 
     if prompt is None:
         question = _piped(asks=True)
@@ -162,7 +162,7 @@ def _question(prompt: str | None, attached: bool) -> str:
 
 
 def _piped(*, asks: bool) -> str:
-    """The text that is piped in. `asks`: a terminal is asked for it."""
+    """Return the piped text. `asks`: also read the question from a terminal."""
     if sys.stdin is None:
         return ""
     if sys.stdin.isatty():

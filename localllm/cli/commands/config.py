@@ -1,5 +1,4 @@
-"""`localllm config`: every setting, its value now and where that came from; and changing what
-config.toml says."""
+"""`localllm config`: show every setting with its value and source, and change config.toml."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def config(
     context: typer.Context,
     as_json: Json = False,
 ) -> None:
-    """Show the settings: value, where it comes from, and the names to change it by. Keys are never
-    shown."""
+    """Show all settings: value, source, and names for changing them. Keys are never shown."""
 
     if context.invoked_subcommand is not None:
         return
@@ -59,7 +57,7 @@ def config(
 
 
 def _row(setting: Setting, settings: Settings) -> dict[str, Any]:
-    """A setting as --json prints it."""
+    """Return a setting as --json prints it."""
     value = settings.value(setting.name)
     if setting.name in _SECRET and value is not None:
         value = "(set)"
@@ -76,8 +74,7 @@ def _row(setting: Setting, settings: Settings) -> dict[str, Any]:
 
 @app.command("keys", short_help="The chat's keys, by their names in [chat_keys].")
 def keys() -> None:
-    """List the chat's keys: what config.toml calls each in its table [chat_keys], the keys now, and
-    what they do."""
+    """List the chat's keys: the names in [chat_keys] of config.toml, current keys, actions."""
     from localllm.cli.chat.config import take_keys
     from localllm_tui.control.commands import ALL_KEYS
 
@@ -94,7 +91,7 @@ def set_(
         str, typer.Argument(metavar="VALUE", help="Its value; several with commas between them.")
     ],
 ) -> None:
-    """Set NAME in config.toml. What stands there otherwise, comments too, stays as it is."""
+    """Set NAME in config.toml. Other settings and comments stay unchanged."""
 
     setting = _named(name)
     parsed = checked(setting, value, "the command line")
@@ -111,7 +108,7 @@ def unset(
         str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")
     ],
 ) -> None:
-    """Remove NAME from config.toml: its default holds again."""
+    """Remove NAME from config.toml, so that its default applies again."""
     setting = _named(name)
     document = _document()
     if setting.name not in document:
@@ -126,7 +123,7 @@ def unset(
 
 @app.command(short_help="Open config.toml in your editor, and check it afterwards.")
 def edit() -> None:
-    """Open config.toml in $VISUAL or $EDITOR, and say what is wrong with it afterwards."""
+    """Open config.toml in $VISUAL or $EDITOR, and check it afterwards."""
 
     editor = (
         os.environ.get("VISUAL")
@@ -146,7 +143,7 @@ def edit() -> None:
         ) from e
     if ended:
         raise UsageError(f"the editor ended with {ended}: the file is as it left it")
-    Settings()  # raises, naming what is wrong
+    Settings()  # raises an error that names the problem
 
 
 def _named(name: str) -> Setting:
@@ -162,8 +159,10 @@ def _named(name: str) -> Setting:
 
 
 def _document() -> TOMLDocument:
-    """config.toml with its comments; an empty one where it is not there. Raises UsageError for one
-    that can't be read."""
+    """Return config.toml with its comments, or an empty document if it does not exist.
+
+    Raises UsageError if it can't be read.
+    """
     import tomlkit
 
     read_config()
@@ -174,7 +173,7 @@ def _document() -> TOMLDocument:
 
 
 def _write(document: TOMLDocument) -> Path:
-    """It may hold a key."""
+    """Write config.toml so that only its owner can read it, because it may contain a key."""
     import tomlkit
 
     path = config_path()

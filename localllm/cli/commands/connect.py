@@ -1,5 +1,4 @@
-"""`localllm connect EDITOR`: the exact configuration for an editor or agent, written on request,
-checked by a tool loop."""
+"""`localllm connect EDITOR`: print, write or check the configuration of an editor or agent."""
 
 from __future__ import annotations
 

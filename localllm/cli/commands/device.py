@@ -1,5 +1,5 @@
-"""`localllm device`: what this machine (or a named one) offers a model, and how each number is
-known."""
+"""`localllm device`: show the hardware of this machine or a named one, and the source of each
+number."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def device(
 
 
 def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
-    """What the installed llama.cpp can compute on, and where that is not what the system shows."""
+    """Describe the devices of the installed llama.cpp, and differences from the system's hardware."""
     from localllm.cli import engine_builds
     from localllm.device import ggml
     from localllm.device.detect import detect
@@ -109,7 +109,7 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
 
 
 def lines(found: Device) -> list[str]:
-    """The table as plain lines: figure, then how it is known."""
+    """Format the table as lines: each figure with its source."""
     rows = _rows(found)
     width = max(len(label) for label, _, _ in rows)
     value_width = max(len(value) for _, value, known in rows if known)
@@ -123,7 +123,7 @@ def lines(found: Device) -> list[str]:
 
 
 def _rows(found: Device) -> list[tuple[str, str, str]]:
-    """(label, figure, how it is known) of each figure that there is."""
+    """Return (label, figure, source) for each known figure."""
     rows = [("kind", _kind(found), ""), _memory("memory", found.memory)]
     if found.host is not None:
         rows.append(_memory("host memory", found.host))

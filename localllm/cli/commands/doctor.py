@@ -1,5 +1,5 @@
-"""`localllm doctor`: what was found, what is missing or wrong, and the exact command that fixes
-it."""
+"""`localllm doctor`: check the machine and installation, and print the command that fixes each
+problem."""
 
 from __future__ import annotations
 
@@ -47,14 +47,13 @@ def doctor(
         ),
     ] = "",
 ) -> None:
-    """Check this machine and this installation. Computes a few tokens on each backend, says what it
-    could not check, and changes nothing.
+    """Check this machine and this installation, without changing them.
 
-    --accelerator computes on the device with the starter model: ten tokens beside the processor's,
-    and every rule that an engine must keep. Its report is one text file, made to be attached to an
-    issue. --kv compares a model's logits with quantised KV and with f16, and keeps the figures for
-    its next plan. --report alone writes what the probes read of this machine, without serial
-    numbers.
+    It decodes a few tokens on each backend, and lists the checks that were not possible.
+    --accelerator tests the device with the starter model: ten tokens compared with the CPU's, and
+    all rules for engines. It writes a text file that you can attach to an issue. --kv compares a
+    model's logits with quantized KV and with f16, and stores the result for the planner. --report
+    alone writes the probes' readings of this machine, without serial numbers.
     """
     from localllm.cli import doctor_checks
 
@@ -90,14 +89,16 @@ def doctor(
         print(f"wrote {file}: attach it to an issue", file=sys.stderr)
 
 
-# Words beside a check's name have at least so many columns, else they stand below it.
+# If fewer columns than this remain next to the names of the checks, messages go on the next line.
 _LEAST_MESSAGE = 40
 _UNBROKEN = 10_000
 
 
 def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
-    """Each check in lines of so many columns, the fix under it, and a count that claims nothing
-    about what was not checked."""
+    """Format the checks with at most `columns` per line, each fix below its check, and the totals.
+
+    Checks that were not possible are counted separately.
+    """
     width = max(len(check.name) for check in checks)
     beside = 11 + 2 + width + 2
     narrow = columns - beside < _LEAST_MESSAGE

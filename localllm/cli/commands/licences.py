@@ -1,4 +1,4 @@
-"""`localllm licences`: under whose terms the installed libraries and the catalog's models come."""
+"""`localllm licences`: show the licences of the installed libraries and of the catalog's models."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from importlib import metadata
 
 _NOT_SAID = "not said by its metadata"
-# Extras for developing the program; it runs with the others.
+# Extras that are only needed for development.
 _DEVELOPING = ("dev", "docs", "test")
 _CLASSIFIER = "License :: OSI Approved :: "
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A library's or a model's licence; `version` "" for a model."""
+    """The licence of a library or a model. `version` is "" for a model."""
 
     name: str
     version: str
@@ -36,10 +36,9 @@ def licences(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the licences of localllm, the libraries it runs with, and with --models those of the
-    catalog's models.
+    """Show the licences of localllm and its libraries, and with --models of the catalog's models.
 
-    A model's own terms hold: what the catalog says of them is a help to find them, not advice.
+    The model's own terms apply: the catalog's entry helps to find them and is no legal advice.
     """
     libraries = list(installed("localllm"))
     known = []
@@ -58,8 +57,11 @@ def licences(
 
 
 def installed(root: str) -> Iterator[Terms]:
-    """`root` and everything installed that it or a registered backend needs, by name; what only an
-    extra would need where it is installed too."""
+    """Yield `root` and all its installed requirements, including those of the registered backends,
+    by name.
+
+    Requirements of our extras are included if they are installed.
+    """
     from importlib import metadata
 
     from localllm_backends import registry
@@ -79,8 +81,8 @@ def installed(root: str) -> Iterator[Terms]:
         found[key] = Terms(distribution.name, distribution.version, licence_of(distribution))
         for requirement in distribution.requires or []:
             needed = re.match(r"[\w.-]+", requirement)
-            # What an extra needs counts where it is one of ours for running; a library's extras are
-            # other programs' affair.
+            # Requirements of an extra count only if it is one of our runtime extras. Extras of
+            # libraries don't count.
             extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
             if needed and (extra is None or (key == root and extra[1] not in _DEVELOPING)):
                 waiting.append(needed[0])
@@ -88,8 +90,8 @@ def installed(root: str) -> Iterator[Terms]:
 
 
 def licence_of(distribution: metadata.Distribution) -> str:
-    """What a distribution's metadata says: the expression, else its classifiers, else the first
-    line of the field."""
+    """Return the licence in the metadata: the expression, or the classifiers, or the field's first
+    line."""
     said = distribution.metadata.json
     if expression := said.get("license_expression"):
         return str(expression)

@@ -1,5 +1,4 @@
-"""`localllm models`: what is on this disk, whoever put it there: list, info, rm, du, verify, prune,
-adopt."""
+"""`localllm models`: manage models on this disk: list, info, rm, du, verify, prune, adopt."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def models(context: typer.Context) -> None:
 
 @app.command("list", short_help="Every model on this disk, whoever put it there.")
 def list_models(as_json: Json = False) -> None:
-    """Every model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
+    """List every model on this disk: hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
 
     found = store.scan()
     if not found and not as_json:
@@ -62,8 +61,7 @@ def info(
     ],
     as_json: Json = False,
 ) -> None:
-    """What a model is and where its files are; for one of the catalog that is not here, its
-    variants."""
+    """Show a model's properties and files. For a catalog model that is not installed: its variants."""
     from localllm.library.resolve import resolve
 
     catalog = load_catalog()
@@ -92,7 +90,7 @@ def rm(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Remove models from the hub's cache. What other apps hold is theirs to remove."""
+    """Remove models from the hub's cache. Models of other apps can't be removed here."""
 
     chosen: list[LocalModel] = []
     for ref in refs:
@@ -114,8 +112,11 @@ def rm(
 
 
 def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
-    """The one model to remove: of several, only ours count, and a choice is never made for the
-    user."""
+    """Return the one model to remove.
+
+    If several match, only those in the hub's cache count. Raises UsageError if that leaves more
+    than one.
+    """
 
     ours = [m for m in found if m.origin == "hf-cache"] or found
     if len(ours) > 1:
@@ -128,7 +129,7 @@ def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
 
 @app.command()
 def du(as_json: Json = False) -> None:
-    """Disk space by who holds it; shared files count once."""
+    """Show disk space by app. Shared files count once."""
 
     usage = store.du()
     total = sum(u.size_bytes for u in usage)
@@ -185,7 +186,7 @@ def _verdict(checked: Any) -> str:
 
 
 def _fix(checked: Any) -> str:
-    """What mends a bad model; "" of one that is not."""
+    """Return the command that repairs a bad model; "" for other results."""
     if checked.result != "bad":
         return ""
     if checked.model.origin != "hf-cache":
@@ -235,8 +236,7 @@ def adopt(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Use a folder's models where they lie, without copying. (What other apps hold is used
-    anyway.)"""
+    """Use a folder's models in place, without copying. (Models of other apps are used anyway.)"""
     found: list[LocalModel] = []
     if forget:
         store.forget(folder)

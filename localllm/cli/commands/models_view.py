@@ -1,4 +1,4 @@
-"""How `localllm models` shows models: rows, and what is known of one."""
+"""Format the output of `localllm models`: rows, and the details of one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def as_row(model: LocalModel) -> dict[str, Any]:
-    """An installed model as --json prints it."""
+    """Return an installed model as --json prints it."""
     files = {
         "files": [str(file) for file in model.files],
         "mmproj": None if model.mmproj is None else str(model.mmproj),
@@ -34,7 +34,8 @@ def as_row(model: LocalModel) -> dict[str, Any]:
 
 
 def listing(found: list[LocalModel]) -> list[str]:
-    """A row for each model, and what lies beside them; nothing where there is none."""
+    """Format a row for each model, and other files found next to them. Empty if there are no
+    models."""
     if not found:
         return []
     rows = [("NAME", "QUANT", "SIZE", "FORMAT", "FROM")]
@@ -64,7 +65,7 @@ def _what(kind: str) -> str:
 
 
 def facts(model: Model | None) -> dict[str, Any] | None:
-    """What the catalog or a header says of a model, as --json prints it."""
+    """Return the known properties of a model as --json prints them."""
     if model is None:
         return None
     from localllm_catalog import shapes
@@ -99,7 +100,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
 
 
 def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
-    """The same for people, with where its files are."""
+    """Format a model's properties and files for display."""
     facts: list[tuple[str, str]] = []
     if local is not None:
         facts += _file_facts(local)

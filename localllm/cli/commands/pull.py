@@ -1,5 +1,4 @@
-"""`localllm pull REF`: fetches a model once and intact, with progress on stderr and its path on
-stdout."""
+"""`localllm pull REF`: download and verify a model. Progress goes to stderr, the path to stdout."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from localllm.library.types import LocalModel
     from localllm_catalog.types import Companion
 
-# Off a terminal (a log, a pipe) a line this often is enough.
+# Interval of progress lines if the output is no terminal (a log, a pipe).
 _LOG_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
-# What takes longer to download than some seconds, which timing a processor takes.
+# A download of this size takes longer than measuring the CPU, which takes a few seconds.
 _LONG_BYTES = 10**9
 
 
@@ -48,8 +47,7 @@ def pull(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Download a model: picks the variant, checks the disk, resumes after any interruption,
-    verifies hashes."""
+    """Download a model. Chooses the variant, checks the disk, resumes downloads, verifies hashes."""
 
     from localllm.cli.commands.models_view import as_row
     from localllm.cli.commands.shared import print_json
@@ -91,7 +89,7 @@ _TRAINED = ("eagle3", "dflash")
 
 
 def _fetch_drafter(ref: str, meter: ProgressLine) -> dict[Companion, Path]:
-    """Fetch the first trained drafter that is published for the model; empty if there is none."""
+    """Download the first published trained drafter of the model. Returns an empty dict without one."""
     from localllm.library.pull import pull_drafter
 
     for companion in companions_of(ref):
@@ -101,7 +99,7 @@ def _fetch_drafter(ref: str, meter: ProgressLine) -> dict[Companion, Path]:
 
 
 def _print_found(ref: str, found: LocalModel, brought: dict[Companion, Path]) -> None:
-    """Print how to chat with the model, and what drafts for it."""
+    """Print how to chat with the model, and its drafters."""
     from localllm.formatting import byte_size
 
     name = f"{found.name} {found.quant}".strip()
@@ -113,7 +111,7 @@ def _print_found(ref: str, found: LocalModel, brought: dict[Companion, Path]) ->
 
 
 def companions_of(ref: str) -> tuple[Companion, ...]:
-    """The drafters that are published for a model of the catalog; none for anything else."""
+    """Return the published drafters of a catalog model; empty for other models."""
     from localllm.library.catalog import load_catalog
     from localllm.library.installed_names import catalog_model
 
@@ -124,7 +122,7 @@ def companions_of(ref: str) -> tuple[Companion, ...]:
 
 
 def offered(ref: str, companion: Companion, here: Path | None) -> str:
-    """What drafts for a model, and how to have it: where it is if it was brought."""
+    """Describe a drafter of a model and how to get it, or its path if it was downloaded."""
     place = companion.repo
     if companion.file:
         place += f", {companion.file}"
@@ -146,8 +144,10 @@ def offered(ref: str, companion: Companion, here: Path | None) -> str:
 def timing_meanwhile(
     meter: Callable[[DownloadProgress], None],
 ) -> Callable[[DownloadProgress], None]:
-    """`meter`, and once a download is long: time meanwhile what this processor multiplies and its
-    memory delivers, where nobody has, so that no later answer waits for it or goes without."""
+    """Return `meter`, extended to measure this CPU and its memory during a long download.
+
+    The measurement runs only if no result is stored. It saves time for later answers that need it.
+    """
     started = False
 
     def watch(progress: DownloadProgress) -> None:
@@ -174,7 +174,7 @@ def _time_processor() -> None:
 
 
 class ProgressLine:
-    """One line that rewrites itself on a terminal; elsewhere a plain line every ten seconds."""
+    """On a terminal, one line that is rewritten. Otherwise, a new line every ten seconds."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -189,7 +189,7 @@ class ProgressLine:
         if progress.state == "done":
             self.close()
             return
-        # Off a terminal a new file is worth a line, a change of state is not.
+        # Without a terminal, a new file gets a line, but a change of state does not.
         step = (progress.state if tty else "", progress.file)
         if step == self._last and now_s < self._next_s:
             return
@@ -201,7 +201,7 @@ class ProgressLine:
         self._next_s = now_s + (_REDRAW_EVERY_S if tty else _LOG_EVERY_S)
 
     def close(self) -> None:
-        """Take the line off the terminal."""
+        """Clear the line on the terminal."""
         self._line.show("")
 
 
@@ -213,8 +213,10 @@ _VERBS = {
 
 
 def text(progress: DownloadProgress, columns: int) -> str:
-    """`downloading NAME   2.1 of 4.7 GB   45 %   85 MB/s   31 s left`; the name gives way on narrow
-    terminals."""
+    """Format `downloading NAME   2.1 of 4.7 GB   45 %   85 MB/s   31 s left`.
+
+    The name is shortened on narrow terminals.
+    """
     name = progress.file
     if progress.state != "listing":
         name = name.rpartition("/")[2]

@@ -1,5 +1,5 @@
-"""`localllm recommend`: the plans worth running on this machine, or on one you name, with the
-arithmetic on request."""
+"""`localllm recommend`: recommended plans for this machine or a named one; --explain shows the
+arithmetic."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from localllm.settings import Settings
 from localllm_catalog.types import Purpose
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
-# Settings of where a model's layers lie.
+# Settings for the placement of a model's layers.
 _PLACING = ("gpu_layers", "cpu_moe", "split")
 
 
-# As many parameters as the command has options of its own: Typer reads them off the signature.
+# One parameter for each option: Typer reads them from the signature.
 @takes(*_PLACING, "offline")
 def recommend(
     device: Annotated[
@@ -152,9 +152,9 @@ def recommend(
 ) -> None:
     """Recommend models for this machine, with the memory and the speed to expect.
 
-    On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait,
-    which pulls and starts models too; --plain, a pipe, --json and the options that ask for one
-    answer print a list.
+    On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait.
+    The screen can also download and start models. --plain, a pipe, --json and options that request
+    one answer print a list.
     """
     from localllm.device.overrides import with_memory
     from localllm.library.describe import describe
@@ -174,7 +174,7 @@ def recommend(
     if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
         import gc
 
-        gc.enable()  # a screen stays open
+        gc.enable()  # a screen stays open for long
         _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=no_network)
         return
     from localllm.cli.recommend.answers import PlanQuery, reaching
@@ -214,8 +214,10 @@ def recommend(
 def _open_screen(
     purpose: Purpose, context: int, machine: str, memory_gb: float, *, offline: bool
 ) -> None:
-    """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and
-    what the chat ends in."""
+    """Show the screen of models. If a model is chosen there, start the chat with it.
+
+    Raises DeviceNotFoundError, and the errors of the chat.
+    """
     from localllm.cli.chat.config import take_keys
     from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.interfaces import PlanRequest
@@ -236,7 +238,7 @@ def _open_screen(
 
 
 def _check_names(names: Sequence[str], *, compare: bool, plot: bool) -> None:
-    """Raises UsageError for names that no option reads, and for options that lack theirs."""
+    """Raise UsageError for names that no option reads, or for options that lack names."""
     if plot and len(names) > 1:
         raise UsageError(f"--plot writes one picture, not {len(names)}")
     if not plot and bool(names) != compare:
@@ -247,11 +249,10 @@ def _check_names(names: Sequence[str], *, compare: bool, plot: bool) -> None:
 
 
 def _purpose(name: str) -> Purpose:
-    """Raises UsageError."""
+    """Return the purpose for `name`. Raises UsageError for unknown names."""
     if name not in (*_PURPOSES, "code"):
         raise UsageError(
             f"--for {name}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for"
         )
-    # Agents are what coding plans are made for: their prompts, their cached prefixes, their
-    # evidence.
+    # Agents use the plans for coding: same kind of prompts, cached prefixes and evidence.
     return cast("Purpose", "coding" if name in ("agents", "code") else name)

@@ -1,5 +1,7 @@
-"""`localllm run AGENT`: a coding agent on the running server, or one started for it, with settings
-for that process alone."""
+"""`localllm run AGENT`: start a coding agent on a local server with settings for that process only.
+
+The server is a running one or is started for the agent.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from localllm.settings import Settings
 if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe
 
-# Of the home folder: what nobody's agent needs to read.
+# Private folders in the home folder that an agent has no need to read.
 _SECRETS = (
     ".ssh",
     ".gnupg",
@@ -65,18 +67,19 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Start AGENT on a model of this machine, and end what was started with it.
+    """Start AGENT on a model of this machine, and stop the server afterwards if it was started
+    here.
 
-    A `localllm serve` that runs here and has the model answers; else the model is loaded for as
-    long as the agent runs. Nothing of the agent's own configuration is changed: its settings are
-    variables, arguments and files of a folder that is removed afterwards.
+    If a `localllm serve` on this machine has the model, that server answers. Otherwise the model is
+    loaded while the agent runs. The agent's own configuration is not changed: its settings are
+    environment variables, arguments and files in a temporary folder.
     """
 
     from localllm.cli.chat import engines
     from localllm.cli.editors.configuring import target_of, warn
     from localllm.cli.editors.recipes import ClientTarget, recipe_named
 
-    # Everything that can be wrong is said before a model is loaded.
+    # Report all errors before a model is loaded.
     recipe_of = recipe_named(agent)
     process = recipe_of(ClientTarget("http://127.0.0.1", "model", 4096), Path.home()).run
     if process is None:
@@ -125,7 +128,10 @@ def run(
 
 
 def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
-    """The recipe with those of its files that the program is told of, which are written."""
+    """Write the files of the recipe that the program's command or environment refers to.
+
+    Returns the recipe with only those files.
+    """
 
     assert recipe.run is not None
     told = [*recipe.run.command, *recipe.run.environment.values()]
@@ -155,11 +161,11 @@ def _print_start(
 
 
 def _leave_to_agent(_signal: int, _frame: object) -> None:
-    """Ignore Ctrl-C here. A handler, not SIG_IGN, which the agent would inherit."""
+    """Ignore Ctrl-C here. The agent would inherit SIG_IGN, but not a handler."""
 
 
 def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequence[str]) -> int:
-    """Run it to its end; its exit code. Ctrl-C is the agent's."""
+    """Run `command` until it ends and return its exit code. The agent handles Ctrl-C."""
 
     kept = {name: value for name, value in os.environ.items() if name not in without}
     before = signal.signal(signal.SIGINT, _leave_to_agent)
@@ -177,7 +183,7 @@ def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequen
 
 
 def _check_sandbox(folder: Path) -> None:
-    """Raises UsageError where there is none, or where it would let everything be written."""
+    """Raise UsageError if there is no sandbox, or if it would allow writing everywhere."""
 
     if not (shutil.which("bwrap") or shutil.which("sandbox-exec")):
         raise UsageError(
@@ -191,8 +197,10 @@ def _check_sandbox(folder: Path) -> None:
 
 
 def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
-    """`command` in bubblewrap or sandbox-exec: it reads what its user may but keys and passwords,
-    and writes below `folder` and `home` alone."""
+    """Wrap `command` in bubblewrap or sandbox-exec.
+
+    It can't read folders with keys and passwords, and writes only below `folder` and `home`.
+    """
 
     places = [Path.home() / name for name in _SECRETS]
     hidden = [place for place in places if place.exists()]
@@ -227,7 +235,7 @@ def _bwrap_options(folder: Path, home: Path, hidden: Sequence[Path]) -> list[str
 
 
 def _sandbox_profile(folder: Path, home: Path, hidden: Sequence[Path]) -> str:
-    """The rules of macOS' sandbox-exec."""
+    """Return the rules for macOS' sandbox-exec."""
     writable = [_subpath(place.resolve()) for place in (folder, home, Path("/dev"))]
     rules = f"(allow default)(deny file-write*)(allow file-write* {' '.join(writable)})"
     for place in hidden:

@@ -45,18 +45,18 @@ def serve(
         bool, typer.Option("--quiet", help="Print nothing but errors: no line per request either.")
     ] = False,
 ) -> None:
-    """Serve an OpenAI-compatible endpoint on this machine (loopback only unless --host says
-    otherwise).
+    """Serve an OpenAI-compatible endpoint on this machine (only on loopback unless --host is
+    given).
 
-    The MODELs are loaded now; any other that is installed when a request names it. They share the
-    machine when they fit together; else the longest unused one makes room.
+    The MODELs are loaded now. Other installed models are loaded when a request names them. Models
+    stay loaded together if they fit. Otherwise the least recently used one is unloaded.
     """
     import asyncio
 
     from localllm.engine.worker.pipe import end_ahead, start_ahead
 
     with asyncio.Runner() as runner, suppress(asyncio.CancelledError):
-        # It reads its code while we read ours.
+        # The worker imports its code at the same time as this process.
         runner.run(start_ahead())
         try:
             named = [*(models or ()), *(also or ())]
@@ -88,7 +88,7 @@ def _serve(
 
         runner.run(serve_pool(settings, secured, [*named, *aliases], quiet=quiet))
         return
-    # The port is taken before anything loads: a minute of loading must not end in "address in use".
+    # Bind the port before loading: a long load must not end in "address in use".
     with listening(secured) as (socks, address), published(secured, port_of(socks)):
         router = router_of(named, aliases, settings)
         idle_s = 60.0 * settings.value("idle_unload_min")

@@ -1,5 +1,4 @@
-"""`localllm service`: the server kept running for this user by systemd, launchd or Task
-Scheduler."""
+"""`localllm service`: run the server for this user with systemd, launchd or Task Scheduler."""
 
 from __future__ import annotations
 
@@ -68,10 +67,10 @@ def install(
             else:
                 print(f"# {path}\n{text}")
         return
-    # What would end the server at its start is said here, not in its log.
+    # Report errors that would end the server at its start here, not in its log.
     router_of(models or [], (), settings)
     if not kind.state().running:
-        # Of a port that is in use the manager would only say that the server failed.
+        # If a port is in use, the manager would only report that the server failed.
         with listening(server_settings(settings)):
             pass
     if left_out := settings_of_this_terminal():
@@ -93,8 +92,7 @@ def install(
 
 @app.command()
 def status(as_json: Json = False, manager: ManagerName = None) -> None:
-    """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not
-    run."""
+    """Show whether it runs. Exit code 3: not installed, 6: installed but not running."""
 
     from localllm.cli.serve.running import running
     from localllm.cli.service_unit import manager_named, state_lines
@@ -122,7 +120,7 @@ def logs(
     ] = False,
     manager: ManagerName = None,
 ) -> None:
-    """Show what the server wrote: its starts, models and errors. Prompts are never in it."""
+    """Show the server's log: starts, models and errors. It never contains prompts."""
     from localllm.cli.service_unit import manager_named, show_log
 
     show_log(manager_named(manager).log_command(lines, follow))
@@ -130,8 +128,7 @@ def logs(
 
 @app.command()
 def restart(manager: ManagerName = None) -> None:
-    """Start the server again, for example after an upgrade. Requests that come meanwhile wait
-    (systemd)."""
+    """Restart the server, for example after an upgrade. With systemd, new requests wait meanwhile."""
     from localllm.cli.service_unit import manager_named, wait_until_it_listens
 
     kind = manager_named(manager)
@@ -144,7 +141,7 @@ def restart(manager: ManagerName = None) -> None:
 
 @app.command()
 def uninstall(manager: ManagerName = None) -> None:
-    """Stop the server and take the service away. Models, chats and settings stay."""
+    """Stop the server and remove the service. Models, chats and settings stay."""
     from localllm.cli.service_unit import manager_named
 
     gone = manager_named(manager).uninstall()
@@ -166,8 +163,10 @@ def run(
     # The settings are read after the environment is set.
     unix: Annotated[str | None, typer.Option(metavar="PATH")] = None,
 ) -> None:
-    """What a manager starts that sets no environment and keeps no log (Task Scheduler): `localllm
-    serve` with both."""
+    """Run `localllm serve` with environment variables and a log file.
+
+    It is for a manager that provides neither (Task Scheduler).
+    """
 
     from localllm.cli.commands.serve import serve
     from localllm.cli.service_unit import write_to
@@ -182,8 +181,7 @@ def run(
 
 @app.command(hidden=True)
 def settle() -> None:
-    """What systemd runs when the server has ended: wait for its workers to have written what they
-    know."""
+    """Wait until the workers have saved their data. systemd runs this after the server has ended."""
     from localllm.cli.service_unit import wait_for_workers
 
     if left := wait_for_workers():

@@ -1,5 +1,4 @@
-"""`localllm setup`: the build of the engine that this machine's accelerator needs, made, tried and
-chosen."""
+"""`localllm setup`: build, test and select the engine for this machine's accelerator."""
 
 from __future__ import annotations
 
@@ -68,11 +67,13 @@ def setup(
         ),
     ] = "",
 ) -> None:
-    """Build llama.cpp for this machine's accelerator, try it, and use it; on a Mac install MLX too.
+    """Build llama.cpp for this machine's accelerator, test it, and use it; on a Mac install MLX
+    too.
 
-    A build stands beside the one that came with localllm, which stays as it is. Each new one must
-    list its device and compute ten tokens as the processor does, else it is taken back. Another
-    release (--engine) is taken back, too, where it is more than 3 % slower than what runs.
+    A build is stored separately and does not change the one that came with localllm. A new build
+    must list its device and compute the same ten tokens as the CPU. Otherwise it is removed. A
+    build of another release (--engine) is also removed if it is more than 3 % slower than the
+    current one.
     """
     from localllm.setup import builds
     from localllm.setup.recipes import BACKENDS
@@ -113,7 +114,7 @@ def setup(
 def _wanted(
     device: str, engine: str, backend: str, *, rpc: bool
 ) -> tuple[Device, BuildHost, list[BuildRecipe]]:
-    """The machine, what it has to build with, and the recipes that were asked for."""
+    """Return the machine, its build tools, and the requested recipes."""
     from dataclasses import replace
 
     from localllm.setup.recipes import of_release, with_rpc
@@ -148,8 +149,7 @@ def _check_release(engine: str, backend: str) -> None:
 
 
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
-    """What to make for `machine`, with the planner's word on whichever backend it would run faster
-    with."""
+    """Return the recipes for `machine`. The planner chooses between backends by predicted speed."""
     from localllm.cli import engine_builds
     from localllm.device.accelerators import KINDS
     from localllm.setup.recipes import recipes_for
@@ -161,7 +161,7 @@ def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[Buil
 
 
 def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
-    """What would be done, as text: the golden file of tests/setup holds it for every recorded
+    """Describe the steps as text. tests/setup compares it with a golden file for every recorded
     machine."""
     from localllm.setup import builds
 
@@ -186,8 +186,10 @@ def _why(recipe: BuildRecipe, indent: str, lead: str = "") -> list[str]:
 
 
 def _findings(machine: Device) -> list[str]:
-    """What is wrong with the machine itself (a driver that does not answer is no reason to build
-    nothing without a word), and what is about builds."""
+    """Return problems of the machine itself and findings about builds.
+
+    For example, a driver that does not respond explains why no build is made.
+    """
     lines = []
     for found in machine.findings:
         if found.fix.startswith("--"):
@@ -202,7 +204,7 @@ def _findings(machine: Device) -> list[str]:
 
 
 def _machine(name: str) -> tuple[Device, BuildHost]:
-    """This machine, or the one named, and what it has to build with."""
+    """Return this machine or the named one, and its build tools."""
     from localllm.device.detect import hardware
     from localllm.device.in_use import ask_build
     from localllm.device.named import resolve
@@ -272,7 +274,7 @@ def _do(
 
 
 def _asked(reason: str) -> bool:
-    """Ask on the terminal whether the slower build is taken; False without a terminal."""
+    """Ask on the terminal whether to keep the slower build. Returns False without a terminal."""
     if not sys.stdin.isatty():
         return False
     return typer.confirm(f"It works, but {reason}. Take it all the same?", err=True)

@@ -1,4 +1,4 @@
-"""What commands share: options, each with its one help, and how they print and ask."""
+"""Options, output and prompts that commands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.plain_output import ascii_json, plain
 
 
 def installed_names(typed: str) -> list[str]:
-    """What is on this disk and begins as `typed`, for the shell to complete."""
+    """Complete `typed` with the names of installed models, for the shell."""
     from localllm.library import store
 
     try:
@@ -47,8 +47,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """Rows as lines with aligned columns; the columns numbered in `right` are aligned to the
-    right."""
+    """Format rows with aligned columns. Columns numbered in `right` are right-aligned."""
 
     columns = []
     for number, cells in enumerate(zip(*rows, strict=True)):
@@ -60,7 +59,8 @@ def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
 
 
 def at_a_terminal() -> bool:
-    """Whether a person is at both ends (screens are drawn on stderr too)."""
+    """True if input and output are a terminal, including stderr, because screens are drawn on it
+    too."""
     return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
 
 
@@ -74,7 +74,7 @@ def print_json(body: Any) -> None:
 
 
 def confirmed(question: str) -> bool:
-    """Ask on the terminal; without one, refuse with the flag that answers for the user."""
+    """Ask for confirmation on the terminal. Without one, raise UsageError that suggests --yes."""
 
     if not sys.stdin.isatty():
         raise UsageError("this removes files, and nobody is here to ask", hint="add --yes")

@@ -1,9 +1,9 @@
-"""`localllm worker`: lends this machine's memory and accelerators to a `localllm serve --with`
-elsewhere.
+"""`localllm worker`: lend this machine's memory and accelerators to another machine's `serve
+--with`.
 
-The protocol of llama.cpp's RPC knows no password: whoever reaches it reads and writes the memory of
-its process. So the server itself listens on loopback only; in front of it an address filter lets in
-those that were named.
+The protocol of llama.cpp's RPC has no password: every client can read and write the memory of its
+process. So the RPC server listens only on loopback. An address filter in front of it admits the
+named clients.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def worker(
 ) -> None:
     """Lend this machine's memory and accelerators to a `localllm serve --with HOST:PORT` elsewhere.
 
-    Loopback only, unless --allow names who may come from elsewhere: the protocol has no
-    authentication."""
+    Only loopback is allowed unless --allow names other machines, because the protocol has no
+    authentication.
+    """
     from localllm.server.http.settings import is_loopback
     from localllm_backends.llamacpp.native import library_path
 
@@ -66,7 +67,7 @@ def worker(
 
 
 def networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
-    """The networks that `--allow` names. Raises UsageError; also for all addresses there are."""
+    """Parse the networks of `--allow`. Raises UsageError, also for a network of all addresses."""
     found = []
     for text in texts:
         try:

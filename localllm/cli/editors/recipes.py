@@ -76,8 +76,11 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How a program is started for one process alone: its `command`, variables besides those of its
-    recipe, and those of the user's that it must not see."""
+    """How to start a program for one process only.
+
+    `environment`: variables in addition to those of its recipe.
+    `without`: variables of the user that are hidden from it.
+    """
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""What `localllm recommend` shows."""
+"""The output of `localllm recommend`."""

@@ -1,5 +1,5 @@
-"""The answers of `localllm recommend`: plans worth running, one model, machines side by side,
-machines for a speed, the roofline."""
+"""The answers of `localllm recommend`: recommended plans, one model, comparison of machines,
+machines for a speed, roofline."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ _PICKS = 8
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """What is asked of the planner, and how its answer is printed: with `everything` that fits,
-    with the arithmetic that `explains` its first plan, or `as_json`."""
+    """A query to the planner, and the format of its answer.
+
+    `everything`: print all plans that fit.
+    `explains`: print the arithmetic of the first plan.
+    `as_json`: print JSON.
+    """
 
     machine: Device
     workload: Workload
@@ -41,7 +45,7 @@ class PlanQuery:
     as_json: bool
 
     def for_machine(self) -> None:
-        """Print the plans worth running."""
+        """Print the recommended plans."""
         answer = self._recommended(self.machine, self.overrides)
         machine = self.machine
         if self.as_json:
@@ -86,8 +90,8 @@ class PlanQuery:
             page.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
 
     def side_by_side(self, names: Sequence[str]) -> None:
-        """Print the answers for the machines of these names; for one alone beside the machine in
-        question."""
+        """Print the answers for the named machines. A single one is compared with the current
+        machine."""
         machines = [candidates.device_named(name, None, None) for name in names]
         sees = self.overrides.sees
         known = [replace(candidates.overrides_for(d, self.catalog), sees=sees) for d in machines]
@@ -106,7 +110,7 @@ class PlanQuery:
         page.out(shown)
 
     def roofline(self, files: Sequence[str] | None) -> None:
-        """Print the picture of the plans worth running, or write it to a file."""
+        """Print the roofline chart of the recommended plans, or write it to a file."""
         from localllm.planner import roofline
 
         plans = self._recommended(self.machine, self.overrides).plans
@@ -131,18 +135,18 @@ class PlanQuery:
         return [*explain(plans[0], self.machine, columns=page.width()), ""]
 
     def _installed(self, plans: Sequence[Plan]) -> frozenset[tuple[str, str]]:
-        """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
+        """Return (id, quant) of the plans whose model is installed. Empty for a simulated machine."""
         if self.machine.simulated:
             return frozenset()
         return frozenset(candidates.installed_names(plans, self.catalog))
 
 
 def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
-    """Print the machines of the table that run one model, in the quant asked for, at a speed."""
+    """Print the known machines that run one model in the requested quant at a speed."""
     model, quant = asked
     if quant:
         variants = tuple(v for v in model.variants if same_quant(quant, v.quant))
         model = replace(model, variants=variants)
-    # Both engines: the question is about machines one does not have, not about this installation.
+    # Use both engines: the question is about other machines, not about this installation.
     reach = planner.reaching(named.everything(), model, workload, tok_s, overrides=Overrides())
     page.out(machines_view.reach(model, tok_s, reach, as_json=as_json))

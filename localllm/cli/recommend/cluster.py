@@ -1,4 +1,4 @@
-"""`localllm recommend --link …`: one model over several machines, in a few lines or as JSON."""
+"""`localllm recommend --link …`: plan one model over several machines, as text or JSON."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _PARTS = {2: "half", 3: "third", 4: "quarter"}
 
 
 def machines(text: str) -> list[Device]:
-    """The machines that `text` joins by plus, each counted ("2x dgx spark"). Raises UsageError and
-    DeviceNotFoundError."""
+    """Parse machines joined by "+", each with an optional count ("2x dgx spark").
+
+    Raises UsageError and DeviceNotFoundError.
+    """
     found: list[Device] = []
     for part in text.split("+"):
         match = _COUNTED.fullmatch(part.strip())
@@ -45,7 +47,7 @@ def machines(text: str) -> list[Device]:
 def answer(
     device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool
 ) -> list[str]:
-    """The answer, line by line. Raises UsageError where the question lacks something."""
+    """Return the lines of the answer. Raises UsageError if the question is incomplete."""
     boxes, reference = _joined(device, link, reference)
     model, quant = describe(reference, load_catalog())
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
@@ -71,7 +73,7 @@ def answer(
 
 
 def _of_layers(plans: list[tuple[str, ClusterPlan | None]]) -> list[str]:
-    """Lines on whole layers of each variant on each machine."""
+    """Format the plans that put full layers of each variant on each machine."""
     lines = []
     for quant, plan in plans:
         if plan is None:
@@ -82,7 +84,7 @@ def _of_layers(plans: list[tuple[str, ClusterPlan | None]]) -> list[str]:
 
 
 def _of_shares(plans: list[tuple[str, SharedPlan | None]], n_machines: int) -> list[str]:
-    """Lines on a share of every layer on each machine."""
+    """Format the plans that put a share of every layer on each machine."""
     if not plans:
         return []
     part = _PARTS.get(n_machines, f"{n_machines}th")
@@ -96,7 +98,7 @@ def _of_shares(plans: list[tuple[str, SharedPlan | None]], n_machines: int) -> l
 
 
 def _basis(plans: Sequence[tuple[str, ClusterPlan | SharedPlan | None]]) -> list[str]:
-    """What the speeds rest on, said once."""
+    """Return the basis of the speeds, once."""
     basis = next((plan.decode_tok_s.basis for _, plan in plans if plan is not None), "")
     if basis:
         return [f"basis: {basis}"]
@@ -104,7 +106,7 @@ def _basis(plans: Sequence[tuple[str, ClusterPlan | SharedPlan | None]]) -> list
 
 
 def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[Device], str]:
-    """The machines that are joined, and the model."""
+    """Return the joined machines and the model."""
     if link not in cluster.LINKS:
         raise UsageError(
             f"--link {link}: not a link", hint=f"one of: {', '.join(cluster.LINKS)}", param="--link"

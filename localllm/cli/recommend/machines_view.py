@@ -1,5 +1,4 @@
-"""How several machines look: side by side, each with its picks, or those that run one model at a
-speed."""
+"""Format several machines: a comparison of their plans, or those that run one model at a speed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from localllm.planner.serialise import recommendation_to_json
 from localllm.planner.types import Plan, Recommendation
 from localllm_catalog.types import Model
 
-# Plans of each machine where machines are compared.
+# Number of plans per machine in a comparison.
 _COMPARED = 4
 
 
@@ -27,9 +26,11 @@ def comparison(
     *,
     as_json: bool,
 ) -> list[str]:
-    """Machines side by side: each one's best plans, and what is picked on any of them on all of
-    them. `elsewhere`: the plan of a model on the machine of that number, where it is not among its
-    picks."""
+    """Compare machines: the best plans of each, and the speeds of all those models on every
+    machine.
+
+    `elsewhere` plans a model on the machine of that index, if it is not among that machine's plans.
+    """
     each = list(zip(devices, answers, strict=True))
     if as_json:
         found = [recommendation_to_json(answer, device_to_json(device)) for device, answer in each]
@@ -54,7 +55,7 @@ def comparison(
 def _rates_on_all(
     answers: Sequence[Recommendation], elsewhere: Callable[[int, Model], Plan | None]
 ) -> dict[str, list[str]]:
-    """Tokens per second of each machine's best models on every machine, by the models' names."""
+    """Return tokens per second of each machine's best models on every machine, by model name."""
     best = chain.from_iterable(answer.plans[:_COMPARED] for answer in answers)
     models = {plan.model.id: plan.model for plan in best}
     rows: dict[str, list[str]] = {}
@@ -71,8 +72,7 @@ _REACH_SHOWN = 24
 
 
 def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[str]:
-    """The machines that run a model at a speed, slowest memory first, and the one that nearly
-    does."""
+    """Format the machines that run a model at a speed, slowest memory first, and the nearest miss."""
     if as_json:
         machines = [
             {

@@ -1,4 +1,4 @@
-"""The page `recommend` writes on: plain lines as wide as the terminal."""
+"""Text output of `recommend`, as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localllm.formatting import rate
 if TYPE_CHECKING:
     from localllm.planner.types import Range
 
-# Narrower than this tables can't be read anyway; wider than this sentences can't.
+# Tables can't be read on a narrower terminal, and sentences can't be on a wider one.
 _NARROWEST = 60
 _WIDEST = 160
 BAR = 10
@@ -24,7 +24,7 @@ def out(lines: Iterable[str]) -> None:
 
 
 def width() -> int:
-    """Columns to fill: the terminal's, or 80 where there is none (COLUMNS says otherwise)."""
+    """Width in columns: COLUMNS if set, or the terminal's, or 80 without a terminal."""
     return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
 
 
@@ -35,13 +35,15 @@ def wrapped(text: str, first: str = "", further: str = "") -> list[str]:
 
 
 def paragraph(text: str) -> list[str]:
-    """`text` wrapped, with all lines but the first indented."""
+    """Wrap `text`. All lines but the first are indented."""
     return wrapped(text, further="  ")
 
 
 def bar(share: float, width: int = BAR) -> str:
-    """A bar of `width` characters filled to `share` (clamped to 0..1; any use at all shows one
-    block)."""
+    """Return a bar of `width` characters filled to `share`.
+
+    `share` is clamped to 0..1. Any share above 0 fills at least one block.
+    """
     filled = round(max(0.0, min(1.0, share)) * width)
     if filled == 0 and share > 0:
         filled = 1

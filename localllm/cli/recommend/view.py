@@ -1,4 +1,4 @@
-"""How one machine's answer looks: tables of models, or JSON. Nothing here decides anything."""
+"""Format the plans of one machine as tables or JSON. All decisions are made by the planner."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 from localllm_catalog.types import Model
 
-# What says a figure that is assumed, or a processor that is this machine's.
+# Flags or commands that replace an assumed figure, or a CPU taken for this machine's.
 ASSUMED_FIXES = ("--bandwidth GBPS", "localllm device --measure", "--device NAME")
-# What a row takes beside the model's name, and with the bar; a name shorter than this costs the bar
-# its place.
+# Columns of a row without the model's name. If the bar would leave less than `_LEAST_NAME` columns
+# for the name, it is omitted.
 _ROW_COLUMNS = 43
 _LEAST_NAME = 20
 _NEARLY_SHOWN = 2
-# A plain list is read at one glance.
+# Maximum length of a list, so that it can be read at a glance.
 _MOST_LINES = 25
 
 
 def heading(device: Device, what: str) -> list[str]:
-    """What is shown, and what the machine offers with how that is known."""
+    """Format the title, and the machine's memory and bandwidth with their sources."""
     simulated = " (simulated)" if device.simulated else ""
     lines = paragraph(f"{what} on {device.name}{simulated}")
     lines += paragraph(_offered(device))
@@ -44,7 +44,7 @@ def heading(device: Device, what: str) -> list[str]:
 
 
 def _offered(device: Device) -> str:
-    """The machine's memory and bandwidth."""
+    """Format the machine's memory and bandwidth."""
     memory = device.memory
     text = f"{gb(device.room_bytes)} usable of {memory.total_bytes / 1e9:.1f}"
     if memory.available_bytes < device.room_bytes:
@@ -64,8 +64,8 @@ NOTHING: Installed = frozenset()
 
 
 def marked(plan: Plan, installed: Installed) -> str:
-    """The quant with what the footnotes explain: ~ constructed, * another engine, + on this
-    disk."""
+    """Return the quant with marks that footnotes explain: ~ constructed, * other engine, +
+    installed."""
     text = plan.variant.quant
     if plan.backend != _usual().name:
         text += "*"
@@ -77,8 +77,10 @@ def marked(plan: Plan, installed: Installed) -> str:
 
 
 def numbered_rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, list[str]]:
-    """The head and a row for each plan; narrow terminals lose the bar, wide ones show names
-    whole."""
+    """Format the header and a row for each plan.
+
+    Narrow terminals omit the bar. Wide ones show full names.
+    """
     name_columns = max([_LEAST_NAME, *(len(p.model.name) for p in plans)])
     room = width() - _ROW_COLUMNS
     with_bar = room - BAR - 1 >= _LEAST_NAME
@@ -105,7 +107,7 @@ def numbered_rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, lis
 
 
 def _filled(plan: Plan) -> str:
-    """The bar of the plan's share of the usable memory, and a space."""
+    """Format the plan's share of the usable memory as a bar and a space."""
     share = plan.memory.total_bytes / max(1, plan.memory.limit_bytes)
     return f"{bar(share)} "
 
@@ -118,11 +120,14 @@ def table(
     installed: Installed = NOTHING,
     listings_days: int = 0,
 ) -> list[str]:
-    """The picks with their reasons, what nearly fits, and what to type: 25 lines at most, as many
-    picks as they hold; with `everything` every model and its reason, and what else is known of the
-    first.
-    `installed`: ids and quants of models that are on this disk.
-    `listings_days`: the age of the catalog's listings."""
+    """Format the recommended plans with reasons, near misses, and the command to run.
+
+    The list has at most 25 lines and is shortened to fit. With `everything` it includes every model
+    and its reason, and more about the first plan.
+
+    `installed`: ids and quants of installed models.
+    `listings_days`: the age of the catalog's listings.
+    """
     need = needs.need_of(answer.workload)
     plans = answer.plans
     at = ""
@@ -158,7 +163,7 @@ def table(
 
 
 def _one_line(text: str, first: str, further: str) -> list[str]:
-    """As many of the parts between semicolons as fit on one line; the first whatever it takes."""
+    """Fit as many parts between semicolons as possible on one line, but at least the first."""
     parts = text.split("; ")
     while len(parts) > 1 and len(first + "; ".join(parts)) > width():
         parts.pop()
@@ -166,7 +171,7 @@ def _one_line(text: str, first: str, further: str) -> list[str]:
 
 
 def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False) -> list[str]:
-    """The head, and each plan's row with its reason under it, in a `short` list on one line."""
+    """Format the header, and each plan's row with its reason below. `short`: reasons of one line."""
 
     if not plans:
         return []
@@ -187,8 +192,10 @@ _CACHES = {"q8_0": "8-bit", "q8_0/q4_0": "8- and 4-bit", "q4_0": "4-bit"}
 
 
 def _unusual(plan: Plan, first: Plan) -> str:
-    """The plan's context where it is not the first's, and its KV cache where it is not of 16 bits,
-    before its reason."""
+    """Return a prefix for the plan's reason if its context or KV type is unusual.
+
+    The context is unusual if it differs from the first plan's, and the KV type if it is not f16.
+    """
     text = ""
     if plan.settings.n_ctx != first.settings.n_ctx:
         text += f"{plan.settings.n_ctx // 1024}k of context; "
@@ -199,7 +206,7 @@ def _unusual(plan: Plan, first: Plan) -> str:
 
 
 def _refused(answer: Recommendation, *, everything: bool) -> list[str]:
-    """What is not offered and why, what is nearest to fitting first."""
+    """Format the rejected models with reasons, the nearest misses first."""
     if everything:
         lines = []
         for rejected in answer.rejected:
@@ -216,7 +223,7 @@ def _refused(answer: Recommendation, *, everything: bool) -> list[str]:
 
 
 def _nearness(rejected: Rejected) -> tuple[bool, int]:
-    """Models that need more memory come first, small ones before large ones."""
+    """Sort key: models that need more memory come first, small ones before large ones."""
     return rejected.kind != "memory", rejected.variant.file_bytes
 
 
@@ -227,7 +234,7 @@ def _titled(title: str, lines: list[str]) -> list[str]:
 
 
 def _run(plans: Sequence[Plan], device: Device, installed: Installed) -> list[str]:
-    """The one command that runs the first pick; nothing for a machine that one does not have."""
+    """Return the command that runs the first plan. Empty for a simulated machine."""
     if device.simulated or not plans:
         return []
     model = plans[0].model.id
@@ -239,8 +246,7 @@ def _run(plans: Sequence[Plan], device: Device, installed: Installed) -> list[st
 
 
 def further(plan: Plan, title: str) -> list[str]:
-    """The plan's further reasons under a title: how far its context goes, the other engine,
-    drafting."""
+    """Format the plan's further reasons below a title: context limits, the other engine, drafting."""
     if not plan.reasons:
         return []
     lines = [title]
@@ -270,12 +276,12 @@ def _bases(plans: Sequence[Plan]) -> list[str]:
 
 
 def _usual() -> Declaration:
-    """The engine whose plans are not marked."""
+    """Return the engine whose plans have no mark."""
     return registry.running("gguf")
 
 
 def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
-    """What the signs beside the quants mean, of those that are there."""
+    """Explain the marks next to the quants that occur in `plans`."""
     signs = "".join(marked(p, installed) for p in plans)
     lines = []
     if "~" in signs:
@@ -292,7 +298,7 @@ def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
 def model_table(
     model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = NOTHING
 ) -> list[str]:
-    """Every variant of one model, whether it fits, and how memory grows with context."""
+    """Format every variant of one model, whether it fits, and memory by context."""
     title = model.name
     if len(plans) > 1:
         title = f"{model.name}: every variant"
@@ -317,7 +323,7 @@ def model_table(
 
 
 def _variant_rows(plans: Sequence[Plan], installed: Installed) -> list[str]:
-    """The head and a row for each variant of one model."""
+    """Format the header and a row for each variant of one model."""
     with_bar = width() >= 80
     usable = f"{'of usable':{BAR}} " if with_bar else ""
     lines = [
@@ -341,7 +347,7 @@ def _variant_rows(plans: Sequence[Plan], installed: Installed) -> list[str]:
 
 
 def _caches(plans: Sequence[Plan]) -> list[str]:
-    """Which variants are planned with a KV cache that is not f16."""
+    """List the variants that are planned with a KV cache other than f16."""
     kinds: dict[str, list[str]] = {}
     for plan in plans:
         if plan.fits != "no" and plan.settings.kv_type != "f16":
@@ -361,6 +367,8 @@ def _slopes(model: Model) -> list[tuple[str, int]]:
 
 
 def json_text(answer: Recommendation, device: Device) -> str:
-    """The published JSON of an answer: keys sorted as in the schema, identical for identical
-    inputs."""
+    """Return the published JSON of an answer, with keys in the schema's order.
+
+    Identical inputs produce identical output.
+    """
     return ascii_json(recommendation_to_json(answer, device_to_json(device)))

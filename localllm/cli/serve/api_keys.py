@@ -46,7 +46,7 @@ def existing_key() -> str | None:
 
 
 def kept_key(*, new: bool = False) -> str:
-    """Return the stored key. Generates one if none is usable, or if `new`. Raises LocalLLMError."""
+    """Return the stored key. Generates a new one if it is unusable, or if `new`. Raises LocalLLMError."""
     path = key_path()
     try:
         key = None if new else _read(path)

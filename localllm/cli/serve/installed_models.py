@@ -1,5 +1,8 @@
-"""The models on this disk as a server offers them: listed at once, each described when there is
-time or somebody asks; and what its clients may fetch and remove."""
+"""Offer the models on this disk to a server's clients.
+
+All models are listed at once. Each is described in the background or on request. Clients may also
+download and remove models here.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from localllm.server.models.served import ServedModel, StoreProgress
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
 
-# The disk is looked at again when a list is asked for this long after the last look, and for a name
-# nobody has sooner.
+# The disk is scanned again if a list is requested this long after the last scan. For an unknown
+# name, the interval is `_LOOK_AGAIN_S`.
 _FRESH_S = 10.0
 _LOOK_AGAIN_S = 1.0
 
@@ -32,17 +35,19 @@ Offered: TypeAlias = tuple[LocalModel, ServedModel]
 
 
 class DiskModels:
-    """The models on this disk (implements localllm.server.models.served.InstalledModels). Their
-    names are known from the start; what each would be is found out in a thread, or when it is asked
-    for. `named` were named at the start, with their files; with `only` no others are offered, and
-    those answer to all their names."""
+    """The models on this disk. Implements localllm.server.models.served.InstalledModels.
+
+    Their names are known from the start. Their plans are computed in a thread or on request.
+    `named` are the models named at the start, with their files. With `only`, no others are offered,
+    and these answer to all their names.
+    """
 
     def __init__(self, served: ServedModels, named: Sequence[Offered], *, only: bool) -> None:
         self._served = served
         self._only = only
         self._named = {real_path(local.path): (local, model) for local, model in named}
         self._listed: dict[Path, Offered] = {}
-        # As of the last look, so that the catalog is read once for many names.
+        # From the last scan, so that many lookups read the catalog only once.
         self._rules: Rules[ServedModel] = {}
         self._lock = threading.Lock()
         self._looked_s = -_FRESH_S
@@ -50,7 +55,7 @@ class DiskModels:
         self.look()
 
     def models(self) -> Sequence[ServedModel]:
-        """See InstalledModels. A look at the disk that is due goes on in a thread meanwhile."""
+        """See InstalledModels. If a scan is due, it runs in a thread meanwhile."""
         listed = [model for _, model in self._listed.values()]
         if (self._stale or not all(model.worker.described for model in listed)) and (
             self._looking is None or not self._looking.is_alive()
@@ -81,8 +86,8 @@ class DiskModels:
         return True
 
     def look(self) -> None:
-        """Look at the disk. Models that are there no more are no longer listed; one that is loaded
-        stays until it is unloaded."""
+        """Scan the disk. Models that are gone are no longer listed, but a loaded one stays until it
+        is unloaded."""
         with self._lock:
             scanned = [] if self._only else store.scan()
             on_disk = {real_path(local.path): local for local in reversed(scanned)}
@@ -107,8 +112,7 @@ class DiskModels:
             self._looked_s = time.monotonic()
 
     def _answering(self, scanned: Sequence[LocalModel]) -> dict[LocalModel, ServedModel]:
-        """The files of each model on offer, also under the other names that the disk has for
-        them."""
+        """Map the files of each offered model to the model, also under the other names on the disk."""
         offered = self._listed | self._named
         answers = dict(offered.values())
         for local in scanned:
@@ -135,8 +139,11 @@ class DiskModels:
     def _chosen(
         self, files: Sequence[LocalModel], answers: dict[LocalModel, ServedModel]
     ) -> ServedModel:
-        """One of several models that a name leads to. A model in memory comes first: the memory
-        that is free now must not decide between two quants. Then one named at the start."""
+        """Choose one of several models that match a name.
+
+        A model in memory comes first, because the current free memory must not decide between two
+        quants. A model named at the start comes next.
+        """
         models = [answers[local] for local in files]
         for model in models:
             if model.state != "available":
@@ -150,8 +157,10 @@ class DiskModels:
 
 @dataclass(frozen=True, slots=True)
 class LibraryStore:
-    """Implements server.models.installed.ModelStore. A reference is a name of the catalog or the
-    hub, never a path."""
+    """Implements server.models.installed.ModelStore.
+
+    A reference is a name of the catalog or the hub, never a path.
+    """
 
     offline: bool = False
 

@@ -1,4 +1,4 @@
-"""What `localllm serve` opens, by its settings: where it listens, and who is let in."""
+"""Addresses and access rules of `localllm serve`, from its settings."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from localllm.settings import Settings
 
 
 def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSettings:
-    """What `settings` let the server do, with the key that is kept where one is made up; `new_key`
-    replaces that.
+    """Return the server's settings, with the stored API key if one is generated.
 
-    Raises UsageError, also for a certificate that no server can be run with."""
+    `new_key` replaces the stored key. Raises UsageError, also for a certificate that can't be used.
+    """
     tls = _tls_files(settings)
     image_hosts: tuple[tuple[str, int], ...] = ()
     if not settings.value("offline") and not is_offline():
-        # One flag may name several.
+        # One flag may contain several names.
         hosts = ",".join(settings.value("allow_image_hosts")).split(",")
         image_hosts = tuple(image_host(name.strip()) for name in hosts if name.strip())
     secured = ServerSettings(
@@ -76,10 +76,12 @@ def _tls_files(settings: Settings) -> TlsFiles | None:
 
 @contextmanager
 def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket], str]]:
-    """The listening sockets of `settings` and their address for people; a Unix socket's file goes
-    with it. Where a service manager opened them already, those.
+    """Yield the listening sockets and their address for display. A Unix socket's file is removed at
+    the end.
 
-    Raises PortInUseError or UsageError."""
+    Uses the sockets of a service manager if it has opened them. Raises PortInUseError or
+    UsageError.
+    """
     with ExitStack() as opened:
         socks = inherited()
         if socks:
@@ -104,14 +106,16 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
 
 
 def from_elsewhere(address: str) -> str | None:
-    """`address` as other machines call it: with this one's own in the place of 0.0.0.0 or ::. None
-    where it is not open to them all, or this machine has no network."""
+    """Replace 0.0.0.0 or :: in `address` with this machine's own address.
+
+    Returns None if `address` contains neither, or if this machine has no network.
+    """
     everywhere = next((wild for wild in ("//0.0.0.0:", "//[::]:") if wild in address), None)
     if everywhere is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
-            # TEST-NET-1 (RFC 5737): a route is chosen, nothing is sent
+            # TEST-NET-1 (RFC 5737): this only selects a route and sends no packet
             route.connect(("192.0.2.1", 9))
         except OSError:
             return None
@@ -119,7 +123,7 @@ def from_elsewhere(address: str) -> str | None:
 
 
 def port_of(socks: Sequence[socket.socket]) -> int:
-    """The port they listen on; 0 for a Unix socket."""
+    """The port of the sockets; 0 for a Unix socket."""
     name = socks[0].getsockname()
     if isinstance(name, tuple):
         return int(name[1])
@@ -127,8 +131,10 @@ def port_of(socks: Sequence[socket.socket]) -> int:
 
 
 def _host_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
-    """Where the service manager's sockets listen, "" for a Unix socket. Raises UsageError where
-    they let in more than `settings` do: those decide whether a key is asked for."""
+    """Return the host of the service manager's sockets, "" for a Unix socket.
+
+    Raises UsageError if the sockets are open to other machines but the settings require no key.
+    """
     again = "`localllm service install` makes them anew"
     names = [sock.getsockname() for sock in given if sock.family != socket.AF_UNIX]
     if settings.api_key is None and not all(is_loopback(name[0]) for name in names):

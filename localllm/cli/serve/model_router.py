@@ -1,5 +1,8 @@
-"""The router of a server: the models named, the presets of config.toml, what else is installed, and
-other servers' models."""
+"""Build the router of a server from four sources.
+
+They are the named models, the presets of config.toml, other installed models, and the models of
+other servers.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,16 @@ log = logging.getLogger("localllm.server")
 
 
 def router_of(named: Sequence[str], aliases: Sequence[str], settings: Settings) -> ModelRouter:
-    """What the command line and config.toml say is served; without a name the best model at hand.
-    Raises as `load_plan_named` does, and UsageError."""
+    """Build the router from the command line and config.toml. Without a name, serve the best model
+    at hand.
+
+    Raises the same errors as `load_plan_named`, and UsageError.
+    """
     served = ServedModels(settings, load_presets())
     loads: Sequence[LoadPlan] = ()
     presets: Sequence[Preset | None] = ()
     upstreams = load_upstreams(settings.value("allow_upstream"))
-    # --only without a model: those of other servers alone.
+    # --only without a model: serve only the models of other servers.
     if upstreams is None or named or not settings["model"].automatic or not settings.value("only"):
         try:
             loads, presets = served.load_plans(named or [None])
@@ -50,10 +56,14 @@ def router_for(
     presets: Sequence[Preset | None] = (),
     only: bool = True,
 ) -> ModelRouter:
-    """The models of `loads`, the presets of config.toml and, unless `only`, what else is installed,
-    with the memory of this machine as their limit.
-    `presets`: those that the loads were named by, if any was.
-    `aliases`: further names, as `--alias` takes them. Raises UsageError."""
+    """Build the router of the models in `loads`, presets, and, unless `only`, other installed
+    models.
+
+    The machine's memory limits how many of them are loaded together.
+
+    `presets`: the presets that named the loads, if any.
+    `aliases`: further names in the format of `--alias`. Raises UsageError.
+    """
     served = served or ServedModels(Settings())
     presets = presets or [None] * len(loads)
     named = [
@@ -77,8 +87,11 @@ def router_for(
 def _further_presets(
     served: ServedModels, named: Sequence[tuple[LocalModel, ServedModel]], *, only: bool
 ) -> Iterable[tuple[LocalModel, ServedModel]]:
-    """The presets of config.toml that were not named; with `only` those of named models. One whose
-    model is not on this disk is left out, and the log says so."""
+    """Yield the presets of config.toml that were not named. With `only`, yield those of named
+    models.
+
+    A preset without a model on this disk is skipped, with a warning in the log.
+    """
     taken = {model.name.lower() for _, model in named}
     paths = {real_path(local.path) for local, _ in named}
     for preset in served.presets:
@@ -94,8 +107,10 @@ def _further_presets(
 
 
 def _add_alias(text: str, models: list[ServedModel], installed: DiskModels) -> None:
-    """Give one of `models` the further name that `text` states: `NAME=MODEL`, or `NAME` for the
-    first. An installed model that is named so joins `models`. Raises UsageError."""
+    """Add an alias from `text` to one of `models`: `NAME=MODEL`, or `NAME` for the first model.
+
+    If the name means an installed model, that model is added to `models`. Raises UsageError.
+    """
     alias, equals, name = text.partition("=")
     if equals:
         served = NameTable((model.name, model) for model in models)

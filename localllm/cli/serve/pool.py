@@ -1,4 +1,4 @@
-"""`localllm serve --pool URL …`: the front of several servers, which loads no model itself."""
+"""`localllm serve --pool URL …`: a front end for several servers that loads no model itself."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from localllm.settings import Settings
 async def serve_pool(
     settings: Settings, secured: ServerSettings, named: Sequence[str], *, quiet: bool
 ) -> None:
-    """Serve the pool until cancelled, and say on stderr where, unless `quiet`. Raises UsageError
-    where models are `named`, and for addresses that are none."""
+    """Serve the pool until cancelled. Print its address on stderr unless `quiet`.
+
+    Raises UsageError if models are `named`, or if an address is invalid.
+    """
     if named:
         raise UsageError(
             "--pool loads no model: the servers behind it do", hint=f"leave {named[0]} out"
@@ -49,10 +51,10 @@ async def serve_pool(
 
 
 def nodes(settings: Settings) -> list[PoolNode]:
-    """The servers of the pool, each under its host and port. Raises UsageError."""
+    """Return the servers of the pool, each named by host and port. Raises UsageError."""
     found: dict[str, PoolNode] = {}
     for text in settings.value("pool"):
-        # Whoever named it on the command line, or as a setting, allowed it.
+        # A host on the command line or in a setting is allowed.
         host = (urlsplit(text).hostname or "").lower()
         url = checked_url(
             text, [host], "--pool", keyed=settings.value("pool_key") is not None

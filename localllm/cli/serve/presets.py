@@ -1,10 +1,9 @@
-"""What config.toml says of single models: how each is loaded, what its requests get, by which
-further names it answers.
+"""Tables of config.toml for single models: how to load each, request defaults, further names.
 
-[models.qwen3-8b]              # of the model itself
+[models.qwen3-8b]              # settings of the model itself
 context = 32768
 
-[models.coder]                 # a preset of it: an id of its own
+[models.coder]                 # a preset of it, with its own id
 model = "qwen3-8b"
 temperature = 0.2
 aliases = ["claude-*", "gpt-*"]
@@ -22,7 +21,7 @@ from localllm.model_names import NameTable, Rule, find
 from localllm.setting_table import LOADING, Value
 from localllm.settings import checked, setting
 
-# What a request gets that does not say it, in the words and ranges of a request.
+# Defaults for requests that omit these fields, with the names and ranges of the request fields.
 _SAMPLED = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)
 _OWN = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")
 KEYS = (*_OWN, *LOADING, *_SAMPLED)
@@ -30,9 +29,12 @@ KEYS = (*_OWN, *LOADING, *_SAMPLED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """One table. `loading` are settings over the general ones; `sampling`, `system` and
-    `thinking_tokens` are what a request gets that does not say it. `of_itself`: it speaks of the
-    model of its name, and makes no new one."""
+    """One table.
+
+    `loading`: settings that override the general ones.
+    `sampling`, `system`, `thinking_tokens`: defaults for requests that omit them.
+    `of_itself`: the table configures the model of the same name and adds no new id.
+    """
 
     name: str
     model: str
@@ -49,16 +51,19 @@ class Preset:
 
 
 def load_presets() -> tuple[Preset, ...]:
-    """The presets of config.toml, in its order. Raises UsageError that names what is wrong, and
-    where."""
+    """Return the presets of config.toml, in its order. Raises UsageError that names the invalid
+    entry."""
     return tuple(_preset(name, table) for name, table in named_tables("models", "model").items())
 
 
 def preset_and_model(
     presets: Iterable[Preset], typed: str | None
 ) -> tuple[Preset | None, str | None]:
-    """The preset that is typed, by its name or by an alias without wildcards, and the name of the
-    model to load. None for the preset if `typed` names a model itself."""
+    """Return the preset that `typed` names, and the name of the model to load.
+
+    A preset matches by its name or by an alias without wildcards. The preset is None if `typed`
+    names a model.
+    """
     if typed is None:
         return None, None
     table: NameTable[Preset] = NameTable()

@@ -1,5 +1,4 @@
-"""The run of `localllm serve`: listen at once, load what was named meanwhile, say how that went,
-end when told to."""
+"""Run `localllm serve`: listen at once, load models meanwhile, report the result, stop on a signal."""
 
 from __future__ import annotations
 
@@ -38,10 +37,12 @@ async def serve_until_stopped(
     idle_s: float,
     quiet: bool,
 ) -> None:
-    """Listen at once and load the models meanwhile, saying so on stderr unless `quiet`; models idle
-    for `idle_s` are unloaded (0: never). `store`: where clients may fetch models to. Raises what
-    loading ended in where nothing else could be served, or all files that were named are
-    damaged."""
+    """Listen at once and load the models meanwhile. Progress goes to stderr unless `quiet`.
+
+    Models that are idle for `idle_s` are unloaded (0: never). `store`: a target for downloads that
+    clients request. Raises the error of a failed load if no other model can be served, or if all
+    named files are damaged.
+    """
     from localllm.cli.serve.api_keys import key_path
     from localllm.cli.serve.decode_speed import DecodeSpeedWatch
     from localllm.cli.serve.listening import from_elsewhere
@@ -54,7 +55,7 @@ async def serve_until_stopped(
 
     stop_when_terminated()
     if settings.generated_key:
-        # Also with --quiet: without it nobody gets in.
+        # Also with --quiet: clients need the key.
         print(
             f"API key (this address can be reached from other machines): {settings.api_key}",
             file=sys.stderr,
@@ -67,7 +68,7 @@ async def serve_until_stopped(
     loading = asyncio.create_task(_load(router, report))
     tasks = [loading]
     try:
-        # The worker has its order before a thread here holds the interpreter for a third of a
+        # Give the worker its task first: starting the server holds the interpreter for a third of a
         # second.
         await asyncio.wait({loading}, timeout=_ORDER_S)
         tell = None if quiet else report
@@ -89,8 +90,11 @@ async def serve_until_stopped(
 
 
 async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
-    """Load what was named at the start, and say how that ended (a failure always). Raises only
-    where nothing else is on offer, or what was named is damaged: that passes with no time."""
+    """Load the models named at the start, and report the results. Failures are always printed.
+
+    Raises only if no other model can be served, or if the named files are damaged, because waiting
+    does not repair them.
+    """
     from localllm.engine.worker.pipe import end_ahead
 
     try:
@@ -111,7 +115,7 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
                 f"{_allocated(model)} allocated{_seeing(model)}"
             )
         elif failure is not None:
-            # Also to the quiet.
+            # Printed even if quiet.
             print(f"error: {model.name} could not be loaded: {failure.message}", file=sys.stderr)
             if failure.hint:
                 print(f"hint: {failure.hint}", file=sys.stderr, flush=True)
@@ -123,7 +127,7 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
 
 
 def _seeing(model: ServedModel) -> str:
-    """Whether images can be sent to it, where that was a question."""
+    """Return whether the model reads images, if it has an image projector."""
     if "vision" in model.capabilities:
         return ", reads images"
     off = model.facts.details.get("images_off")
@@ -133,8 +137,10 @@ def _seeing(model: ServedModel) -> str:
 
 
 def _offer_others(router: ModelRouter) -> None:
-    """None of the models named could be loaded: say, also to the quiet, what the server still is
-    good for."""
+    """Print the other models that the server offers after all named models failed to load.
+
+    This is printed even if quiet.
+    """
 
     failed = {model.name for model in router.named}
     others = [model.name for model in router.list() if model.name not in failed]
@@ -167,13 +173,16 @@ async def _serve(
 def application(
     router: ModelRouter, settings: ServerSettings, store: LibraryStore | None = None
 ) -> tuple[Starlette, Callable[..., Awaitable[None]]]:
-    """The application and what serves it. Reading that code takes as long as a small model takes to
-    load: this runs meanwhile. What is needed by the first request alone is begun behind it."""
+    """Return the application and the function that serves it.
+
+    Importing this code takes as long as loading a small model, so it runs in a thread meanwhile.
+    Parts that only the first request needs are loaded in threads after it.
+    """
     import gc
     import threading
 
-    # All of it stays: to look through it for garbage costs a tenth of the time now, and streams a
-    # pause later.
+    # All objects made here are permanent. Garbage collection now would take a tenth of the time,
+    # and later it would pause streams.
     gc.disable()
     try:
         from localllm.conversation.template import warm_up
@@ -185,7 +194,7 @@ def application(
         app = create_app(router, settings=settings, store=store, power=power_figures)
 
         def all_dialects() -> None:
-            # First what a first request most likely is: OpenAI's chat, the only one there yet.
+            # First build OpenAI's chat, the most likely first request and the only dialect so far.
             build_bodies()
             app.state.others()
             build_bodies()
@@ -199,8 +208,11 @@ def application(
 
 
 def stop_when_terminated() -> None:
-    """SIGTERM (kill, launchd, containers) and the closing of the terminal end the server as Ctrl-C
-    does: streams get their end, workers are closed."""
+    """Stop the server on SIGTERM (kill, launchd, containers) or when the terminal closes, as on
+    Ctrl-C.
+
+    Streams are ended properly, and workers are closed.
+    """
     import signal
 
     task = asyncio.current_task()
@@ -208,20 +220,20 @@ def stop_when_terminated() -> None:
     loop = asyncio.get_running_loop()
     with suppress(NotImplementedError):  # Windows has no such signals
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
-        # else it was started to outlive its terminal (nohup)
+        # otherwise it was started with nohup, to outlive its terminal
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             loop.add_signal_handler(signal.SIGHUP, task.cancel)
 
 
 def _allocated(model: ServedModel) -> str:
-    """What the worker's model and context take; as planned where the worker does not say."""
+    """Return the memory of the worker's model and context, or the planned size if it is unknown."""
     memory = getattr(getattr(model.worker.host, "client", None), "memory", None)
     if memory is None:
         return gb(model.facts.needs_bytes, 2)
     return gb(memory.total_bytes, 2)
 
 
-# Asked again and again by whoever watches a server: worth a line only where they fail.
+# Paths that monitoring tools request often. They are logged only if they fail.
 _WATCHERS = (
     "/health",
     "/v1/health",
@@ -240,8 +252,10 @@ _MOST_PATH = 60
 def with_lines(
     app: App, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> App:
-    """`app`, telling `report` of each request once it is over: when, what, its status and seconds.
-    Nothing of what was asked or answered is told."""
+    """Wrap `app` so that it reports each finished request: time, path, status, seconds.
+
+    The content of requests and answers is never reported.
+    """
 
     async def telling(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -266,7 +280,7 @@ def with_lines(
 
 
 def _line(scope: Scope, status: int, took_s: float) -> str:
-    # A path is whatever a client sent: a terminal must not obey it.
+    # A path comes from the client: it must not control the terminal.
     path = "".join(c if c.isprintable() else "?" for c in scope["path"])
     if len(path) > _MOST_PATH:
         path = path[: _MOST_PATH - 1] + "…"

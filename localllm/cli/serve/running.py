@@ -1,5 +1,4 @@
-"""The servers that run on this machine, as they tell of themselves: a small private file each, for
-as long as they run."""
+"""Files that list the servers running on this machine. Each server keeps a small private file."""
 
 from __future__ import annotations
 
@@ -18,19 +17,23 @@ from localllm import json_store, paths
 if TYPE_CHECKING:
     from localllm.server.http.settings import ServerSettings
 
-# Where a client finds the key: none is asked for, the one that is kept (api_keys.py), or one
-# somebody chose.
+# Source of the key for clients: no key is needed, the stored key (api_keys.py), or one chosen by
+# the user.
 Key = Literal["none", "kept", "chosen"]
-# The start of a process is known to hundredths of a second, and computed from the boot's.
+# The start time of a process has a resolution of 1/100 s and is derived from the boot time.
 SAME_START_S = 2.0
 _LONGEST_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """`base_url` ends in /v1; `unix_socket` is a path where the server listens on one, else "".
-    `started_s` is the process's start (seconds since 1970): with `pid` and `host` it tells this
-    process from a later one of that number."""
+    """A running server.
+
+    `base_url`: ends in /v1.
+    `unix_socket`: the path of its Unix socket, or "".
+    `started_s`: start of the process in seconds since 1970. With `pid` and `host` it distinguishes
+    this process from a later one with the same pid.
+    """
 
     base_url: str
     pid: int
@@ -41,7 +44,7 @@ class Running:
 
     @property
     def address(self) -> str:
-        """Where it listens, for people."""
+        """The server's address, for display."""
         if self.unix_socket:
             return f"the Unix socket {self.unix_socket}"
         return self.base_url
@@ -53,8 +56,10 @@ def folder() -> Path:
 
 @contextmanager
 def published(settings: ServerSettings, port: int) -> Iterator[None]:
-    """Tell of this process's server, which listens on `port`, for as long as the block runs. A disk
-    that refuses keeps no server from running."""
+    """Keep the file of this server, which listens on `port`, inside the `with` block.
+
+    The server also runs if the file can't be written.
+    """
     file = folder() / f"{os.getpid()}.json"
     json_store.keep(file, asdict(_of(settings, port)))
     try:
@@ -65,8 +70,10 @@ def published(settings: ServerSettings, port: int) -> Iterator[None]:
 
 
 def running() -> list[Running]:
-    """The servers of this user that run on this machine, the newest first; what dead ones left
-    behind is removed."""
+    """Return the running servers of this user on this machine, the newest first.
+
+    Files of servers that no longer run are deleted.
+    """
     try:
         files = sorted(folder().glob("*.json"))
     except OSError:
@@ -75,7 +82,7 @@ def running() -> list[Running]:
     for file in files:
         server = _read(file)
         if server is None or server.host != socket.gethostname():
-            continue  # another machine's, where the folder is on a shared disk
+            continue  # a server of another machine, if the folder is on a shared disk
         if _lives(server):
             found.append(server)
         else:
@@ -104,7 +111,7 @@ def _of(settings: ServerSettings, port: int) -> Running:
 
 
 def _reached_at(host: str) -> str:
-    """How this machine itself reaches a server that listens on `host`."""
+    """Return the host that reaches a server listening on `host` from this machine."""
     if host in ("0.0.0.0", "localhost"):
         return "127.0.0.1"
     if host == "::":
@@ -115,8 +122,7 @@ def _reached_at(host: str) -> str:
 
 
 def _read(file: Path) -> Running | None:
-    """What a file tells; None for one that others could have written, or that says something
-    else."""
+    """Read one file. Returns None if its content is invalid or if others could have written it."""
     try:
         with file.open("rb") as f:
             about = os.fstat(f.fileno())

@@ -1,5 +1,7 @@
-"""The models that are served: a name, what its requests get, and a worker; names that differ only
-in what a request gets share one worker."""
+"""Make the served models: a name, defaults for requests, and a worker.
+
+Names that differ only in their request defaults share one worker.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,11 @@ log = logging.getLogger("localllm.server")
 
 
 class ServedModels:
-    """Makes the models that are served, each worker once. `presets` are those of config.toml, of
-    which those that make a model of their own are kept; `admission` decides which of them may be
-    loaded together."""
+    """Makes the served models, each worker once.
+
+    `presets`: the presets of config.toml that add an id of their own.
+    `admission`: decides which models may be loaded together.
+    """
 
     def __init__(self, settings: Settings, presets: Sequence[Preset] = ()) -> None:
         self.admission: ModelAdmission | None = None
@@ -59,8 +63,10 @@ class ServedModels:
     def load_plans(
         self, references: Sequence[str | None]
     ) -> tuple[list[LoadPlan], list[Preset | None]]:
-        """The models named on the command line, planned together, and the presets that they were
-        named by. Raises as `load_plan_named` does."""
+        """Plan the models named on the command line together. Returns the plans and their presets.
+
+        Raises the same errors as `load_plan_named`.
+        """
         presets: list[Preset | None] = []
         texts: list[str | None] = []
         own: list[Settings] = []
@@ -73,22 +79,26 @@ class ServedModels:
         return load_plans_together(texts, self._settings, own), presets
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:
-        """How `local` is loaded, as itself or by a `preset`."""
+        """Return the settings that load `local`, as itself or through `preset`."""
         return self._settings.preset(self._preset_of(local, preset).loading)
 
     def model(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None = None
     ) -> ServedModel:
-        """`local` as it is served, as itself or by a `preset` of it; planned already as `load`, or
-        when asked for."""
+        """Return `local` as a served model, as itself or through `preset`.
+
+        It is already planned as `load`, or it is planned on request.
+        """
         said = self._preset_of(local, preset)
         worker = self._worker(local, preset, load)
         defaults = ModelDefaults(said.sampling, said.system, said.thinking_tokens)
         return ServedModel(said.name, aliases=said.aliases, worker=worker, defaults=defaults)
 
     def _preset_of(self, local: LocalModel, preset: Preset | None) -> Preset:
-        """All that config.toml says of `local`, served as itself or by a `preset`: where that is
-        silent, what it says of the model itself."""
+        """Return the config of `local`, as itself or through `preset`.
+
+        Values that a preset omits come from the table of the model itself.
+        """
         itself = Preset(name=local.name, model=local.name)
         own = self._of_itself.get(real_path(local.path), itself)
         if preset is None:
@@ -116,7 +126,7 @@ class ServedModels:
             if load is not None:
                 worker = ModelWorker(name, planned(load), idle_s=said.idle_s)
             else:
-                # Names and sizes of files on this disk are known before they are planned.
+                # Names and sizes of files are known before the model is planned.
                 facts = ModelMetadata(details=_details(local, ""))
                 worker = ModelWorker(
                     name,
@@ -136,7 +146,7 @@ class ServedModels:
 
 
 def planned(load: LoadPlan) -> PlannedModel:
-    """A LoadPlan as the server takes it."""
+    """Convert a LoadPlan to the server's type."""
     loading = LoadProgress()
 
     def smaller() -> WorkerOptions | None:
@@ -174,7 +184,7 @@ def planned(load: LoadPlan) -> PlannedModel:
 
 
 def _given_up(load: LoadPlan, less: LoadPlan) -> str:
-    """A sentence on what a load that ran out of memory does without."""
+    """Describe the reductions after a load ran out of memory."""
     asked = load.options.spec
     got = less.options.spec
     given_up = []
@@ -191,8 +201,11 @@ def _given_up(load: LoadPlan, less: LoadPlan) -> str:
 
 
 def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
-    """What a request that names no sampling gets: what the model's maker recommends (where the
-    request switches reasoning off, unless it `thinks`: for that), and where nobody says, ours."""
+    """Return the sampling defaults of a model.
+
+    They are the recommendations of the model's maker, or our own. Without `thinks` (reasoning off),
+    the maker's recommendations for that mode are used.
+    """
     if plan is None:
         return Sampling()
     sources = [plan.model.sampling]
@@ -226,8 +239,10 @@ def _details(local: LocalModel, architecture: str) -> dict[str, object]:
 
 
 def on_disk(preset: Preset) -> LocalModel | None:
-    """The files that a preset is of; None where they are not here. Raises UsageError for a preset
-    that can't be read."""
+    """Return the model of a preset, or None if it is not on this disk.
+
+    Raises UsageError for a preset that can't be read.
+    """
     try:
         return resolve(preset.model)
     except ModelNotFoundError:
@@ -237,5 +252,5 @@ def on_disk(preset: Preset) -> LocalModel | None:
 
 
 def real_path(path: Path) -> Path:
-    """`path` without links: one file, however it is reached."""
+    """Resolve links in `path`, so that each file has one path."""
     return Path(os.path.realpath(path))

@@ -1,11 +1,11 @@
-"""What config.toml says of other servers that requests are handed on to, checked.
+"""Read and check the servers in config.toml that requests are forwarded to.
 
-[[upstream]]                   # a server that requests are handed on to
+[[upstream]]                   # a server that requests are forwarded to
 name = "lab"
 url = "http://10.0.0.7:8000/v1"
-models = ["Qwen/Qwen3-32B"]    # or {ours = "theirs"}; left out: all that it lists
-key_env = "LAB_KEY"            # the variable that holds the key it wants
-spill = true                   # also takes what the model of that name here has no room for
+models = ["Qwen/Qwen3-32B"]    # or {ours = "theirs"}; default: all that it lists
+key_env = "LAB_KEY"            # environment variable with the server's key
+spill = true                   # also takes requests that the local model has no room for
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from localllm.settings import config_path, read_config
 
 
 def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
-    """The servers of config.toml; None where it names none. `allowed`: the machines besides this
-    one that requests may be handed on to. Raises UsageError that says which table is wrong, and
-    how."""
+    """Return the servers of config.toml, or None if there are none.
+
+    `allowed`: hosts that requests may be forwarded to, in addition to this machine. Raises
+    UsageError that names the invalid table and the problem.
+    """
     tables = read_config().get("upstream", [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise UsageError(f"{config_path()}: upstreams are written as tables of [[upstream]]")
@@ -80,9 +82,11 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
 
 
 def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) -> str:
-    """`url` where requests may be sent: on this machine, or on one of the `allowed` ones (names,
-    addresses, networks). Raises UsageError; also for a key that would cross the internet in the
-    clear."""
+    """Return `url` if requests may be sent there.
+
+    It must be on this machine or on an `allowed` host (names, addresses, networks). Raises
+    UsageError, also if a key would be sent unencrypted over the internet.
+    """
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     is_http = parts.scheme in ("http", "https")
