@@ -1,4 +1,4 @@
-"""The backend that runs given files, or one sentence saying why none does."""
+"""Selects the backend that runs given files, or explains why no backend can."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def named(name: str) -> BackendType:
-    """The backend registered under `name`; UsageError naming the others if there is none."""
+    """The backend registered under `name`. Raises UsageError with the other names if there is
+    none.
+    """
     found = registry.backends().get(name)
     if found is None:
         raise UsageError(
@@ -24,8 +26,9 @@ def named(name: str) -> BackendType:
 
 
 def for_path(path: str, preferred: str = "auto") -> BackendType:
-    """The backend that runs the files at `path`: `preferred`, or the first that accepts them and is
-    available here."""
+    """The backend for the files at `path`: `preferred`, or the first available one that accepts
+    them.
+    """
     if not Path(path).exists():
         raise ModelNotFoundError(
             f"there is no model at {path!r}", hint="check the path, or see `localllm models list`"

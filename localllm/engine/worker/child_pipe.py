@@ -1,5 +1,7 @@
-"""A worker's end of the pipe to its parent, JSON lines (pipe.py is the other, which needs an event
-loop: a worker has none, and reads no code of one)."""
+"""The worker's end of the pipe to its parent, with JSON lines.
+
+The parent's end is in pipe.py. It needs an event loop. A worker does not use or import one.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from localllm.errors import (
 from localllm_backends.contract import BackendFailure, OtherMachineError, OutOfMemoryError
 
 Message = dict[str, Any]
-# How long a process may take to end once nobody speaks to it any more: it may have gigabytes to
-# write.
+# How long the process may take to end after its input has ended: it may have gigabytes to write.
 _LAST_S = 120.0
 Loaded = TypeVar("Loaded")
-# What stops a model from being loaded; all else is the fault of its files.
+# Reasons outside the model that stop it from being loaded. Any other reason is an error in its
+# files.
 _AT_LOADING: dict[type[Exception], type[LocalLLMError]] = {
     OutOfMemoryError: DoesNotFitError,
     OtherMachineError: OtherMachineGoneError,
@@ -36,9 +38,13 @@ _AT_LOADING: dict[type[Exception], type[LocalLLMError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a worker says of itself: for how long it has been at the call it is in (0: in none), the
-    steps it has done and the longest of them. One that doesn't say it is `silent`, and `busy_s` for
-    as long as it has been."""
+    """A worker's status.
+
+    `busy_s`: seconds that its current call has lasted (0: it is in no call).
+    `steps`: the steps it has computed.
+    `longest_step_s`: the longest of them.
+    `silent`: it does not report its status. `busy_s` is then the time since its last report.
+    """
 
     busy_s: float
     steps: int = 0
@@ -47,12 +53,13 @@ class Pulse:
 
 
 class ChildPipe:
-    """The worker's end. Reads `source` in one thread; any thread may write to `sink`.
+    """The worker's end. One thread reads `source`; any thread may write to `sink`.
 
-    in   what to load, in one line; then messages, of which those with a number "n" are questions;
-         the end of the input is the order to close
+    in   the first line has the load options. Then messages follow, and those with a number "n" are
+         questions. The end of the input tells the worker to close.
     out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} or
-         {"re": n, "error": {…}} for each question, and whatever the worker has to say unasked"""
+         {"re": n, "error": {…}} for each question, and any other messages
+    """
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
         self._source = source
@@ -62,22 +69,25 @@ class ChildPipe:
 
     @classmethod
     def of_this_process(cls) -> ChildPipe:
-        """The pipe on standard input and output, which nothing else may use from now on."""
-        # Ctrl-C in the terminal, its closing, and a service manager's SIGTERM reach the whole
-        # process group. The parent decides when we stop: the end of our input says so, which comes
-        # too if the parent is killed.
+        """Return the pipe on standard input and output, which no other code may use from now on."""
+        # Ctrl-C in the terminal, its closing, and a service manager's SIGTERM reach the entire
+        # process group. But the parent decides when the worker stops: it closes the worker's
+        # input. The input also ends if the parent is killed.
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-        # Native code prints to stdout at times, and Python can't exit while a thread reads its own
-        # stdin: the protocol has descriptors of its own.
+        # Native code sometimes prints to stdout, and Python can't exit while a thread reads its
+        # own stdin. So the protocol has its own file descriptors.
         pipe = cls(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
         os.dup2(2, 1)
         return pipe
 
     def load(self, load: Callable[[Message], Loaded]) -> Loaded:
-        """What `load` makes of the first line. Where it raises a LocalLLMError or a BackendFailure,
-        the parent is told and the process exits."""
+        """Return the result of `load` for the first line.
+
+        If it raises a LocalLLMError or a BackendFailure, the error is sent to the parent and the
+        process exits.
+        """
         line = self._source.readline()
         if not line:
             sys.exit(0)
@@ -89,8 +99,10 @@ class ChildPipe:
             sys.exit(error.exit_code)
 
     def hear(self, receive: Callable[[Message], None]) -> None:
-        """Call `receive` with every message until the last. A question that it fails at is answered
-        with its error, never dropped: somebody waits for it."""
+        """Call `receive` with every message until the last.
+
+        If a question fails, its error is sent as the answer, because the parent waits for one.
+        """
         for line in self._source:
             message: Message = {}
             try:
@@ -105,8 +117,11 @@ class ChildPipe:
                 return
 
     def exit_soon(self) -> None:
-        """The input has ended: the process has some time left to finish, then it ends whatever it
-        is at. Without a parent nobody else would end one that hangs."""
+        """Limit the time to finish after the input has ended. Then the process ends, whatever it
+        does.
+
+        After the parent's end no other process would end a worker that hangs.
+        """
         timer = threading.Timer(_LAST_S, os._exit, [1])
         timer.daemon = True
         timer.start()
@@ -116,8 +131,9 @@ class ChildPipe:
         self.send({"re": question["n"], "value": value})
 
     def reply(self, question: Message, find: Callable[[], Any]) -> None:
-        """Answer a message that has a number with what `find` finds, or with the error it ends
-        in."""
+        """Answer a message that has a number with the result of `find`, or with the error that it
+        raises.
+        """
         try:
             self.answer(question, find())
         except Exception as e:
@@ -127,8 +143,10 @@ class ChildPipe:
         self.send_line(json.dumps(message, separators=(",", ":")) + "\n")
 
     def send_line(self, line: str) -> None:
-        """Write a message that is JSON text already, with its line end. `gone` is set when nobody
-        hears it."""
+        """Write a message that is JSON text already, with its line end.
+
+        Sets `gone` if the parent no longer reads.
+        """
         data = line.encode()
         with self._lock:
             try:
@@ -139,8 +157,9 @@ class ChildPipe:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong: an error made for people in its own words, any other with the name of its
-    class."""
+    """The error as text. Errors made for people keep their words, others get the name of their
+    class.
+    """
     if isinstance(error, LocalLLMError | BackendFailure):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -1,5 +1,6 @@
-"""The engine as the server, the bench and the CLI see it: starts a worker process and hands its
-events to whoever asked."""
+"""The engine for the server, the bench and the CLI: starts a worker process and delivers its
+events.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ from localllm_backends.contract import LoadSpec, MemoryReport
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What a worker loads and how its engine is set. `engine` holds EngineSettings values that
-    survive JSON; `draft_path` is a smaller model of the same vocabulary that drafts for it.
-    `hang_s`: see supervisor.py (0: unwatched)."""
+    """The model that a worker loads, and the settings of its engine.
+
+    `engine`: EngineSettings values that can be sent as JSON.
+    `draft_path`: a smaller model with the same vocabulary, used as draft model.
+    `hang_s`: see supervisor.py (0: unwatched).
+    """
 
     spec: LoadSpec
     backend: str = "auto"
@@ -47,8 +51,10 @@ class WorkerOptions:
         )
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
-        """Start the process and load the model; raises the LocalLLMError it names, or
-        WorkerDiedError."""
+        """Start the process and load the model.
+
+        Raises the LocalLLMError that the worker reports, or WorkerDiedError.
+        """
 
         def progress(message: dict[str, Any]) -> None:
             if on_loading is not None and "loading" in message:
@@ -69,7 +75,7 @@ class WorkerOptions:
 
 
 class WorkerClient(EngineClient):
-    """One worker process with one loaded model that writes text."""
+    """One worker process with one loaded model that generates text."""
 
     def __init__(
         self, process: JsonProcess, ready: dict[str, Any], workers: tuple[str, ...] = ()
@@ -113,7 +119,7 @@ class WorkerClient(EngineClient):
         return bool(self._streams) or super().has_waiters
 
     async def pulse(self) -> Pulse:
-        """What the worker's reader says of the thread that computes."""
+        """The status of the computing thread, as reported by the worker's reader thread."""
         return Pulse(**await self.process.ask({"op": "pulse"}))
 
     async def snapshot(self) -> dict[str, Any]:
@@ -132,7 +138,7 @@ class WorkerClient(EngineClient):
             if take is not None:
                 event = event_from_json(data)
                 if type(event) is Finish or type(event) is Failure:
-                    # The request has ended: its id is free, and there is nothing to cancel.
+                    # The request has ended: its id is free, and no cancellation is needed.
                     del self._streams[event.id]
                     self.finished += type(event) is Finish
                 take(event)
@@ -141,7 +147,7 @@ class WorkerClient(EngineClient):
         death = self.process.death()
         if not self._workers:
             return Failure(request_id, death.code, death.message, death.hint)
-        # The process that loses a machine it computes on ends.
+        # If a worker machine is lost, the process that computes on it ends.
         there = (
             f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its "
             "worker still running?"
@@ -155,11 +161,11 @@ class WorkerClient(EngineClient):
 
 
 class Host(Protocol):
-    """Something that can give a loaded Engine for a model name, loading or reloading it when
-    needed."""
+    """A source of the loaded engine for a model name. It loads or reloads the model if needed."""
 
     async def engine(self) -> EngineClient:
-        """The loaded engine; loads on first use, reloads after a crash (with back-off). Raises
-        LocalLLMError."""
+        """The loaded engine. Loads it on first use, and again after a crash, after a pause. Raises
+        LocalLLMError.
+        """
 
     async def close(self) -> None: ...

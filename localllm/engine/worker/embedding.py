@@ -1,9 +1,10 @@
-"""Embedding models and rerankers in a process of their own, one each: texts in, vectors or scores
-out. Both sides of its
-pipe: `child_pipe.py` says how they talk; asked are embed | rank | tokenize | detokenize.
+"""Embedding models and rerankers, each in a process of its own: texts in, vectors or scores out.
 
-The host side looks like any other Engine, so lists, idle unloading, restarts and metrics treat
-these models as they treat all.
+The module has both sides of the pipe. child_pipe.py describes the protocol. The questions are
+embed | rank | tokenize | detokenize.
+
+The host side has the interface of any other engine. So lists, unloading when idle, restarts and
+metrics work the same for these models.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from localllm.engine.worker.supervisor import HANG_S, EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadError
 
-# What the host keeps to itself.
+# Options that are not sent to the worker.
 _NOT_SENT = ("log_path", "planned_bytes", "headroom_bytes", "hang_s")
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """What to load. `n_ctx` is the longest input in tokens, 0 = the model's own, at most what the
-    backend deems sane. `planned_bytes` and `headroom_bytes` are for the memory guard, `hang_s` is
-    for the watchdog (0: unwatched)."""
+    """The model to load.
+
+    `n_ctx`: the longest input in tokens. 0 means the model's own, limited by the backend.
+    `planned_bytes`, `headroom_bytes`: for the memory guard.
+    `hang_s`: for the watchdog (0: unwatched).
+    """
 
     path: str
     backend: str = "auto"
@@ -47,8 +51,10 @@ class EmbeddingOptions:
         check_before_load(Path(self.path).name, self.planned_bytes, self.headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
-        """Start the process and load the model; raises the LocalLLMError it names, or
-        WorkerDiedError. It does not say how far it is loaded."""
+        """Start the process and load the model. It does not report progress.
+
+        Raises the LocalLLMError that the worker reports, or WorkerDiedError.
+        """
         process = await pipe.spawn("localllm.engine.worker.embedding", self.log_path)
         order = {k: v for k, v in asdict(self).items() if k not in _NOT_SENT}
         return EmbeddingEngine(process, await process.load(order, loads=Path(self.path).name))
@@ -65,20 +71,23 @@ class EmbeddingEngine(EngineClient):
     async def embed(
         self, inputs: Sequence[str | list[int]], *, truncate: bool = False
     ) -> tuple[list[bytes], int]:
-        """For each input its vector of length 1 as little-endian float32, and the tokens of all
-        inputs.
+        """Return the vector of length 1 for each input as little-endian float32, and the number of
+        tokens.
 
-        An input that is too long is a ContextLengthError, or cut with `truncate`."""
+        An input that is too long raises ContextLengthError, or is truncated with `truncate`.
+        """
         value = await self._asked({"op": "embed", "inputs": list(inputs), "truncate": truncate})
         return [base64.b64decode(v) for v in value["vectors"]], value["tokens"]
 
     async def rank(
         self, query: str, documents: Sequence[str], *, truncate: bool = False
     ) -> tuple[list[float], int]:
-        """How well each document answers the query, as the model says it (higher is better), and
-        the tokens of all pairs.
+        """Return the model's score of each document for the query (higher is better), and the
+        tokens.
 
-        A pair that is too long is a ContextLengthError, or its document is cut with `truncate`."""
+        A pair that is too long raises ContextLengthError, or its document is truncated with
+        `truncate`.
+        """
         value = await self._asked(
             {"op": "rank", "query": query, "documents": list(documents), "truncate": truncate}
         )
@@ -106,7 +115,7 @@ class EmbeddingEngine(EngineClient):
 
 
 def serve(pipe: ChildPipe) -> None:
-    """Load what `pipe` names and answer questions until it ends."""
+    """Load the model named on `pipe` and answer questions until the pipe ends."""
     embedder = pipe.load(_load)
     pipe.send({"ready": asdict(embedder.info), "n_embd": embedder.n_embd})
 
@@ -186,8 +195,11 @@ def _rank(embedder: Any, query: str, documents: list[str], truncate: bool) -> di
 def _fitting(
     embedder: Any, tokens: list[int], truncate: bool, subject: str, hint: str
 ) -> list[int]:
-    """`tokens` if the model takes so many. Else a ContextLengthError, or with `truncate` as many as
-    it takes: the closing mark stays, since models pool over it, or at it."""
+    """`tokens` if the model accepts that many.
+
+    Otherwise raises ContextLengthError, or with `truncate` returns as many as the model accepts.
+    The last token stays, because models pool over it or at it.
+    """
     limit = embedder.info.n_ctx
     if len(tokens) <= limit:
         return tokens

@@ -1,8 +1,8 @@
-"""The parent's end of the pipe to a worker process, JSON lines (child_pipe.py is the other), and how
-such processes are started.
+"""The parent's end of the pipe to a worker process, with JSON lines, and the start of such
+processes.
 
-The child is asked and answers; what it says unasked reaches a callback: a StreamReader and a task
-between them would cost a turn of the loop more for every token.
+The worker's end is in child_pipe.py. The child answers questions. Its other messages go to a
+callback, because a StreamReader and a task would cost one more turn of the event loop per token.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from localllm import errors
 from localllm.paths import worker_log
 
 Hear = Callable[[dict[str, Any]], None]
-# A process that was told to close and hasn't ended after this long is killed. It may have half a
-# gigabyte to write.
+# seconds. A process that was told to close is killed if it runs longer than this. It may have half
+# a gigabyte to write.
 STOP_GRACE_S = 10.0
-# What json.loads calls in the end; the way there is longer than a short message.
+# The function that json.loads calls in the end. Its wrappers take longer than decoding a short
+# message.
 _decode = json.JSONDecoder().raw_decode
 
 
 class JsonProcess(asyncio.SubprocessProtocol):
-    """A running child. What it says before somebody listens is kept."""
+    """A running child process. Its messages are kept until `listen` is called."""
 
     def __init__(self) -> None:
         self._first: asyncio.Future[dict[str, Any] | None] = (
@@ -54,8 +55,10 @@ class JsonProcess(asyncio.SubprocessProtocol):
         environment: Mapping[str, str] | None = None,
         log_path: Path | None = None,
     ) -> JsonProcess:
-        """Run `command`, which reads its code until it is told what to `load`. Its stderr is
-        appended to `log_path`, or dropped."""
+        """Run `command`, which imports its code and waits for `load`.
+
+        Its stderr is appended to `log_path`, or dropped.
+        """
         log = log_path.open("ab") if log_path is not None else None
         try:
             _, process = await asyncio.get_running_loop().subprocess_exec(
@@ -74,9 +77,12 @@ class JsonProcess(asyncio.SubprocessProtocol):
     async def load(
         self, order: Mapping[str, Any], *, loads: str, on_progress: Hear | None = None
     ) -> dict[str, Any]:
-        """Send it `order`, and wait for its {"ready": …}; other messages before that go to
-        `on_progress`. Where that fails it is ended. Raises the LocalLLMError of its {"fatal": …},
-        or WorkerDiedError when it ends without a word while it loads `loads`."""
+        """Send `order`, and wait for {"ready": …}. Other messages before that go to `on_progress`.
+
+        Ends the process if loading fails. Raises the LocalLLMError from {"fatal": …}, or
+        WorkerDiedError if the process ends without a message. `loads` is the model's name for the
+        error.
+        """
         if on_progress is not None:
             self._on_progress = on_progress
         try:
@@ -105,23 +111,27 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while the process runs."""
         assert self._process is not None
         return self._process.get_returncode()
 
     @property
     def hears(self) -> bool:
-        """False once nothing can be sent to it: a process that was killed stops hearing before its
-        end is noticed."""
+        """False once no message can be sent. A killed process stops reading before its end is
+        noticed.
+        """
         return not self._ended.done() and not self._stdin.is_closing()
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
 
     def listen(self, on_message: Hear, on_end: Callable[[], None]) -> None:
-        """From now on `on_message` is called with each message that is no reply, and `on_end` once,
-        after the last one, when the process has ended and its output is read to the end; at once,
-        for what has come already."""
+        """Set the callbacks for messages and for the end of the process.
+
+        `on_message` is called with each message that is not a reply. `on_end` is called once,
+        after the process has ended and all its output is read. Messages that came earlier are
+        delivered at once.
+        """
         unheard = self._unheard
         self._unheard = []
         for message in unheard:
@@ -132,15 +142,17 @@ class JsonProcess(asyncio.SubprocessProtocol):
             on_end()
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Queue a message for it; False when it can't hear any more."""
+        """Queue a message for the process. Returns False if the process no longer reads."""
         if not self.hears:
             return False
         self._stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         return True
 
     async def ask(self, message: Mapping[str, Any]) -> Any:
-        """Send `message` and wait for the value that answers it. Raises the LocalLLMError it is
-        answered with, or WorkerDiedError when the process ends first."""
+        """Send `message` and wait for its answer.
+
+        Raises the LocalLLMError in the answer, or WorkerDiedError if the process ends first.
+        """
         number = next(self._numbers)
         if not self.send({**message, "n": number}):
             raise self.death()
@@ -149,11 +161,11 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
     @property
     def has_waiters(self) -> bool:
-        """True while a question is unanswered and somebody still waits for it."""
+        """True while a caller waits for the answer to a question."""
         return any(not reply.done() for reply in self._replies.values())
 
     def kill_hung(self, why: str) -> None:
-        """End it because it hangs: `why` is what those who wait are told."""
+        """Kill the process because it hangs. `why` is reported to the waiting callers."""
         self._hangs = why
         self.kill()
 
@@ -167,8 +179,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
         )
 
     async def close(self) -> None:
-        """Order it to end, and wait: it finishes what it is at, and is killed if that takes too
-        long."""
+        """Tell the process to end, and wait. It finishes its current work, but is killed after
+        STOP_GRACE_S.
+        """
         self._closing = True
         self.close_input()
         try:
@@ -178,7 +191,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
             await self.wait()
 
     def close_input(self) -> None:
-        """Say nothing more: the end of its input is its order to close."""
+        """Close its input, which tells the process to close."""
         self._stdin.close()
 
     def kill(self) -> None:
@@ -198,21 +211,21 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
     def _take_reply(self, message: dict[str, Any]) -> None:
         reply = self._replies.pop(message["re"], None)
-        if reply is None or reply.done():  # whoever asked is gone
+        if reply is None or reply.done():  # the caller no longer waits
             return
         if "error" in message:
             reply.set_exception(errors.by_code(**message["error"]))
         else:
             reply.set_result(message["value"])
 
-    # --- what asyncio calls -----------------------------------------------------------------------
+    # --- called by asyncio ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast("asyncio.SubprocessTransport", transport)
         self._stdin = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Some of its output: any number of lines, the last perhaps in part."""
+        """Handle some of its output: any number of lines, the last one possibly incomplete."""
         lines = data.split(b"\n")
         if len(lines) == 1:
             self._pieces.append(data)
@@ -228,11 +241,11 @@ class JsonProcess(asyncio.SubprocessProtocol):
                 else:
                     self._on_message(message)
         except ValueError:
-            # What it says can't be trusted any more.
+            # Its output can no longer be trusted.
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended, and its output is at the end."""
+        """Handle the end of the process, after all its output is read."""
         self._ended.set_result(None)
         assert self._process is not None
         self._process.close()
@@ -247,7 +260,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """The message of one line without space around it; raises ValueError."""
+    """The message of one line without surrounding space. Raises ValueError."""
     text = line.decode()
     message, end = _decode(text)
     if end != len(text) or type(message) is not dict:
@@ -269,60 +282,66 @@ def exit_reason(code: int | None) -> str:
 
 # --- how workers are started -----------------------------------------------------------------------
 
-# GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on
-# an idle machine, ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with
-# 1,000 turns decode is as fast as ever alone (0.93 of a bare loop through HTTP) and 42 tok/s beside
-# one busy process, where the default falls to 8; with 300 it is 50, but 0.88 through HTTP; sleeping
-# at once costs 60 % alone. Every thread that allocates gets a heap of its own, and every sliced
-# prefill is a thread: over 1,500 mixed requests the worker grew by 10 %, with two heaps for all by
-# 0.2 % (mallopt(3), M_ARENA_MAX).
-# Sampling's sums are too short for numpy's threads to share, and to start those took half of the time
-# in which numpy is imported.
+# GOMP_SPINCOUNT: by default, threads of GNU OpenMP spin for milliseconds while they wait for each
+# other. That is harmless on an idle machine, but very slow if another process needs a core.
+# Measured with SmolLM2 on two cores: with 1,000 turns, decoding alone keeps its full speed (0.93
+# of a bare loop, through HTTP). With one busy process it reaches 42 tok/s, and with the default 8.
+# With 300 turns that is 50 tok/s, but only 0.88 through HTTP. Sleeping at once costs 60 % alone.
+#
+# MALLOC_ARENA_MAX: each thread that allocates gets a heap of its own, and each sliced prefill is a
+# thread. Over 1,500 mixed requests the worker grew by 10 %, and with two heaps in total by 0.2 %
+# (mallopt(3), M_ARENA_MAX).
+#
+# OPENBLAS_NUM_THREADS: the sums in sampling are too short to be shared by numpy's threads.
+# Starting the threads took half of numpy's import time.
 _WORKER_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
     "MALLOC_ARENA_MAX": "2",
     "OPENBLAS_NUM_THREADS": "1",
 }
-# Large allocations (weights that are laid out anew, KV, buffers) ask Linux for pages of 2 MiB,
-# where it gives them only to who asks (transparent_hugepage/enabled is `madvise` on most
-# distributions). Measured with llama-bench, with and without in turn: gpt-oss-20b is loaded in 6.6
-# and 7.5 s for 12.7 and 29.2, since 2.5 million page faults are 5,000; 8B Q4 decodes 5 to 12 %
-# faster, as fewer translations of addresses are missed. glibc's tunable, unknown to other C
-# libraries.
+# Large allocations (repacked weights, KV, buffers) ask Linux for pages of 2 MiB. Most
+# distributions give these only on request (transparent_hugepage/enabled is `madvise`). Measured
+# with llama-bench, alternately with and without: gpt-oss-20b loads in 6.6 and 7.5 s instead of
+# 12.7 and 29.2 s, because there are 5,000 page faults instead of 2.5 million. An 8B model in Q4
+# decodes 5 to 12 % faster, because there are fewer TLB misses. This is a tunable of glibc, unknown
+# to other C libraries.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# With pages of 64 KiB (some ARM kernels) a huge one has 512 MiB, and whoever touches a byte of it
-# pays for them all.
+# With pages of 64 KiB (some ARM kernels) a huge page has 512 MiB. Touching one byte allocates all
+# of it.
 _USUAL_PAGE_BYTES = 4096
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of every worker: this process's, and what native code reads there unless
-    somebody chose it."""
+    """The environment of every worker: that of this process, plus defaults for settings of native
+    code.
+
+    A setting that is already in this process's environment is kept.
+    """
     huge = {}
     if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES:
         huge = _HUGE_PAGES
     return {**_WORKER_ENVIRONMENT, **huge, **os.environ}
 
 
-# Those that wait to be told what they load, by their logs.
+# Processes that wait for their model, by log path.
 _ahead: dict[Path | None, JsonProcess] = {}
 _WRITES_TEXT = "localllm.engine.worker.worker"
 
 
 async def spawn(module: str, log_path: Path | None) -> JsonProcess:
-    """Run the worker's `module`, which reads its code until it is told what to load."""
+    """Run the worker's `module`, which imports its code and waits for its model."""
     command = (sys.executable, "-m", module)
     return await JsonProcess.spawn(command, worker_environment(), log_path)
 
 
 async def start_ahead() -> None:
-    """Start one that writes text; the next load of such a model takes it."""
+    """Start a text-generating worker in advance. The next load of such a model uses it."""
     log = worker_log()
     _ahead[log] = await spawn(_WRITES_TEXT, log)
 
 
 async def take(log_path: Path | None) -> JsonProcess:
-    """One that writes text: what was started ahead, else a new one."""
+    """A text-generating worker: the one started in advance, else a new one."""
     process = _ahead.pop(log_path, None)
     if process is not None and process.hears:
         return process
@@ -330,10 +349,11 @@ async def take(log_path: Path | None) -> JsonProcess:
 
 
 async def end_ahead() -> None:
-    """End what was started ahead and nobody took."""
+    """End workers that were started in advance and not used."""
     while _ahead:
         _, process = _ahead.popitem()
-        # Where a kill is a wish (no SIGKILL), the end of its input ends it.
+        # On systems without SIGKILL a kill may have no effect. The end of its input then ends the
+        # process.
         process.close_input()
         process.kill()
         await process.wait()

@@ -1,6 +1,9 @@
-"""A worker process as its parent sees it, and whether it hangs; the supervisor, which keeps one
-model served: it loads it on first use if memory allows, again after a crash or a hang, and gives
-its memory back when closed."""
+"""Supervises the worker process of one model.
+
+The supervisor loads the model on first use if memory allows. It loads the model again after a
+crash or a hang, and frees its memory when closed. This module also has the worker's client in the
+parent process, and the watchdog that detects hangs.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,13 @@ from localllm.errors import BusyError, DoesNotFitError, LocalLLMError, WorkerDie
 from localllm.memory.guard import Available
 from localllm_backends.contract import ModelInfo
 
-# A model that crashes at once must not be reloaded in a tight loop.
+# Pauses before a reload after the first, second, … crash in a row. A model that crashes at once
+# must not be reloaded in a tight loop.
 _BACKOFF_S = (0.0, 0.5, 2.0, 8.0, 30.0)
-# One that answered something, or lived this long, crashed by accident: it is loaded again at once.
+# If a process has answered a request, or lived this long, its crash counts as an accident, and the
+# model is reloaded at once.
 _HEALTHY_AFTER_S = 60.0
-# Nobody is kept waiting longer than this for the end of a pause.
+# A request waits at most this long for the end of a pause.
 _PATIENCE_S = 2.5
 
 
@@ -32,28 +37,26 @@ StartedE = TypeVar("StartedE", bound="EngineClient", covariant=True)
 
 
 class Startable(Protocol[StartedE]):
-    """What a supervisor keeps running: WorkerOptions or EmbeddingOptions."""
+    """The options of the process to supervise: WorkerOptions or EmbeddingOptions."""
 
     @property
     def hang_s(self) -> float:
-        """How long its process may show no sign of life while it is waited for (0: as long as it
-        likes)."""
+        """Seconds that its process may show no progress while a caller waits (0: no limit)."""
 
     def check_memory(self, available: Available | None = None) -> None:
-        """Raise DoesNotFitError unless loading it would leave the headroom free."""
+        """Raise DoesNotFitError unless the headroom stays free after loading."""
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> StartedE:
-        """Start the process and load the model; `on_loading` hears how much of it is loaded, from 0
-        to 1."""
+        """Start the process and load the model. `on_loading` gets the loaded share, from 0 to 1."""
 
 
 class Supervisor(Generic[E]):
-    """One model's worker over time (a Host, client.py).
+    """Keeps the worker of one model running over time (a Host, client.py).
 
-    `available` says how many bytes of the system's memory can be taken now (None: asked of the
-    system). Every load must leave the options' headroom free. `smaller`: called in a thread when a
-    load runs out of memory, for options that take less (None: there are none); they are tried once,
-    and kept.
+    `available`: returns the bytes of system memory that can be taken now (None: the system's
+        figure). Every load must leave the options' headroom free.
+    `smaller`: returns options that need less memory, or None. It is called in a thread if a load
+        runs out of memory. The options are tried once, and kept.
     """
 
     def __init__(
@@ -83,9 +86,12 @@ class Supervisor(Generic[E]):
         return None
 
     async def engine(self) -> E:
-        """The loaded engine; loads or reloads it. Raises the LocalLLMError that loading ended in;
-        before it begins, DoesNotFitError when other programs have taken the memory that it was
-        planned to take, and BusyError when it crashed again and again."""
+        """Return the loaded engine; load or reload it if necessary.
+
+        Raises the LocalLLMError of the load. Before the load it raises DoesNotFitError if other
+        programs have taken the planned memory, and BusyError if the process crashed several times
+        in a row.
+        """
         async with self._lock:
             if self._engine is not None and self._engine.alive:
                 return self._engine
@@ -109,7 +115,7 @@ class Supervisor(Generic[E]):
             await asyncio.to_thread(self.options.check_memory, self._available)
             return await self.options.start(self._on_loading)
         except DoesNotFitError:
-            # Planned before others took of it, or the driver needs more than it was planned to.
+            # Other programs took memory after the planning, or the driver needs more than planned.
             less = None
             if self._smaller is not None:
                 less = await asyncio.to_thread(self._smaller)
@@ -120,9 +126,11 @@ class Supervisor(Generic[E]):
         return await self._start()
 
     async def _keep(self, engine: E) -> None:
-        """Look after `engine`, and load the model again once it has ended by accident, be there
-        nobody who asks for it: the next request finds it loaded. How that fails is for the next
-        request to say."""
+        """Watch `engine`, and reload the model if the process ended by accident.
+
+        It reloads without waiting for a request, so the next request finds the model loaded. If
+        that fails, the next request reports the error.
+        """
         await watch(engine, self.options.hang_s)
         if self._is_healthy(engine):
             with suppress(LocalLLMError):
@@ -147,7 +155,9 @@ class Supervisor(Generic[E]):
         self._not_before_s = time.monotonic() + pause_s
 
     async def _back_off(self) -> None:
-        """Wait out a short pause after a crash; a long one is the client's to wait."""
+        """Wait for the end of a short pause after a crash. During a long pause the client has to
+        wait.
+        """
         left_s = self._not_before_s - time.monotonic()
         if left_s > _PATIENCE_S:
             raise BusyError(
@@ -158,33 +168,36 @@ class Supervisor(Generic[E]):
         await asyncio.sleep(max(0.0, left_s))
 
 
-# How long a process may show no sign of life, where nobody says.
+# The default limit for a process without progress.
 HANG_S = 300.0
-# A process that only waits uses less than this part of one core: it answers us, and its threads
-# look around at times. One that works uses more, be it the last in the queue of a crowded machine.
+# A process that only waits uses less than this share of one core: it answers questions, and its
+# threads wake up at times. A process that works uses more, even if it is last in the queue of a
+# busy machine.
 _IDLE_SHARE = 0.002
-# One in which a thread holds the lock of Python's threads and sleeps: every other one wakes 200
-# times a second to ask for it (measured: 0.9 % of a core for three threads). Such a process doesn't
-# answer us; one that works does, by a thread that native code leaves the lock to.
+# The same limit for a process that does not answer. If a thread sleeps while it holds Python's
+# GIL, every other thread wakes up 200 times a second to request it (measured: 0.9 % of a core for
+# three threads). Such a process does not answer. A working process does, because native code
+# releases the GIL.
 _SILENT_SHARE = 0.05
-# A step that works is beyond doubt after this many times what the longest one took, and twice our
-# patience.
+# A working step is considered hung after this many times the longest step so far, and at least
+# twice the patience.
 _TIMES_LONGEST = 100.0
 _KNOWS_AFTER_STEPS = 20
 _MOST_BETWEEN_LOOKS_S = 15.0
 
 
 def effort_of(pid: int) -> float:
-    """Seconds of processor time that a process has used, and something for every read: grows while
-    it works.
+    """The seconds of processor time that a process has used, plus an amount for every read.
 
-    Raises ProcessLookupError once it has ended."""
+    The sum grows while the process works. Raises ProcessLookupError once it has ended.
+    """
     import psutil
 
     try:
         process = psutil.Process(pid)
         times = process.cpu_times()
-        # Pages of a mapped model file: reads on Linux and Windows, page-ins on macOS.
+        # Pages of a mapped model file count as reads on Linux and Windows, and as page-ins on
+        # macOS.
         read_bytes = 0
         if hasattr(process, "io_counters"):
             read_bytes = process.io_counters().read_bytes
@@ -195,7 +208,7 @@ def effort_of(pid: int) -> float:
 
 
 class Watchdog:
-    """Watches one process; everything is measured by `clock`, in seconds."""
+    """Detects whether one process hangs. All times are in seconds of `clock`."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience_s = patience_s
@@ -204,11 +217,11 @@ class Watchdog:
         self._looked_at = self._moved_at = clock()
 
     def verdict(self, pulse: Pulse, effort: float) -> str:
-        """Why the process hangs; empty while it may not."""
+        """The reason why the process is considered hung; empty if it is not."""
         now = self._clock()
         since_s = now - self._looked_at
         idle_share = _SILENT_SHARE if pulse.silent else _IDLE_SHARE
-        # After a longer time unwatched (the machine slept) nothing can be said of it.
+        # After a longer gap (the machine slept) there is no basis for a verdict.
         if effort - self._effort > idle_share * since_s or since_s > self._patience_s / 2:
             self._moved_at = now
         self._effort = effort
@@ -233,8 +246,10 @@ class Watchdog:
 
 
 async def watch(engine: EngineClient, patience_s: float) -> None:
-    """Look after `engine` until its process has ended; kill_hung it if it hangs (`patience_s` 0: never). It
-    isn't looked at while nobody waits for it."""
+    """Watch `engine` until its process has ended, and call `kill_hung` if it hangs.
+
+    `patience_s` 0: never. The process is not checked while no caller waits for it.
+    """
     between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
     dog: Watchdog | None = None
     silent_since: float | None = None
@@ -249,8 +264,8 @@ async def watch(engine: EngineClient, patience_s: float) -> None:
         with suppress(TimeoutError, WorkerDiedError):
             pulse = await asyncio.wait_for(engine.pulse(), max(between_s, 0.5))
         if pulse is None:
-            # Not even its reader answers: the whole process stands still, or one thread lets no
-            # other run.
+            # Even its reader does not answer: the entire process has stopped, or one thread blocks
+            # all others.
             silent_since = silent_since or time.monotonic()
             pulse = Pulse(time.monotonic() - silent_since, silent=True)
         else:
@@ -264,8 +279,10 @@ async def watch(engine: EngineClient, patience_s: float) -> None:
 
 
 class EngineClient(ABC):
-    """One loaded model in its worker process, which said `ready`. `finished` counts the requests it
-    has answered."""
+    """One loaded model in its worker process, which has sent `ready`.
+
+    `finished` counts the requests it has answered.
+    """
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         facts = ready["ready"]
@@ -276,7 +293,7 @@ class EngineClient(ABC):
 
     @property
     def alive(self) -> bool:
-        """True while it can be asked."""
+        """True while it accepts questions."""
         return self.process.hears
 
     @property
@@ -285,12 +302,12 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
-        """Send a request: `hear` is called with each event but the last the moment it arrives, and
-        the last one is returned.
+        """Send a request. Calls `hear` with each event at once, except the last one, which is
+        returned.
 
-        Cancelling this coroutine cancels the request within one engine step, and so does an error
-        of `hear`, which is raised here. A too-long prompt ends in a Failure with code
-        `context_length_exceeded` before any queue; a dead worker in one with code `worker_died`
+        Cancelling this coroutine cancels the request within one engine step. An error in `hear`
+        does the same, and is raised here. A prompt that is too long gives a Failure with code
+        `context_length_exceeded` before any queue. A dead worker gives one with code `worker_died`
         within two seconds.
         """
 
@@ -306,26 +323,32 @@ class EngineClient(ABC):
         add_bos: bool = False,
         images: dict[str, str] | None = None,
     ) -> list[int]:
-        """Token ids of `text`, whose marks stand for `images` (base64); an image's are below zero.
-        An embedding model sets its own marks around it, whatever is asked for. Raises
-        ContextLengthError for a text that has more than anybody takes."""
+        """Token ids of `text`. Markers in it are replaced by `images` (base64), whose tokens are
+        below zero.
+
+        An embedding model adds its own special tokens, whatever the arguments. Raises
+        ContextLengthError if the text is longer than any model accepts.
+        """
         message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
         if images:
             message["images"] = images
         return cast("list[int]", await self.process.ask(message))
 
     async def detokenize(self, tokens: list[int]) -> str:
-        """Text of `tokens`; bytes that are no UTF-8 as surrogate escapes (PEP 383)."""
+        """The text of `tokens`. Bytes that are not UTF-8 become surrogate escapes (PEP 383)."""
         return cast("str", await self.process.ask({"op": "detokenize", "tokens": tokens}))
 
     @property
     def has_waiters(self) -> bool:
-        """True while somebody waits for an answer."""
+        """True while a caller waits for an answer."""
         return self.process.has_waiters
 
     async def pulse(self) -> Pulse:
-        """What the process says of itself. This one answers questions one by one: when it answers,
-        it is at no other."""
+        """The status of the process.
+
+        This kind of process handles one question at a time, so if it answers, no other question is
+        running.
+        """
         await self.tokenize("")
         return Pulse(0.0)
 

@@ -1,11 +1,11 @@
 """The worker process: one loaded model, one loop, JSON lines in and out.
 
-A native crash, an abort or an out-of-memory kill ends this process and nothing else. The main
-thread owns the engine; a reader thread takes messages and tokenises, which needs no model state;
-images and long texts have a thread of their own. It dies with its parent: stdin's end is the order
-to close.
+A native crash, an abort or an out-of-memory kill ends only this process. The main thread owns the
+engine. A reader thread takes messages and tokenises, which needs no model state. Another thread
+prepares images and long texts. The process ends with its parent: the end of stdin tells it to
+close.
 
-What is on the pipe, besides what child_pipe.py says:
+Messages on the pipe, in addition to those in child_pipe.py:
 
     in   submit | cancel, and the questions tokenize | detokenize | snapshot | pulse
     out  {"ev": [...]} per step
@@ -40,22 +40,22 @@ from localllm_backends.reading import estimated_tokens
 from localllm_backends.registry import read_code
 
 _PROGRESS_STEP = 0.02
-# characters; tokenising more takes some ten milliseconds
+# characters. Tokenising more takes about ten milliseconds.
 _LONG_TEXT = 2**16
-# Of a text whose tokens are asked for, or as many as the window has.
+# Limit for a text in a "tokenize" question, or the context length if that is more.
 _MOST_TOKENS = 2**18
 
 
 class Worker:
-    """Loads what `pipe` names, and serves it until the pipe ends."""
+    """Loads the model named on `pipe`, and serves it until the pipe ends."""
 
     def __init__(self, pipe: ChildPipe) -> None:
         self._pipe = pipe
         # None: the pipe has ended.
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        # Since when the engine's thread has been in one call; None while it waits for messages.
+        # When the engine's thread began its current call; None while it waits for messages.
         self._busy_since_s: float | None = None
-        # Images and long texts take as long as many steps: nobody else's request waits for them.
+        # Images and long texts take as long as many steps, so they must not delay other requests.
         self._preparer = ThreadPoolExecutor(1, "preparer")
         self._preparing: set[str] = set()
         self._image_reader: ImageReader | None = None
@@ -71,8 +71,7 @@ class Worker:
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
         self._loop(engine)
         self._preparer.shutdown(cancel_futures=True)
-        # What was read and written so far is worth keeping also where the answer isn't wanted any
-        # more.
+        # The KV of cancelled requests is worth keeping too.
         for request_id in [*engine.jobs.running]:
             engine.cancel(request_id)
         engine.close()
@@ -97,15 +96,18 @@ class Worker:
             grammar_trials=trials(compiler),
         )
         engine = Engine(backend, settings, draft_backend=draft)
-        # What is loaded stays: no collection looks through it in the middle of a stream.
+        # The loaded objects stay. So the garbage collector need not scan them in the middle of a
+        # stream.
         gc.freeze()
         return engine
 
     def _load_draft(
         self, path: str | None, spec: LoadSpec, backend_type: BackendType
     ) -> Backend | None:
-        """The draft model, once its vocabulary is known to be the model's; the weights of neither
-        are read before."""
+        """Load the draft model, after a check that its vocabulary is the model's.
+
+        The check needs neither model's weights.
+        """
         if path is None:
             return None
         draft_type = backends.for_path(path, "auto")
@@ -133,12 +135,14 @@ class Worker:
             try:
                 engine.idle()
             except BackendFailure as e:
-                # Nobody waits for housekeeping: what fails there fails nobody.
+                # No request waits for housekeeping, so an error there fails no request.
                 print(f"housekeeping failed: {reason(e)}", file=sys.stderr, flush=True)
 
     def _answer_messages(self, engine: Engine) -> bool:
-        """Hand the engine every message there is; where it has nothing to do, wait for one. False
-        once the parent has closed its end."""
+        """Pass all waiting messages to the engine. If the engine has no work, wait for a message.
+
+        Returns False once the parent has closed its end.
+        """
         while True:
             idle_wait_s = engine.idle_wait_s
             self._busy_since_s = None
@@ -220,14 +224,16 @@ class Worker:
 
     def _cancel(self, engine: Engine, message: Message) -> None:
         self._inbox.put(message)
-        # One that is being prepared comes, and goes at once.
+        # A request that is being prepared arrives first, and is cancelled at once.
         if message["id"] in self._preparing:
             self._preparer.submit(self._inbox.put, message)
         engine.interrupt(message["id"])
 
     def _submit(self, backend: Backend, sent: dict[str, Any]) -> None:
-        """Hand the engine a request with its tokens and what was made of its images. One that can't
-        be understood is answered, never dropped."""
+        """Pass a request to the engine, with its tokens and its prepared images.
+
+        If the request is invalid, a failure is sent as its answer.
+        """
         images: tuple[Placed, ...] = ()
         try:
             request = request_from_json(sent)
@@ -245,7 +251,7 @@ class Worker:
                 tokens, images = self._image_reader.read(
                     prompt, request.images, add_bos=add_bos, salt=salt
                 )
-                # What they are made of is not needed any more.
+                # The image files are no longer needed.
                 request = replace(request, images={})
             else:
                 raise BackendFailure("images stand in a prompt of text, not of tokens")
@@ -258,8 +264,7 @@ class Worker:
         self._preparing.discard(str(sent.get("id", "")))
 
     def _tokens(self, backend: Backend, sent: Message) -> list[int]:
-        """What a text that is asked for with "tokenize" is in tokens, with its images' if it has
-        some."""
+        """The tokens of the text in a "tokenize" question, with those of its images."""
         text = sent["text"]
         add_bos = sent["add_bos"]
         _check_length(backend, text, max(_MOST_TOKENS, backend.info.n_ctx))
@@ -273,12 +278,12 @@ class Worker:
 
 
 def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
-    """Has it images, or more text than is read in some milliseconds?"""
+    """Does the message have images, or more text than can be tokenised in a few milliseconds?"""
     return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
 
 
 def _failure(request_id: str, error: Exception) -> Failure:
-    """Why a request can't be handed on."""
+    """The failure of a request that can't be passed on."""
     counts = getattr(error, "counts", None)
     code = "context_length_exceeded"
     if counts is None:
@@ -287,7 +292,7 @@ def _failure(request_id: str, error: Exception) -> Failure:
 
 
 def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
-    """Raises ContextLengthError where a text has more than `most` tokens beyond doubt."""
+    """Raise ContextLengthError if a text certainly has more than `most` tokens."""
     n_tokens = None
     if isinstance(text, str):
         n_tokens = estimated_tokens(backend, text, most)
@@ -298,7 +303,7 @@ def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
 
 if __name__ == "__main__":
     own_pipe = ChildPipe.of_this_process()
-    # It may have been started before it is known what it loads (pipe.py).
+    # The process may be started before it gets its model (pipe.py). It imports its code meanwhile.
     read_code()
     registered()
     Worker(own_pipe).run()
