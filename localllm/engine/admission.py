@@ -194,8 +194,8 @@ class Admission:
         return False
 
     def _source(self, job: RunningRequest) -> PrefixSource:
-        """The source of its cached prefix. A job that does not share its KV has no source, and is
-        no source for others."""
+        """The source of the job's cached prefix. A job that does not share its KV has no source,
+        and is no source for others."""
         if not job.shares:
             return NO_SOURCE
         running = [j for j in self.jobs.running.values() if j.shares]
@@ -326,7 +326,7 @@ def prefix_in_progress(
 
 
 def _matching(job: RunningRequest) -> PromptMatch:
-    """The state of comparing its prompt with the cache. It is kept while the job waits."""
+    """The state of comparing the job's prompt with the cache. It is kept while the job waits."""
     if job.matching is None:
         job.matching = PromptMatch(job.line())
     return job.matching

@@ -43,7 +43,7 @@ class OutputProcessor:
         self._defers = self.backend.capabilities.asynchronous
         # Tokens whose text is not decoded yet.
         self._pending: list[tuple[RunningRequest, list[int]]] = []
-        # Sampling that the current step was asked to do.
+        # The sampling that the current step does for its requests.
         self._asked: list[tuple[Sampler, SampleSpec]] = []
 
     def send_text(self) -> None:

@@ -23,8 +23,10 @@ _PREFILL_EVENT_S = 0.25
 
 @dataclass
 class RequestTable:
-    """Requests by id: `waiting` in order of arrival, `running` in order of admission. `events` are
-    not sent yet. `shares` counts the tokens computed for each tenant."""
+    """Requests by id: `waiting` in order of arrival, `running` in order of admission.
+
+    `events` are not sent yet. `shares` counts the tokens computed for each tenant.
+    """
 
     pool: SequencePool
     speculator: Speculator

@@ -1,4 +1,4 @@
-"""The chat request that every chat dialect is translated to. It is fitted into the context and
+"""Chat requests: every chat dialect is translated to one. A request is fitted into the context and
 becomes a generation job."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
 
-# The answer gets at most one part in this many of the context, less if `max_tokens` is smaller.
+# The answer gets at most 1/`_ANSWER_SHARE` of the context, or less if `max_tokens` is smaller.
 # Agents request 32,000 tokens whatever the context is.
 _ANSWER_SHARE = 4
 # Token counts of single messages may not add up to that of the prompt, so the budget shrinks until

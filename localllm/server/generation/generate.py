@@ -94,8 +94,8 @@ class VisibleTokens:
 
 
 def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
-    """The rest of the text and of `piece`, if one of them begins with the other; else None. Spaces
-    at the start of a piece may be missing from the text."""
+    """The rest of the text and the rest of `piece` after their common beginning; None if neither
+    begins with the other. Spaces at the start of a piece may be missing from the text."""
     for form in (piece, piece.lstrip()):
         if form and text.startswith(form):
             return text[len(form) :], ""

@@ -39,7 +39,7 @@ _NO_TEXT = ("role", "images", "pdfs")
 UNHEARD = "reasoning_effort"
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
-# Shares of the context that is left besides the answer. The text before the cursor is more
+# Shares of the context, after the answer's part is subtracted. The text before the cursor is more
 # informative than the text after it.
 _PREFIX_SHARE = 0.6
 _SUFFIX_SHARE = 0.2
@@ -93,8 +93,8 @@ async def build_prompt(
     tokenize: Tokenize | None = None,
     controls: ControlTexts | None = None,
 ) -> Prompt:
-    """Render a conversation in a thread, because a long one takes milliseconds and a hostile
-    template takes seconds.
+    """Render a conversation and plan its answer. This runs in a thread, because a long conversation
+    takes milliseconds and a hostile template takes seconds.
 
     `tokenize` is used to check whether the opening marker of a tool call is a single token. Only a
     grammar needs that. If the text of one of `controls` occurs in a message or a tool, it stays
