@@ -1,10 +1,10 @@
-"""How close each kind of machine comes to its limits: the table (efficiency.toml), its keys,
-nominal rates, power limits.
+"""How close each kind of machine comes to its limits: the coefficients (efficiency.toml), their
+keys, nominal rates and power limits.
 
-Every coefficient is exp(base + Σ effects): the keys of a machine and model (engine, chip
-generation, part, format …) each add what was learnt about them, so an unseen part falls back on its
-generation and an unseen generation on its engine. benchmarks/planner_fit writes the table from
-published measurements.
+Each coefficient is exp(base + Σ effects). Each key of a machine and model (engine, chip generation,
+part, format …) adds the effect that was fitted for it. So an unmeasured part uses its generation,
+and an unmeasured generation uses its engine. benchmarks/planner_fit fits the table to published
+measurements.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ _PARTS_FILE = Path(__file__).with_name("parts.toml")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Coefficients of one law ("decode", "prefill" or "batched"), and the effects of keys on them:
-    natural logs. `rows` counts measurements behind each key, `width` has that of an 80 % range by
-    stratum (localllm/planner/ranges.py)."""
+    """Coefficients of one cost model ("decode", "prefill" or "batched"), and the effects of keys on
+    them, as natural logs.
+
+    `rows` counts the measurements of each key. `width` gives the half width of an 80 % range by
+    stratum (localllm/planner/ranges.py).
+    """
 
     base: Mapping[str, float]
     effects: Mapping[str, Mapping[str, float]]
@@ -39,8 +42,8 @@ class Table:
     width: Mapping[str, float]
 
     def nearest(self, hardware_keys: Iterable[str]) -> tuple[str, int]:
-        """The most specific hardware key with measurements, and how many ("none", 0 where nothing
-        is known)."""
+        """Return the most specific hardware key with measurements and their number; ("none", 0) if
+        there are none."""
         found = ("none", 0)
         for key in hardware_keys:
             if self.rows.get(key, 0) > 0:
@@ -50,7 +53,7 @@ class Table:
 
 @cache
 def load() -> dict[str, Table]:
-    """The shipped tables by law name. Package data: read once per process."""
+    """Return the shipped tables by name. Package data: read once per process."""
     with FILE.open("rb") as f:
         raw = tomllib.load(f)
     return {name: Table(**raw[name]) for name in ("decode", "prefill", "batched")}
@@ -58,9 +61,14 @@ def load() -> dict[str, Table]:
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """Facts about parts (parts.toml): generations by a pattern of the name, nominal FP16 TFLOP/s of
-    a compute unit and GHz by generation, GHz of boards by a pattern of the name, watts of boards by
-    `part`."""
+    """Facts about parts (parts.toml).
+
+    - `generations`: generations by a pattern of the name.
+    - `tflops_per_unit`: nominal FP16 TFLOP/s of a compute unit, by generation.
+    - `clock_ghz`: GHz by generation.
+    - `board_clock_ghz`: GHz of boards, by a pattern of the name.
+    - `board_watts`: watts of boards, by `part`.
+    """
 
     generations: Sequence[tuple[str, str, str]]
     tflops_per_unit: Mapping[str, float]
@@ -71,14 +79,17 @@ class PartFacts:
 
 @cache
 def part_facts() -> PartFacts:
-    """The shipped figures. Package data: read once per process."""
+    """Return the shipped figures. Package data: read once per process."""
     return PartFacts(**tomllib.loads(_PARTS_FILE.read_text(encoding="utf-8")))
 
 
 @lru_cache(maxsize=4096)
 def coefficients(law: str, keys: tuple[str, ...]) -> dict[str, float]:
-    """Every coefficient of a law with the effects of `keys` (unknown ones add nothing), remembered
-    (read-only: every caller gets the same dict)."""
+    """Return all coefficients of a cost model with the effects of `keys`; unknown keys add no
+    effect.
+
+    The result is cached and shared, so callers must not change it.
+    """
     table = load()[law]
     logs = dict(table.base)
     for key in keys:
@@ -87,15 +98,15 @@ def coefficients(law: str, keys: tuple[str, ...]) -> dict[str, float]:
     return {name: math.exp(value) for name, value in logs.items()}
 
 
-# Parts whose cores, and so whose kernels, are those of another generation; memory and clocks are
-# their own.
+# Parts with the cores, and so the kernels, of another generation. Their memory and clocks are their
+# own.
 _KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
 
 
 @lru_cache(maxsize=1024)
 def generation(name: str) -> tuple[str, str, str]:
-    """(vendor, generation, tier) of a part's name; tier is Apple's base / pro / max / ultra, else
-    ""."""
+    """Return (vendor, generation, tier) for a part's name. The tier is Apple's base / pro / max /
+    ultra, else ""."""
     lower = name.lower()
     apple = re.search(r"\b(m\d{1,2}|a1[4-9])(?: (pro|max|ultra))?\b", lower)
     if apple and ("apple" in lower or lower.startswith(apple[0][:2])):
@@ -111,8 +122,8 @@ def generation(name: str) -> tuple[str, str, str]:
 
 @lru_cache(maxsize=1024)
 def part(name: str) -> str:
-    """A part's name as its measurements are filed: no vendor, no memory size, no core count, lower
-    case."""
+    """Return the key for a part's measurements: its name in lower case without vendor, memory size
+    and core count."""
     vendor, gen, tier = generation(name)
     if vendor == "apple":
         if tier != "base":
@@ -127,7 +138,7 @@ def part(name: str) -> str:
 
 
 def engine_of(device: Device, backend: str) -> str:
-    """The kernel set that runs: the backend's own, or that of the accelerator."""
+    """Return the kernel set that runs: the backend's own, or that of the accelerator."""
     if registry.declared(backend).own_kernels:
         return backend
     return device.accelerator
@@ -135,8 +146,8 @@ def engine_of(device: Device, backend: str) -> str:
 
 @lru_cache(maxsize=1024)
 def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
-    """Keys of efficiency.toml that apply to a part, general first: engine, vendor, generation,
-    tier, the part."""
+    """Return the keys of efficiency.toml that apply to a part, general first: engine, vendor,
+    generation, tier, part."""
     if engine == "cpu":
         return ("cpu",)
     vendor, gen, tier = generation(name)
@@ -161,14 +172,14 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
 
 
 def device_keys(device: Device, backend: str) -> tuple[str, ...]:
-    """`hardware_keys` of a Device: by its devices.toml row when it has one."""
+    """Return the `hardware_keys` of a Device, by its devices.toml row if it has one."""
     name = device.match or device.name
     if device.family.startswith("Apple") and not name.lower().startswith(("m", "a", "apple")):
         name = device.name
     return hardware_keys(name, engine_of(device, backend))
 
 
-# (pattern in a quant's name, its class), first match wins.
+# (pattern in a quant's name, its class); the first match wins.
 _CLASSES = (
     ("^BF16$", "bf16"),
     ("^F(16|32)$", "f16"),
@@ -183,8 +194,8 @@ _CLASSES = (
 
 @lru_cache(maxsize=4096)
 def quant_class(variant: Variant) -> str:
-    """Formats whose kernels behave alike: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq, mxfp4; of
-    MLX's mlx2 … mlx8, mlx16."""
+    """Return the class of formats with similar kernels: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq,
+    mxfp4; for MLX mlx2 … mlx8, mlx16."""
     quant = variant.quant.upper()
     if not variant.is_folder:
         return next(name for pattern, name in _CLASSES if re.search(pattern, quant))
@@ -195,25 +206,25 @@ def quant_class(variant: Variant) -> str:
     return f"{variant.format}4"
 
 
-# GHz of a GPU of which nothing is known; costs by the clock are told of it.
+# GHz of an unknown GPU, and the reference for costs that depend on the clock.
 REFERENCE_GHZ = 1.8
-# FP32 lanes of one unit, two FLOP a tick each, of NVIDIA's chips: 128 but where it is named
+# FP32 lanes of one unit, at two FLOP per cycle: 128 on NVIDIA's chips, but 64 on those named here
 # (NVIDIA's white papers).
 _FEW_LANES = re.compile(r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16|p100|a100|a30\b", re.I)
-# What cores multiply matrices of Q4_K at, TFLOP/s of one by its widest vectors, and the power of
-# their number: together they run slower. Two Zen cores with AVX-512 289 GFLOP/s (llama.cpp 0.3.36,
-# 512 tokens); 64 of an EPYC 7702 (AVX2) read 301 tokens/s of a 3B in Q4_K_M, 1.9 TFLOP/s
-# (https://huggingface.co/bartowski, llama-bench in his model cards): 0.054 by this law. Desktops'
-# cores run half as fast again as that server's: between the two.
+# TFLOP/s of one core that multiplies Q4_K matrices, by its widest vectors. Several cores together
+# run slower, by a power of their number. Two Zen cores with AVX-512 reach 289 GFLOP/s (llama.cpp
+# 0.3.36, 512 tokens). 64 cores of an EPYC 7702 (AVX2) run prefill at 301 tokens/s with a 3B in
+# Q4_K_M, which is 1.9 TFLOP/s (https://huggingface.co/bartowski, llama-bench in his model cards).
+# By this formula that is 0.054 a core. Desktop cores are half as fast again as those of that
+# server. The AVX2 value is between the two.
 _CORE_TFLOPS = {"AVX-512": 0.12, "AVX2": 0.07}
 _CORES_POWER = 0.85
-# The type of weights whose product, where it was timed, is a processor's nominal rate.
+# A CPU's nominal rate is its measured rate for this type of weights, if that was timed.
 CPU_YARDSTICK = "Q4_K"
 
 
 def nominal_tflops(device: Device, backend: str = "") -> tuple[float, str]:
-    """(dense FP16 TFLOP/s, basis) a device nominally has: the yardstick `prefill` efficiencies are
-    fractions of."""
+    """Return (dense FP16 TFLOP/s, basis) of a device. Prefill efficiencies are fractions of it."""
     if device.accelerator != "cpu":
         datasheet = device.fp16_tflops.value if device.fp16_tflops else 0.0
         name = device.match or device.name
@@ -229,7 +240,7 @@ def nominal_tflops(device: Device, backend: str = "") -> tuple[float, str]:
 
 @lru_cache(maxsize=1024)
 def clock_ghz(name: str) -> float:
-    """GHz of a part's GPU; `REFERENCE_GHZ` where nothing is known."""
+    """Return the GHz of a part's GPU, or `REFERENCE_GHZ` if unknown."""
     vendor, kind, _ = generation(name)
     if vendor == "apple":
         return part_facts().tflops_per_unit.get(kind, 0.0) / 0.256 or REFERENCE_GHZ
@@ -240,7 +251,7 @@ def clock_ghz(name: str) -> float:
 
 
 def lane_tflops(name: str, units: float) -> float:
-    """TFLOP/s of an NVIDIA part's plain FP32 lanes at its clock."""
+    """Return the TFLOP/s of an NVIDIA part's plain FP32 lanes at its clock."""
     lanes = 64 if _FEW_LANES.search(name) else 128
     return units * lanes * 2 * clock_ghz(name) / 1e3
 
@@ -248,8 +259,8 @@ def lane_tflops(name: str, units: float) -> float:
 def part_tflops(
     name: str, units: float, datasheet: float = 0.0, *, engine: str = ""
 ) -> tuple[float, str]:
-    """(dense FP16 TFLOP/s, basis) of a part from its units, else its datasheet figure, else a guess
-    of 10."""
+    """Return (dense FP16 TFLOP/s, basis) of a part from its units, else its datasheet, else 10 as a
+    guess."""
     _, kind, _ = generation(name)
     per_unit = part_facts().tflops_per_unit.get(kind)
     if engine:
@@ -261,17 +272,17 @@ def part_tflops(
     return 10.0, "assumed"
 
 
-# Cards multiply more a unit the more watts a unit has: at 512 tokens of prefill an RTX 4080 (4.2 W
-# per SM) 1.14 times the nominal rate, an L40 (2.1 W) 0.67 (llama.cpp's scoreboard for CUDA). Decode
-# waits for memory and stays below the limit. Chosen by the devices and files that were left out of
-# benchmarks/planner_fit: exponents from 0.5 to 0.7 do as well.
+# Cards with more watts per unit multiply faster per unit. At 512 tokens of prefill, an RTX 4080
+# (4.2 W per SM) reaches 1.14 times the nominal rate, an L40 (2.1 W) 0.67 (llama.cpp's scoreboard
+# for CUDA). Decode waits for memory and stays below the limit. The exponent was chosen on the
+# devices and files held out of benchmarks/planner_fit. Exponents from 0.5 to 0.7 do as well.
 _EXPONENT = 0.6
 _REFERENCE_W_PER_UNIT = 3.5
 
 
 def share(part: str, units: float) -> float:
-    """The share of the nominal rate of `units` of a part that its power lets them hold; 1.0 if its
-    power is not known."""
+    """Return the share of the nominal rate of a part's `units` that its power limit sustains, or
+    1.0 if its power is unknown."""
     watts = part_facts().board_watts.get(part, 0)
     if not watts or not units:
         return 1.0
@@ -280,15 +291,16 @@ def share(part: str, units: float) -> float:
 
 _LAPTOP = re.compile(r"\b(laptop|mobile|max-q)\b", re.I)
 _T4 = re.compile(r"\btesla t4\b", re.I)
-# The share of a predicted speed that a lasting load may leave of these. An RTX 3080 Ti Laptop held
-# to 115 W decoded Qwen3.8-27B at 14.8 tokens/s where 25.6 are predicted (github.com/sudoingX/
-# qwen38-mtp, pull request 56); an RTX 3090 held to 250 of its 350 W at 31.9 of 39 (pull request 42).
+# The share of a predicted speed that may remain under sustained load. An RTX 3080 Ti Laptop limited
+# to 115 W decoded Qwen3.8-27B at 14.8 tokens/s; 25.6 are predicted (github.com/sudoingX/qwen38-mtp,
+# pull request 56). An RTX 3090 limited to 250 of its 350 W decoded at 31.9 tokens/s; 39 are
+# predicted (pull request 42).
 _LASTING_SHARE = 0.6
 
 
 def limit_of(device: Device) -> str | None:
-    """The power limit of a laptop's graphics card or a T4, in a sentence; None for any other
-    machine."""
+    """Return a sentence about the power limit of a laptop's graphics card or a T4; None for other
+    machines."""
     if device.kind != "discrete":
         return None
     name = f"{device.match or ''} {device.name}"
@@ -306,7 +318,7 @@ def limit_of(device: Device) -> str | None:
 
 
 def under_lasting_load(device: Device, predicted: Range) -> Range:
-    """`predicted` with its lower end where a lasting load may bring it."""
+    """Return `predicted` with its lower end reduced to the speed under sustained load."""
     if limit_of(device) is None:
         return predicted
     return replace(predicted, low=min(predicted.low, predicted.value * _LASTING_SHARE))

@@ -1,10 +1,10 @@
-"""How many bytes a model needs to run: weights, KV, recurrent state, compute buffers and what the
-runtime keeps.
+"""Compute the bytes a model needs to run: weights, KV, recurrent state, compute buffers and runtime
+overhead. No I/O.
 
-The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-context.cpp; of KV
-and state, kv_sizes.py) and were checked against its planner (`no_alloc`, llama-cpp-python 0.3.36)
-over the shapes in tests/models/sparse_gguf.py: KV and state to the byte, compute buffers within 1 %
-of the total. Nothing here does I/O.
+The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-context.cpp; for KV
+and state see kv_sizes.py). They were checked against its planner (`no_alloc`, llama-cpp-python
+0.3.36) with the shapes in tests/models/sparse_gguf.py. KV and state match to the byte, compute
+buffers within 1 % of the total.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
 
 MIB = 2**20
-# Freed buffers our MLX backend lets MLX keep (localllm_backends/mlx/memory.py).
+# Freed buffers that our MLX backend lets MLX keep (localllm_backends/mlx/memory.py).
 _MLX_REUSE_BYTES = 512 * MIB
 
 
 def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
-    """Cells under the masks of a step: one mask for the layers that see everything, and one for
-    those with a window."""
+    """Return the mask cells of a step. Layers that see the whole context share one mask, and layers
+    with a window share another."""
     layout = kv_sizes.layout(settings)
     masks: dict[bool, int] = {}
     for layer, _ in facts(model).groups:
@@ -54,13 +54,15 @@ def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
 
 
 def compute_bytes(model: Model, settings: RunSettings) -> int:
-    """llama.cpp's scratch buffer for one micro-batch, from the three moments of a step that can be
-    its peak.
+    """Return the bytes of llama.cpp's scratch buffer for one micro-batch: the largest of its three
+    possible peaks.
 
-    dense feed-forward: (3·FF + 3·E + H·Dk) floats a token; experts: the chosen experts' rows twice
-    over; output rows: (V + 2·E) floats each. Each with the f16 attention mask of flash attention,
-    which is always on. Measured: exact for dense models, at most 30 MiB over for hybrids and
-    mixtures.
+    - Dense feed-forward: (3·FF + 3·E + H·Dk) floats a token.
+    - Experts: the rows of the routed experts, twice.
+    - Output: (V + 2·E) floats for each output row.
+
+    Each includes the f16 attention mask of flash attention, which is always on. Measured: exact for
+    dense models, at most 30 MiB too much for hybrids and mixtures.
     """
     n_batch = settings.n_batch
     hidden = model.hidden_size
@@ -73,20 +75,19 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
         if model.experts.n_shared:
             gathered += 2 * hidden
         width = max(width, 3 * narrow + 3 * hidden + heads, gathered)
-    # Hyper-connections hold that many streams of hidden states in place of the two that are
-    # counted.
+    # Hyper-connections hold several streams of hidden states instead of the two that are counted.
     width += max(0, model.residual_streams - 2) * hidden
     cells = _attention_mask_cells(model, settings)
     step = (F32 * width + F16 * cells) * n_batch
-    # While logits are made, the micro-batch's last hidden states are still held.
+    # The micro-batch's last hidden states are still held while logits are computed.
     rows = min(settings.n_outputs, n_batch)
     output = (model.vocab_size + 2 * hidden) * rows + 2 * hidden * n_batch
     return max(step, F32 * output)
 
 
 def output_bytes(model: Model, n_rows: int) -> int:
-    """The host buffer logits are copied to: one float32 row of the vocabulary for each output
-    row."""
+    """Return the bytes of the host buffer for logits: one float32 row of the vocabulary for each
+    output row."""
     return F32 * model.vocab_size * max(1, n_rows)
 
 
@@ -94,15 +95,15 @@ def output_bytes(model: Model, n_rows: int) -> int:
 
 
 def weights_bytes(variant: Variant) -> int:
-    """Bytes of the tensors: the header's own sum when it was read, else the files (a few MiB of
-    tokenizer more)."""
+    """Return the bytes of the tensors: the header's sum if it was read, else the file size (a few
+    MiB of tokenizer more)."""
     return variant.weights_bytes or variant.file_bytes
 
 
 def embedding_bytes(model: Model, variant: Variant) -> int:
-    """Bytes of the token embedding table in this variant's format (lookup tables included)."""
+    """Return the bytes of the token embedding table in this variant's format, with lookup tables."""
     if model.lookup_bits:
-        # The tables have a format of their own: the rest is what the file holds without them.
+        # The tables have their own format. The other tensors take the rest of the file.
         tables = places.table_bytes(model, variant)
         total = model.params_total - model.lookup_params
         tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=total)
@@ -120,11 +121,11 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
 
 
 def whole_weights(model: Model, variant: Variant, device: Device | None) -> tuple[int, int]:
-    """(bytes on the accelerator, bytes in the host's memory) of the weights of `variant` where all
-    layers are its.
+    """Return (bytes on the accelerator, bytes in host memory) for the weights of `variant` if all
+    layers are offloaded.
 
-    llama.cpp leaves the token embedding in host memory; tied models get a second copy of it as the
-    output matrix on the device, except on Metal, where both views map the same file pages.
+    llama.cpp keeps the token embedding in host memory. Tied models get a second copy of it on the
+    device as the output matrix. On Metal both views map the same file pages.
     """
     total = weights_bytes(variant)
     if device is None or device.accelerator == "cpu" or not backend_of(variant).host_embedding:
@@ -143,17 +144,19 @@ def whole_weights(model: Model, variant: Variant, device: Device | None) -> tupl
 
 
 def overhead_bytes(device: Device | None) -> int:
-    """What the runtime itself keeps on the accelerator, in bytes; once for each of several
-    cards."""
+    """Return the bytes that the runtime keeps on the accelerator, counted once per card."""
     if device is None:
         return 0
     return device.n_gpus * KINDS[device.accelerator].runtime_bytes(device.compute_units)
 
 
 def dequantised_bytes(model: Model, settings: RunSettings) -> int:
-    """What CUDA and ROCm hold in a step's buffers for one layer's whole KV at 16 bits, of types
-    that are not f16: flash attention over a prompt reads no other (ggml-cuda/fattn.cu,
-    `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048)."""
+    """Return the bytes in a step's buffers for one layer's KV at 16 bits, which CUDA and ROCm hold
+    for KV types other than f16.
+
+    Flash attention over a prompt reads only f16 (ggml-cuda/fattn.cu,
+    `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048).
+    """
     layout = kv_sizes.layout(settings)
     most = 0
     for layer, _ in facts(model).groups:
@@ -168,24 +171,28 @@ def dequantised_bytes(model: Model, settings: RunSettings) -> int:
 
 
 def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> int:
-    # GPU schedulers split the graph and keep copies of inputs; logs show 5-20 % above the CPU
+    # GPU schedulers split the graph and keep copies of inputs. Logs show 5-20 % more than the CPU
     # planner's figure.
     if device is None or device.accelerator == "cpu":
         return compute_bytes(model, settings)
     widened = 0
     if KINDS[device.accelerator].dequantises_kv:
         widened = dequantised_bytes(model, settings)
-    # The mask is written by the host and kept by the device for the whole step: two in one memory.
+    # The host writes the mask, and the device keeps a copy for the whole step. In unified memory
+    # both copies count.
     if device.kind == "unified":
         widened += 2 * F16 * _attention_mask_cells(model, settings) * settings.n_batch
     return compute_bytes(model, settings) * 6 // 5 + widened
 
 
 def host_compute_bytes(model: Model, settings: RunSettings) -> int:
-    """The scratch buffer that a discrete accelerator's host has for one micro-batch: the mask and
-    the hidden states at both ends; what it computes of experts; where layers are its own, what they
-    take. Held against llama.cpp's plans with a device beside the processor: exact with nothing or
-    whole layers there, up to 12 MiB over with experts."""
+    """Return the bytes of the host's scratch buffer for one micro-batch, next to a discrete
+    accelerator.
+
+    It holds the mask, the hidden states at both ends, and the experts or layers that the host
+    computes. Checked against llama.cpp's plans with such a device: exact if the host computes no
+    layers or whole layers, up to 12 MiB too much with experts.
+    """
     n_layers = len(model.layers)
     placed = settings.placement
     ends = F16 * _attention_mask_cells(model, settings) * settings.n_batch
@@ -199,14 +206,17 @@ def host_compute_bytes(model: Model, settings: RunSettings) -> int:
     return ends
 
 
-# ggml's GGML_SCHED_MAX_COPIES: micro-batches that several cards have in the works at once.
+# ggml's GGML_SCHED_MAX_COPIES: micro-batches that several cards process at once.
 _PIPELINE_COPIES = 4
 
 
 def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
-    """What each of several cards, and the host, hold more where llama.cpp has them work on one
-    micro-batch each: further copies of a step's inputs, mask and hidden states. It does where every
-    layer is a card's and nothing is placed apart."""
+    """Return the extra bytes on each card and on the host if llama.cpp runs several cards as a
+    pipeline of micro-batches.
+
+    They hold more copies of a step's inputs, mask and hidden states. llama.cpp does this if all
+    layers are on cards and no tensors are placed elsewhere.
+    """
     placed = settings.placement
     if n_cards < 2 or placed.is_split:
         return 0
@@ -215,7 +225,7 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
 
 
 def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> places.Ledger:
-    """What each layer weighs in this run."""
+    """Return the bytes of each layer in this run."""
     kv = layer_kv_bytes(model, settings)
     state = layer_state_bytes(model, settings)
     found = places.parts(model, variant)
@@ -226,11 +236,11 @@ def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> place
 def need(
     model: Model, variant: Variant, settings: RunSettings, device: Device | None = None
 ) -> MemoryNeed:
-    """Every byte of running `variant` with these settings, split into the accelerator's pool and
-    the host's.
+    """Return all bytes to run `variant` with these settings, split into the accelerator's memory
+    and the host's.
 
-    On unified and CPU machines everything is in one pool and `host_bytes` is 0; with `device` None
-    (no limit known) the figures are those of a CPU.
+    On unified and CPU machines all bytes are in one pool, and `host_bytes` is 0. If `device` is
+    None (no limit known), the figures are those of a CPU.
     """
     if backend_of(variant).buffers == "grown":
         return _need_mlx(model, variant, settings, device)
@@ -261,7 +271,7 @@ def need(
 def _need_apart(
     model: Model, variant: Variant, settings: RunSettings, device: Device
 ) -> MemoryNeed:
-    """`need` of a card, or several, with memory of their own beside the host's."""
+    """Return `need` for one or more cards with their own memory, separate from the host's."""
     placed = settings.placement
     n_cards = device.n_gpus
     kv = kv_bytes(model, settings)
@@ -279,7 +289,7 @@ def _need_apart(
         host_weights = book.host_weights_bytes(placed)
     else:
         weights, host_weights = whole_weights(model, variant, device)
-    # Each of several cards holds the buffers of its own layers' graph.
+    # Each card holds the buffers for the graph of its own layers.
     copies = pipeline_bytes(model, settings, n_cards)
     compute = overhead = projector = 0
     if placed.gpu_layers != 0:
@@ -315,15 +325,17 @@ def _need_apart(
 def _cards_bytes(
     layers: Sequence[int], fixed: int, drafted: int, settings: RunSettings
 ) -> tuple[int, ...]:
-    """Bytes on each card: its `layers`, what each holds besides, and its part of the drafter, which
-    is divided as the model is. The first card reads the images."""
+    """Return the bytes on each card: its `layers`, the `fixed` bytes, and its share of the drafter.
+
+    The drafter is split like the model. The image projector is on the first card.
+    """
     total = max(1, sum(layers))
     first, *others = (n_bytes + fixed + drafted * n_bytes // total for n_bytes in layers)
     return first + settings.projector_bytes, *others
 
 
 def cards_limits(device: Device) -> tuple[int, ...]:
-    """What each of the device's cards may hold, in bytes."""
+    """Return the bytes that each card may hold."""
     if device.cards:
         return tuple(card.room_bytes for card in device.cards)
     return (device.room_bytes // device.n_gpus,) * device.n_gpus
@@ -332,11 +344,13 @@ def cards_limits(device: Device) -> tuple[int, ...]:
 def _draft_bytes(
     model: Model, variant: Variant, settings: RunSettings, device: Device | None
 ) -> int:
-    """What the drafter adds: a second model with a context of its own, or the model's own heads."""
+    """Return the bytes of the drafter: a second model with its own context, the model's own heads,
+    or a trained drafter."""
     drafter = settings.drafter
     drafted = 0
     if drafter.second is not None:
-        # As the engine's worker loads it: the same context, sequences and steps, at 16 bits.
+        # The engine's worker loads it with the same context, sequences and step size, and with KV
+        # at 16 bits.
         plain = RunSettings(
             settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots
         )
@@ -351,20 +365,23 @@ def _draft_bytes(
     return drafted
 
 
-# Cells per sequence that our llama.cpp backend gives the heads on top
+# Extra cells per sequence that our llama.cpp backend gives the draft heads
 # (localllm_backends/llamacpp/context.py).
 _HEADS_DRAFT_CELLS = 48
 _REWIND_TOKENS = 3
-# What a trained drafter reads at once there (localllm_backends/llamacpp/companion.py), and layers
-# whose rows it reads, about.
+# Tokens that our llama.cpp backend lets a trained drafter read at once
+# (localllm_backends/llamacpp/companion.py), and about how many of the model's layers it reads.
 _COMPANION_BATCH = 128
 _COMPANION_LAYERS = 5
 
 
 def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
-    """Sequences that our llama.cpp backend keeps for itself (localllm_backends/llamacpp/load.py),
-    counted where each has a window or state of its own: one, except for models that are nothing but
-    state, and where the model's own `heads` draft."""
+    """Return the number of sequences that our llama.cpp backend keeps for itself
+    (localllm_backends/llamacpp/load.py).
+
+    They count only if each sequence has its own window or state. The result is 1, but 0 for models
+    with recurrent layers only and if the model's own `heads` draft.
+    """
     known = facts(model)
     if heads or not known.is_stateful or not backend_of(variant).spare_sequence:
         return 0
@@ -372,10 +389,13 @@ def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
 
 
 def rewind_for(model: Model, drafter: DraftChoice) -> int:
-    """Snapshots to keep so that what was drafted can be taken back: 0 but for recurrent models
-    whose own heads or trained drafter draft, or where lookups were asked for by name. Each is a
-    copy of the whole state, and few drafts get further (llama.cpp's own default is 3); streams then
-    step one after another, so nobody gets them unasked."""
+    """Return how many snapshots to keep so that rejected drafts can be taken back.
+
+    The result is 0 for models without recurrent layers. For recurrent models it is 3 with their own
+    heads, a trained drafter, or lookups that the user asked for. Each snapshot is a copy of the
+    whole state, and few drafts are longer (llama.cpp's own default is 3). With snapshots, streams
+    run one after another, so lookups need an explicit request.
+    """
     if not facts(model).n_recurrent_layers:
         return 0
     own_heads = drafter.is_mtp and model.mtp_layers > 0
@@ -385,9 +405,11 @@ def rewind_for(model: Model, drafter: DraftChoice) -> int:
 
 
 def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
-    """What drafting with the model's own heads takes, as llama.cpp has it: their weights, a context
-    of their layers alone, and the model's hidden rows. A head's layer is taken to be like the
-    model's last layer of unbounded attention."""
+    """Return the bytes for drafting with the model's own heads on llama.cpp: their weights, a
+    context of their layers alone, and the model's hidden rows.
+
+    A head's layer is assumed to be like the model's last layer of unbounded attention.
+    """
     attention = [layer for layer in model.layers if layer.mixer.attends]
     unbounded = [layer for layer in attention if not layer.mixer.is_bounded] or attention
     heads = replace(model, layers=tuple(unbounded[-1:]) * model.mtp_layers)
@@ -400,9 +422,11 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
 
 
 def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSettings) -> int:
-    """What a trained drafter takes on llama.cpp: its file, a context of its own at 16 bits, rows of
-    logits for what it reads at once (made and handed out), and the rows of the model's layers that
-    it reads."""
+    """Return the bytes of a trained drafter on llama.cpp.
+
+    These are its file, its own context at 16 bits, and the rows of the model's layers that it
+    reads. Logits for one read batch count twice: as computed and as returned.
+    """
     cells = settings.n_ctx + (_HEADS_DRAFT_CELLS + companion.block) * settings.slots
     logits = 2 * _COMPANION_BATCH * model.vocab_size
     hidden = 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
@@ -411,9 +435,11 @@ def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSett
 
 
 def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...] = ()) -> int:
-    """What MLX holds while it computes a step, in bytes: 16-bit activations of a micro-batch,
-    scores, each sequence's logits, and the freed buffers it keeps for reuse. There is no buffer
-    planned ahead."""
+    """Return the bytes that MLX holds during a step.
+
+    These are 16-bit activations of a micro-batch, attention scores, each sequence's logits, and the
+    freed buffers kept for reuse. MLX plans no buffer ahead.
+    """
     activations = compute_bytes(model, replace(settings, n_ctx=CONTEXT_STEP, n_outputs=1)) // 2
     scores = scores_bytes(model, settings, fused_heads)
     return activations + scores + output_bytes(model, settings.slots) // 2 + _MLX_REUSE_BYTES
@@ -429,17 +455,16 @@ def _need_mlx(
         drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
     if settings.drafter.is_mtp and model.mtp_layers:
         drafted += mtp_bytes(model, variant, settings)
-    # To take tokens back mlx-lm keeps one state, whatever their number.
+    # mlx-lm keeps one state to take tokens back, whatever their number.
     kept = replace(settings, n_rewind=min(1, settings.n_rewind))
-    # MLX's processor side has no fused attention at all (mlx/backend/no_gpu/primitives.cpp).
+    # MLX has no fused attention on the CPU (mlx/backend/no_gpu/primitives.cpp).
     fused = backend_of(variant).fused_heads
     if device is None or device.accelerator == "cpu":
         fused = ()
     return MemoryNeed(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, settings),
-        # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for
-        # the rest.
+        # mlx-lm keeps the convolution's state in the activations' type, and the rest in float32.
         recurrent_bytes=recurrent_bytes(model, kept),
         compute_bytes=mlx_step_bytes(model, settings, fused),
         overhead_bytes=overhead_bytes(device),

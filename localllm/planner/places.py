@@ -1,10 +1,9 @@
-"""Where a model's bytes lie when they are divided: layer by layer over cards and system memory, as
-llama.cpp divides them.
+"""Bytes of a model by layer, and how llama.cpp splits them over cards and system memory.
 
 llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-model.cpp load_tensors,
-llama-model-loader.cpp) leaves the input tables in system memory, gives the last layers and the
-output to the devices, and of those layers leaves behind what a pattern names: the routed experts of
-the first ones. KV and recurrent state lie where their layer is computed.
+llama-model-loader.cpp) keeps the input tables in system memory. The last layers and the output go
+to the devices. A pattern can keep tensors of those layers in system memory: the routed experts of
+the first ones. KV and recurrent state are in the memory where their layer is computed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,14 @@ from localllm_catalog.types import Model, Variant
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Weight bytes of a variant: the tables of which a token reads a row; what the output takes on
-    a device, and what of that the file holds beside the tables (tied models use one of them again);
-    of each layer what every token reads, and its routed experts."""
+    """Weight bytes of a variant.
+
+    - `input_bytes`: tables from which a token reads one row.
+    - `output_bytes`: the output matrix on a device.
+    - `own_output_bytes`: the part of it that the file holds in addition to the tables (tied models
+      reuse a table).
+    - `layers`: of each layer, the bytes that every token reads and its routed experts.
+    """
 
     input_bytes: int
     output_bytes: int
@@ -37,19 +41,19 @@ class Parts:
 
     @property
     def dense_bytes(self) -> int:
-        """What every token reads of the layers."""
+        """Bytes of the layers that every token reads."""
         return sum(dense for dense, _ in self.layers)
 
     @property
     def expert_bytes(self) -> int:
-        """All routed experts."""
+        """Bytes of all routed experts."""
         return sum(experts for _, experts in self.layers)
 
 
 @lru_cache(4096)
 def parts(model: Model, variant: Variant) -> Parts:
-    """The parts of `variant`: from its header, or from shapes and format, with layers of a kind
-    taken as equal."""
+    """Return the parts of `variant`, from its header if known. Else they follow from shapes and
+    format, and all layers of a kind count as equal."""
     total = variant.weights_bytes or variant.file_bytes
     if variant.layer_bytes and len(variant.layer_bytes) == len(model.layers):
         layers = variant.layer_bytes
@@ -66,7 +70,8 @@ def parts(model: Model, variant: Variant) -> Parts:
         bits = float(quants.GGUF_TYPES[quants.fallback(mix.head, model.hidden_size)].bits)
     experts = min(total, stream.expert_pool_bytes)
     output = min(total - experts, round(matrix * bits / 8))
-    # What is always read is the layers and the output matrix, whoever else uses that.
+    # Every token reads the layers and the output matrix, even if the matrix also serves as
+    # embedding table.
     dense = max(0, min(total - experts, stream.dense_bytes) - output)
     holds = [layer.has_experts and model.experts is not None for layer in model.layers]
     each_dense = dense // max(1, len(holds))
@@ -78,8 +83,8 @@ def parts(model: Model, variant: Variant) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What each layer weighs in a run, in bytes: (always read, routed experts, KV, state) of each,
-    and the ends, which are those of `Parts`."""
+    """Bytes of each layer in a run: (always read, routed experts, KV, state). The other fields are
+    those of `Parts`."""
 
     layers: tuple[tuple[int, int, int, int], ...]
     input_bytes: int
@@ -87,7 +92,7 @@ class Ledger:
     own_output_bytes: int
 
     def device_layers(self, placed: Placement) -> list[int]:
-        """Bytes on devices of each layer from the first that one computes, and last of the
+        """Return the bytes on devices of each layer from the first one there, and last those of the
         output."""
         n = len(self.layers)
         first = placed.first_gpu_layer(n)
@@ -105,7 +110,7 @@ class Ledger:
         return found
 
     def host_weights_bytes(self, placed: Placement) -> int:
-        """Weight bytes in system memory."""
+        """Return the weight bytes in system memory."""
         n = len(self.layers)
         first = placed.first_gpu_layer(n)
         kept = placed.host_expert_layers(n)
@@ -116,7 +121,7 @@ class Ledger:
         return self.input_bytes + left
 
     def host_kv_bytes(self, placed: Placement) -> tuple[int, int]:
-        """(KV, state) bytes in system memory."""
+        """Return the (KV, state) bytes in system memory."""
         there = self.layers
         if not placed.kv_on_host:
             there = there[: placed.first_gpu_layer(len(there))]
@@ -127,7 +132,7 @@ class Ledger:
 
 
 def used(device: Device, placed: Placement) -> Device:
-    """`device` with the cards that `placed` uses."""
+    """Return `device` with only the cards that `placed` uses."""
     if placed.cards:
         return cards.only(device, placed.cards)
     return device
@@ -136,9 +141,11 @@ def used(device: Device, placed: Placement) -> Device:
 def over_cards(
     device_layers: Sequence[int], limits: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(layers of each card, bytes of each card) when consecutive layers fill the cards in
-    proportion to their limits, in bytes. The counts are a `tensor_split` that llama.cpp follows
-    exactly."""
+    """Return (layers of each card, bytes of each card) if consecutive layers fill the cards in
+    proportion to their limits in bytes.
+
+    llama.cpp follows these counts exactly if they are its `tensor_split`.
+    """
     if not device_layers:
         return tuple(0 for _ in limits), tuple(0 for _ in limits)
     total = sum(device_layers)
@@ -148,7 +155,7 @@ def over_cards(
     last = 0
     for part in accumulate(limits):
         goal = total * part / room
-        # The boundary nearest to the card's share, but not behind the one before.
+        # The boundary nearest to the card's share, but not before the previous one.
         above = min(bisect_left(upto, goal, last), len(device_layers))
         last = above - (above > last and goal - upto[above - 1] <= upto[above] - goal)
         ends.append(last)
@@ -158,8 +165,10 @@ def over_cards(
 
 
 def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int) -> tuple[int, ...]:
-    """Bytes of each card when llama.cpp divides the layers by `split`: a layer is the first card's
-    whose cumulated share lies above the layer's own place among all."""
+    """Return the bytes of each card if llama.cpp splits the layers by `split`.
+
+    A layer goes to the first card whose cumulative share is above the layer's relative position.
+    """
     shares = [*split, *([0.0] * n_cards)][:n_cards]
     total = sum(shares) or 1.0
     bounds = [x / total for x in accumulate(shares)]
@@ -172,8 +181,10 @@ def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int)
 def weights_of_cards(
     model: Model, variant: Variant, placed: Placement, device: Device
 ) -> tuple[tuple[Device, float], ...]:
-    """The cards of `device` with the share (0..1) that each has of the weights on them; of cards
-    that are all alike, and where none is known apart, one for all."""
+    """Return the cards of `device` with each one's share (0..1) of the weights on them.
+
+    If all cards are alike, or not known individually, returns `device` itself with share 1.
+    """
     kinds = {(card.match or card.name, card.bandwidth_gbps.value) for card in device.cards}
     if len(kinds) < 2:
         return ((device, 1.0),)
@@ -194,7 +205,7 @@ def weights_of_cards(
 # --- shares, for the speed ------------------------------------------------------------------------
 
 
-# What each cause of a decode step's seconds is shared out as: a field of `CardShare`.
+# The field of `CardShare` that divides each cause of a decode step's time.
 SHARED_AS = {
     "weights": "dense", "unpacked": "dense",
     "routed": "experts", "routed_unpacked": "experts", "experts": "experts",
@@ -205,8 +216,8 @@ SHARED_AS = {
 
 @dataclass(frozen=True, slots=True)
 class CardShare:
-    """Of what one token reads and computes, the share on the devices (0..1), and how often a step
-    changes sides."""
+    """The shares (0..1) of a token's reads and computation that are on the devices, and how often a
+    step crosses between memories."""
 
     dense: float
     experts: float
@@ -216,7 +227,7 @@ class CardShare:
 
     @property
     def is_whole(self) -> bool:
-        """True where all of it is on the devices."""
+        """True if all of it is on the devices."""
         return min(self.dense, self.experts, self.kv, self.layers) >= 1.0
 
 
@@ -224,8 +235,8 @@ WHOLE = CardShare(1.0, 1.0, 1.0, 1.0, 0)
 
 
 def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
-    """How `placed` divides a step. KV is counted by layers' own width; a crossing is one copy of
-    the activations."""
+    """Return how `placed` splits a step. KV counts by the number of layers, and each crossing is
+    one copy of the activations."""
     if not placed.is_split:
         return WHOLE
     found = parts(model, variant)
@@ -252,21 +263,21 @@ def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
     return CardShare(of_dense, of_experts, of_kv, of_layers, crossings)
 
 
-# What llama.cpp reads whole anyway.
+# llama.cpp reads tables up to this size into memory anyway.
 LEAST_BYTES = 4 * 2**30
-# Seconds a row takes that is not in memory. An SSD on PCIe answers 100,000 such reads a second and
-# more (assumed; on a DGX Spark answers were as fast with Qwen3.8-Flash-Next's table cold as with it
-# warm: github.com/0xBakeer/inference-atlas, pull requests 79 to 81); a disk that turns, a hundred.
+# Seconds to read a row that is not in memory. An SSD on PCIe serves 100,000 such reads a second or
+# more (assumed). On a DGX Spark, Qwen3.8-Flash-Next answered as fast with its table cold as warm
+# (github.com/0xBakeer/inference-atlas, pull requests 79 to 81). A hard disk serves a hundred.
 ROW_S = 10e-6
 SLOW_ROW_S = 10e-3
 
 
 def table_bytes(model: Model, variant: Variant) -> int:
-    """Bytes of the tables of `variant` that are looked up by rows beside the embedding of the
-    tokens; 0 without any."""
+    """Return the bytes of the row lookup tables of `variant`, without the token embedding; 0 if it
+    has none."""
     if not model.lookup_params:
         return 0
-    if variant.input_bytes:  # read from the header, together with the tokens' own
+    if variant.input_bytes:  # read from the header, which includes the token embedding
         tokens = model.vocab_size * model.hidden_size
         return round(variant.input_bytes * model.lookup_params / (model.lookup_params + tokens))
     if model.lookup_bits:
@@ -277,7 +288,7 @@ def table_bytes(model: Model, variant: Variant) -> int:
 
 
 def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
-    """Bytes that this run leaves on the disk; 0 where the engine reads everything."""
+    """Return the bytes that this run leaves on disk; 0 if the engine reads the whole file."""
     where = settings.placement.tables
     if not model.lookup_params or where == "memory" or not backend_of(variant).disk_tables:
         return 0
@@ -290,7 +301,8 @@ def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
 def token_s(
     model: Model, variant: Variant, settings: RunSettings, *, row_s: float = ROW_S
 ) -> float:
-    """Seconds a token waits for its rows from the disk, when none of them is in memory."""
+    """Return the seconds that a token waits for its rows from disk, if none of them is cached in
+    memory."""
     if disk_bytes(model, variant, settings):
         return model.lookup_rows * row_s
     return 0.0

@@ -1,12 +1,12 @@
-"""Which layers, experts and KV go to a card and which stay in system memory: what fits, and of that
-the fastest.
+"""Decide which layers, experts and KV go to a card and which stay in system memory: the fastest
+placement that fits.
 
-A model that one card holds goes to the fastest that does, others to the cards that are predicted to
-answer fastest
-together: a slow card more is left out. Of a mixture the routed experts are nearly all of the bytes
-and little of what a token reads, so they leave the card first, layer by layer from the front, as
-few as must. Layers leave whole only where there are no experts to leave, or where the rest alone is
-too large. The cache leaves where what that makes room for is worth more.
+A model that fits on one card goes to the fastest such card. Other models go to the cards that are
+predicted to decode fastest together, without cards that would only slow them down. In a mixture,
+routed experts are nearly all of the bytes but few of those that a token reads. They leave the card
+first, layer by layer from the front, as few as necessary. Whole layers leave only if there are no
+experts to move, or if the rest is still too large. The KV cache leaves if the freed space is worth
+more.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from localllm.planner.types import USUAL, MemoryNeed, RunSettings
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
-# Below this share of what a card must hold, moving the cache off it is not tried.
+# If the KV's share of all bytes is below this, moving it off the card is not tried.
 _MUCH_KV = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """What somebody insists on; None = free. As in `Placement`."""
+    """Placement options that the user fixed; None = free. The fields are those of `Placement`."""
 
     gpu_layers: int | None = None
     experts_on_host: int | None = None
@@ -42,11 +42,11 @@ class OffloadOptions:
 
     @property
     def is_free(self) -> bool:
-        """True where layers and experts may go anywhere."""
+        """True if layers and experts may go anywhere."""
         return self.gpu_layers is None and self.experts_on_host is None
 
     def applied_to(self, settings: RunSettings) -> RunSettings:
-        """`settings` with what is insisted on."""
+        """Return `settings` with the fixed options."""
         if self == FREE:
             return settings
         if self.gpu_layers is not None:
@@ -62,9 +62,11 @@ FREE = OffloadOptions()
 
 
 def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
-    """What is needed of every place: the accelerator's pool, each of several cards, system memory
-    beside them. Of the pool nearly all that may be loaded is as much as can be had without anybody
-    giving way."""
+    """Return the need of each memory: the accelerator's pool, each of several cards, and system
+    memory.
+
+    Nearly all loadable bytes of the pool count as available without evicting other programs' data.
+    """
     roomy = int(TIGHT_SHARE * min(need.limit_bytes, device.memory.loadable_bytes))
     has_cards = bool(need.cards_bytes and device.cards)
     free = device.memory.available_bytes
@@ -84,16 +86,16 @@ def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
 
 
 def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
-    """yes / tight (needs more than is free now, or nearly all of what may be loaded) / split (part
-    in host memory) / no."""
+    """Return "yes", "tight" (needs more than is free now, or nearly all loadable bytes), "split"
+    (part in host memory) or "no"."""
     return judge(needed_parts(device, need), split=split).fits
 
 
 def over_cards(
     device: Device, model: Model, variant: Variant, settings: RunSettings
 ) -> RunSettings:
-    """`settings` with the layers counted out to each of several cards; unchanged for one, or where
-    that was said."""
+    """Return `settings` with the number of layers of each card; unchanged for one card, or if a
+    split was given."""
     placed = settings.placement
     device = places.used(device, placed)
     if device.n_gpus < 2 or device.kind != "discrete" or placed.tensor_split:
@@ -105,17 +107,20 @@ def over_cards(
     return settings.placed(tensor_split=tuple(float(n) for n in counts))
 
 
-# Of what a card may hold, what the fastest are filled to before slower ones get a layer: layers are
-# no smaller than they are.
+# The fastest cards are filled to this share of their limit before slower ones get a layer. The rest
+# is lost to the size of a layer.
 _FILLED = 0.95
 
 
 def _goals(
     device: Device, model: Model, variant: Variant, settings: RunSettings, held_bytes: int
 ) -> tuple[int, ...]:
-    """How the layers' `held_bytes` are shared out, where each card has its part of what is needed
-    besides: the fastest cards are filled first; cards of one speed, or none to spare, share by what
-    they may hold."""
+    """Return the bytes of the layers' `held_bytes` for each card, after each card's part of the
+    other bytes.
+
+    The fastest cards are filled first. If all cards have one speed, or if nearly full cards cannot
+    hold the layers, the cards share by their limits.
+    """
     limits = memory.cards_limits(device)
     rates = [card.bandwidth_gbps.value for card in device.cards]
     if len(set(rates)) < 2:
@@ -136,10 +141,13 @@ def _goals(
 
 
 def pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
-    """`settings` with weights that are read, if CUDA has part of them in system memory and that is
-    free. llama.cpp then keeps them in pinned buffers, which prompts' steps are copied to the card
-    from faster than from a mapped file (it says so itself, src/llama-model-loader.cpp; if the
-    driver pins no more, it takes ordinary memory)."""
+    """Return `settings` with weights read into memory instead of mapped, if CUDA has some of them
+    in system memory and that much is free.
+
+    llama.cpp then keeps them in pinned buffers. Prefill copies them to the card faster from there
+    than from a mapped file (src/llama-model-loader.cpp states this). If the driver cannot pin more,
+    llama.cpp uses ordinary memory.
+    """
     if not KINDS[device.accelerator].pins_host_weights:
         return settings
     if settings.placement.weights != USUAL.placement.weights or device.host is None:
@@ -149,15 +157,17 @@ def pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettin
     return settings.placed(weights="read")
 
 
-# Choices of cards that are weighed against each other, at most.
+# Most choices of cards to compare.
 _MOST_CHOICES = 64
 
 
 @lru_cache(4096)
 def choices(device: Device) -> tuple[tuple[int, ...], ...]:
-    """Which cards of several a model may be placed on: every number of each kind of them, the
-    freest of it, as numbers of cards (empty: all), the fastest first. In a machine of many kinds,
-    each card alone, and the fastest so and so many."""
+    """Return the sets of card numbers to consider for a model (empty: all cards), fastest first.
+
+    They are every count of each kind of card, taking the cards with the most free memory. If there
+    are too many, they are each kind's first card alone, and the fastest 2, 3, … cards.
+    """
     if device.kind != "discrete" or len(device.cards) < 2:
         return ((),)
     slowest_gbps: dict[tuple[int, ...], float] = {}
@@ -170,8 +180,8 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
 
 
 def _choices_of(groups: Sequence[Sequence[Device]]) -> Iterator[Sequence[Device]]:
-    """Every number of each kind of cards, where those are few; else each card alone, and the
-    fastest so and so many."""
+    """Yield every count of each kind of card if those are few. Else yield each kind's first card,
+    and the fastest 2, 3, … cards."""
     if math.prod(len(group) + 1 for group in groups) <= _MOST_CHOICES:
         for counts in itertools.product(*(range(len(group) + 1) for group in groups)):
             taken = (group[:n] for group, n in zip(groups, counts, strict=True))
@@ -190,7 +200,7 @@ def _bandwidth(card: Device) -> float:
 
 
 def _kinds_of_cards(device: Device) -> list[list[Device]]:
-    """The cards of each kind, the freest first."""
+    """Return the cards of each kind, those with the most free memory first."""
     alike: dict[object, list[Device]] = {}
     freest_first = sorted(device.cards, key=attrgetter("number"))
     freest_first.sort(key=_available_bytes, reverse=True)
@@ -211,8 +221,8 @@ def best_split(
     settings: RunSettings,
     offload: OffloadOptions = FREE,
 ) -> RunSettings | None:
-    """`settings` placed over `device` and its host so that they fit and decode fastest with the
-    context half full; None where nothing fits."""
+    """Return `settings` placed on `device` and its host for the fastest decoding with the context
+    half full, or None if no placement fits."""
     found = _Search(
         places.used(device, settings.placement),
         model,
@@ -226,8 +236,8 @@ def best_split(
 def fastest(
     device: Device, model: Model, variant: Variant, found: Sequence[RunSettings], *, depth: int = 0
 ) -> RunSettings | None:
-    """Of several ways to run a variant the one that is predicted to decode fastest, the first of
-    equals."""
+    """Return the settings that are predicted to decode fastest; the first of them if several are
+    equal."""
     if not found:
         return None
     if len(found) == 1:
@@ -261,7 +271,8 @@ class _Search:
         self._kv_share = (whole.kv_bytes + whole.recurrent_bytes) / max(1, whole.total_bytes)
 
     def candidates(self) -> list[RunSettings]:
-        """The best of each way that fits."""
+        """Return the best placement of each kind that fits: with the KV cache on the cards, and
+        with it in system memory."""
         start = self._settings.placement
         found = [self._fewest_off(start)]
         if self._kv_share > _MUCH_KV:
@@ -269,8 +280,8 @@ class _Search:
         return [s for s in found if s is not None]
 
     def _fewest_off(self, start: Placement) -> RunSettings | None:
-        """`start` with as few experts, else as few layers in system memory as makes the rest fit;
-        as is, if that does."""
+        """Return `start` with as few experts, else layers, in system memory as necessary; None if
+        it does not fit anyway."""
         placed = start
         if not self._room(start):
             found = self._experts_off(start) or self._layers_off(start)
@@ -290,7 +301,8 @@ class _Search:
         return is_free and any(experts for _, experts, _, _ in self._book.layers)
 
     def _experts_off(self, start: Placement) -> Placement | None:
-        """`start` with the experts of as few layers in system memory as makes the rest fit."""
+        """Return `start` with the experts of as few layers in system memory as necessary for the
+        rest to fit."""
         if not self._may_move_experts():
             return None
 
@@ -300,7 +312,8 @@ class _Search:
         return self._least(range(1, len(self._model.layers) + 1), without)
 
     def _layers_off(self, start: Placement) -> Placement | None:
-        """`start` with as few layers in system memory as makes the rest fit, after all experts."""
+        """Return `start` with as few layers in system memory as necessary for the rest to fit,
+        after all experts."""
         if self._offload.gpu_layers is not None:
             return None
         if self._may_move_experts():
@@ -312,8 +325,8 @@ class _Search:
         return self._least(range(len(self._model.layers) + 1, -1, -1), with_layers)
 
     def _least(self, counts: range, take: Callable[[int], Placement]) -> Placement | None:
-        """`take` of the first count that there is room for; each needs less on the cards than the
-        one before. None if there is no room for any."""
+        """Return `take` of the first count that fits, or None. Each count must need less on the
+        cards than the one before."""
 
         def has_room(count: int) -> bool:
             return self._room(take(count))
@@ -324,7 +337,7 @@ class _Search:
         return None
 
     def _room(self, placed: Placement) -> bool:
-        """True where the cards hold their part."""
+        """Return whether the cards hold their part."""
         if self._settings.drafter.second is not None:
             # A drafter's layers leave the card with the model's.
             settings = replace(self._settings, placement=placed)

@@ -1,7 +1,7 @@
-"""How a file is run before anything is known to fit: the settings that follow from what was asked
-and what is fixed.
+"""Settings to start planning a file from: those that follow from the request and from what is
+fixed. Pure.
 
-plan.py settles the KV type, the size of steps and the places of layers by what fits. Pure.
+plan.py then settles the KV type, the step size and the placement of layers by what fits.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ from localllm.planner.types import (
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
-# Windowed caches and recurrent states cost memory per sequence, so those models get fewer by
-# default.
+# Windowed caches and recurrent states cost memory per sequence, so those models get fewer sequences
+# by default.
 _SLOTS_PER_SEQUENCE_STATE = 4
-# Rows of logits a step may ask for: each sequence's own and its draft's, within what a step's
-# buffer should cost.
+# Rows of logits that a step may request: those of each sequence and its draft, up to a limit on the
+# step's buffer.
 _OUTPUTS_PER_SLOT = 16
 _MOST_OUTPUTS = 64
-# Purposes whose turns are soon read anew.
+# Purposes with short turns, which are quickly read again.
 _SHORT_TURNS = ("chat", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the person or the machine has fixed: measurements, engines at hand, and settings ("" / 0
+    """What the user or the machine has fixed: measurements, available engines, and settings ("" / 0
     / None = free).
 
-    `kv_evidence`: what KV types were measured to cost on the very model that is planned.
-    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as
-    `draft_model`;
-    `companion`: a drafter trained for the model, found beside it or asked for. `offload`: where
-    somebody insists on having layers and experts. `sees`: its image projector is loaded too.
+    - `kv_evidence`: measured cost of KV types on this very model.
+    - `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then also given
+      as `draft_model`.
+    - `companion`: a trained drafter for the model, requested or found next to it.
+    - `companion_found`: it was found, not requested.
+    - `offload`: fixed placement of layers and experts.
+    - `sees`: the image projector is loaded too.
     """
 
     measured: tuple[Measured, ...] = ()
@@ -70,8 +72,8 @@ NOTHING_FIXED = Overrides()
 
 
 def context_for(model: Model, workload: Workload) -> int:
-    """Tokens to serve: what was asked, else the purpose's default within the model's native
-    context, × parallel."""
+    """Return the tokens of context to serve: the requested context, else the purpose's default
+    within the model's native context, × parallel."""
     usual = needs.NEEDS[workload.purpose].context
     wanted = workload.context or min(usual, model.native_context or 8192)
     return kv_sizes.pad(wanted * max(1, workload.parallel))
@@ -80,10 +82,10 @@ def context_for(model: Model, workload: Workload) -> int:
 def settings_for(
     device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides
 ) -> RunSettings:
-    """How `variant` is run on `device`, before its KV type and its layers' places are settled by
-    what fits."""
+    """Return the settings of `variant` on `device` before plan.py settles the KV type and the
+    placement."""
     backend = backend_of(variant)
-    # 8 if an idle one costs nothing, 4 if each has its own window or state.
+    # 8 slots if an idle one is free, 4 if each has its own window or state.
     usual = _SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS
     slots = overrides.slots or max(usual, workload.parallel)
     drafter = _drafter(variant, overrides)
@@ -116,17 +118,23 @@ def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
 
 
 def loses_turns(model: Model, settings: RunSettings) -> bool:
-    """True where a conversation's turns are read anew: with heads or a drafter our llama.cpp
-    backend keeps a model of windows or states whole, and a turn that drops thoughts is another."""
+    """Return whether each turn of a conversation reads it again.
+
+    With draft heads or a drafter, our llama.cpp backend keeps a model with windows or states only
+    as a full snapshot. A turn that drops the previous thoughts no longer matches it.
+    """
     return settings.drafter.reads_along and facts(model).is_stateful
 
 
 def drafts_at_hand(
     device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides
 ) -> Overrides | None:
-    """`overrides` with what may draft unasked: a drafter that was found, else heads in the file. A
-    processor gains nothing by those; a model of windows or states is given them for one person's
-    short turns alone (`loses_turns`)."""
+    """Return `overrides` with the drafter to use without a request: one that was found, else heads
+    in the file. None if there is none.
+
+    Heads gain no speed on a CPU. A model with windows or states gets them only for one stream with
+    short turns (`loses_turns`).
+    """
     if overrides.companion_found:
         return overrides
     if overrides.draft not in ("", "auto") or overrides.companion is not None:
@@ -142,8 +150,8 @@ def drafts_at_hand(
 
 
 def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
-    """`small` in the files that would draft for `variant`, on the same engine; None where it has
-    none."""
+    """Return `small` with the files that would draft for `variant` on the same engine, or None if
+    it has no such files."""
     files = [v for v in small.variants if backend_of(v) == backend_of(variant)]
     if not files:
         return None
@@ -151,7 +159,8 @@ def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
 
 
 def typical(variants: Sequence[Variant]) -> Variant:
-    """The variant people ask about: Q4_K_M or its like, else the one nearest to 4.8 bits."""
+    """Return the variant that users most often mean: Q4_K_M or similar, else the one of median
+    size."""
     usual = ("Q4_K_M", "UD-Q4_K_M", "MXFP4", "UD-Q4_K_XL", "4bit")
     listed = [v for v in variants if v.quant in usual]
     if listed:
