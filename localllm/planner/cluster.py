@@ -1,11 +1,13 @@
-"""A model whose layers lie on several machines: how many on each, what a token's way between them
-costs, and whether one machine would be faster. Pure.
+"""Plan a model whose layers are on several machines. Pure.
 
-Each machine computes its layers in the time that its share of the whole takes there, one after the
-other: for one stream no second machine makes decoding faster than the fastest would be alone, it
-only makes room. (Tensor parallelism divides each layer, and can: SharedPlan below; it is not what
-llama.cpp's RPC does.) Prompts can be read by all of them at once, each at its own piece, where the
-engine does that; llama.cpp's RPC does not promise to, so the range begins with one after another.
+Computes how many layers each machine gets, the cost of sending a token between them, and whether
+one machine would be faster.
+
+The machines compute their layers one after another. For one stream, a second machine therefore adds
+memory, but decoding is never faster than on the fastest machine alone. (Tensor parallelism splits
+each layer and can be faster: see SharedPlan below. llama.cpp's RPC does not do that.) All machines
+can read different parts of a prompt at the same time if the engine supports it. llama.cpp's RPC
+does not promise to, so the lower end of the range assumes one after another.
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ from localllm_catalog.types import Model, Variant
 
 _F32_BYTES = 4
 _PROMPT_TOKENS = 2048
-# What llama.cpp's RPC takes of each token for each further machine, beside the way there: at best,
-# typically, at worst. The differences between one machine and several with the same file that were
-# published (benchmarks/data/clusters.csv); the same over 1 Gbit/s Ethernet as over 200 Gbit/s. (The
-# worst of few pairs was 7.7 ms; with 12 four fifths of what was published of two machines are
-# inside the range, with 10 no longer since single machines have narrower ones.)
+# Time that llama.cpp's RPC adds to each token for each further machine, without the link: best,
+# typical, worst. From published differences between one machine and several with the same file
+# (benchmarks/data/clusters.csv). They are the same over 1 Gbit/s Ethernet as over 200 Gbit/s. The
+# worst of the few pairs was 7.7 ms. With 12 ms, the range holds four fifths of the published
+# figures for two machines. With 10 ms it no longer does, since ranges for single machines became
+# narrower.
 RPC_S = (0.0, 5.5e-3, 12e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins two machines: bytes per second that arrive, and the seconds that one message
-    takes, at best and at worst; `source` of both."""
+    """A link between two machines: bytes per second that arrive, and the seconds of one message
+    (best, worst). `source` covers both."""
 
     name: str
     bytes_per_s: float
@@ -68,8 +71,8 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One machine's part: layers, and the bytes of weights, KV and buffers there, of those it has
-    for models."""
+    """One machine's part: its layers, and the bytes there (weights, KV and buffers) out of those
+    available to models."""
 
     device: Device
     n_layers: int
@@ -79,8 +82,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A model over machines. `alone`: the machine on which it fits, and is as fast (None: on
-    none)."""
+    """A plan for a model on several machines. `alone` is a machine that runs it at least as fast by
+    itself (None: no machine)."""
 
     settings: RunSettings
     link: Link
@@ -94,7 +97,7 @@ class ClusterPlan:
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two."""
+        """Advice to the user, in a sentence or two."""
         if self.alone is not None:
             return (
                 f"{self.alone.name} alone runs it at least as fast: join machines for what fits "
@@ -104,7 +107,7 @@ class ClusterPlan:
         used = [s for s in self.shares if s.n_layers]
         if len(used) == 1:
             return f"all of it lies on {used[0].device.name}"
-        # As `--split` has them: the workers first, whoever serves last.
+        # In the order of `--split`: first the workers, then the serving machine.
         split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
         share = (sum(self.transfer_s) / 2 + self.rpc_s) * self.decode_tok_s.value
         workers = " and ".join(s.device.name for s in used[1:])
@@ -116,16 +119,19 @@ class ClusterPlan:
 
 
 def layer_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
-    """Bytes of each layer where it is computed: weights, KV and state."""
+    """Return the bytes of each layer: weights, KV and state."""
     return [sum(of_all) for of_all in memory.layer_ledger(model, variant, settings).layers]
 
 
 def divide(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device]
 ) -> tuple[Share, ...] | None:
-    """As many layers as fit on the machine that is fastest with this model, the rest on the next,
-    and so on; None where they are too many for all of them. Equal machines get equal parts: each
-    then has room for more context."""
+    """Split the layers: as many as fit on the machine that is fastest with this model, the rest on
+    the next, and so on.
+
+    Equal machines get equal parts, so that each has room for more context. Returns None if the
+    machines cannot hold all layers.
+    """
     left = layer_bytes(model, variant, settings)
     parts = places.parts(model, variant)
 
@@ -154,7 +160,7 @@ def divide(
 def plan(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], link: Link
 ) -> ClusterPlan | None:
-    """The plan of `model` over `devices` joined by `link`; None where it does not fit."""
+    """Return the plan of `model` on `devices` joined by `link`, or None if it does not fit."""
     shares = divide(model, variant, settings, devices)
     if shares is None:
         return None
@@ -186,8 +192,10 @@ def plan(
 
 
 def _way(model: Model, shares: Sequence[Share], link: Link) -> tuple[int, float, float]:
-    """Bytes of a token that cross the link, and what that takes at best and at worst: the hidden
-    vector to each further machine, and once back, as the first one has the output."""
+    """Return the bytes of a token that cross the link, and the best and worst seconds for that.
+
+    The hidden vector goes to each further machine, and back to the first, which has the output.
+    """
     hops = 0
     if len(shares) > 1:
         hops = len(shares)
@@ -197,8 +205,8 @@ def _way(model: Model, shares: Sequence[Share], link: Link) -> tuple[int, float,
 
 
 def _token_s(shares: Sequence[Share], rates: Sequence[float]) -> float:
-    """Seconds of a token whose layers are computed one share after another, at the rates of the
-    whole model there."""
+    """Return the seconds of a token whose layers are computed one share after another. `rates` are
+    tokens/s of the whole model on each machine."""
     n_layers = sum(s.n_layers for s in shares)
     return sum(s.n_layers / n_layers / rate for s, rate in zip(shares, rates, strict=True))
 
@@ -212,7 +220,7 @@ def decode_over(
     *,
     depth: int = 0,
 ) -> Range:
-    """tokens/s of one stream at `depth` whose layers lie so."""
+    """Return the tokens/s of one stream at `depth` with these shares."""
     each = [speed.decode(s.device, model, variant, settings, depth=depth) for s in shares]
     _, *way = _way(model, shares, link)
     best_s, usual_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
@@ -242,12 +250,12 @@ def prefill_over(
     prompt_tokens: int = _PROMPT_TOKENS,
     depth: int = 0,
 ) -> Range:
-    """tokens/s of a prompt of so many tokens behind `depth` whose layers lie so."""
+    """Return the tokens/s of a prompt with `prompt_tokens` after `depth` tokens, with these shares."""
     each = [
         speed.prefill(s.device, model, variant, settings, prompt_tokens=prompt_tokens, depth=depth)
         for s in shares
     ]
-    # Of each token of a prompt: latency is paid once a batch.
+    # Seconds per prompt token. The latency is per batch and left out.
     carried_s = _way(model, shares, link)[0] / link.bytes_per_s
     n_layers = sum(s.n_layers for s in shares)
     slowest_s = max(s.n_layers / n_layers / e.value for s, e in zip(shares, each, strict=True))
@@ -260,29 +268,32 @@ def prefill_over(
     )
 
 
-# Families of the catalog whose models mlx-lm 0.32 has in a form that can be shared (`shard` in
-# mlx_lm/models).
+# Model families that mlx-lm 0.32 can shard (`shard` in mlx_lm/models).
 FAMILIES = frozenset((
     "deepseek-r1-distill", "glm", "gpt-oss", "llama-3", "minimax", "qwen2.5-coder", "qwen3",
     "qwen3-coder", "qwen3.5",
     "qwen3.6", "qwen3.8",
 ))  # fmt: skip
-# After attention and after the feed-forward, what every machine has computed is added up.
+# One all-reduce after attention and one after the feed-forward.
 _SUMS_A_LAYER = 2
 _F16_BYTES = 2
-# With RDMA (JACCL); without it the link's own latency is what a message takes.
+# With RDMA (JACCL). Otherwise a message takes the link's own latency.
 _RDMA_S = (5e-6, 50e-6)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan:
-    """A share of every layer on each machine (tensor parallelism, as MLX's).
+    """A share of each layer on each machine (tensor parallelism, as in MLX).
 
-    With n machines a token takes what it takes on one, less (n-1)/n of the time that memory at its
-    nominal bandwidth needs for the bytes, plus two all-reduces a layer. No published row gave it a
-    constant; `python -m benchmarks.planner_fit.clusters` compares.
-    `needs_bytes` on each, of the `limit_bytes` that the smallest has for models;
-    `alone_tok_s`: of the slowest one by itself, whether or not the model fits there."""
+    With n machines, a token takes its time on one machine, less (n-1)/n of the time to read the
+    bytes at nominal bandwidth, plus two all-reduces a layer. No constant is fitted to published
+    rows; `python -m benchmarks.planner_fit.clusters` compares.
+
+    - `needs_bytes`: the need of each machine.
+    - `limit_bytes`: the bytes for models on the smallest machine.
+    - `alone_tok_s`: the speed of the slowest machine by itself, even if the model does not fit
+      there.
+    """
 
     settings: RunSettings
     devices: tuple[Device, ...]
@@ -294,7 +305,7 @@ class SharedPlan:
 
 
 def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
-    """Why `variant` can't be shared by `devices`; "" where it can."""
+    """Return why `devices` cannot share `variant`, or "" if they can."""
     n = len(devices)
     backend = backend_of(variant)
     runs = backend.tensor_parallel and all(backend.runs_on(d.accelerator) for d in devices)
@@ -314,8 +325,8 @@ def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
 def needs_bytes(
     model: Model, variant: Variant, settings: RunSettings, device: Device, n: int
 ) -> int:
-    """Bytes on each of `n` machines: its share of the layers and of their KV; what turns tokens
-    into vectors and back is whole on each."""
+    """Return the bytes on each of `n` machines: its share of the layers and their KV, and all of
+    the embedding and output."""
     parts = places.parts(model, variant)
     ends = parts.input_bytes + parts.own_output_bytes
     fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
@@ -325,7 +336,7 @@ def needs_bytes(
 def tensor_parallel_plan(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], link: Link
 ) -> SharedPlan | None:
-    """The plan of `model` shared by `devices` over `link`; None where it does not fit."""
+    """Return the plan of `model` shared by `devices` over `link`, or None if it does not fit."""
     needs = max(needs_bytes(model, variant, settings, d, len(devices)) for d in devices)
     limit = min(d.room_bytes for d in devices)
     if needs > limit:
@@ -345,7 +356,7 @@ def tensor_parallel_decode(
     *,
     depth: int = 0,
 ) -> Range:
-    """tokens/s of one stream at `depth`; the slowest machine is waited for."""
+    """Return the tokens/s of one stream at `depth`. All machines wait for the slowest."""
     n = len(devices)
     each = [speed.decode(device, model, variant, settings, depth=depth) for device in devices]
     alone = min(each, key=attrgetter("value"))
@@ -353,7 +364,7 @@ def tensor_parallel_decode(
     read = streamed(model, variant).total_bytes
     read += decode_cost.kv_read_bytes(model, depth, settings.kv_type)
     saved_s = (1 - 1 / n) * read / (slowest.bandwidth_gbps.value * 1e9)
-    # What adding up takes, at best and at worst.
+    # The time of the all-reduces, at best and at worst.
     messages_s = link.latency_s
     if link.name == "Thunderbolt 5":
         messages_s = _RDMA_S
@@ -361,7 +372,7 @@ def tensor_parallel_decode(
     usual_s = (best_s * worst_s) ** 0.5
 
     def shared(rate: float, messages_s: float) -> float:
-        """The rate with the reading divided and `messages_s` added."""
+        """Return the rate with the reading divided and `messages_s` added."""
         return 1 / (1 / rate - min(saved_s, (1 - 1 / n) / rate) + messages_s)
 
     most = n * alone.high
@@ -378,8 +389,8 @@ def tensor_parallel_decode(
 def tensor_parallel_prefill(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], link: Link
 ) -> Range:
-    """tokens/s of a prompt: its arithmetic is divided, and every vector crosses the link twice a
-    layer."""
+    """Return the tokens/s of a prompt. The arithmetic is divided, and each vector crosses the link
+    twice a layer."""
     n = len(devices)
     each = [
         speed.prefill(d, model, variant, settings, prompt_tokens=_PROMPT_TOKENS) for d in devices

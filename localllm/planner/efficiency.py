@@ -42,8 +42,7 @@ class Table:
     width: Mapping[str, float]
 
     def nearest(self, hardware_keys: Iterable[str]) -> tuple[str, int]:
-        """Return the most specific hardware key with measurements and their number; ("none", 0) if
-        there are none."""
+        """Return the most specific hardware key with measurements and their number, or ("none", 0)."""
         found = ("none", 0)
         for key in hardware_keys:
             if self.rows.get(key, 0) > 0:

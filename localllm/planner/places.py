@@ -273,8 +273,8 @@ SLOW_ROW_S = 10e-3
 
 
 def table_bytes(model: Model, variant: Variant) -> int:
-    """Return the bytes of the row lookup tables of `variant`, without the token embedding; 0 if it
-    has none."""
+    """Return the bytes of the row lookup tables of `variant`, without the token embedding; 0
+    without such tables."""
     if not model.lookup_params:
         return 0
     if variant.input_bytes:  # read from the header, which includes the token embedding
@@ -301,7 +301,7 @@ def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
 def token_s(
     model: Model, variant: Variant, settings: RunSettings, *, row_s: float = ROW_S
 ) -> float:
-    """Return the seconds that a token waits for its rows from disk, if none of them is cached in
+    """Return the seconds that a token waits for its rows from disk if they are not cached in
     memory."""
     if disk_bytes(model, variant, settings):
         return model.lookup_rows * row_s

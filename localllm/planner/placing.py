@@ -65,7 +65,8 @@ def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
     """Return the need of each memory: the accelerator's pool, each of several cards, and system
     memory.
 
-    Nearly all loadable bytes of the pool count as available without evicting other programs' data.
+    Nearly all loadable bytes of the pool count as available without evicting the data of other
+    programs.
     """
     roomy = int(TIGHT_SHARE * min(need.limit_bytes, device.memory.loadable_bytes))
     has_cards = bool(need.cards_bytes and device.cards)
@@ -142,7 +143,7 @@ def _goals(
 
 def pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
     """Return `settings` with weights read into memory instead of mapped, if CUDA has some of them
-    in system memory and that much is free.
+    in system memory. That much memory must be free.
 
     llama.cpp then keeps them in pinned buffers. Prefill copies them to the card faster from there
     than from a mapped file (src/llama-model-loader.cpp states this). If the driver cannot pin more,
@@ -221,8 +222,8 @@ def best_split(
     settings: RunSettings,
     offload: OffloadOptions = FREE,
 ) -> RunSettings | None:
-    """Return `settings` placed on `device` and its host for the fastest decoding with the context
-    half full, or None if no placement fits."""
+    """Return `settings` placed on `device` and its host for the fastest decoding. Returns None if
+    no placement fits. The context counts as half full."""
     found = _Search(
         places.used(device, settings.placement),
         model,
@@ -280,8 +281,8 @@ class _Search:
         return [s for s in found if s is not None]
 
     def _fewest_off(self, start: Placement) -> RunSettings | None:
-        """Return `start` with as few experts, else layers, in system memory as necessary; None if
-        it does not fit anyway."""
+        """Return `start` with as few experts, else layers, in system memory as necessary: none if
+        it fits as it is. Returns None if it does not fit anyway."""
         placed = start
         if not self._room(start):
             found = self._experts_off(start) or self._layers_off(start)

@@ -1,11 +1,11 @@
-"""How good a model is, on one scale, from dated evidence; and what a format or a KV type takes away
-from it.
+"""Rate how good a model is, on one scale, from dated evidence. Also the quality lost to a format or
+a KV type.
 
-The scale is the Artificial Analysis Intelligence Index v4 (2026). Other benchmarks are moved onto
-it by straight lines fitted over the catalog's models that have both (r and count beside each); a
-model with no evidence is placed by size and date, and called unrated. For coding, what was measured
-on coding counts more than what was measured on everything; for autocomplete nothing counts but how
-well a model fills in the middle. Every figure carries its basis and an uncertainty in points.
+The scale is the Artificial Analysis Intelligence Index v4 (2026). Other benchmarks are mapped onto
+it by straight lines, fitted over the catalog's models that have both (r and count are next to
+each). A model without evidence is rated by size and date, and called unrated. For coding, coding
+benchmarks count more than general ones. For autocomplete, only fill-in-the-middle benchmarks count.
+Each figure carries its basis and an uncertainty in points.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from localllm_catalog.types import Model, Purpose, Quality, Variant
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """Points on the index, their uncertainty (one standard deviation), and what they rest on.
-    `makers_own`: on nothing but what the model's maker says of it; `is_evidence` is False where
-    nothing but size and date is known, or what somebody guessed by hand."""
+    """Points on the index, their uncertainty (one standard deviation), and their basis.
+
+    `makers_own` is True if all evidence is from the model's maker. `is_evidence` is False if only
+    size and date are known, or a guess by hand.
+    """
 
     points: float
     spread: float
@@ -35,9 +37,9 @@ class Rating:
 
 
 _INDEX = "Artificial Analysis Intelligence Index v4"
-# The index is reworked now and then under one name. Scores copied before this date are of another
-# version than those after it: not comparable by their points, so one counts only where the model
-# has no newer one, and says much less.
+# The index changes from time to time under the same name. Scores copied before this date are of
+# another version, and their points are not comparable with later ones. Such a score counts only if
+# the model has no newer one, with a much larger uncertainty.
 _INDEX_SINCE = "2026-09"
 _OTHER_VERSION_SPREAD = 4.0
 # (slope, intercept, standard deviation of the result in points) by benchmark. Fitted over the
@@ -54,11 +56,11 @@ _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "LiveCodeBench v6": _LIVE_CODE,
     "HumanEval": _HUMAN_EVAL,
 }
-# The same for coding only. General index and repairs of repositories don't agree (r 0.04), so these
-# lines keep mean and standard deviation of the index over the models that have both, instead of a
-# slope that would say next to nothing. The deviation is how far a result is trusted about coding.
-# SWE-bench Pro (two models of the catalog) and Terminal-Bench 2.1 (one) have no line: too few for
-# any.
+# The same for coding only. The general index and repository repair do not correlate (r 0.04), so a
+# slope would mean almost nothing. Instead, these lines keep the mean and standard deviation of the
+# index over the models that have both. The deviation states how far a result is trusted for coding.
+# SWE-bench Pro (two models of the catalog) and Terminal-Bench 2.1 (one) have too few models for a
+# line.
 _CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "SWE-bench Verified": (0.28, 5.8, 2.0),  # n 10
     "Terminal-Bench 2.0": (0.28, 13.5, 3.5),  # through SWE-bench Verified, n 3
@@ -66,18 +68,18 @@ _CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "LiveCodeBench v6": _LIVE_CODE,
     "HumanEval": _HUMAN_EVAL,
 }
-# An index of everything says this much less about coding: its standard deviation there, relative to
-# its own.
+# A general benchmark says less about coding: its standard deviation is this many times larger
+# there.
 _GENERAL_FOR_CODING = 3.0
-# Share of lines that a model fills in exactly, with what other files hold (CrossCodeEval) and
-# without. These lines are no fit, for the index says nothing of it: they put one table of ten
-# models (arXiv 2409.12186) onto the scale, so that its best is about the best that coders of that
-# age have there, and both benchmarks place their mean alike.
+# Share of code lines that a model fills in exactly, with content of other files (CrossCodeEval) and
+# without. These lines are not fitted, since the index does not cover the skill. They map one table
+# of ten models (arXiv 2409.12186) onto the scale. Its best model gets about the points of the best
+# coders of that age, and both benchmarks have the same mean.
 _FIM_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "CrossCodeEval EM": (0.3, -4.0, 2.0),
     "HumanEval-FIM EM": (1.3, -102.5, 3.0),
 }
-# How benchmarks are moved onto the index for these purposes; for others as `_ONTO_INDEX` has it.
+# Lines onto the index for these purposes; other purposes use `_ONTO_INDEX`.
 _LINES: dict[str, dict[str, tuple[float, float, float]]] = {
     "autocomplete": _FIM_ONTO_INDEX,
     "coding": {
@@ -85,15 +87,15 @@ _LINES: dict[str, dict[str, tuple[float, float, float]]] = {
         **_CODING_ONTO_INDEX,
     },
 }
-# What its maker measured says this much less, relative to the standard deviation of what others
-# did: benchmark, harness and settings are its choice.
+# A score from the model's own maker has this many times the standard deviation of others' scores:
+# the maker chose benchmark, harness and settings.
 _SELF_REPORTED = 2.0
 _SIZE_AND_DATE = "size and date"
-# points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024: least
-# squares over the 42 rated models of the catalog, residual 4.7 points.
+# points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024. Least
+# squares over the 42 rated models of the catalog; the residual is 4.7 points.
 _PRIOR = (-25.3, 8.9, 6.0, 12.0)
 _PRIOR_SPREAD = 7.0
-# Beyond this date the line of the prior is not trusted to go on rising.
+# The prior does not rise further after this many years.
 _PRIOR_LAST_YEARS = 2.7
 _UNDATED = (2024, 6)
 _DATE = re.compile(r"(\d{4})(?:-(\d\d))?")
@@ -101,11 +103,12 @@ _DATE = re.compile(r"(\d{4})(?:-(\d\d))?")
 
 @lru_cache(4096)
 def rate(model: Model, purpose: Purpose = "chat") -> Rating:
-    """The precision-weighted mean of everything known about `model`'s quality for `purpose`."""
+    """Return the precision-weighted mean of all evidence on `model`'s quality for `purpose`."""
     known = _evidence(model, purpose)
     prior = 1 / _PRIOR_SPREAD**2
     if purpose == "autocomplete" and any(s.benchmark in _FIM_ONTO_INDEX for s in model.quality):
-        # size and date say little of it: of 3 billion weights 10 % are filled in right, and 45 %
+        # Size and date predict it poorly: models of 3 billion weights fill in 10 % or 45 %
+        # correctly.
         prior = 0.0
     total = prior * _prior(model)
     weight = prior
@@ -128,8 +131,7 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
 
 
 def _evidence(model: Model, purpose: Purpose) -> list[tuple[float, float, Quality]]:
-    """What each score of a benchmark that counts says: points, their standard deviation, and the
-    score."""
+    """Return (points, their standard deviation, the score) for each benchmark score that counts."""
     lines = _LINES.get(purpose, _ONTO_INDEX)
     counted = [score for score in model.quality if score.benchmark in lines]
     if any(score.benchmark == _INDEX and not _is_older(score) for score in model.quality):
@@ -137,7 +139,7 @@ def _evidence(model: Model, purpose: Purpose) -> list[tuple[float, float, Qualit
     found = []
     for score in counted:
         slope, intercept, spread = lines[score.benchmark]
-        # By how much less a score says than its benchmark usually does.
+        # An older or self-reported score is less certain than its benchmark usually is.
         if _is_older(score):
             spread *= _OTHER_VERSION_SPREAD / 1.5
         if _is_makers_own(score):
@@ -151,7 +153,10 @@ def _is_older(score: Quality) -> bool:
 
 
 def _is_makers_own(score: Quality) -> bool:
-    """(One table of ten models by one of their makers compares all of them alike.)"""
+    """Return whether a score is from the model's own maker.
+
+    The table of ten models does not count as such: one of their makers measured all of them alike.
+    """
     return score.kind == "self-reported" and score.benchmark not in _FIM_ONTO_INDEX
 
 
@@ -168,27 +173,27 @@ def _prior(model: Model) -> float:
     return a + b * math.log10(total) + c * math.log10(active) + d * min(years, _PRIOR_LAST_YEARS)
 
 
-# Points lost per unit of ln(PPL / PPL of f16). Index differences of 1 point ≈ 2-3 % on hard
-# benchmarks; Q4_K_M (0.031) loses 0.6, Q3_K_M (0.09) 1.8, IQ2_M (0.34) 6.9 points on large models,
-# more on small ones.
+# Points lost per unit of ln(PPL / PPL of f16). An index difference of 1 point ≈ 2-3 % on hard
+# benchmarks. On large models, Q4_K_M (0.031) loses 0.6 points, Q3_K_M (0.09) 1.8, and IQ2_M (0.34)
+# 6.9. Small models lose more.
 _POINTS_PER_LN_PPL = 20.0
-# Perplexity of Llama-3-8B at 16 bits, to which the published losses of that model are added (9.7516
-# at Q2_K, which lost 3.5199: https://github.com/ggml-org/llama.cpp/pull/6936).
+# Perplexity of Llama-3-8B at 16 bits, the base of the published losses of that model (9.7516 at
+# Q2_K, which lost 3.5199: https://github.com/ggml-org/llama.cpp/pull/6936).
 _LLAMA_3_PPL = 6.2316
 
 
-# Points lost to formats that nobody has but models trained on in them: of Qwen3.6 27B's mean over
-# 15 benchmarks 89.5 and 95 % are left, as their maker says (https://huggingface.co/prism-ml, Bonsai
-# 27B); of some 30 points.
+# Points lost to formats that only models trained in them use. Qwen3.6 27B keeps 89.5 and 95 % of
+# its mean over 15 benchmarks, by its maker's figures (https://huggingface.co/prism-ml, Bonsai 27B).
+# The base is about 30 points.
 _TRAINED_ON = {"Q1_0": 3.2, "Q2_0": 1.5}
 
 
 def format_cost(model: Model, variant: Variant) -> float:
-    """Points this variant's format loses against 16 bits (≥ 0). Small models lose more from the
-    same format."""
+    """Return the points that this variant's format loses against 16 bits (≥ 0). Small models lose
+    more from the same format."""
     if variant.quant in _TRAINED_ON:
         return _TRAINED_ON[variant.quant]
-    # trained or released so
+    # trained or released in this format
     if variant.quant in ("BF16", "F16", "F32", "bf16", "MXFP4", "MXFP4-Q8"):
         return 0.0
     small = max(1.0, math.pow(8e9 / max(model.params_total, 10**8), 0.35))
@@ -196,7 +201,7 @@ def format_cost(model: Model, variant: Variant) -> float:
 
 
 def _ln_ppl_ratio(model: Model, variant: Variant) -> float:
-    """ln (PPL / PPL of f16) of the format: published, else by its bits a weight."""
+    """Return ln (PPL / PPL of f16) of the format: published, else from its bits a weight."""
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None and mix.ln_ppl_ratio is not None:
         return mix.ln_ppl_ratio
@@ -208,8 +213,7 @@ def _ln_ppl_ratio(model: Model, variant: Variant) -> float:
 
 
 def bits(model: Model, variant: Variant) -> float:
-    """Bits a weight of this format takes in a file, or in these files where the format is not
-    known."""
+    """Return the bits a weight of this format, or of these files if the format is unknown."""
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None:
         return float(mix.file_bits)
@@ -217,9 +221,12 @@ def bits(model: Model, variant: Variant) -> float:
 
 
 def kv_cost(kv_type: str) -> float:
-    """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507, UD-Q4_K_XL (66.53 f16, 66.26
-    q8_0, 63.70 q4_0: https://huggingface.co/adriabama06, the only published sweep known; other
-    types have no figure)."""
+    """Return the points that a KV cache type loses.
+
+    From MMLU-Pro of Qwen3-4B-2507, UD-Q4_K_XL: 66.53 with f16, 66.26 with q8_0, 63.70 with q4_0
+    (https://huggingface.co/adriabama06). It is the only published sweep known; other types have no
+    figure.
+    """
     if "/" in kv_type:
         keys, values = kv_type.split("/")
         return (kv_cost(keys) + kv_cost(values)) / 2
@@ -232,19 +239,19 @@ def kv_cost(kv_type: str) -> float:
     return 0.6
 
 
-# Mean KL(f16 || type) in nats and share of changed best tokens that are still harmless, for those
-# who write calls and code, and for those who talk.
+# Largest harmless mean KL(f16 || type) in nats and share of changed top tokens: for tool calls and
+# code, and for chat.
 _EXACT = (0.01, 0.05)
 _TALK = (0.05, 0.1)
 _EXACTING: tuple[Purpose, ...] = ("coding", "autocomplete")
-# By the bytes they take, f16 first. Mixed pairs have their kernel in every CPU build; CUDA's are an
-# option of the build.
+# In the order of their bytes, f16 first. All CPU builds have a kernel for mixed pairs. For CUDA it
+# is a build option.
 _LADDER = ("f16", "q8_0", "q8_0/q4_0", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
 class KvPrecision:
-    """What was measured of a KV type (or "K/V" pair) on this very model: see
+    """Measured precision of a KV type (or "K/V" pair) on this very model: see
     `localllm_backends.contract.KvFidelity`."""
 
     kv_type: str
@@ -254,11 +261,13 @@ class KvPrecision:
 
 @lru_cache(maxsize=256)
 def ladder(purpose: Purpose, evidence: tuple[KvPrecision, ...], *, mixed: bool) -> tuple[str, ...]:
-    """KV types to try in order for `purpose`. `mixed`: pairs of two types have a fast kernel here.
+    """Return the KV types to try for `purpose`, in order. `mixed`: pairs of two types have a fast
+    kernel here.
 
-    An 8-bit cache is not known to have hurt anybody; 4 bits are reported to break tool arguments in
-    3 to 10 of 14 tasks. So an agent's model gets 4 bits only where they were measured on it to be
-    about as good as 8; a chat does without evidence, but not against it."""
+    No harm from an 8-bit cache is known. 4 bits are reported to break tool arguments in 3 to 10 of
+    14 tasks. So an agent's model gets 4 bits only if measurements on it show about the quality of 8
+    bits. A chat gets them unless measurements show harm.
+    """
     types = [kv_type for kv_type in _LADDER if mixed or "/" not in kv_type]
     return tuple(kv_type for kv_type in types if _will_do(kv_type, purpose, evidence))
 
@@ -275,13 +284,13 @@ def _will_do(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) ->
 
 
 def passes(evidence: KvPrecision, purpose: Purpose) -> bool:
-    """True where what was measured is harmless for `purpose`."""
+    """Return whether the measured loss is harmless for `purpose`."""
     most_kl, most_flips = _EXACT if purpose in _EXACTING else _TALK
     return evidence.mean_kl <= most_kl and evidence.flips <= most_flips
 
 
 def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> str:
-    """What the choice of `kv_type` rests on, in a few words."""
+    """Return the reason for choosing `kv_type`, in a few words."""
     if kv_type in ("f16", "bf16", "f32"):
         return "exact"
     for known in evidence:

@@ -43,9 +43,11 @@ _SHORT_TURNS = ("chat", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the user or the machine has fixed: measurements, available engines, and settings ("" / 0
-    / None = free).
+    """Settings, measurements and engines that the user or the machine has fixed ("" / 0 / None =
+    free).
 
+    - `measured`: measurements on this machine.
+    - `backends`: available engines.
     - `kv_evidence`: measured cost of KV types on this very model.
     - `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then also given
       as `draft_model`.
@@ -72,8 +74,8 @@ NOTHING_FIXED = Overrides()
 
 
 def context_for(model: Model, workload: Workload) -> int:
-    """Return the tokens of context to serve: the requested context, else the purpose's default
-    within the model's native context, × parallel."""
+    """Return the tokens of context to serve, × parallel. This is the requested context, else the
+    purpose's default within the model's native context."""
     usual = needs.NEEDS[workload.purpose].context
     wanted = workload.context or min(usual, model.native_context or 8192)
     return kv_sizes.pad(wanted * max(1, workload.parallel))
@@ -130,7 +132,7 @@ def drafts_at_hand(
     device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides
 ) -> Overrides | None:
     """Return `overrides` with the drafter to use without a request: one that was found, else heads
-    in the file. None if there is none.
+    in the file. Returns None without a usable drafter.
 
     Heads gain no speed on a CPU. A model with windows or states gets them only for one stream with
     short turns (`loses_turns`).

@@ -1,5 +1,5 @@
-"""Workload, RunSettings and Plan: the planner's nouns. Frozen, serialisable; the only thing the
-planner hands on."""
+"""Workload, RunSettings and Plan: the planner's types, and the only values that it passes on.
+Frozen and serialisable."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from localllm_catalog.types import Model, Purpose, Variant
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the person wants to do. `context` 0 = the purpose's default; tokens throughout; speeds
-    in tokens/s."""
+    """The user's task. `context` 0 means the purpose's default. Lengths are in tokens, speeds in
+    tokens/s."""
 
     purpose: Purpose = "chat"
     context: int = 0
@@ -25,21 +25,25 @@ class Workload:
     min_decode_tok_s: float = 0.0
 
 
-# Sequences held at once, and tokens of one step, unless a plan says otherwise.
+# Default number of sequences held at once, and default tokens of one step.
 DEFAULT_SLOTS = 8
 DEFAULT_BATCH = 512
 
 
 def backend_of(variant: Variant) -> Declaration:
-    """The engine that runs a variant's files."""
+    """Return the engine that runs a variant's files."""
     return registry.running(variant.format)
 
 
 @dataclass(frozen=True, slots=True)
 class CompanionDrafter:
-    """A drafter trained for a model, in a file of its own: `kind` is "eagle3", "dflash" or
-    "gemma4-assistant", `width` that of the model's layers, `kv_elements` how many numbers a token
-    takes in its KV cache, `block` the tokens it writes in one pass (0: one)."""
+    """A drafter trained for a model, in its own file.
+
+    - `kind`: "eagle3", "dflash" or "gemma4-assistant".
+    - `width`: the width of the model's layers.
+    - `kv_elements`: numbers per token in its KV cache.
+    - `block`: tokens that it writes in one pass (0: one).
+    """
 
     kind: str
     path: str
@@ -51,11 +55,12 @@ class CompanionDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What proposes tokens: `name` is "auto", "off", "ngram", "mtp" (the model's own heads), or
-    that of a second model.
+    """The source of draft tokens. `name` is "auto", "off", "ngram", "mtp" (the model's own heads),
+    or a second model's name.
 
-    `second`: that model and its files, which are loaded beside the first. `companion`: a drafter
-    trained for the model, which is left out where it can't be loaded if it is `optional`.
+    - `second`: that model and its files, loaded together with the first.
+    - `companion`: a drafter trained for the model. If it is `optional` and cannot be loaded, it is
+      left out.
     """
 
     name: str = "auto"
@@ -65,32 +70,33 @@ class DraftChoice:
 
     @property
     def is_mtp(self) -> bool:
-        """True where the model's own heads (MTP) draft."""
+        """True if the model's own heads (MTP) draft."""
         return self.name == "mtp"
 
     @property
     def reads_along(self) -> bool:
-        """True where something drafts from what the model's layers made."""
+        """True if a drafter reads the outputs of the model's layers."""
         return self.is_mtp or self.companion is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How a Variant is run: what its memory and its speed follow from, and what a LoadSpec is made
-    from.
+    """How to run a Variant: the input to its memory and speed predictions, and to its LoadSpec.
 
-    `n_ctx`: KV cells shared by all sequences.
-    `slots`: sequences held at once (llama.cpp's n_seq_max), beside the `spare` ones that the
-    backend keeps for itself where each has a window or state of its own.
-    `n_batch`: tokens of one step, the micro-batch.
-    `n_outputs`: rows of logits a step may ask for.
-    `placement`: where weights and KV lie.
-    `n_rewind`: snapshots a recurrent model keeps, so that as many tokens can be taken back. 0 of
-    `n_ctx`, `n_batch` or `n_outputs` is the backend's own default, which only a file that can't be
-    planned is given.
-    `projector_bytes`: what reading images takes beside the model.
-    `scores_at_once`: new tokens times all tokens that one call attends with, where attention holds
-    its scores (0 = a whole step's).
+    - `n_ctx`: KV cells shared by all sequences.
+    - `slots`: sequences held at once (llama.cpp's n_seq_max), without the `spare` ones. The backend
+      keeps those for itself if each sequence has its own window or state.
+    - `n_batch`: tokens of one step, the micro-batch.
+    - `n_outputs`: rows of logits that a step may request.
+    - `placement`: where weights and KV are.
+    - `n_rewind`: snapshots that a recurrent model keeps, which is also how many tokens it can take
+      back.
+    - `projector_bytes`: bytes for reading images, in addition to the model.
+    - `scores_at_once`: the most attention scores (new tokens × all tokens) of one call, if
+      attention stores them (0: a step is not divided).
+
+    0 for `n_ctx`, `n_batch` or `n_outputs` means the backend's own default. Only a file that cannot
+    be planned uses it.
     """
 
     n_ctx: int = 0
@@ -108,29 +114,29 @@ class RunSettings:
 
     @property
     def n_sequences(self) -> int:
-        """How many windows or states there are."""
+        """Number of windows or states."""
         return max(1, self.slots) + self.spare
 
     @property
     def kv_type(self) -> str:
-        """The KV cache's type, or "K/V" where keys and values differ."""
+        """The KV cache's type, or "K/V" if keys and values differ."""
         if self.kv_type_k == self.kv_type_v:
             return self.kv_type_k
         return f"{self.kv_type_k}/{self.kv_type_v}"
 
     def with_kv_type(self, kv_type: str) -> RunSettings:
-        """These settings with `kv_type` for keys and values, or with its two for a pair "K/V"."""
+        """Return these settings with `kv_type` for keys and values. A pair "K/V" gives both."""
         k, _, v = kv_type.partition("/")
         if (k, v or k) == (self.kv_type_k, self.kv_type_v):
             return self
         return replace(self, kv_type_k=k, kv_type_v=v or k)
 
     def placed(self, **places: Any) -> RunSettings:
-        """These settings with parts of the placement changed."""
+        """Return these settings with parts of the placement changed."""
         return replace(self, placement=replace(self.placement, **places))
 
 
-# Everything as it is unless somebody says otherwise.
+# The default settings.
 USUAL = RunSettings()
 
 
@@ -147,11 +153,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes a Plan needs, by purpose, and the limit it was held against (bytes).
+    """Bytes that a Plan needs, by purpose, and the limit that applies.
 
-    `host_bytes` are in system memory beside a discrete accelerator. `cards_bytes`: of each of
-    several cards, all it holds; `cards_limit_bytes`: what each may. `disk_bytes` stay in their file
-    and are read row by row.
+    - `host_bytes`: in system memory, apart from a discrete accelerator.
+    - `cards_bytes`: all bytes on each of several cards.
+    - `cards_limit_bytes`: the limit of each card.
+    - `disk_bytes`: these stay in their file and are read row by row.
     """
 
     weights_bytes: int
@@ -169,7 +176,7 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes needed in the accelerator's pool (host_bytes are apart)."""
+        """Bytes needed in the accelerator's pool (without `host_bytes`)."""
         return (
             self.weights_bytes
             + self.kv_bytes
@@ -183,19 +190,19 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run one Variant on one Device, with everything `serve` needs to run exactly that:
-    `settings`.
+    """One way to run one Variant on one Device. `settings` hold all that `serve` needs to run it.
 
-    `quality` are points for the purpose, format and KV type taken off, `quality_spread` their
-    uncertainty;
-    `is_rated` is False where nothing but the model's size and date is known, `makers_own` True
-    where nothing but what its maker says.
-    `score` is the rank's sum (quality points);
-    `kv_bytes_per_1k` what 1,024 more tokens of context cost and `max_ctx` the longest context that
-    still fits (tokens);
-    `draft_gain` the predicted speed-up of the drafter's second model, `drafting` that of this
-    purpose's answers for all the drafting it does (None: not known to be any), `kv_why` what the
-    choice of the KV type rests on.
+    - `quality`: points for the purpose, less the cost of format and KV type.
+    - `quality_spread`: their uncertainty.
+    - `is_rated`: False if only the model's size and date are known.
+    - `makers_own`: True if all scores are from the model's maker.
+    - `score`: the sum that ranks plans (quality points).
+    - `kv_bytes_per_1k`: bytes of 1,024 more tokens of context.
+    - `max_ctx`: the longest context that still fits (tokens).
+    - `draft_gain`: predicted speed-up from the drafter's second model.
+    - `drafting`: predicted speed-up of this purpose's answers from all drafting (None: no gain
+      known).
+    - `kv_why`: the reason for the KV type.
     """
 
     model: Model
@@ -230,12 +237,12 @@ class Plan:
 
     @property
     def later_ttft_s(self) -> float:
-        """Seconds to the first token of a later turn, most of whose prompt is cached."""
+        """Seconds to the first token of a later turn, with most of the prompt cached."""
         return (self.ttft_cached_s or self.ttft_s).value
 
     @property
     def stream_tok_s(self) -> float:
-        """What one stream is answered at: decode, with the drafts of heads or a trained drafter."""
+        """Tokens/s of one stream: decode speed, with drafts of heads or a trained drafter."""
         if self.settings.drafter.reads_along:
             drafts = self.drafting
         else:
@@ -245,8 +252,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A Model (its least demanding acceptable Variant) that is not offered, and the one reason
-    why."""
+    """A Model that is not offered, with its least demanding acceptable Variant, and the reason."""
 
     model: Model
     variant: Variant
@@ -256,8 +262,8 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What `recommend` answers: at most eight Plans, best first, and what was not offered with the
-    reasons."""
+    """The result of `recommend`: at most eight Plans, best first, and the rejected models with
+    their reasons."""
 
     plans: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
