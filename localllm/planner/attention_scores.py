@@ -1,5 +1,4 @@
-"""What MLX holds and moves of attention scores while it reads a prompt: by the width of the heads,
-the step and the depth."""
+"""Attention scores that MLX holds and moves during prefill, by head width, step and depth."""
 
 from __future__ import annotations
 
@@ -8,22 +7,24 @@ from localllm.planner.types import RunSettings
 from localllm_catalog.types import Model
 
 _BYTES = 2
-# The fewest tokens it computes at once (localllm_backends/mlx/stepping.py).
+# The fewest tokens that our MLX backend computes at once (localllm_backends/mlx/stepping.py).
 _MLX_PIECE = 64
-# Times that a score goes through memory where no kernel keeps it: written by the product with the
-# keys, read, masked and written, read and written by the softmax, read by the product with the
-# values.
+# How often a score passes through memory without a fused kernel. The product with the keys writes
+# it, masking reads and writes it, softmax reads and writes it, and the product with the values
+# reads it.
 _PASSES = 6
 
 
 def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...]) -> int:
-    """Bytes of the attention scores that MLX holds for one layer of the deepest step of a prompt,
-    with the mask they are under: heads × new tokens × all tokens at 16 bits, where a head's width
-    is none of `fused_heads`.
+    """Return the bytes of the attention scores and their mask that MLX holds for one layer in the
+    deepest step of a prompt.
 
-    mlx/fast.cpp, `scaled_dot_product_attention`, its fallback: one matrix, which softmax
-    overwrites, and a byte a pair of mask (checked with `mx.get_peak_memory` on the CPU). Latent
-    attention hands the scores of its rotated part over as a mask."""
+    The scores are heads × new tokens × all tokens at 16 bits, if the head width is not in
+    `fused_heads`. See mlx/fast.cpp, the fallback of `scaled_dot_product_attention`: it has one
+    matrix, which softmax overwrites, and a mask of one byte per pair (checked with
+    `mx.get_peak_memory` on the CPU). Latent attention passes the scores of its rotated part as a
+    mask.
+    """
     most = 0
     for layer, _ in facts(model).groups:
         if layer.mixer.is_fused(fused_heads):
@@ -37,8 +38,8 @@ def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ..
 
 
 def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
-    """Bytes of scores that one prompt token's attention over `context` tokens moves through memory
-    in all layers."""
+    """Return the bytes of scores that one prompt token's attention over `context` tokens moves
+    through memory, in all layers."""
     moved = 0.0
     for layer, count in facts(model).groups:
         mixer = layer.mixer

@@ -1,4 +1,4 @@
-"""The arithmetic of a Plan, line by line: what `recommend --explain` prints."""
+"""Print the arithmetic of a Plan: the output of `recommend --explain`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _exactness(variant: Variant) -> str:
 
 
 def _further_parts(plan: Plan, device: Device) -> Iterator[str]:
-    """The runtime, the drafter and the projector, each if it takes memory."""
+    """Yield the runtime, the drafter and the projector, each if it takes memory."""
     need = plan.memory
     if need.overhead_bytes:
         runtime = f"{device.accelerator} context and prefix cache"
@@ -123,7 +123,7 @@ def _row(name: str, value: str, what: str = "") -> str:
 
 
 def _card_lines(plan: Plan, device: Device) -> Iterator[str]:
-    """The memory that each card holds; nothing if all of it is in one place."""
+    """Yield the memory on each card; empty if all of it is on one."""
     placed = plan.settings.placement
     need = plan.memory
     held = need.cards_bytes
@@ -145,7 +145,7 @@ def _card_lines(plan: Plan, device: Device) -> Iterator[str]:
 
 
 def _split_lines(plan: Plan, device: Device) -> list[str]:
-    """The cost of a token of a split plan, memory by memory; nothing for a whole one."""
+    """Return the cost of a token of a split plan, by memory; empty for a plan that is not split."""
     share = places.shares(plan.model, plan.variant, plan.settings.placement)
     if share.is_whole or device.kind != "discrete":
         return []
@@ -209,12 +209,12 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
 def _token_lines(
     plan: Plan, device: Device, hardware: decode_cost.Hardware, terms: decode_cost.DecodeCost
 ) -> list[str]:
-    """The causes of a decode step with an empty context."""
+    """Return the causes of a decode step with an empty context."""
     read = terms.streamed
     c = terms.coefficients
     s = terms.seconds
     experts = plan.model.experts
-    # All that a mixture of experts does takes so much longer, as measured.
+    # A mixture takes longer in all of these by this measured factor.
     mixture = c["moe"] if experts is not None else 1.0
     wait_us = 1e6 * c["clock"] ** decode_cost.lag(hardware.clock_ghz) * mixture
 
@@ -255,7 +255,7 @@ def _token_lines(
 
 
 def _layout_line(plan: Plan, device: Device) -> str:
-    """How much faster prompts are read with the weights as stored; "" if they are laid out anew."""
+    """Return how much faster prefill is with the weights as stored; "" if they are repacked."""
     if plan.settings.placement.layout != "stored":
         return ""
     flops_s = partial(kernels.flops_s, device.matrix_rates, plan.model, plan.variant)
@@ -303,7 +303,7 @@ def _prompt_lines(plan: Plan, device: Device) -> Iterator[str]:
 
 
 def _rate(plan: Plan, device: Device) -> str:
-    """The rate that prompts are multiplied at: "nominal 165.0 TFLOP/s (published)"."""
+    """Return the compute rate of prefill: "nominal 165.0 TFLOP/s (published)"."""
     tflops, basis = efficiency.nominal_tflops(device, plan.backend)
     hardware = speed.hardware(device, plan.variant, plan.settings)
     measured = hardware.timed_flops_s(plan.model, plan.variant)
@@ -317,7 +317,7 @@ def _rate(plan: Plan, device: Device) -> str:
 
 
 def _divided_line(plan: Plan, device: Device, on_card_s: float) -> str:
-    """The time that a part in system memory adds to a token of a prompt; "" if it adds none."""
+    """Return the time that a part in system memory adds to a prompt token; "" if it adds no time."""
     share = places.shares(plan.model, plan.variant, plan.settings.placement)
     longer_s = 1 / plan.prefill_tok_s.value - on_card_s
     if share.is_whole or device.kind != "discrete" or longer_s <= 0:
@@ -330,8 +330,7 @@ def _divided_line(plan: Plan, device: Device, on_card_s: float) -> str:
 
 
 def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:
-    """Every number of `plan` with how it comes about, as lines of text of at most so many
-    `columns`."""
+    """Return all numbers of `plan` with their derivation, as lines of text of at most `columns`."""
     lines = [
         f"{plan.model.name} {plan.variant.quant} on {device.name}",
         *_memory_lines(plan, device),
@@ -362,8 +361,8 @@ def _quality_lines(plan: Plan) -> list[str]:
 
 
 def _folded(line: str, columns: int) -> list[str]:
-    """`line` within the columns: what does not fit goes on under its last column (after "GB   ",
-    "tok/s   " …)."""
+    """Wrap `line` to the columns. Further lines start under its last column (after "GB   ", "tok/s
+    " …)."""
     if len(line) <= columns:
         return [line]
     at = 4

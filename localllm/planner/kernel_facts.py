@@ -1,5 +1,4 @@
-"""The table of what an engine has kernels for (kernels.toml): one row of facts for a machine's
-keys."""
+"""Load the table of each engine's kernels (kernels.toml): one row of facts for a machine's keys."""
 
 from __future__ import annotations
 
@@ -16,28 +15,28 @@ FILE = Path(__file__).with_name("kernels.toml")
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What a set of kernels does on a kind of machine; the defaults are what is usual. Shares are
-    of the usual rate.
+    """Properties of a set of kernels on a kind of machine. The defaults are the usual values.
+    Shares are of the usual rate.
 
-    `by_vendor`: drivers of several vendors run it.
-    `emulated_on_generations`, `emulated_on_parts`: keys of what is emulated, by the generations
-    that lack it, or a pattern of the parts' names.
-    `masked`, and `masked_large` in large micro-batches: shares of what the mask hides from a token
-    that are computed all the same (of the tokens after it, of those before its window);
-    `reads_mask`: the host writes one.
-    `read_share`: of reading weights for one token, but of formats that are `read_fast`.
-    `bf16_share`, `bf16_experts_share`: of multiplying bfloat16 matrices, and of reading chosen
-    experts in it.
-    `unpack_flops`: arithmetic at the units' nominal rate that a weight takes beyond the usual, by
-    class of format.
-    `matrix_share`: of multiplying matrices.
-    `expert_tile`: rows that every touched expert of a micro-batch costs beside its tokens (0: to be
-    learnt).
-    `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV there.
-    `row_share`: what a further token of one sequence adds to a step, and how many published runs
-    say so (0: assumed).
-    `tflops_per_unit`: FP16 TFLOP/s of a compute unit (0: as nominal).
-    `most_batch`: tokens of a step at most.
+    - `by_vendor`: drivers of several vendors run it.
+    - `emulated_on_generations`, `emulated_on_parts`: keys of emulated features, by the generations
+      that lack them or a pattern of the parts' names.
+    - `masked`, and `masked_large` in large micro-batches: shares of the masked tokens that are
+      computed all the same (later tokens, tokens before the window).
+    - `reads_mask`: the host writes a mask.
+    - `read_share`: rate of reading weights for one token, except formats in `read_fast`.
+    - `bf16_share`, `bf16_experts_share`: rate of multiplying bfloat16 matrices, and of reading
+      routed experts in bfloat16.
+    - `unpack_flops`: FLOPs per weight beyond the usual, at the units' nominal rate, by class of
+      format.
+    - `matrix_share`: rate of multiplying matrices.
+    - `expert_tile`: rows that each expert used by a micro-batch costs in addition to its tokens (0:
+      fitted).
+    - `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV on the plain FP32 lanes.
+    - `row_share`: cost of one more token of a sequence as a share of a step, and the number of
+      published runs that support it (0: assumed).
+    - `tflops_per_unit`: FP16 TFLOP/s of a compute unit (0: as nominal).
+    - `most_batch`: most tokens of a step.
     """
 
     by_vendor: bool = False
@@ -69,7 +68,7 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1024)
 def facts(keys: tuple[str, ...]) -> KernelFacts:
-    """The facts of a machine with these keys, general first."""
+    """Return the facts of a machine with these keys, general first."""
     found: dict[str, Any] = {}
     for key in keys:
         found |= _rows().get(key, {})

@@ -1,9 +1,8 @@
-"""How many bytes the tokens a model has read take, layer by layer: KV cache and recurrent state, on
-llama.cpp and MLX.
+"""Bytes of the KV cache and the recurrent state, layer by layer, on llama.cpp and MLX.
 
 The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-kv-cache.cpp,
-llama-kv-cache-iswa.cpp, llama-memory-recurrent.cpp) and were checked against its planner (memory.py
-says how): to the byte. MLX follows mlx-lm's cache (https://github.com/ml-explore/mlx-lm,
+llama-kv-cache-iswa.cpp, llama-memory-recurrent.cpp). They match its planner to the byte (memory.py
+describes the check). MLX follows mlx-lm's cache (https://github.com/ml-explore/mlx-lm,
 mlx_lm/models/cache.py).
 """
 
@@ -25,22 +24,22 @@ from localllm_catalog.types import Model
 CONTEXT_STEP = 256
 F32 = 4
 F16 = 2
-# mx.quantize stores a 16-bit scale and a 16-bit bias beside each group of 64 values, or of 32 where
-# 64 does not divide.
+# mx.quantize stores a 16-bit scale and a 16-bit bias with each group of 64 values, or of 32 if 64
+# does not divide the width.
 _MLX_KV_BITS = {"q8_0": 8, "q4_0": 4}
 _MLX_GROUPS = (64, 32)
 _MLX_GROUP_EXTRA_BYTES = 4
-# Elements that llama.cpp quantises together.
+# Elements that llama.cpp quantises as one block.
 _QUANT_BLOCK = 32
 
 
 def pad(n: int, step: int = CONTEXT_STEP) -> int:
-    """`n` rounded up to a multiple of `step`."""
+    """Return `n` rounded up to a multiple of `step`."""
     return -(-n // step) * step
 
 
 def layout(settings: RunSettings) -> CacheLayout:
-    """How llama.cpp lays out the caches of a run."""
+    """Return how llama.cpp lays out the caches of a run."""
     return CacheLayout(
         n_ctx=pad(settings.n_ctx),
         n_sequences=settings.n_sequences,
@@ -51,8 +50,8 @@ def layout(settings: RunSettings) -> CacheLayout:
 
 
 def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
-    """Bytes of each layer's KV, in the order of the layers."""
-    # by identity: equal layers of a model are mostly one object, and hashing takes longer
+    """Return the bytes of each layer's KV, in the order of the layers."""
+    # keyed by identity: equal layers of a model are mostly one object, and hashing is slower
     unlike = {id(layer): layer for layer in model.layers}
     size = (layout(settings), *_element_bytes(settings))
     n_bytes = {key: layer.mixer.n_bytes(*size) for key, layer in unlike.items()}
@@ -60,28 +59,28 @@ def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
 
 
 def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:
-    """Bytes of each layer's recurrent state, of all sequences together."""
+    """Return the bytes of each layer's recurrent state, for all sequences."""
     copies = F32 * settings.n_sequences * (1 + settings.n_rewind)
     return [layer.mixer.state_floats * copies for layer in model.layers]
 
 
 def kv_bytes(model: Model, settings: RunSettings) -> int:
-    """Bytes of llama.cpp's KV cache, exactly: Σ layers cells × (width_k × bytes_k + width_v ×
-    bytes_v)."""
+    """Return the exact bytes of llama.cpp's KV cache: Σ layers cells × (width_k × bytes_k + width_v
+    × bytes_v)."""
     size = (layout(settings), *_element_bytes(settings))
     return sum(count * layer.mixer.n_bytes(*size) for layer, count in facts(model).groups)
 
 
 def _element_bytes(settings: RunSettings) -> tuple[Fraction, Fraction]:
-    """Bytes of one element of K and of V."""
+    """Return the bytes of one element of K and of V."""
     k = quants.kv_element_bytes(settings.kv_type_k)
     v = quants.kv_element_bytes(settings.kv_type_v)
     return k, v
 
 
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
-    """What 1,024 more tokens of context cost once every window is full: the slope of the memory
-    line, in bytes."""
+    """Return the bytes of 1,024 more tokens of context after all windows are full: the slope of
+    memory over context."""
     growing = 0
     for layer, count in facts(model).groups:
         if not layer.mixer.is_bounded:
@@ -90,13 +89,17 @@ def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
 
 
 def recurrent_bytes(model: Model, settings: RunSettings) -> int:
-    """State of the recurrent layers: float32 per sequence, × (1 + snapshots kept for drafting)."""
+    """Return the bytes of the recurrent layers' state: float32 per sequence, × (1 + snapshots kept
+    for drafting)."""
     return facts(model).recurrent_state_bytes * settings.n_sequences * (1 + settings.n_rewind)
 
 
 def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.NONE) -> bool:
-    """Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others); MLX, heads of
-    whole groups and no sliding windows (mlx-lm's rotating cache has no quantised form)."""
+    """Return whether the model can use this KV type.
+
+    Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others). MLX needs heads of
+    whole groups and no sliding windows (mlx-lm's rotating cache has no quantised form).
+    """
     if backend.kv_quants == "groups":
         return kv_type == "f16" or (kv_type in _MLX_KV_BITS and _mlx_group(model) > 0)
     if kv_type in ("f32", "f16", "bf16"):
@@ -108,8 +111,8 @@ def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.
 
 
 def _mlx_group(model: Model) -> int:
-    """The quantisation group that divides every head of a cache MLX can quantise; 0 where it
-    can't."""
+    """Return the quantisation group that divides each head of a cache, or 0 if MLX cannot quantise
+    the cache."""
     mixers = [layer.mixer for layer, _ in facts(model).groups]
     if any(mixer.is_bounded for mixer in mixers):
         return 0
@@ -119,8 +122,8 @@ def _mlx_group(model: Model) -> int:
 
 
 def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
-    """Bytes one cached element takes in MLX: 2 in the model's own 16-bit type, else its bits and
-    its group's share."""
+    """Return the bytes of one cached element in MLX: 2 in the model's own 16-bit type, else its
+    bits and its group's share."""
     bits = _MLX_KV_BITS.get(kv_type, 0)
     group = _mlx_group(model)
     if bits and group:
@@ -129,8 +132,8 @@ def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
 
 
 def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
-    """mlx-lm's caches when the sequences share `n_ctx` tokens: grown by 256, sliding layers rotate
-    within their window."""
+    """Return the bytes of mlx-lm's caches if the sequences share `n_ctx` tokens. They grow by 256;
+    sliding layers rotate within their window."""
     rotating = CacheLayout(n_ctx=pad(settings.n_ctx), n_sequences=settings.slots)
     elements = 0
     for layer, count in facts(model).groups:

@@ -1,11 +1,11 @@
-"""What a machine's own runs teach about it: how much longer than the table says each cause of a
-step takes there.
+"""Learn from a machine's own runs how much longer each cause of a decode step takes there than by
+the table.
 
-One figure of one model can't say which cause is off, so each may be off by as much as is usual (a
-prior), all together more than one alone: what the figure leaves open is shared out by how unsure
-each was and how much of the step it took. Figures at two depths, or of two models, tell the causes
-apart. (Bayesian linearised regression on ln seconds, solved one figure at a time as an iterated
-extended Kalman filter does: Bell and Cathey 1993, doi:10.1109/9.250476.)
+One figure of one model does not show which cause is off. So each cause may deviate by a usual
+amount (a prior), and all together more than one alone. The unexplained part of a figure is shared
+out by each cause's uncertainty and its share of the step. Figures at two depths, or of two models,
+separate the causes. (Bayesian linearised regression on ln seconds, solved one figure at a time as
+an iterated extended Kalman filter: Bell and Cathey 1993, doi:10.1109/9.250476.)
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ Parts = tuple[float, ...]
 attention over the cache."""
 
 _PASSES = 8
-_LARGEST_MOVE = 0.7  # of ln factor in one pass: a wild figure is approached, not jumped at
+_LARGEST_MOVE = 0.7  # of ln factor in one pass, so that an outlier is approached in steps
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """How far a machine may be from the table, as standard deviations of ln seconds: all causes
-    together, and each."""
+    """How far a machine may deviate from the table, as standard deviations of ln seconds: all
+    causes together, and each alone."""
 
     common: float
     own: Parts
 
 
-# A graphics card's clocks, driver and cooling move everything alike; its kernels are those of the
-# table. Of a CPU neither the memory (busy: half), nor the time per layer (threads meeting), nor
-# attention's kernels are known that well.
+# A graphics card's clocks, driver and cooling affect all causes alike; its kernels are those of the
+# table. On a CPU, three figures are less certain: the memory (half if busy), the time per layer
+# (threads synchronise), and attention's kernels.
 ACCELERATOR = Prior(0.5, (0.10, 0.20, 0.20))
 CPU = Prior(0.4, (0.35, 0.30, 0.40))
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A step the table says takes `parts` took `seconds`, give or take `noise` (of ln seconds)."""
+    """A measured step: predicted `parts`, measured `seconds`, and its `noise` (in ln seconds)."""
 
     parts: Parts
     seconds: float
@@ -55,18 +55,18 @@ class Learnt:
     covariance: tuple[Parts, ...]
 
     def seconds(self, parts: Parts) -> float:
-        """How long a step of `parts` takes here."""
+        """Return the seconds of a step with these `parts` on this machine."""
         return _total(parts, self.logs)
 
     def uncertainty(self, parts: Parts) -> float:
-        """Standard deviation of ln `seconds`, as far as the factors are its cause."""
+        """Return the standard deviation of ln `seconds` due to the factors."""
         share = _shares(parts, self.logs)
         return math.sqrt(max(0.0, _dot(share, [_dot(row, share) for row in self.covariance])))
 
 
 def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
-    """The most plausible factors given `observations` (none: the table as it is, as unsure as
-    `prior`)."""
+    """Return the most plausible factors given `observations`. Without observations the table is
+    unchanged, with the uncertainty of `prior`."""
     logs: Parts = (0.0, 0.0, 0.0)
     c = prior.common**2
     a, b, d = (own**2 for own in prior.own)

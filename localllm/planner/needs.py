@@ -1,5 +1,4 @@
-"""What each purpose asks of a machine, and the one sum of points by which plans are compared for
-it."""
+"""What each purpose requires of a machine, and the score that compares plans for it."""
 
 from __future__ import annotations
 
@@ -14,13 +13,16 @@ from localllm_catalog.types import Model, Purpose
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Tokens and tokens/s. Below `least_tok_s` a plan is not offered; up to `good_tok_s` more speed
-    is worth points.
+    """The requirements of a purpose, in tokens and tokens/s.
 
-    `ttft_good_s` likewise for the wait before an answer to `prompt_tokens`, of which
-    `cached_tokens` were seen before; with nothing cached, nobody waits longer than `ttft_longest_s`
-    for it. A model that thinks is assumed to think `thinking_tokens` first, which feels good within
-    `thinking_good_s`. What is begun with `context` grows to `grown_context` (0: not beyond it).
+    - `least_tok_s`: a slower plan is not offered.
+    - `good_tok_s`: speed up to here is worth points.
+    - `ttft_good_s`: the same for the wait before an answer to `prompt_tokens`, with `cached_tokens`
+      of them in the cache.
+    - `ttft_longest_s`: the longest acceptable wait with an empty cache.
+    - `thinking_tokens`: assumed length of thinking, for a model that thinks. `thinking_good_s`: how
+      long that may take.
+    - `context`: its initial context, which grows to `grown_context` (0: it does not grow).
     """
 
     context: int
@@ -36,12 +38,12 @@ class Need:
     grown_context: int = 0
 
 
-# People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent; an agent's output is not
-# read but waited for; a completion is useful within about half a second. Thinking: assumed, what
-# makers' demonstrations and users' logs show runs from 100 tokens to many thousands. The longest
-# waits: where people are seen to give up, an agent's client to time out. Of a conversation the
-# cache holds all but the last question, of a text that is written all but what is behind the cursor:
-# assumed 256 tokens, which are read anew each turn.
+# People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent. Users of an agent wait for
+# its output and do not read it. A completion is useful within about half a second. The thinking
+# lengths are assumed: makers' demonstrations and users' logs show from 100 tokens to many
+# thousands. The longest waits are those after which people give up, or an agent's client times out.
+# In a conversation, all but the last question is cached. In an edited text, all but the part after
+# the cursor is cached. Each turn is assumed to have 256 new tokens.
 _CHAT = Need(16384, 2048, 1792, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0)
 _CODING = Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0, 131072)
 _AUTOCOMPLETE = Need(8192, 2048, 1792, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0)
@@ -60,7 +62,7 @@ NEEDS: dict[Purpose, Need] = {
 
 @lru_cache(maxsize=256)
 def need_of(workload: Workload) -> Need:
-    """The purpose's need with what the person stated laid over it."""
+    """Return the purpose's need with the user's own values applied."""
     need = NEEDS[workload.purpose]
     if workload.min_decode_tok_s > 0:
         need = replace(
@@ -74,7 +76,7 @@ def need_of(workload: Workload) -> Need:
 
 
 def unsuited(model: Model, workload: Workload) -> str | None:
-    """Why `model` is not made for this purpose, or None."""
+    """Return why `model` is not made for this purpose, or None."""
     purpose = workload.purpose
     if purpose in ("chat", "reasoning"):
         return None if "chat" in model.purposes else "is not a chat model"
@@ -101,20 +103,20 @@ def _unsuited_for_long(model: Model, workload: Workload) -> str | None:
     return None
 
 
-# Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait
-# for thoughts: those are tokens like the answer's, and too few a second cost the same
-# (`plan.score`).
+# Points lost for each doubling of the prompt's wait beyond a good one, and of the wait for
+# thinking. Thinking tokens are generated like those of the answer, so being slow costs the same
+# points (`score`).
 _PROMPT_DOUBLED = 3.0
 _THOUGHTS_DOUBLED = 5.0
-# Thoughts of more than this times what feels good are waited for by nobody who has a choice: a
-# doubling costs twice as much.
+# If thinking takes longer than this times a good wait, a doubling costs twice as much, since users
+# avoid such a model.
 _LONG_THOUGHTS = 2.0
 
 
 def thinking_tokens(model: Model, need: Need) -> int:
-    """Tokens `model` is assumed to think before it answers; 0 for one that does not.
+    """Return how many tokens `model` is assumed to think before it answers; 0 if it does not think.
 
-    A hybrid counts as thinking: its scores are those it has when it thinks.
+    A hybrid model counts as thinking, since its scores are for that mode.
     """
     if model.reasoning_kind == "none":
         return 0
@@ -122,54 +124,55 @@ def thinking_tokens(model: Model, need: Need) -> int:
 
 
 def answer_s(plan: Plan, need: Need) -> float:
-    """Seconds until the answer itself begins: the part of the prompt that is not cached, then the
-    thoughts."""
+    """Return the seconds until the answer begins: the uncached part of the prompt, then the
+    thinking."""
     return plan.later_ttft_s + thinking_tokens(plan.model, need) / plan.stream_tok_s
 
 
 def prompt_lost(plan: Plan, need: Need) -> float:
-    """What waiting for the prompt costs on the quality index, against what feels good."""
+    """Return the points lost by the wait for the prompt, compared with a good wait."""
     return _PROMPT_DOUBLED * math.log2(max(1.0, plan.later_ttft_s / need.ttft_good_s))
 
 
 def points_lost(plan: Plan, need: Need) -> float:
-    """What waiting costs on the quality index: for the prompt and for the thoughts, each against
-    what feels good."""
+    """Return the points lost by waiting for the prompt and for the thinking, each compared with a
+    good wait."""
     share = thinking_tokens(plan.model, need) / plan.stream_tok_s / need.thinking_good_s
     doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_THOUGHTS))
     return prompt_lost(plan, need) + _THOUGHTS_DOUBLED * doubled
 
 
-# Points that being tight, and lying in two memories, take off a plan's rank.
+# Points lost by a tight plan, and by one split over two memories.
 _TIGHT_COST = 2.0
 SPLIT_COST = 1.0
-# Every card beside the first, since another model could have it; and what is tight on some of
-# several.
+# Points lost for each card after the first, since another model could use it. Also lost if some of
+# several cards are nearly full.
 _CARD_COST = 0.25
-# Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not
-# outrank known ones.
+# Points lost per point of uncertainty above that of a well measured model. An unrated new model
+# does not outrank known ones.
 _DOUBT = 1.25
 _KNOWN_SPREAD = 1.5
-# Points that a halving of speed below what feels good takes, that a doubling beyond it brings, and
-# the most it brings.
+# Points lost when speed halves below the good speed, points gained when it doubles above, and the
+# most to gain.
 _SLOW = 5.0
 _SPARE = 0.25
 _MOST_SPARE = 1.0
-# Share of its points that a file loses whose name and size are constructed: a listed one this near
-# goes before it.
+# Share of its points that a file loses if its name and size are constructed. A listed file within
+# this share ranks above it.
 _ESTIMATE_COST = 0.03
 
 
 def score(plan: Plan, need: Need) -> float:
-    """Points: quality, less 5 for every halving of speed below what feels good, plus a quarter of a
-    point for every doubling beyond it, 1 at most: who reads gains little, and the wait for thoughts
-    is counted by itself.
+    """Return the points of a plan: its quality, less 5 for each halving of speed below the good
+    speed, plus a quarter for each doubling above it (1 at most).
 
-    Speed is that of the purpose's answers, with what the plan's own drafting brings to them. The
-    wait for the answer, thoughts included, is counted by `points_lost`; a plan that fits only
-    tightly loses 2 (unless a card is to spare), one split over two memories 1 more than its speed
-    says, and every card but the first a quarter. Files that nobody has listed lose 3 % of what is
-    left.
+    More speed than that gains little for a reader, and the wait for thinking counts separately.
+
+    Speed is that of the purpose's answers, with the plan's own drafting. `points_lost` counts the
+    wait for the answer, including thinking. A plan that fits tightly loses 2 points, or a quarter
+    if it leaves a card free. A plan split over two memories loses 1, in addition to its lower
+    speed. Each card after the first costs a quarter. Files that are not listed lose 3 % of the
+    result.
     """
     points = plan.quality
     points -= _DOUBT * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
@@ -193,7 +196,7 @@ def score(plan: Plan, need: Need) -> float:
 
 
 def context_can_grow(plan: Plan, need: Need) -> bool:
-    """True where the plan's context can grow to what the purpose comes to in a long session."""
+    """Return whether the plan's context can grow to the length of a long session for this purpose."""
     most = min(need.grown_context, plan.model.native_context or need.grown_context)
     more_bytes = max(0, most - plan.settings.n_ctx) * plan.kv_bytes_per_1k / 1024
     held = plan.memory
@@ -204,13 +207,13 @@ def context_can_grow(plan: Plan, need: Need) -> bool:
 
 
 def too_long(plan: Plan, need: Need) -> bool:
-    """True where the first token of a whole prompt comes later than the purpose can live with."""
+    """Return whether the first token after an uncached prompt comes too late for the purpose."""
     return plan.ttft_s.value > need.ttft_longest_s
 
 
 def sentence(plan: Plan, need: Need) -> str | None:
-    """ "thinks first, about 600 tokens (assumed): its answer begins after 13 s"; None for one that
-    does not think."""
+    """Return "thinks first, about 600 tokens (assumed): its answer begins after 13 s", or None if
+    it does not think."""
     tokens = thinking_tokens(plan.model, need)
     if not tokens:
         return None

@@ -281,8 +281,8 @@ class _Search:
         return [s for s in found if s is not None]
 
     def _fewest_off(self, start: Placement) -> RunSettings | None:
-        """Return `start` with as few experts, else layers, in system memory as necessary: none if
-        it fits as it is. Returns None if it does not fit anyway."""
+        """Return `start` with as few experts, else layers, in system memory as necessary. If
+        `start` fits, it stays as it is. Returns None if it does not fit in any way."""
         placed = start
         if not self._room(start):
             found = self._experts_off(start) or self._layers_off(start)

@@ -1,17 +1,17 @@
-"""The law of prompts, term by term: seconds one prompt token costs, by cause (docs/recommend.md;
-decode: decode_cost.py).
+"""The cost model of prefill: seconds of one prompt token, by cause (docs/recommend.md; for decode,
+see decode_cost.py).
 
 t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of
 recurrent states / (s·units)
     + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz /
     clock)^l + context · m
 
-The matrices are multiplied at what the board's power lets the units hold (efficiency.py), if there
-are kernels for their type (kernels.py); attention computes of a micro-batch what its kernels do not
-skip of the mask (kernels.py too). Between the matrices every activation goes through memory: the
-smallest models spend as long on those as on their matrices (under MLX also the scores of heads
-whose width no fused kernel has: attention_scores.py). The mask itself llama.cpp writes on the host.
-Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
+Matrices are multiplied at the rate that the board's power allows (efficiency.py), if there are
+kernels for their type (kernels.py). Attention also computes the masked part of a micro-batch that
+its kernels do not skip (kernels.py too). Between the matrices all activations pass through memory,
+which takes the smallest models as long as their matrices. Under MLX this includes the scores of
+heads whose width has no fused kernel (attention_scores.py). llama.cpp writes the mask itself on the
+host. Coefficients: efficiency.toml. Units: seconds, bytes and tokens.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from localllm.planner.types import DEFAULT_BATCH
 from localllm_backends import registry
 from localllm_catalog.types import Layer, Model, Variant
 
-# Float32 elements of a token that the kernels of a layer read and write beside its matrices
-# (llama.cpp's graphs): the hidden vector in two norms, two residual sums, two conversions for the
-# matrices and what those put out (12 of its width); queries and what attention makes of them (6),
-# and the feed-forward's (6): each written, changed in place and read.
+# Float32 elements of a token that a layer's kernels read and write apart from its matrices
+# (llama.cpp's graphs). The hidden vector counts 12 times: two norms, two residual sums, two
+# conversions for the matrices, and their outputs. Queries and attention outputs count 6 times, and
+# the feed-forward 6 times: each is written, changed in place and read.
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6
@@ -49,8 +49,8 @@ _SCAN_FLOPS_A_BYTE = 6.0 / 4
 
 @lru_cache(4096)
 def activation_bytes(model: Model) -> float:
-    """Bytes of activations that one prompt token's layers read and write beside their matrices
-    (float32)."""
+    """Return the bytes of activations (float32) that one prompt token's layers read and write apart
+    from their matrices."""
     elements = sum(count * _layer_elements(model, layer) for layer, count in facts(model).groups)
     return 4.0 * elements
 
@@ -69,8 +69,7 @@ def _layer_elements(model: Model, layer: Layer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
-    """The `seconds` one prompt token costs by cause; `attention_flops`: its arithmetic in
-    attention."""
+    """The `seconds` of one prompt token by cause. `attention_flops` is its arithmetic in attention."""
 
     seconds: Mapping[str, float]
     attention_flops: float
@@ -91,10 +90,12 @@ def prefill_parts(
     n_batch: int = DEFAULT_BATCH,
     masked: tuple[float, float] | None = None,
 ) -> dict[str, CostTerm]:
-    """What one token of `prompt_tokens`, read after `depth` cached ones in steps of `n_batch`, is
-    made of: the law without its coefficients, which benchmarks/planner_fit finds and
-    `prefill_terms` reads. `masked`: other shares of what the mask hides than today's kernels
-    compute (`kernels.masked_share`)."""
+    """Return the terms of one token of `prompt_tokens`, read after `depth` cached ones in steps of
+    `n_batch`, without coefficients.
+
+    benchmarks/planner_fit fits the coefficients, and `prefill_terms` applies them. `masked`
+    replaces the shares of masked tokens that today's kernels compute (`kernels.masked_share`).
+    """
     bandwidth = hardware.bandwidth_gbps * 1e9
     units = hardware.tflops * 1e12
     read = streamed(model, variant)
@@ -128,11 +129,11 @@ def prefill_parts(
 def _matrix_parts(
     model: Model, variant: Variant, hardware: Hardware, batch: int
 ) -> dict[str, CostTerm]:
-    """Multiplying with the matrices, and with the rows that fill the experts' tiles up."""
+    """Return the time to multiply with the matrices, and with the rows that pad the experts' tiles."""
     powers: Powers = (("matmul", -1), ("quant", 1))
     measured = hardware.timed_flops_s(model, variant)
     if measured is not None:
-        # Experts were timed with what they cost more.
+        # The measured rate of experts already includes their extra cost.
         flops_s, _ = measured
     else:
         share = kernels.matrix_share(variant, hardware.keys)
@@ -151,7 +152,7 @@ def _matrix_parts(
 
 
 def _moved_bytes(model: Model, hardware: Hardware, context: float) -> float:
-    """Bytes of activations, and of scores that no kernel keeps, for one token."""
+    """Return the bytes of activations for one token, and of scores without a fused kernel."""
     moved = 0.0
     if hardware.engine != "cpu":
         moved = activation_bytes(model)
@@ -170,15 +171,15 @@ def prefill_terms(
     depth: int = 0,
     n_batch: int = DEFAULT_BATCH,
 ) -> PrefillTerms:
-    """The parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`, per
-    token."""
+    """Return the parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`,
+    per token."""
     c = efficiency.coefficients("prefill", hardware.keys_for(variant))
     parts = prefill_parts(
         model, variant, hardware, prompt_tokens=prompt_tokens, depth=depth, n_batch=n_batch
     )
     s = {name: part.seconds(c) for name, part in parts.items()}
-    # Weights are read while the matrices before them are multiplied, so they may add less than the
-    # memory needs for them (η above 1); but no step is over before all of them were delivered.
+    # Weights are read while the previous matrices are multiplied, so they may add less than their
+    # read time (η above 1). But a step ends only after all of them are delivered.
     delivered_s = parts["weights"].value / PEAK_SHARE
     others_s = sum(s.values()) - s["weights"]
     s["weights"] = max(s["weights"], delivered_s - others_s)
@@ -191,13 +192,13 @@ def prefill_terms(
 
 
 def mean_context(prompt_tokens: int, depth: int, batch: float) -> float:
-    """Tokens of context that a token's attention computes, on average: `batch` of the micro-batch
-    it is in among them."""
+    """Return the mean number of context tokens that a token's attention computes. `batch` counts
+    those of its own micro-batch."""
     return depth + (prompt_tokens + batch) / 2
 
 
 def matrix_params(model: Model, variant: Variant) -> int:
-    """Parameters a prompt token is multiplied with. Logits are computed for the last token only:
-    the output does not count."""
+    """Return the parameters that a prompt token is multiplied with. The output matrix does not
+    count, since logits are computed for the last token only."""
     read = streamed(model, variant)
     return max(1, read.dense_params + read.routed_params - model.vocab_size * model.hidden_size)

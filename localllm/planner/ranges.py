@@ -1,14 +1,13 @@
-"""How wide a predicted speed's 80 % range is: as wide as held four in five of the measurements that
-were left out of the fit in the same stratum.
+"""Width of a predicted speed's 80 % range: wide enough to contain 80 % of the held-out measurements
+of the same stratum.
 
-A stratum of a family names what is known of the machine, its family and engine, dense or mixture,
-and how deep: "seen: apple-max.metal MoE deep". If too few rows were left out there, the range is
-that of the engine's stratum ("metal MoE"). benchmarks/planner_fit/ranges.py writes the widths
-(efficiency.toml, `[*.width]`), and a table of the share that each holds
-(benchmarks/planner_fit.md).
+A stratum combines the evidence about the machine, its family and engine, dense or MoE, and the
+depth: "seen: apple-max.metal MoE deep". If a stratum has too few held-out measurements, the stratum
+of the engine is used ("metal MoE"). benchmarks/planner_fit/ranges.py writes the widths
+(efficiency.toml, `[*.width]`), and a table with the coverage of each (benchmarks/planner_fit.md).
 
-Less evidence and a deeper context never make a range narrower: `width_of` takes the widest of the
-ranges that more evidence and a shallower context would have.
+Less evidence or a deeper context never makes a range narrower. `width_of` takes the widest range
+among those for more evidence and a shallower context.
 """
 
 from __future__ import annotations
@@ -16,29 +15,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-# From so many tokens of context on attention is a part of a step that counts.
+# From this context length on, attention is a substantial part of a step.
 DEEP = 8_192
-# ln of high ÷ predicted where nothing like it was ever measured.
+# ln of high ÷ predicted if no similar machine was measured.
 NOTHING_KNOWN = 0.58
-# What is known of a machine: rows of the part, of others of its family, or of other families alone.
+# Evidence about a machine: measurements of the part, of other parts of its family, or of other
+# families only.
 SEEN = "seen"
 UNSEEN_PART = "unseen part"
 UNSEEN_KIND = "unseen kind"
-# Families made for machine rooms: their kernels and memories are not as other cards' are, so that
-# one without rows of its own is known as little as the first of them was.
+# Data centre families. Their kernels and memories differ from those of other cards. A part without
+# measurements is as uncertain as the first of its family was.
 MACHINE_ROOM = "machine room"
 _MADE_FOR_ROOMS = ("nvidia-hbm.", "nvidia-b200.", "amd-cdna.", "amd-cdna3.")
 
 
 def family(hardware_keys: Sequence[str]) -> str:
-    """The narrowest key of a machine that others share: vendor and generation, or Apple's tier."""
+    """Return the narrowest key that a machine shares with others: vendor and generation, or Apple's
+    tier."""
     shared = [key for key in hardware_keys if not key.startswith("part:")]
     return next((key for key in reversed(shared) if "-" in key), shared[0])
 
 
 def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> str:
-    """What is known of a machine, from how many rows there are by key: `SEEN`, `UNSEEN_PART` or
-    `UNSEEN_KIND`; "" of an engine that nobody measured."""
+    """Return the evidence about a machine, from the number of rows by key.
+
+    It is `SEEN`, `UNSEEN_PART` or `UNSEEN_KIND`, or "" for an engine without measurements.
+    """
     engine = hardware_keys[0]
     if not rows.get(engine):
         return ""
@@ -52,11 +55,12 @@ def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def strata(known: str, hardware_keys: tuple[str, ...], kind: str, depth: int) -> tuple[str, ...]:
-    """Names of the strata that a prediction belongs to, the narrowest first: `known` is its
-    `evidence`, `kind` "MoE" or "dense", `depth` tokens of context.
+    """Return the names of a prediction's strata, narrowest first.
 
-    A part that was measured is known at least as well as an unseen one of its family, so its
-    family's strata follow. The strata of an engine are the same for each evidence."""
+    `known` is the machine's `evidence`, `kind` is "MoE" or "dense", and `depth` is in tokens of
+    context. A measured part is known at least as well as an unmeasured one of its family, so its
+    family's strata follow. The strata of an engine are the same for all evidence.
+    """
     engine = hardware_keys[0]
     shared = family(hardware_keys)
     if known != SEEN and shared.startswith(_MADE_FOR_ROOMS):
@@ -72,17 +76,19 @@ def strata(known: str, hardware_keys: tuple[str, ...], kind: str, depth: int) ->
 
 
 def width(widths: Mapping[str, float], names: Sequence[str]) -> float:
-    """ln of an 80 % range's upper end ÷ the prediction, of the narrowest of `names` that is
-    known."""
+    """Return ln of an 80 % range's upper end ÷ the prediction, for the first of `names` that has a
+    width."""
     return next((widths[name] for name in names if name in widths), NOTHING_KNOWN)
 
 
 def bounds(
     known: str, hardware_keys: tuple[str, ...], kind: str, depth: int
 ) -> list[tuple[str, ...]]:
-    """The strata of a prediction, and those that its range must not be narrower than: those of a
-    short context, and of the same part if it were seen. (A machine of an unseen family has the
-    strata of its engine, which are the same with more evidence.)"""
+    """Return the strata of a prediction, and those that its range must not be narrower than.
+
+    The latter are those of a short context, and of the same part if it were measured. (A machine of
+    an unmeasured family has the strata of its engine, which do not depend on the evidence.)
+    """
     found = [strata(known, hardware_keys, kind, tokens) for tokens in (depth, 0)]
     if known == UNSEEN_PART:
         found += [strata(SEEN, hardware_keys, kind, tokens) for tokens in (depth, 0)]
@@ -92,5 +98,5 @@ def bounds(
 def width_of(
     widths: Mapping[str, float], known: str, hardware_keys: tuple[str, ...], kind: str, depth: int
 ) -> float:
-    """ln of an 80 % range's upper end ÷ the prediction."""
+    """Return ln of an 80 % range's upper end ÷ the prediction."""
     return max(width(widths, names) for names in bounds(known, hardware_keys, kind, depth))

@@ -1,10 +1,10 @@
-"""From a Device, the models and a Workload to ranked Plans: every variant × KV type × offload, at
-most eight picks.
+"""Rank Plans for a Device, the models and a Workload: each variant × KV type × offload, at most
+eight picks.
 
-Pure and deterministic: the same inputs give the same Plans in the same order. Ranking is a sum of
-points on the quality index (localllm/planner/quality.py): the model's rating, minus what format and
-KV type cost, minus what a speed below the purpose's good speed costs, plus a little for spare speed
-and recency.
+Pure and deterministic: the same inputs give the same Plans in the same order. Plans are ranked by
+points on the quality index (localllm/planner/quality.py). Points are the model's rating, less the
+cost of format and KV type, less the cost of a speed below the purpose's good speed. Spare speed
+adds a little.
 """
 
 from __future__ import annotations
@@ -47,23 +47,24 @@ from localllm_catalog.types import Model, Variant
 
 MAX_PICKS = 8
 _MOST_LOST_POINTS = 3.0
-# A file this near the best of its model in score is run instead, where it loses less to its format.
+# A file within so many points of its model's best score is run instead, if it loses less to its
+# format.
 _NEAR_POINTS = 2.0
-# Four bits lose no more than this of a model of 4 billion weights and more: nobody goes below them
-# for speed.
+# A format that loses no more than this loses little. Four bits do so for models of 4 billion
+# weights and more, and users do not go below four bits for speed.
 _LITTLE_LOST_POINTS = 1.0
-# Files of more bits a weight than this are of 16: BF16, F16.
+# Files with more bits a weight than this are 16-bit: BF16, F16.
 _SIXTEEN_BITS = 12.0
 
 
 def backends_of(device: Device) -> tuple[str, ...]:
-    """Engines that exist for this kind of machine."""
+    """Return the engines that support this kind of machine."""
     return tuple(d.name for d in registry.declarations() if d.runs_on(device.accelerator))
 
 
 def too_slow(plan: Plan, need: Need) -> bool:
-    """True when the plan's speed, or its wait for the first token, is not what the purpose can live
-    with."""
+    """Return whether the plan's speed, or its wait for the first token, is unacceptable for the
+    purpose."""
     return plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need)
 
 
@@ -82,9 +83,12 @@ def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> 
 
 
 def _is_sound(model: Model, variant: Variant) -> bool:
-    """False if more than 3 points are lost to the format: the next smaller model is the better use
-    of the memory. Such a file ranks below every sound one of any model: the loss of two bits was
-    measured on text, and is worse in long thoughts and tool calls."""
+    """Return False if the format loses more than 3 points.
+
+    The next smaller model then uses the memory better. Such a file ranks below all sound ones of
+    any model. The loss of two-bit formats was measured on text, and is larger in long thinking and
+    tool calls.
+    """
     return quality.format_cost(model, variant) <= _MOST_LOST_POINTS
 
 
@@ -97,11 +101,12 @@ def recommend(
     limit: int = MAX_PICKS,
     on_plan: Callable[[Plan], object] | None = None,
 ) -> Recommendation:
-    """At most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and the
-    reason for every other model. `on_plan` gets each model's own best as it is found, unranked.
+    """Return at most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and
+    the reason against each other model.
 
-    At most two picks of a family, of different sizes, so that eight of one maker's do not crowd out
-    the rest; and none that another pick matches in everything (localllm/planner/picks.py).
+    `on_plan` gets each model's own best plan as soon as it is found, unranked. At most two picks
+    are from one family, with different sizes, so that one maker cannot fill all eight. No pick is
+    matched by another one in all figures (localllm/planner/picks.py).
     """
     everything = list(models)
     need = needs.need_of(workload)
@@ -130,21 +135,23 @@ def recommend(
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
-    """Sound files before poor ones, then by score, the best first."""
+    """Sort key: sound files before poor ones, then the best score first."""
     return not _is_sound(plan.model, plan.variant), -plan.score
 
 
 def _is_sure(plan: Plan) -> bool:
-    """True if somebody has rated the model, and its files are listed and lose little to their
-    format. A plan without points is no answer in any case."""
+    """Return whether the model has a rating, and its files are listed and lose little to their
+    format. A plan with negative points is never sure."""
     if plan.quality < 0 or not plan.is_rated or plan.variant.is_estimate:
         return False
     return _is_sound(plan.model, plan.variant)
 
 
 def _sure_first(ranked: list[Plan]) -> list[Plan]:
-    """`ranked` with the first sure plan in front: one that others than its maker rated, if there is
-    any. If no plan is sure, the rank alone decides."""
+    """Return `ranked` with the first sure plan moved to the front.
+
+    A sure plan rated by others than its maker is preferred. If no plan is sure, the order stays.
+    """
     sure = [plan for plan in ranked if _is_sure(plan)]
     if not sure:
         return ranked
@@ -155,8 +162,8 @@ def _sure_first(ranked: list[Plan]) -> list[Plan]:
 def _not_shown(
     device: Device, plan: Plan, reason: str, workload: Workload, overrides: Overrides
 ) -> Rejected:
-    """Why a plan that fits is not among the picks: the `reason`, or only a small format of it
-    fits."""
+    """Return why a plan that fits is not among the picks: the `reason`, or that the model fits only
+    in a small format."""
     usual = typical(_candidates(device, plan.model, overrides))
     if usual.file_bytes > plan.variant.file_bytes:
         whole = plan_for(device, plan.model, usual, workload, overrides=overrides, rough=True)
@@ -173,8 +180,11 @@ def detailed_plan(
     workload: Workload,
     overrides: Overrides = NOTHING_FIXED,
 ) -> Plan:
-    """`plan` with its longest context, and further reasons: the cliff, how the other engine would
-    do, and a draft model where one would pay."""
+    """Return `plan` with its longest context and more reasons.
+
+    The reasons include data on disk, the speed of the other engine, and a draft model if one would
+    pay.
+    """
     longest = max_context(device, plan)
     more = mb(plan.kv_bytes_per_1k)
     reasons: list[str | None] = [
@@ -201,8 +211,8 @@ def detailed_plan(
 def _other_engine(
     device: Device, plan: Plan, workload: Workload, overrides: Overrides
 ) -> Plan | None:
-    """The plan of the same model in files of about the same size on the machine's other engine, if
-    it fits."""
+    """Return the plan of the same model on the machine's other engine, with files of about the same
+    size, if it fits."""
     others = [
         v for v in _candidates(device, plan.model, overrides) if backend_of(v).name != plan.backend
     ]
@@ -215,13 +225,13 @@ def _other_engine(
     return None
 
 
-# Less than this between ROCm and Vulkan is not worth another build.
+# A smaller difference between ROCm and Vulkan is not worth another build.
 _KERNELS_PAY = 1.05
 
 
 def _other_kernels(device: Device, plan: Plan) -> str | None:
-    """The speed of llama.cpp's other build on a Radeon; None on other machines, and if it is the
-    same."""
+    """Return the speed of llama.cpp's other build on a Radeon. Returns None on other machines, or
+    if the speed is the same."""
     other = rival(device.accelerator)
     if other is None or not backend_of(plan.variant).runs_on(other):
         return None
@@ -244,7 +254,7 @@ _DRAFT_PAYS = 1.25
 
 
 def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str | None:
-    """The gain of the listed draft model that pays most and still fits; None if none does."""
+    """Return the gain of the listed draft model that pays most and still fits, or None."""
     known = {m.id: m for m in models}
     found: list[tuple[float, str, int]] = []
     for name in plan.model.drafts:
@@ -266,7 +276,7 @@ def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str 
 
 
 def beyond_training(model: Model, workload: Workload) -> str:
-    """What is wrong with a context longer than `model` was trained for; "" of any other."""
+    """Return the warning for a context longer than `model` was trained for, else ""."""
     if not model.native_context or workload.context <= model.native_context:
         return ""
     return f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
@@ -302,23 +312,25 @@ def _best_of(
 
 
 def _by_class(model: Model, variants: Sequence[Variant]) -> Iterator[list[Variant]]:
-    """Listed files before constructed ones; poor ones last, for a machine on which no sound one
-    fits, or is fast enough."""
+    """Yield listed files before constructed ones. Poor files come last, for machines on which no
+    sound file fits or is fast enough."""
     classes: dict[tuple[bool, bool], list[Variant]] = defaultdict(list)
     for variant in variants:
         classes[not _is_sound(model, variant), variant.is_estimate].append(variant)
     for kind in sorted(classes):
-        # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for
-        # nothing.
+        # No measurement shows a loss with eight bits, so sixteen bits would double the memory
+        # without a gain.
         smaller = [v for v in classes[kind] if quality.bits(model, v) < _SIXTEEN_BITS]
         yield smaller or classes[kind]
 
 
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
-    """Of one model's plans that are fast enough, the best by score, which the model ranks by, and
-    the one to run: of those near it the one that loses least to its format and keeps the purpose's
-    good speed, else the best. Four bits and more, which lose little, go before fewer; and what
-    leaves an agent's context room to grow before what does not."""
+    """Return (the best plan by score, the plan to run) for one model's plans that are fast enough.
+
+    The model ranks by the first. The plan to run is near it in score, loses least to its format,
+    and keeps the purpose's good speed; else it is the best. Formats that lose little (four bits and
+    more) come first. Then come plans that leave room for an agent's context to grow.
+    """
     best = max(plans, key=_worth)
     near = [
         p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)
@@ -332,7 +344,7 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
 
 
 def _worth(plan: Plan) -> tuple[float, int, str]:
-    """What plans of one model are compared by: score, then memory, then the name."""
+    """Return the sort key for plans of one model: score, then memory, then name."""
     return plan.score, -why.all_memory(plan), plan.variant.quant
 
 
@@ -343,8 +355,8 @@ def _loses_little(plan: Plan) -> bool:
 def variants_of(
     device: Device, model: Model, workload: Workload, *, overrides: Overrides = NOTHING_FIXED
 ) -> list[Plan]:
-    """Every variant of one model that this machine's engines can read, whether or not it fits,
-    smallest file first."""
+    """Return the plans of all variants of a model that this machine's engines can read, smallest
+    file first. Plans that do not fit are included."""
     need = needs.need_of(workload)
     untrained = beyond_training(model, workload)
     plans = []
@@ -360,9 +372,11 @@ def variants_of(
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The machines that run a model at a speed, those with the slowest memory first, each in its
-    smallest size that does; and the fastest one that holds the model and does not (None: every one
-    that holds it does)."""
+    """The machines that run a model at a given speed.
+
+    `found` has them with the slowest memory first, each with the best plan that is fast enough.
+    `nearest` is the fastest machine that holds the model but is too slow (None: no such machine).
+    """
 
     found: tuple[tuple[Device, Plan], ...]
     nearest: tuple[Device, Plan] | None
@@ -376,11 +390,11 @@ def reaching(
     *,
     overrides: Overrides = NOTHING_FIXED,
 ) -> Reach:
-    """Which of `devices` decode `model` at `tok_s` or more, in its best format of at least that
-    speed.
+    """Return which of `devices` decode `model` at `tok_s` or more, with its best format of at least
+    that speed.
 
-    A format that loses more than a smaller model would is not considered, nor a plan whose prompt
-    takes too long.
+    Formats that lose more quality than a smaller model are not considered. Neither are plans whose
+    prompt takes too long.
     """
     need = needs.need_of(workload)
     found: dict[str, tuple[Device, Plan]] = {}

@@ -1,4 +1,4 @@
-"""The roofline of a machine with plans on it: data here, drawn as terminal text or SVG."""
+"""The roofline of a machine with plans on it, drawn as terminal text or SVG."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from localllm.planner.types import Plan
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Decode tokens/s over GB read per token, log-log. The roof is bandwidth ÷ bytes; above it
-    compute would bound. `x_decades` and `y_decades`: the powers of ten that the axes begin and end
-    with; `points`: of each plan GB a token, predicted tokens/s, and its name."""
+    """Decode tokens/s over GB read per token, log-log. The roof is bandwidth ÷ bytes; compute
+    limits are not drawn.
+
+    - `x_decades`, `y_decades`: the powers of ten at the ends of the axes.
+    - `points`: (GB a token, predicted tokens/s, name) of each plan.
+    """
 
     title: str
     note: str
@@ -28,7 +31,8 @@ class Roofline:
     points: tuple[tuple[float, float, str], ...]
 
     def at(self, gb_per_token: float, tok_s: float) -> tuple[float, float]:
-        """Where that lies: shares of the width from the left, and of the height from the top."""
+        """Return the point's position: shares of the width from the left, and of the height from
+        the top."""
         x0, x1 = self.x_decades
         y0, y1 = self.y_decades
         right = (math.log10(gb_per_token) - x0) / (x1 - x0)
@@ -37,7 +41,7 @@ class Roofline:
 
 
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
-    """The roofline of `device` with `plans` on it."""
+    """Return the roofline of `device` with `plans` on it."""
     bandwidth = device.bandwidth_gbps.value
     basis = device.bandwidth_gbps.basis
     tflops, _ = efficiency.nominal_tflops(device)
@@ -59,12 +63,12 @@ def of(device: Device, plans: Sequence[Plan]) -> Roofline:
 
 
 def _decades(least: float, most: float) -> tuple[int, int]:
-    """The powers of ten around both."""
+    """Return the powers of ten around both."""
     return math.floor(math.log10(least)), math.ceil(math.log10(most))
 
 
 def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
-    """The picture in characters: the roof as dots, plans as their numbers, then the legend."""
+    """Return the picture in characters: the roof as dots, plans as their numbers, then the legend."""
     columns = width - 8
     x0, x1 = picture.x_decades
     y0, y1 = picture.y_decades
@@ -90,7 +94,7 @@ def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
 
 
 def _grid(picture: Roofline, columns: int, rows: int) -> list[list[str]]:
-    """The roof and the plans' numbers, as characters by row and column."""
+    """Return the roof and the plans' numbers, as characters by row and column."""
     x0, x1 = picture.x_decades
     grid = [[" "] * columns for _ in range(rows)]
     for column in range(columns):
@@ -120,7 +124,7 @@ _LABEL_GAP = 13.0
 
 
 def _place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
-    """Pixel of a point in data coordinates."""
+    """Return the pixel of a point in data coordinates."""
     right, down = picture.at(x, y)
     return _LEFT + right * (_W - _LEFT - _RIGHT), _TOP + down * (_H - _TOP - _BOTTOM)
 
@@ -141,7 +145,7 @@ def _line(
 
 
 def svg(picture: Roofline) -> str:
-    """The picture as a standalone SVG document."""
+    """Return the picture as a standalone SVG document."""
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{_H}" '
         f'viewBox="0 0 {_W} {_H}" font-family="sans-serif" font-size="12">',
@@ -171,7 +175,7 @@ def svg(picture: Roofline) -> str:
     spots.sort(key=itemgetter(1, 0))
     below = -math.inf
     for x, y, label in spots:
-        below = max(y, below + _LABEL_GAP)  # no label lies on another
+        below = max(y, below + _LABEL_GAP)  # labels must not overlap
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#2c5f8a"/>')
         out.append(_text(x + 9, below + 4, label))
     return "\n".join([*out, "</svg>"]) + "\n"

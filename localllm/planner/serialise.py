@@ -1,5 +1,5 @@
-"""Plans and Recommendations as plain data: the shape of recommend.schema.json, a promise to
-scripts."""
+"""Convert Plans and Recommendations to plain data, in the shape of recommend.schema.json. Scripts
+rely on this shape."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _round(value: float) -> float:
 
 
 def range_to_json(value: Range) -> dict[str, Any]:
-    """{"value", "low", "high", "basis"}: four significant figures are more than the prediction is
-    worth."""
+    """Return {"value", "low", "high", "basis"}. Four significant figures are more than the
+    prediction's accuracy."""
     return {
         "value": _round(value.value),
         "low": _round(value.low),
@@ -36,8 +36,11 @@ def _optional_range(value: Range | None) -> dict[str, Any] | None:
 
 
 def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
-    """Bytes by purpose; `host_bytes` are beside `total_bytes`, in system memory, `disk_bytes` in
-    the file, `cards_bytes` those of several cards."""
+    """Return the bytes by purpose.
+
+    `host_bytes` (system memory) and `disk_bytes` (left in the file) are not part of `total_bytes`.
+    `cards_bytes` are those of several cards.
+    """
     return {
         "weights_bytes": need.weights_bytes,
         "kv_bytes": need.kv_bytes,
@@ -55,7 +58,7 @@ def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """One plan; of its placement -1 = all."""
+    """Return one plan. In its placement, -1 means all."""
     settings = plan.settings
     return {
         "model": plan.model.id,
@@ -86,7 +89,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def variant_to_json(variant: Variant) -> dict[str, Any]:
-    """The files of a plan."""
+    """Return the files of a plan."""
     return {
         "format": variant.format,
         "quant": variant.quant,
@@ -99,7 +102,7 @@ def variant_to_json(variant: Variant) -> dict[str, Any]:
 
 
 def placement_to_json(placed: Placement) -> dict[str, Any]:
-    """The places of layers, experts, KV and tables."""
+    """Return the placement of layers, experts, KV and tables."""
     return {
         "gpu_layers": placed.gpu_layers,
         "experts_on_host": placed.experts_on_host,
@@ -123,7 +126,7 @@ def _speeds(plan: Plan) -> dict[str, Any]:
 
 
 def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> dict[str, Any]:
-    """The whole answer; `device` is localllm.device.types.device_to_json's."""
+    """Return the whole answer. `device` is the result of localllm.device.types.device_to_json."""
     return {
         "schema": SCHEMA_VERSION,
         "device": device,
@@ -137,11 +140,14 @@ def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> di
 
 
 def physics(plan: Plan, device: Device) -> dict[str, Any]:
-    """`weights`: bytes that every token reads, and of the experts it is routed to. `kv_read_bytes`:
-    [depth, bytes] points between which the KV bytes a token reads grow in straight lines.
-    `flops_per_token`: of the matrices, without attention.
-    `drafting`: how much faster one stream is expected to be for its drafts, and what that rests on
-    (None: not known to be).
+    """Return the physical figures of a plan.
+
+    - `weights`: bytes that each token reads, and bytes of the experts that it is routed to.
+    - `kv_read_bytes`: [depth, bytes] points; the KV bytes that a token reads are linear between
+      them.
+    - `flops_per_token`: of the matrices, without attention.
+    - `drafting`: expected speed-up of one stream from its drafts, with its basis (None: no gain
+      known).
     """
     parts = streamed(plan.model, plan.variant)
     settings = plan.settings

@@ -1,8 +1,8 @@
-"""How fast a model answers: decode, prefill, time to first token, loading; each with its range and
-its basis.
+"""Predict how fast a model answers: decode, prefill, time to first token and loading, each with its
+range and basis.
 
-What the two laws say (decode_cost.py), moved by what was measured on this machine (learned.py).
-Tokens/s and seconds.
+The predictions of the two cost models (decode_cost.py, prefill_cost.py) are adjusted by
+measurements on this machine (learned.py). Units: tokens/s and seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from localllm_catalog.types import Model, Variant
 
 ASSUMED_DISK_BYTES_S = 1.5e9
 _Z = 1.28  # 10th to 90th percentile
-# How far one figure strays from the next on the same machine, and how far a model from what its
-# neighbours' figures say of it (ln). A model's own figure is taken at its word.
+# How far figures on one machine differ from each other, and how far a model differs from the
+# prediction by other models' figures (ln). A model's own figure is taken as it is.
 _RUN_NOISE = 0.05
 _OWN_NOISE = 0.01
 _MODEL_SPREAD = 0.10
@@ -30,12 +30,13 @@ _MODEL_SPREAD = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Speeds measured on this machine with one variant. `depth`: mean context while decoding; 0
-    speeds = not measured.
+    """Speeds measured on this machine with one variant. A speed of 0 was not measured.
 
-    `short_tok_s` at `short_depth`: decode once more with the context nearly empty. What it is
-    faster by is attention's.
-    `placement`: where the model lay; `n_batch`: the micro-batch its prompt was read in (tokens).
+    - `depth`: mean context while decoding.
+    - `short_tok_s` at `short_depth`: decode speed with the context nearly empty. The difference to
+      `decode_tok_s` is due to attention.
+    - `placement`: where the model was.
+    - `n_batch`: the micro-batch of its prompt (tokens).
     """
 
     model: Model
@@ -53,12 +54,12 @@ class Measured:
 
     @property
     def run(self) -> RunSettings:
-        """How it was run, as far as that decides its speed."""
+        """Its settings, as far as they affect the speed."""
         return replace(USUAL.with_kv_type(self.kv_type), placement=self.placement)
 
     @property
     def decoded(self) -> tuple[tuple[int, float], ...]:
-        """(depth, tokens/s) of every decode figure."""
+        """(depth, tokens/s) of each decode figure."""
         figures = []
         if self.short_tok_s > 0:
             figures.append((self.short_depth, self.short_tok_s))
@@ -70,8 +71,8 @@ class Measured:
 def decode_bound(
     device: Device, model: Model, variant: Variant, *, depth: int = 0, kv_type: str = "f16"
 ) -> float:
-    """tokens/s no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes read at
-    `depth`)."""
+    """Return the tokens/s that no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes
+    read at `depth`)."""
     read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(model, depth, kv_type)
     return device.bandwidth_gbps.value * 1e9 / read
 
@@ -79,8 +80,8 @@ def decode_bound(
 def _basis(
     law: str, hardware: decode_cost.Hardware, model: Model, *, depth: int, known: str = ""
 ) -> tuple[str, float]:
-    """The basis of a prediction by that law, and its standard deviation in ln. `known`: the
-    evidence about the machine, if not that of the table."""
+    """Return the basis of a prediction by that cost model, and its standard deviation in ln.
+    `known` replaces the table's evidence about the machine."""
     table = efficiency.load()[law]
     kind = "MoE" if model.experts is not None else "dense"
     known = known or ranges.evidence(table.rows, hardware.keys)
@@ -106,11 +107,12 @@ def decode(
     n_sequences: int = 1,
     measured: Sequence[Measured] = (),
 ) -> Range:
-    """Predicted decode speed of one of `n_sequences` at `depth` tokens of context, tokens/s.
+    """Return the predicted decode speed of one of `n_sequences` at `depth` tokens of context,
+    tokens/s.
 
-    Layers that `settings` leave in host memory run from there, and the times add up. `measured`:
-    this machine's own figures, which replace the table (the same variant: its figure, moved to this
-    depth; another: its ratio).
+    Layers that `settings` keep in host memory run there, and the times add up. `measured` are this
+    machine's own figures, which replace the table. A figure of the same variant is adjusted to this
+    depth; other variants contribute their ratio.
     """
     step = decode_step(device, model, variant, settings, depth=depth, n_sequences=n_sequences)
     backend = backend_of(variant).name
@@ -125,8 +127,8 @@ def decode(
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A decode step in seconds by cause, and how well that is known. `routed_s`: of `weights_s`,
-    the chosen experts'."""
+    """A decode step in seconds by cause, and its uncertainty. `routed_s` is the part of `weights_s`
+    for routed experts."""
 
     weights_s: float
     fixed_s: float
@@ -204,14 +206,14 @@ def decode_step(
 
 
 def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_cost.Hardware:
-    """`device` as the laws see it when `variant` is run so."""
+    """Return `device` as the cost models see it when it runs `variant` with these settings."""
     if settings.placement.layout == "stored":
         return replace(decode_cost.hardware_of(device, ""), stored=True)
     return decode_cost.hardware_of(device, backend_of(variant).name)
 
 
 def _host(device: Device) -> decode_cost.Hardware:
-    """The processor beside a discrete card, which computes the layers that stay in its memory."""
+    """Return the CPU next to a discrete card, which computes the layers in system memory."""
     known = device.host_bandwidth_gbps
     if known is None:
         gbps = decode_cost.ASSUMED_BANDWIDTH_GBPS
@@ -229,10 +231,10 @@ def _same(m: Measured, model: Model, variant: Variant) -> bool:
 def _as_measured(
     device: Device, model: Model, variant: Variant, step: DecodeStep, here: Sequence[Measured]
 ) -> tuple[float, float, str]:
-    """(seconds, spread, whose figures) of `step` as this machine's own runs say.
+    """Return (seconds, spread, source) of `step`, adjusted by this machine's own runs.
 
-    Every run tells what weights, layers and attention cost here (`learned`). What a variant's own
-    figures still leave unexplained is its own: it moves nobody else.
+    Each run shows the cost of weights, layers and attention here (`learned`). The part of a
+    variant's own figures that this does not explain applies to that variant alone.
     """
     observed: list[learned.Observation] = []
     of_this: list[learned.Observation] = []
@@ -258,7 +260,7 @@ def _as_measured(
 
 
 def _names(measured: Sequence[Measured]) -> str:
-    """The first three of the models that were measured."""
+    """Return the first three of the measured models."""
     return ", ".join(sorted({m.model.id for m in measured})[:3])
 
 
@@ -275,7 +277,8 @@ def prefill(
     depth: int = 0,
     measured: Sequence[Measured] = (),
 ) -> Range:
-    """Predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached tokens."""
+    """Return the predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached
+    tokens."""
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
@@ -309,8 +312,8 @@ def prefill(
 def _prompt_seconds(
     device: Device, model: Model, variant: Variant, settings: RunSettings, *, tokens: int, at: int
 ) -> float:
-    """Seconds a token of a prompt of so many, `at` tokens of context before it, as the law has
-    it."""
+    """Return the predicted seconds of one prompt token, in a prompt of `tokens` after `at` tokens
+    of context."""
 
     def seconds_on(machine: decode_cost.Hardware) -> float:
         return prefill_cost.prefill_terms(
@@ -327,30 +330,29 @@ def _prompt_seconds(
     read = streamed(model, variant)
     chosen = read.step_bytes(model, settings.n_batch)
     left = read.dense_bytes * (1 - share.dense) + (chosen - read.dense_bytes) * (1 - share.experts)
-    # Weights left in host memory are copied over PCIe once per micro-batch when that is faster than
-    # the CPU.
+    # Weights in host memory are copied over PCIe once per micro-batch if that is faster than the
+    # CPU.
     copied = left / _PCIE_BYTES_S / max(1, min(settings.n_batch, tokens))
     return seconds + min(seconds_on(_host(device)) * left / max(1, chosen), copied)
 
 
-# One change of sides within a step: the copy of a few kilobytes is started, waited for, and the
-# next part launched.
+# One change between card and host within a step: start the copy of a few kilobytes, wait for it,
+# and launch the next part.
 CROSSING_S = 15e-6
-# What a desktop's processor reads of its memory's nominal rate. Set so that the six published runs
-# that are divided between a card and system memory (tests/planner/test_placing.py) come out right
-# on average.
+# Share of its memory's nominal rate that a desktop CPU reads. Set so that the six published runs
+# split between a card and system memory (tests/planner/test_placing.py) are right on average.
 NOMINAL_SHARE = 0.7
-# How far two memories and the way between them are known together (ln): those six stray by so much.
+# Uncertainty (ln) of two memories and the link between them together: the spread of those six runs.
 _SPLIT_SPREAD = 0.3
 _PCIE_BYTES_S = 20e9  # PCIe 4.0 ×16 in practice
-_HOST_TFLOPS = 1.0  # of the processor beside a card, order of magnitude
+_HOST_TFLOPS = 1.0  # of the CPU next to a card, order of magnitude
 
 
 def ttft(
     prefill_tok_s: Range, decode_tok_s: Range, prompt_tokens: int, *, cached_tokens: int = 0
 ) -> Range:
-    """Seconds until the first token of an answer to `prompt_tokens`, of which `cached_tokens` are
-    already in the cache."""
+    """Return the seconds until the first token of an answer to `prompt_tokens`, with
+    `cached_tokens` of them already in the cache."""
     new = max(1, prompt_tokens - cached_tokens)
     value = new / prefill_tok_s.value + 1 / decode_tok_s.value
     soonest = new / prefill_tok_s.high + 1 / decode_tok_s.high
@@ -359,7 +361,8 @@ def ttft(
 
 
 def load_time(variant: Variant) -> Range:
-    """Seconds to read the files from disk once (a second start finds them in the page cache)."""
+    """Return the seconds to read the files from disk once (a second start finds them in the page
+    cache)."""
     value = variant.file_bytes / ASSUMED_DISK_BYTES_S
     basis = f"assumed disk {ASSUMED_DISK_BYTES_S / 1e9:.1f} GB/s"
     return Range(value, value * 0.8, value * 3.0, basis)

@@ -1,4 +1,4 @@
-"""Which weight bytes one token streams from memory: what every token reads, and the experts it was
+"""Weight bytes that one token reads from memory: those that all tokens read, and the experts it is
 routed to."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from localllm_catalog.types import Layer, Model, Variant
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Weight bytes of one decode step of one sequence: `dense_bytes` always, `routed_bytes` of its
+    """Weight bytes of one decode step of one sequence: `dense_bytes` always, `routed_bytes` for its
     chosen experts.
 
-    `expert_pool_bytes` are all routed experts together: what a large batch approaches. Parameters
+    `expert_pool_bytes` are all routed experts together, which a large batch approaches. Parameters
     are counts.
     """
 
@@ -29,12 +29,15 @@ class Streamed:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes one sequence's token reads."""
+        """Bytes that one sequence's token reads."""
         return self.dense_bytes + self.routed_bytes
 
     def step_bytes(self, model: Model, n_sequences: float) -> int:
-        """Bytes a step over `n_sequences` tokens reads: with k of n experts each, the expected
-        share touched is 1 − (1 − k/n)^tokens (independent routing)."""
+        """Return the bytes that a step over `n_sequences` tokens reads.
+
+        With k of n experts each, the expected share of experts read is 1 − (1 − k/n)^tokens
+        (independent routing).
+        """
         if model.experts is None or n_sequences <= 1:
             return self.total_bytes
         chosen = model.experts.n_active / model.experts.n_experts
@@ -42,19 +45,19 @@ class Streamed:
         return self.dense_bytes + round(self.expert_pool_bytes * touched)
 
     def step_routed_params(self, model: Model, n_sequences: float) -> float:
-        """Parameters of the experts that such a step touches."""
+        """Return the parameters of the experts that such a step reads."""
         if not self.routed_bytes:
             return float(self.routed_params)
         read = self.step_bytes(model, n_sequences) - self.dense_bytes
         return self.routed_params * read / self.routed_bytes
 
 
-# Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts.
-# Attention of K mixtures is one step above the base on average; MXFP4_MOE keeps them at 8 bits or
-# so, and so do Unsloth's dynamic files since Qwen3.5
-# (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks). Those before were K mixtures in this:
-# with 8 bits Llama-4-Scout's UD-Q4_K_XL would have been measured above what the memory of a Strix
-# Halo delivers.
+# Bits of the tensors that all tokens read (attention, shared experts, output) in mixtures of
+# experts. In K mixtures, attention is one step above the base on average. MXFP4_MOE keeps these
+# tensors at about 8 bits, and so do Unsloth's dynamic files since Qwen3.5
+# (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks). Older dynamic files were like K mixtures
+# here. With 8 bits, the measured speed of Llama-4-Scout's UD-Q4_K_XL would exceed the memory rate
+# of a Strix Halo.
 _DYNAMIC_BITS = 8.5
 _ABOVE_BASE_BITS = 0.6
 _DYNAMIC_SINCE = "2026-02"
@@ -73,12 +76,12 @@ def _shared_bits(quant: str, average_bits: float, released: str) -> float:
 
 @lru_cache(4096)
 def streamed(model: Model, variant: Variant) -> Streamed:
-    """What one token of `variant` reads, counted on the first call: from the header's figure when
-    known, else from shapes and format.
+    """Return the bytes that one token of `variant` reads, from the header's figure if known, else
+    from shapes and format. The result is cached.
 
-    Experts are nearly all of a mixture's file, so their bits are found as what the file leaves
-    after the rest at its format's usual bits; taking the rest as the remainder instead would turn a
-    2 % error of the file into 50 % here.
+    Experts are nearly all of a mixture's file. Their bits follow from the bytes that the file
+    leaves after the other tensors at their format's usual bits. The reverse would turn a 2 % error
+    of the file into 50 % here.
     """
     known = facts(model)
     dense = known.dense_params
@@ -93,7 +96,7 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None and average < 16:
         embed_bits = float(quants.GGUF_TYPES[mix.embed].bits)
-    # the tables have a format of their own: the rest is what the file holds without them
+    # the tables have their own format; the other tensors take the rest of the file
     if model.lookup_bits:
         weights -= round(model.lookup_params * model.lookup_bits / 8)
         lookup = known.embedding_params
@@ -104,7 +107,7 @@ def streamed(model: Model, variant: Variant) -> Streamed:
         if variant.active_bytes:
             return Streamed(variant.active_bytes, 0, 0, dense, 0)
         return _of_bits(known, max(8 * weights - lookup * embed_bits, 4 * weights), 0.0)
-    # gpt-oss as released: experts exactly MXFP4, the rest whatever the file leaves
+    # gpt-oss as released: experts exactly MXFP4, other tensors the rest of the file
     if variant.quant == "MXFP4":
         expert_bits = float(quants.GGUF_TYPES["MXFP4"].bits)
         left = 8 * weights - known.pool_params * expert_bits
@@ -126,8 +129,8 @@ def streamed(model: Model, variant: Variant) -> Streamed:
 
 
 def _of_bits(known: ModelCounts, dense_bits: float, expert_bits: float) -> Streamed:
-    """What a token reads of weights that take this much: `dense_bits` are all of the dense ones,
-    `expert_bits` a weight of the experts."""
+    """Return the bytes that a token reads. `dense_bits` is the total of the dense weights,
+    `expert_bits` the bits of one expert weight."""
     return Streamed(
         round(dense_bits / 8),
         round(known.chosen_params * expert_bits / 8),
@@ -139,10 +142,15 @@ def _of_bits(known: ModelCounts, dense_bits: float, expert_bits: float) -> Strea
 
 @dataclass(frozen=True, slots=True)
 class ModelCounts:
-    """`groups`: (layer, how many like it). Parameters are counts: `dense_params` are read by every
-    token, of the routed experts `chosen_params` by one and `pool_params` exist;
-    `embedding_params` are rows looked up, never streamed.
-    `recurrent_state_bytes` is what one sequence's recurrent layers hold."""
+    """Counts of a model's layers and parameters.
+
+    - `groups`: (layer, number of equal layers).
+    - `dense_params`: read by all tokens.
+    - `chosen_params`: routed expert parameters that one token reads.
+    - `pool_params`: all routed expert parameters.
+    - `embedding_params`: rows that are looked up, never streamed.
+    - `recurrent_state_bytes`: state of one sequence's recurrent layers.
+    """
 
     groups: tuple[tuple[Layer, int], ...]
     n_layers: int
@@ -158,14 +166,14 @@ class ModelCounts:
     is_stateful: bool
 
     def kv_elements(self, depth: int) -> int:
-        """KV elements one sequence of `depth` tokens holds: each sliding layer at most its
-        window."""
+        """Return the KV elements that one sequence of `depth` tokens holds. A sliding layer holds
+        at most its window."""
         return sum(count * layer.mixer.elements_read(depth) for layer, count in self.groups)
 
 
 @lru_cache(4096)
 def facts(model: Model) -> ModelCounts:
-    """The facts of `model`, counted on the first call."""
+    """Return the counts of `model`. The result is cached."""
     n_experts = chosen = pool = 0
     if model.experts is not None:
         x = model.experts

@@ -1,5 +1,4 @@
-"""The verify loop: what was predicted beside what was measured, and the likely causes when reality
-falls short."""
+"""Compare predicted with measured speeds, and name likely causes if the measured speed is too low."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ SHORTFALL = 0.30
 
 @dataclass(frozen=True, slots=True)
 class PredictionCheck:
-    """(predicted, measured) decode of one run in tokens/s; causes if it fell short.
+    """(predicted, measured) decode of one run in tokens/s, and causes if it was too slow.
 
-    `decode_short`: with the context nearly empty (None: not measured).
+    `decode_short` is the same with the context nearly empty (None: not measured).
     """
 
     decode: tuple[float, float]
@@ -28,7 +27,7 @@ class PredictionCheck:
 
 
 def compare(device: Device, run: Measured, others: Sequence[Measured] = ()) -> PredictionCheck:
-    """`run` against what the planner would have said without it (but knowing `others`)."""
+    """Compare `run` with the planner's prediction without it (but with `others`)."""
 
     def at(depth: int) -> Range:
         return speed.decode(device, run.model, run.variant, run.run, depth=depth, measured=others)
@@ -50,7 +49,7 @@ def compare(device: Device, run: Measured, others: Sequence[Measured] = ()) -> P
 def likely_causes(
     device: Device, predicted: float, measured: float, bound: float = 0.0
 ) -> tuple[str, ...]:
-    """What usually explains a speed `SHORTFALL` or more below the prediction, the most telling
+    """Return the usual causes of a speed `SHORTFALL` or more below the prediction, most likely
     first; () otherwise."""
     if measured >= predicted * (1 - SHORTFALL):
         if not bound or measured <= bound * 1.05:

@@ -1,5 +1,5 @@
-"""One sentence per plan: why this one, and what it trades. And one reason per model that is not
-offered."""
+"""Reasons in words: one sentence for each plan with its trade-offs, and one reason for each model
+that is not offered."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from localllm.planner.types import Plan
 
 
 def does_not_fit(plan: Plan, device: Device) -> str:
-    """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the
-    need)."""
+    """Return "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable", with the context that the need
+    includes."""
     context = f"{plan.settings.n_ctx // 1024}k context"
     needs_memory = f"{plan.variant.quant} needs {gb(all_memory(plan))} at {context}"
     usable = gb(device.room_bytes)
@@ -29,8 +29,8 @@ def does_not_fit(plan: Plan, device: Device) -> str:
 
 
 def on_disk(plan: Plan, tok_s: float) -> str | None:
-    """ "28.8 GB of tables stay on the disk: …, on one that turns about 5.4 tok/s"; None where
-    nothing does."""
+    """Return "28.8 GB of tables stay on the disk: …, on a disk that turns about 5.4 tok/s", or None
+    if no tables do."""
     left = plan.memory.disk_bytes
     if not left:
         return None
@@ -43,7 +43,7 @@ def on_disk(plan: Plan, tok_s: float) -> str | None:
 
 
 def left_behind(plan: Plan) -> str:
-    """The parts of a split plan that system memory holds: "experts of 24 of 36 layers run"."""
+    """Return the parts of a split plan in system memory: "experts of 24 of 36 layers run"."""
     placed = plan.settings.placement
     n = len(plan.model.layers)
     first = placed.first_gpu_layer(n)
@@ -61,17 +61,18 @@ def left_behind(plan: Plan) -> str:
 
 
 def _beside(plan: Plan) -> str:
-    """ "experts of 24 of 36 layers run from system memory, 40.0 GB"."""
+    """Return "experts of 24 of 36 layers run from system memory, 40.0 GB"."""
     return f"{left_behind(plan)} from system memory, {gb(plan.memory.host_bytes)}"
 
 
 def all_memory(plan: Plan) -> int:
-    """Bytes in every memory: what a divided plan has in system memory is needed too."""
+    """Return the bytes in all memories, including those of a split plan in system memory."""
     return plan.memory.total_bytes + plan.memory.host_bytes
 
 
 def is_too_slow(plan: Plan, need: Need) -> str:
-    """ "fits, but 0.6 tok/s is too slow for chat (5 needed)", or the first token comes too late."""
+    """Return "fits, but 0.6 tok/s is too slow for chat (5 needed)", or that the first token comes
+    too late."""
     if plan.stream_tok_s >= need.least_tok_s:
         return (
             f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} comes after "
@@ -85,7 +86,7 @@ def is_too_slow(plan: Plan, need: Need) -> str:
 
 
 def of_variant(plan: Plan, device: Device, need: Need) -> str:
-    """The verdict on one variant, for `recommend -m MODEL`."""
+    """Return the verdict on one variant, for `recommend -m MODEL`."""
     if plan.fits == "no":
         return does_not_fit(plan, device)
     if plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need):
@@ -99,7 +100,8 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
 
 
 def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
-    """The picks with `why` filled in: each compared with the first and with the one above it."""
+    """Return the picks with `why` filled in: each is compared with the first pick and with the
+    others."""
     return [replace(plan, why=_sentence(plan, picks, need)) for plan in picks]
 
 
@@ -114,7 +116,7 @@ def _sentence(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
     is_slow = plan.stream_tok_s < need.good_tok_s
     good = f"{need.good_tok_s:g} tok/s that feel good"
     if len(picks) > 1 and all(p.stream_tok_s < need.good_tok_s for p in picks):
-        # A fact about every pick is stated once, with the first.
+        # A fact about all picks is stated once, with the first.
         if plan is first:
             parts.append(f"all of these are slower than the {good}")
     elif is_slow:
@@ -123,12 +125,12 @@ def _sentence(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
 
 
 def _rank_of_quality(plan: Plan) -> tuple[bool, float]:
-    """A plan that is not rated ranks below all that are."""
+    """Sort key: unrated plans below all rated ones."""
     return plan.is_rated, plan.quality
 
 
 def _praise(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
-    """The best that can be said of a plan compared with the other picks."""
+    """Return the best property of a plan compared with the other picks."""
     first = picks[0]
     is_best = plan.is_rated and plan is max(picks, key=_rank_of_quality)
     if plan is first:
@@ -154,7 +156,7 @@ def _praise(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
 
 
 def _better_than(first: Plan, plan: Plan) -> str:
-    """The most telling advantage of `plan` over the first pick."""
+    """Return the most important advantage of `plan` over the first pick."""
     ratio = plan.stream_tok_s / first.stream_tok_s
     better = plan.quality - first.quality
     saved = all_memory(first) - all_memory(plan)
@@ -172,7 +174,7 @@ def _better_than(first: Plan, plan: Plan) -> str:
 
 
 def _little_better_than(first: Plan, plan: Plan) -> str:
-    """An advantage of `plan` in its wait, context or rating."""
+    """Return an advantage of `plan` in its wait, context or rating."""
     better = plan.quality - first.quality
     sooner = 1 - plan.later_ttft_s / first.later_ttft_s
     if sooner > 0.01:
@@ -192,7 +194,7 @@ def _little_better_than(first: Plan, plan: Plan) -> str:
 
 
 def _trades(plan: Plan, first: Plan) -> list[str]:
-    """The disadvantages of `plan` in addition to its speed. The table has its KV type."""
+    """Return the disadvantages of `plan` other than its speed. The table lists its KV type."""
     trades = []
     drafted = rate(plan.stream_tok_s)
     plain = rate(plan.decode_tok_s.value)
