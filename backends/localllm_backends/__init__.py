@@ -1,2 +1,4 @@
-"""Engines that run a Variant, each behind `contract.Backend` and found by the entry-point group
-`localllm.backends`."""
+"""Engines that run a Variant.
+
+Each implements `contract.Backend` and is found by the entry-point group `localllm.backends`.
+"""

@@ -1,9 +1,8 @@
-"""Choosing among the few greatest logits that a device sorted out of each row, all rows at once, as
-the engine's sampler would.
+"""Choose tokens from the top-k logits of each row, which a device selected, for all rows at once.
 
-The arithmetic is double precision and in the engine's own order (rank), so that a seed draws the
-same token here and there. What the few can't decide is left open: somebody then looks at the whole
-row.
+The result equals the engine's sampler: double precision, and the same order (rank), so that a seed
+draws the same token in both. If the top k do not determine the token, it is left open and the
+caller samples from the full row.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ from localllm_backends.values import Chunk, SampleSpec
 
 Ids = NDArray[np.int32]
 Rows = NDArray[np.float32]
-# Ids of tokens, and what is added to the logit of each.
+# Token ids, and the amount that is added to the logit of each.
 Amounts = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopRows:
-    """The greatest `logits` [rows, k] of some rows with their `ids`, in any order. No other token's
-    is greater. `totals` [rows]: what all of a row's tokens weigh together, in e^(logit - greatest);
-    None: not known."""
+    """The top-k logits of some rows.
+
+    `logits` [rows, k] and their `ids` are in any order; no other token of the row has a greater
+    logit. `totals` [rows] is the sum of e^(logit - greatest logit) over all tokens of a row; None:
+    not known.
+    """
 
     ids: Ids
     logits: Rows
@@ -39,13 +41,13 @@ BEST = SampleSpec(0.0, 0, 1.0, 0.0, 0.0)
 
 
 def unlimited(spec: SampleSpec) -> bool:
-    """True where what is drawn hangs on the weight of all tokens, which the few must be told."""
+    """Return whether the draw depends on the weight of all tokens, which then must be given."""
     return spec.temperature > 0 and spec.top_k == 0
 
 
 def may_decide(spec: SampleSpec | None, n: int) -> bool:
-    """False where a token that is chosen so (None: the best one) can't be found among the `n`
-    greatest."""
+    """Return False if the `n` greatest logits can't determine the token (spec None: the best
+    token)."""
     if spec is None or spec.temperature <= 0:
         return True
     if not unlimited(spec):
@@ -56,15 +58,17 @@ def may_decide(spec: SampleSpec | None, n: int) -> bool:
 
 
 def _changes(spec: SampleSpec) -> bool:
-    """Return whether `spec` changes logits before one is chosen."""
+    """Return whether `spec` changes logits before a token is chosen."""
     if spec.banned or spec.allowed is not None:
         return True
     return bool(spec.seen or spec.bias or spec.reduced)
 
 
 def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
-    """One row's few as `spec` changes them, -inf where something outside might be greater than
-    them."""
+    """Return the top-k logits of one row as `spec` changes them.
+
+    A changed logit becomes -inf if a token outside the top k might now be greater.
+    """
     if _raises(spec):
         return np.full_like(logits, -np.inf)
     least = logits.min()
@@ -84,13 +88,13 @@ def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
         out[bits & 1 == 0] = -np.inf
     for token in spec.banned:
         out[ids == token] = -np.inf
-    # As it is where nothing is left: that is for whoever sees the whole row.
+    # If all are -inf, the caller decides with the full row.
     out[out <= least] = -np.inf
     return out
 
 
 def _raises(spec: SampleSpec) -> bool:
-    """Can a logit become greater than it was?"""
+    """Return whether `spec` can increase a logit."""
     seen = spec.seen
     if seen is not None and (seen.repeat < 1.0 or seen.presence < 0.0 or seen.frequency < 0.0):
         return True
@@ -109,7 +113,7 @@ def _add(logits: Rows, ids: Ids, amounts: Amounts | None) -> None:
 
 
 def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Which of `ids` are among `others`, and where there."""
+    """Return a mask of the `ids` that are among `others`, and their indices there."""
     if not len(others):
         return np.zeros(len(ids), dtype=np.bool_), others
     order = np.argsort(others, kind="stable")
@@ -120,7 +124,7 @@ def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDAr
 
 
 def _draw_settings(spec: SampleSpec) -> tuple[float, float, float, float, float]:
-    """Return (temperature, top_k, top_p, min_p, uniform) as `FewChooser` computes with them."""
+    """Return (temperature, top_k, top_p, min_p, uniform) for `FewChooser`."""
     if spec.temperature <= 0:
         # Draws the best token.
         return (1.0, 1.0, math.inf, 0.0, 0.0)
@@ -129,8 +133,11 @@ def _draw_settings(spec: SampleSpec) -> tuple[float, float, float, float, float]
 
 
 class FewChooser:
-    """Chooses the tokens behind those of the `chunks` with the numbers `where`. What hangs on
-    nothing but what they ask for is made here, while a device still computes their rows."""
+    """Chooses the next tokens of the `chunks` with the indices `where`.
+
+    The constructor prepares everything that depends only on the specs. It runs while the device
+    still computes the rows.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], where: Sequence[int]) -> None:
         self._n_chunks = len(chunks)
@@ -157,8 +164,10 @@ class FewChooser:
         self._any_weighed = self._weighed.any()
 
     def of(self, top: TopRows) -> list[int | None]:
-        """For each chunk the token behind it, by the `top` of the rows of those chosen for; None
-        where that is left open."""
+        """Return the next token of each chunk, from the `top` logits of the rows in `where`.
+
+        None means that the token is left open.
+        """
         if not self._where:
             return [None] * self._n_chunks
         logits = top.logits
@@ -166,7 +175,7 @@ class FewChooser:
             logits = logits.copy()
             for i in self._changed:
                 logits[i] = _changed(top.ids[i], top.logits[i], self._specs[i])
-        # What is no number, or nothing but forbidden, is not taken.
+        # Rows with NaN, or with only forbidden tokens, are left open.
         with np.errstate(invalid="ignore"):
             if self._hot:
                 tokens, good = self._drawn(top, logits)
@@ -181,27 +190,29 @@ class FewChooser:
         return [at.get(i) for i in range(self._n_chunks)]
 
     def _best(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
-        """The greatest of each row, and whether it is that."""
+        """Return the best token of each row, and whether it is certain."""
         at = logits.argmax(axis=1)
         best = logits[self._rows, at]
         tokens = top.ids[self._rows, at]
         hit = logits == best[:, None]
         if np.count_nonzero(hit) != len(at):
             tokens = np.where(hit, top.ids, np.int32(0x7FFFFFFF)).min(axis=1)
-        # Of those with the least logit others may have been left out.
+        # Tokens with the least of these logits may have equals outside the top k.
         return tokens, (best > logits.min(axis=1)) & (best < np.inf)
 
     def _drawn(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
-        """One token of each row, and whether it is that: of those with the least logit others may
-        have been left out."""
+        """Draw one token per row, and return whether it is certain.
+
+        It is not certain if its logit is the least of the top k: there may be equals outside.
+        """
         n, k = logits.shape
         rows = self._rows
         top_k = self._top_k
-        # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
+        # Draw a rank first and look up its id: sorting the ids too took five times as long.
         ranked = np.sort(logits, axis=1)[:, ::-1]
         totals = None
         if self._any_weighed:
-            # The weight of all tokens, which the shares of the first ones depend on.
+            # The weight of all tokens; the probabilities of the first ones depend on it.
             known = 0.0 if top.totals is None else top.totals[:, None]
             totals = np.where(self._weighed, known, 0.0)
             top_k = np.where(totals[:, 0] > 0, k, top_k)
@@ -209,13 +220,13 @@ class FewChooser:
         width = int(last.max()) + 1
         good = (top_k > 0) & (top_k <= k) & (ranked[:, 0] < np.inf)
         if self._changed:
-            # Others may have come to stand among the first of those that were lowered.
+            # Tokens outside the top k may have a higher rank than those that were lowered.
             good &= ranked[rows, last] > -np.inf
         weights, tempered = self._weights(ranked[:, :width], last)
         if self._any_filtered:
             kept = self._kept(weights, totals)
             if totals is not None:
-                # If the filters keep the last of the few, they may keep others too.
+                # If the filters keep the last of the top k, they may keep tokens outside as well.
                 cut = (totals > 0) & self._filtered
                 good &= ~cut[:, 0] | ~kept[rows, last]
             tempered = tempered * kept
@@ -223,7 +234,7 @@ class FewChooser:
         few = reached[:, -1:]
         mass = few
         if totals is not None:
-            # What the others weigh is known at temperature 1.
+            # The weight of the tokens outside is known only at temperature 1.
             beyond = (totals > 0) & ~self._filtered
             mass = np.where(beyond, np.maximum(totals, mass), mass)
             among_few = self._at_one & (self._uniform * mass < few)
@@ -235,7 +246,7 @@ class FewChooser:
         tokens: Ids = top.ids[rows, hit.argmax(axis=1)]
         if np.count_nonzero(hit) != n:
             for i in np.flatnonzero(hit.sum(axis=1) > 1):
-                # Equals are ranked by id.
+                # Equal logits are ranked by id.
                 equals = np.sort(top.ids[i, hit[i]])
                 n_greater = np.count_nonzero(ranked[i] > drawn[i])
                 tokens[i] = equals[rank[i] - n_greater]
@@ -244,8 +255,11 @@ class FewChooser:
     def _weights(
         self, ranked: Rows, last: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return what the ranked tokens weigh at temperature 1 and at the wanted one, up to the
-        `last` of each row."""
+        """Return the weights of the ranked tokens at temperature 1 and at the requested
+        temperature.
+
+        Tokens after the `last` of each row have weight 0.
+        """
         far = ranked.astype(np.float64)
         far = far - far[:, :1]
         weights = np.exp(far)
@@ -262,8 +276,11 @@ class FewChooser:
     def _kept(
         self, weights: NDArray[np.float64], totals: NDArray[np.float64] | None
     ) -> NDArray[np.bool_]:
-        """Return which of the ranked tokens the filters keep. As filters.py cuts: the fewest that
-        weigh top_p, of those that weigh min_p of the best."""
+        """Return a mask of the ranked tokens that the filters keep, by the rules of filters.py.
+
+        top_p keeps the fewest tokens that reach its share; min_p keeps tokens with that share of
+        the best token's weight.
+        """
         summed = np.add.accumulate(weights, axis=1)
         all_weigh = summed[:, -1:]
         if totals is not None:

@@ -1,13 +1,13 @@
-"""The contract as checks that can be run on a loaded backend anywhere: by our tests, and by a user
-on a real device.
+"""The backend contract as checks that run on any loaded backend.
 
-Each check raises BrokenRuleError with a sentence. `Subject.examine` leaves the backend as it was,
-however a check ends, so that one load serves them all. `tests/backends/test_conformance.py` runs
-them on every memory shape we can build, and adds what needs a shape of its own.
+Our tests run them, and users can run them on a real device. Each check raises BrokenRuleError with
+a sentence. `Subject.examine` restores the backend after each check, so one load is enough for all.
+`tests/backends/test_conformance.py` runs them on every memory shape that we can build, and adds
+checks for single shapes.
 
-Kernels for different shapes of a batch round differently, on some cards far more than on others: how
-much is measured first (`rounding_is_far_below_what_a_token_changes`), between two ways of computing
-the same, and what the other checks call different stands well outside that.
+Kernels for different batch shapes round differently, on some cards far more than on others. The
+first check (`rounding_is_far_below_what_a_token_changes`) measures that rounding between two ways
+to compute the same result. Other checks report a difference only if it is well above the rounding.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from localllm_backends.contract import (
     SeenTokens,
 )
 
-# What any device may differ by, as a share of the largest logit: random weights of our tests' size,
-# and SmolLM2 on processors (0.012), stay well inside it.
+# Allowed difference on any device, as a share of the largest logit. Random weights of our tests'
+# size stay well below it, and so does SmolLM2 on processors (0.012).
 LOGIT_NOISE = 2e-2
-# An H200's SmolLM2 differed by 0.035 where a prompt was cut and by 0.065 in a check behind that.
+# On an H200, SmolLM2 differed by 0.035 for a split prompt, and by 0.065 in a later check.
 _OUTSIDE_NOISE = 3.0
-# Each next word hangs on the one or two before it, so that a row or a position too many shows:
-# neighbouring rows of SmolLM2 differ by 0.46 to 1.5, a token at its neighbour's place by 0.2 to 0.7.
+# Each next word depends on the one or two words before it, so a row or a position that is off by
+# one shows. Neighbouring rows of SmolLM2 differ by 0.46 to 1.5; a token at a neighbouring position
+# differs by 0.2 to 0.7.
 _TEXT = (
     "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. January, February, March, "
     "April, May, June, July, August, September, October, November, December. A, B, C, D, E, F, "
@@ -46,23 +47,28 @@ _TEXT = (
 
 
 class BrokenRuleError(BackendFailure):
-    """The backend does not do what its contract says."""
+    """The backend violates its contract."""
 
 
-class NotHere(Exception):  # noqa: N818 - no error: the check asks for what this memory does not claim to do
+class NotHere(Exception):  # noqa: N818 - no error: the memory has no such ability
     """This check does not apply to the loaded model's memory."""
 
 
 def difference(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """How far the logits `b` are from `a`, as a share of the largest; NaN where either has one."""
+    """Return the largest difference of two logit arrays, as a share of the largest logit in `a`.
+
+    NaN if either contains NaN.
+    """
     return float(np.abs(a - b).max()) / max(1.0, float(np.abs(a).max()))
 
 
 @dataclass
 class Subject:
-    """A loaded backend under examination. `noise` is how far logits may differ that should be
-    equal, as a share of the largest; `worst` the largest share that was seen; `held` the sequences
-    that a check has made."""
+    """A loaded backend under test.
+
+    `noise`: allowed difference of logits that should be equal, as a share of the largest logit.
+    `worst`: largest share seen. `held`: sequences that a check has created.
+    """
 
     backend: Backend
     noise: float = LOGIT_NOISE
@@ -70,7 +76,7 @@ class Subject:
     held: list[int] = field(default_factory=list)
 
     def examine(self, check: Check) -> None:
-        """Run a check; the sequences it made are given back, whatever it raises."""
+        """Run a check. Its sequences are dropped, even if it raises."""
         self.worst = 0.0
         try:
             check(self)
@@ -79,12 +85,13 @@ class Subject:
                 self.backend.drop(self.held.pop())
 
     def line(self, n: int, start: int = 0) -> list[int]:
-        """`n` tokens of one text, from its token number `start` on."""
+        """Return `n` tokens of a fixed text, starting with token number `start`."""
         text = self.backend.tokenize(_TEXT, special=False)
         return list(islice(cycle(text), start, start + n))
 
     def feed(self, sequence: int, tokens: Sequence[int], outputs: int = 1) -> NDArray[np.float32]:
-        """Append tokens in steps as large as may be; the last `outputs` rows of the last step."""
+        """Append tokens in the largest possible steps; return the last `outputs` rows of the last
+        step."""
         size = self.backend.info.n_batch
         for start in range(0, len(tokens), size):
             chunk = Chunk(sequence, tokens[start : start + size], outputs)
@@ -92,24 +99,24 @@ class Subject:
         return result.logits(0).copy()
 
     def new(self) -> int:
-        """A new sequence."""
+        """Create a sequence."""
         self.held.append(self.backend.new_sequence())
         return self.held[-1]
 
     def drop(self, sequence: int) -> None:
-        """Give a sequence back before the check has ended."""
+        """Drop a sequence before the check ends."""
         self.held.remove(sequence)
         self.backend.drop(sequence)
 
     def fresh(self, tokens: Sequence[int], outputs: int = 1) -> NDArray[np.float32]:
-        """`feed` to a sequence of its own, which is given back."""
+        """Return `feed` of a new sequence, which is dropped afterwards."""
         sequence = self.new()
         rows = self.feed(sequence, tokens, outputs)
         self.drop(sequence)
         return rows
 
     def same(self, a: NDArray[np.float32], b: NDArray[np.float32], what: str) -> None:
-        """`a` and `b` are one another but for rounding; NaN is equal to nothing."""
+        """Require that `a` and `b` are equal except for rounding. NaN equals no value."""
         share = difference(a, b)
         # Written so that NaN fails.
         require(
@@ -123,14 +130,14 @@ Check = Callable[[Subject], None]
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise BrokenRuleError with `sentence` unless it holds."""
+    """Raise BrokenRuleError with `sentence` unless `holds`."""
     if not holds:
         raise BrokenRuleError(sentence)
 
 
 @contextmanager
 def refused(kind: type[BackendFailure], otherwise: str) -> Iterator[None]:
-    """Raise BrokenRuleError with the sentence `otherwise` unless a failure of that kind comes."""
+    """Raise BrokenRuleError with `otherwise` unless the block raises `kind`."""
     try:
         yield
     except kind:
@@ -139,9 +146,11 @@ def refused(kind: type[BackendFailure], otherwise: str) -> Iterator[None]:
 
 
 def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
-    """The same line at once and cut in two ways, and twice in one step, differs by what rounding
-    makes here; what stands `_OUTSIDE_NOISE` times outside that is a fault from now on, and must
-    still be small beside what one token more changes."""
+    """Measure rounding: the same tokens at once, split in two ways, and twice in one step.
+
+    Later checks treat a difference of more than `_OUTSIDE_NOISE` times this rounding as a fault.
+    That limit must be small compared with the change that one more token makes.
+    """
     backend = subject.backend
     last = 8
     tokens = subject.line(backend.info.n_batch)
@@ -166,7 +175,7 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
     subject.worst = float(np.max(by_rounding))
     by_tokens = [difference(a, b) for a, b in pairwise(at_once)]
     changed = float(np.median(by_tokens))
-    # Written so that NaN fails, and rows of nothing.
+    # Written so that NaN and empty results fail.
     require(
         _OUTSIDE_NOISE * subject.worst < changed / 2,
         f"the same line computed in other ways differs by {subject.worst:.3g} of the largest "
@@ -176,7 +185,7 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
 
 
 def a_step_appends_and_counts(subject: Subject) -> None:
-    """A step's tokens are the sequence's, cost as many cells, and give them back."""
+    """A step appends its tokens and takes as many cells, which `drop` frees again."""
     backend = subject.backend
     free = backend.cells_free()
     sequence = subject.new()
@@ -191,8 +200,11 @@ def a_step_appends_and_counts(subject: Subject) -> None:
 
 
 def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
-    """The last n outputs of a chunk are its last n tokens', as if each sequence had been stepped
-    alone, and argmax is the largest logit's."""
+    """The last n outputs of a chunk belong to its last n tokens, as if each sequence were stepped
+    alone.
+
+    argmax is the index of the largest logit.
+    """
     backend = subject.backend
     first = subject.line(12)
     second = subject.line(9, 30)
@@ -214,7 +226,7 @@ def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
 
 
 def _sample_specs(n_vocab: int) -> list[SampleSpec]:
-    """Return ways to sample in which each field of a spec matters."""
+    """Return specs in which each field matters."""
     some = np.arange(0, n_vocab, 3)
     twice = np.full(len(some), 2, dtype=np.int32)
     seen = SeenTokens(some, twice, repeat=1.3, presence=0.4, frequency=0.2)
@@ -236,14 +248,18 @@ def _sample_specs(n_vocab: int) -> list[SampleSpec]:
 
 
 def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
-    """A sampled token is the one that the spec's definition gives in double precision, or a
-    neighbour of it where a share ends that near, or none is named."""
+    """A sampled token is the one that the spec defines in double precision.
+
+    It may be the neighbouring token if a cumulative probability ends that close, and the backend
+    may leave it open.
+    """
     backend = subject.backend
     if not backend.capabilities.samples:
         raise NotHere("this backend leaves sampling to the engine")
     specs = _sample_specs(backend.info.n_vocab)
-    # Together, and hardly looked at: of few streams a device's whole rows may be as cheap, and are
-    # left to the engine. Four at least are such as a device's greatest logits decide.
+    # All specs in one step, with `few`. For few streams a device may find it as cheap to return
+    # full rows, which leaves sampling to the engine. From four streams on, the device's top-k
+    # logits are used.
     named = 0
     at_once = min(len(specs), backend.info.n_seq_max)
     for first in range(0, len(specs), at_once):
@@ -268,15 +284,17 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
     require(named > 0, "of all these tokens none was sampled")
 
 
-# How far single precision may be from double, in shares of all that is drawn from.
+# Allowed difference of single from double precision, as a share of the probability mass.
 _NEAR = 1e-4
 
 
 def may_be_sampled(
     token: int, row: NDArray[np.float64], spec: SampleSpec, near: float = _NEAR
 ) -> bool:
-    """Is `token` what `spec` asks for, by its definition, wherever within `near` (a share of all
-    that is drawn from) of where they are its limits may lie?"""
+    """Return whether `token` is the one that `spec` defines.
+
+    The spec's limits may be off by `near`, a share of the probability mass.
+    """
     row = row.copy()
     if spec.bias is not None:
         row[spec.bias[0]] += spec.bias[1]
@@ -297,8 +315,10 @@ def may_be_sampled(
 
 
 def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, near: float) -> bool:
-    """Return whether `spec`, its limits moved `by` a share, draws `token` from `row`, within
-    `near`."""
+    """Return whether `spec` draws `token` from `row`, within `near`.
+
+    `by`: share by which the spec's limits are moved.
+    """
     ranked = np.lexsort((np.arange(len(row)), -row))
     ids = ranked[: spec.top_k or None]
     share = np.exp(row[ids] - row[ids[0]])
@@ -322,7 +342,7 @@ def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, ne
 
 
 def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
-    """Two that share a past have futures of their own, and one may go."""
+    """Two sequences with a common prefix continue independently, and one of them may be dropped."""
     backend = subject.backend
     tokens = subject.line(30)
     source = subject.new()
@@ -344,8 +364,10 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
 
 
 def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
-    """`truncate` works where it is promised, what is rejected is as if it had never been appended,
-    and a memory that can't rewind says so."""
+    """`truncate` works as far as promised, and rejected tokens leave no trace.
+
+    A memory that can't rewind raises CannotRewindError.
+    """
     backend = subject.backend
     tokens = subject.line(90)
     sequence = subject.new()
@@ -370,7 +392,7 @@ def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
 
 
 def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
-    """Whole, and where a prefix can be kept in pieces, put together again in part."""
+    """Exported KV can be imported in full, and in pieces if the backend supports segments."""
     backend = subject.backend
     tokens = subject.line(60)
     source = subject.new()
@@ -395,7 +417,7 @@ def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
 
 
 def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
-    """A damaged file of KV is refused, and what it was meant for stays usable."""
+    """Damaged KV data is rejected, and the target sequence stays usable."""
     backend = subject.backend
     source = subject.new()
     target = subject.new()

@@ -1,26 +1,28 @@
-"""The backend contract: the one page to read before writing a backend.
+"""The backend contract. Read this module before you write a backend.
 
-A Backend is a loaded Variant: weights plus KV memory, and the few operations an engine needs. It
-knows token ids and positions; it knows nothing of requests, text rules, sampling, caching policy or
-HTTP.
+A Backend is a loaded Variant: weights, KV memory, and the few operations that an engine needs. It
+handles token ids and positions. Requests, text rules, sampling, caching policy and HTTP are outside
+its scope.
 
-Rules every backend keeps (tests/backends/test_conformance.py is the executable form):
+Rules for every backend (tests/backends/test_conformance.py checks them):
 
-* One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`/`interrupt`,
-  and `close` are called from that thread only. `tokenize` and `detokenize` are pure over the
-  vocabulary and may be called from any thread.
-* A Sequence is a line of tokens 0..n-1 whose KV is held.
-  `new_sequence` makes an empty one;
+* One thread owns a backend. Only that thread may call `load`, `close` and every method except
+  `tokenize`, `detokenize`, `token_bytes` and `interrupt`. `tokenize` and `detokenize` depend only
+  on the vocabulary and may be called from any thread.
+* A sequence is a list of tokens 0..n-1 whose KV is in memory.
+  `new_sequence` creates an empty sequence;
   `step` appends to it;
-  `truncate` takes the tail back;
-  `fork` makes another one that shares a prefix (without copying where `Capabilities.shares_cells`);
-  `drop` frees it. Every handle is an opaque int, never reused while held.
-* `step` is one sweep over the weights for all chunks. It either appends every chunk or raises and
-  appends none.
-* Memory is exact: `memory()` reports what was really allocated, `cells_free()` what can still be
-  appended.
-* Errors are `BackendFailure` and its subclasses, each with a message a user can read. Nothing else
-  crosses the border.
+  `truncate` removes its tail;
+  `fork` creates another sequence with the same prefix (without copying if
+  `Capabilities.shares_cells`);
+  `drop` frees it.
+  Each handle is an opaque int that is not reused while the sequence exists.
+* `step` reads the weights once for all chunks. It either appends every chunk, or raises and appends no
+  tokens.
+* Memory figures are exact: `memory()` reports the allocated bytes, `cells_free()` the number of
+  tokens that can still be appended.
+* Errors are `BackendFailure` and its subclasses, each with a message for the user. A backend raises
+  no other exceptions.
 """
 
 from __future__ import annotations
@@ -93,9 +95,12 @@ __all__ = [
 ]
 
 
-class BackendFailure(Exception):  # noqa: N818 - a family name; the leaves say Error
-    """Base of everything a backend raises: `str(e)` says what happened and why; `hint` what to do,
-    where that is not what it is for all of its kind."""
+class BackendFailure(Exception):  # noqa: N818 - the family's name; its subclasses end in Error
+    """Base class of all errors that a backend raises.
+
+    `str(e)` gives the failure and its cause. `hint` gives the remedy if it differs from the usual
+    one for the error's class.
+    """
 
     def __init__(self, message: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -103,128 +108,157 @@ class BackendFailure(Exception):  # noqa: N818 - a family name; the leaves say E
 
 
 class LoadError(BackendFailure):
-    """The files can't be loaded: missing, truncated, another format, an unknown architecture."""
+    """The files can't be loaded: missing, truncated, in another format, or of an unknown
+    architecture."""
 
 
 class OutOfMemoryError(BackendFailure):
-    """Loading or stepping needs more memory than there is."""
+    """Loading or a step needs more memory than is available."""
 
 
 class NoCellsError(BackendFailure):
-    """A step would need more KV cells than are free. Nothing was appended."""
+    """A step needs more KV cells than are free. The step appended no tokens."""
 
 
 class StepError(BackendFailure):
-    """The engine failed inside a step. Sequences named in it must be dropped."""
+    """The engine failed inside a step. The step's sequences must be dropped."""
 
 
 class InterruptedStepError(BackendFailure):
-    """Somebody called `interrupt` while the step ran. Nothing was appended, and nothing is lost."""
+    """`interrupt` ended the running step. The step appended no tokens, and all sequences stay
+    valid."""
 
 
 class CannotRewindError(BackendFailure):
-    """This model's memory can't be cut back to that length (recurrent state, trimmed window)."""
+    """The model's memory can't be truncated to that length (recurrent state, sliding window)."""
 
 
 class OtherMachineError(LoadError):
-    """Another machine that was to hold layers can't be had: no fault of the model's files."""
+    """A worker machine that should hold layers is not available. The model's files are not at
+    fault."""
 
 
 class StepResult(ABC):
-    """What a step computed. Valid until the next call of `step` on the same backend. Where
-    `Capabilities.asynchronous`, whoever asks waits for the computing to end, and a BackendFailure
-    may only come then."""
+    """The results of a step, valid until the next call of `step` on the same backend.
+
+    If `Capabilities.asynchronous`, each method waits until the step is computed, and it may raise
+    the step's BackendFailure.
+    """
 
     @abstractmethod
     def argmax(self, chunk: int) -> list[int]:
-        """Best token of each wanted output of chunk number `chunk`, in order."""
+        """Return the best token of each requested output of chunk number `chunk`, in order."""
 
     @abstractmethod
     def logits(self, chunk: int) -> Logits:
-        """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab],
-        read-only."""
+        """Return the logits of the requested outputs of chunk number `chunk`: float32 [outputs,
+        n_vocab], read-only."""
 
     def sampled(self, chunk: int) -> int | None:
-        """The token that the `sample` of chunk number `chunk` asked for, in single precision: where
-        a share ends within 1e-4 of `uniform` or of top_p it may be the next one. None where that
-        takes a look at the logits, and where no `sample` was asked for. (Capabilities.samples)"""
+        """Return the token for the `sample` of chunk number `chunk`.
+
+        The backend computes in single precision. If a cumulative probability ends within 1e-4 of
+        `uniform` or of top_p, the result may be the neighbouring token. Returns None if the chunk
+        has no `sample`, or if the caller must sample from the logits. Needs Capabilities.samples.
+        """
         return None
 
 
 class PrefillSlices(ABC):
-    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are
-    computed, or `stop` before that; `join` until all that are computed are appended; `close`. The
-    sequence they belong to stays as it is until `join`, and must not be stepped before."""
+    """A prefill that runs between decode steps, in slices of the owner's time.
+
+    Call `run` until all tokens are computed, or `stop` earlier. Then call `join` until all computed
+    tokens are appended, and `close`. The sequence does not change before `join` and must not be
+    stepped before then.
+    """
 
     @abstractmethod
     def run(self, seconds: float) -> int:
-        """Compute for about `seconds`; returns how many of the tokens are computed by now.
-        BackendFailure ends it."""
+        """Compute for about `seconds` and return the number of tokens computed so far.
+
+        A BackendFailure ends the prefill.
+        """
 
     @abstractmethod
     def stop(self) -> int:
-        """Compute no more, at any time and whatever failed; returns how many of the tokens are
-        computed, all of which can be appended. What is in the middle of being computed is not."""
+        """Stop computing and return the number of computed tokens, all of which can be appended.
+
+        May be called at any time, also after a failure. Partly computed tokens do not count.
+        """
 
     @abstractmethod
     def join(self) -> int:
-        """Append one piece of what is computed to the sequence; returns how many tokens are still
-        to be appended, those that are not computed among them. Raises NoCellsError (nothing
-        appended) where there is no room."""
+        """Append one piece of the computed tokens to the sequence.
+
+        Returns the number of tokens still to be appended, including those not yet computed. Raises
+        NoCellsError, without appending, if there are too few free cells.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop, and free what it took. What was appended stays."""
+        """Stop, and free the prefill's memory. Appended tokens stay in the sequence."""
 
 
 class Backend(ABC):
-    """A loaded Variant. See the module docstring for the rules. What `Capabilities` promises is
-    written below the required
-    operations: a backend without that ability leaves it as it is."""
+    """A loaded Variant. See the module docstring for the rules.
+
+    The methods that belong to a flag of `Capabilities` follow the required methods. A backend
+    without that ability does not override them.
+    """
 
     info: ModelInfo
     capabilities: Capabilities
 
     @abstractmethod
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`; `special` parses control tokens written in it, `add_bos` puts the
-        model's BOS first."""
+        """Return the token ids of `text`.
+
+        `special` parses control tokens in the text. `add_bos` puts the model's BOS first.
+        """
 
     def text_pieces(self, text: str, *, special: bool, add_bos: bool) -> Iterable[str]:
-        """`text` in pieces of some thousand characters, whose tokens (a BOS at the first one's
-        beginning) are together the text's: it may be cut where a tokenizer starts anew. In a longer
-        text with the same beginning the first of them are the same."""
+        """Split `text` into pieces of a few thousand characters that can be tokenized one by one.
+
+        The tokens of all pieces, with a BOS before the first one, equal the tokens of the text. So
+        cuts are made only at points where a tokenizer starts anew. A longer text with the same
+        beginning has the same first pieces.
+        """
         return (text,)
 
     @abstractmethod
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`, control tokens rendered, invalid UTF-8 replaced."""
+        """Return the text of `tokens`, including control tokens. Invalid UTF-8 is replaced."""
 
     @abstractmethod
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes one token stands for; b"" for a control token unless `special`."""
+        """Return the bytes of one token; b"" for a control token unless `special`."""
 
     @abstractmethod
     def is_control(self, token: int) -> bool:
-        """True for a token that marks structure (turns, end of text) rather than text."""
+        """Return True if the token marks structure (turns, end of text) and is not text."""
 
     @abstractmethod
     def new_sequence(self) -> SequenceId:
-        """An empty sequence; raises NoCellsError when `n_seq_max` are held."""
+        """Create an empty sequence. Raises NoCellsError if `n_seq_max` sequences exist."""
 
     @abstractmethod
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A new sequence with the first `n_tokens` of `source`; CannotRewindError if it can't be
-        split there, NoCellsError where there is no room for it."""
+        """Create a sequence with the first `n_tokens` of `source`.
+
+        Raises CannotRewindError if `source` can't be split there, and NoCellsError if there are too
+        few free cells or sequences.
+        """
 
     @abstractmethod
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Cut `sequence` back to its first `n_tokens`; CannotRewindError if impossible (then
-        nothing changed)."""
+        """Truncate `sequence` to its first `n_tokens`.
+
+        Raises CannotRewindError, and leaves everything unchanged, if that is impossible.
+        """
 
     @abstractmethod
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
-        """Would `truncate` to `n_tokens`, and `fork` there, be possible now?"""
+        """Return whether `truncate` to `n_tokens`, and `fork` at that length, are possible now."""
 
     @abstractmethod
     def drop(self, sequence: SequenceId) -> None:
@@ -232,166 +266,207 @@ class Backend(ABC):
 
     @abstractmethod
     def length(self, sequence: SequenceId) -> int:
-        """Tokens held by `sequence`."""
+        """Return the number of tokens in `sequence`."""
 
     @abstractmethod
     def cells_free(self) -> int:
-        """Tokens that can still be appended over all sequences."""
+        """Return the number of tokens that can still be appended, over all sequences."""
 
     @abstractmethod
     def step(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Append every chunk (at most `info.n_batch` tokens together) in one sweep over the
+        """Append all chunks (at most `info.n_batch` tokens together) in one pass over the
         weights."""
 
     @abstractmethod
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop) as bytes that `import_range` of the same fingerprint, KV types
-        and meaning takes back."""
+        """Return the KV of tokens [start, stop) as bytes.
+
+        `import_range` accepts them if the fingerprint, the KV types and `ModelInfo.kv_meaning` are
+        equal.
+        """
 
     @abstractmethod
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        """Append exported tokens [start, stop) to `sequence`, whose length must be `start`.
+        """Append the exported tokens [start, stop) to `sequence`, whose length must be `start`.
 
-        A blob may hold more tokens than asked for where `Capabilities.segments`. Raises
-        BackendFailure, having appended nothing, on foreign data."""
+        If `Capabilities.segments`, `data` may hold more tokens than are imported. Raises
+        BackendFailure, without appending, if the data is invalid.
+        """
 
     @abstractmethod
     def memory(self) -> MemoryReport:
-        """What is allocated now."""
+        """Return the memory that is allocated now."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """AssertionError where its books on cells and sequences are wrong; called by tests after
-        whatever happened."""
+        """Check the bookkeeping of cells and sequences; for tests, after any operation.
+
+        Raises AssertionError if the bookkeeping is inconsistent.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything. The object is dead afterwards."""
+        """Free everything. The backend can't be used afterwards."""
 
-    # --- Capabilities.states: `export_range` and `import_range` are of the KV that every token
-    # keeps, and a sequence with imported KV must not be stepped before `import_state`.
+    # --- Capabilities.states: `export_range` and `import_range` handle only the KV that is kept for
+    # each token. After an import of KV, call `import_state` before the next step.
 
     def state_bytes(self, sequence: SequenceId) -> int:
-        """How many bytes `export_state` would give now."""
+        """Return the number of bytes that `export_state` would return now."""
         raise NotImplementedError
 
     def export_state(self, sequence: SequenceId) -> bytes:
-        """The state behind all the tokens that `sequence` holds."""
+        """Return the recurrent or window state after the last token of `sequence`."""
         raise NotImplementedError
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
-        """Cut `sequence` to its first `n_tokens` and give it the state exported behind them. After
-        a BackendFailure the sequence is good for nothing but to be dropped or cut to 0."""
+        """Truncate `sequence` to its first `n_tokens` and set the state that was exported after
+        them.
+
+        After a BackendFailure the sequence can only be dropped or truncated to 0.
+        """
         raise NotImplementedError
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
-        """A new sequence with the first `n_tokens` of `source` and the state exported behind them.
-        NoCellsError or BackendFailure, changing nothing, where that can't be."""
+        """Create a sequence with the first `n_tokens` of `source` and the state exported after
+        them.
+
+        Raises NoCellsError or BackendFailure, and leaves everything unchanged, if that is impossible.
+        """
         raise NotImplementedError
 
-    # --- Capabilities.vision: a sequence is cut, forked, exported and imported only where no image
-    # is cut in two.
+    # --- Capabilities.vision: a sequence can't be truncated, forked, exported or imported in the
+    # middle of an image.
 
     def tokenize_images(
         self, parts: Sequence[str | ImagePixels], *, add_bos: bool = False
     ) -> list[list[int] | ImageRun]:
-        """A prompt of text (in a LiteralText no control token is read) and images as runs of token
-        ids and of images, with what the model wants around each image. Any thread. BackendFailure
-        where an image can't be read."""
+        """Turn a prompt of text and images into runs of token ids and ImageRuns.
+
+        The result includes the tokens that the model needs around each image. Control tokens in a
+        LiteralText are not parsed. May be called from any thread. Raises BackendFailure if an image
+        can't be read.
+        """
         raise NotImplementedError
 
     def encode_image(self, run: ImageRun) -> Logits:
-        """The embeddings, float32 [n_tokens, width], of `run`. Any thread, one at a time; steps may
-        go on meanwhile."""
+        """Return the embeddings of `run`: float32 [n_tokens, width].
+
+        May be called from any thread, one call at a time, also during a step.
+        """
         raise NotImplementedError
 
-    # --- Capabilities.sliced_prefill: it can pause in the middle of a sweep, so that a long prompt
-    # is read in slices of time.
+    # --- Capabilities.sliced_prefill: a prefill can pause inside a pass over the weights, so that a
+    # long prompt is computed in slices of time.
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
-        """Memory it takes whose sequence will hold `n_tokens`."""
+        """Return the memory that a sliced prefill needs if its sequence will hold `n_tokens`."""
         raise NotImplementedError
 
     def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PrefillSlices:
-        """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if
-        it can't be."""
+        """Start the prefill of `tokens` after the present tokens of `sequence`.
+
+        Raises BackendFailure (OutOfMemoryError if memory is short) if that is impossible.
+        """
         raise NotImplementedError
 
-    # --- the other abilities, each behind a flag of its own name or nothing to be asked first
+    # --- Other abilities. Each has a flag of its own name, or a default that works without one.
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """The model's own heads' best guesses for each (sequence, its newest token, not stepped
-        yet, most tokens to guess): what may follow that token. Shorter, or empty, where they are
-        unsure. Changes no sequence."""
+        """Draft with the model's draft heads.
+
+        `wanted` holds (sequence, its newest token, longest draft in tokens). The newest token has
+        not been stepped yet; the draft follows it. Drafts are shorter, or empty, if the heads are
+        unsure. No sequence changes.
+        """
         return [[] for _ in wanted]
 
-    def interrupt(self) -> None:  # noqa: B027 - a backend without it has nothing to do
-        """End the step that runs now, or the next one if none does, with InterruptedStepError; or
-        let it end by itself where that takes no time. May be called from any thread, at any
-        time."""
+    def interrupt(self) -> None:  # noqa: B027 - optional
+        """End the running step, or the next one between steps, with InterruptedStepError.
+
+        A step that takes little time may finish instead. May be called from any thread at any time.
+        """
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
-        """In how many runs of neighbouring cells the tokens [start, stop) lie, about: where
-        `Capabilities.kv_on_device`, `export_range` makes a few copies of each layer for every one.
-        Tokens decoded beside other sequences are a run each."""
+        """Return the approximate number of contiguous cell ranges that hold tokens [start, stop).
+
+        If `Capabilities.kv_on_device`, `export_range` makes a few copies per layer for each range.
+        Tokens that were decoded together with other sequences are one range each.
+        """
         return 1
 
-    def use_threads(self, most: int) -> None:  # noqa: B027 - a backend without threads has nothing to do
-        """Compute short steps (decode) with no more than `most` threads from the next one on. More
-        than it was loaded with are as many as that."""
+    def use_threads(self, most: int) -> None:  # noqa: B027 - optional
+        """Compute short steps (decode) with at most `most` threads, starting with the next step.
+
+        The number of threads at load time stays the upper limit.
+        """
 
     def compare_kv(
         self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
     ) -> tuple[KvFidelity, ...]:
-        """How far a cache of each pair of types (K, V) leads from one of f16 over `tokens`, in
-        memory of its own. A pair this model can't have is left out. BackendFailure
-        (OutOfMemoryError) if there is nothing to compare with."""
+        """Compare KV caches of each pair of types (K, V) with an f16 cache over `tokens`.
+
+        The comparison allocates its own memory. Pairs that the model does not support are left out.
+        Raises BackendFailure (OutOfMemoryError) if there is no memory for the comparison.
+        """
         raise BackendFailure("this backend can't compare KV types")
 
     def idle_work(self, spare_bytes: int | None) -> bool:
-        """One piece of the backend's own housekeeping, of a few milliseconds, within `spare_bytes`
-        of memory (None: unknown), while nobody asks anything; True while there is more. No sequence
-        and no logit changes."""
+        """Do one piece of housekeeping that takes a few milliseconds, while no request is running.
+
+        It uses at most `spare_bytes` of memory (None: unknown). Returns True if more work remains.
+        Sequences and logits do not change.
+        """
         return False
 
 
 class BackendType(ABC):
-    """What the entry-point group `localllm.backends` names: how to recognise and load a Variant.
-    Importing it imports nothing of the engine behind it."""
+    """An entry of the entry-point group `localllm.backends`: recognises and loads a Variant.
+
+    Its import must not import the engine.
+    """
 
     declaration: Declaration
 
     @abstractmethod
     def available(self) -> str | None:
-        """None if it can run here, else one sentence saying what is missing and how to get it."""
+        """Return None if the backend can run here, else one sentence: the missing part and how to
+        install it."""
 
-    def read_code(self) -> None:  # noqa: B027 - a backend may have nothing to do
-        """Import what any load needs, before it is known what is loaded."""
+    def read_code(self) -> None:  # noqa: B027 - optional
+        """Import the modules that every load needs, before the model is known."""
 
     @abstractmethod
     def accepts(self, path: str) -> bool:
-        """True if `path` is a Variant of this backend's format."""
+        """Return True if `path` is a Variant in this backend's format."""
 
     @abstractmethod
     def vocabulary(self, path: str) -> list[bytes]:
-        """The bytes of every token, control tokens as they are written, read without loading the
-        weights; LoadError."""
+        """Return the bytes of every token, without loading the weights.
+
+        Control tokens are given as they are written. Raises LoadError.
+        """
 
     @abstractmethod
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
-        """Load it; raises LoadError or OutOfMemoryError. `on_progress` hears 0.0 … 1.0 as the
-        weights come in."""
+        """Load a Variant. Raises LoadError or OutOfMemoryError.
+
+        `on_progress` is called with 0.0 … 1.0 while the weights are read.
+        """
 
     def reads_images(self) -> str | None:
-        """None where an image projector could be loaded, else why not."""
+        """Return None if an image projector could be loaded, else the reason."""
         return "this engine reads no images"
 
     def image_bytes(self, path: str) -> int:
-        """What reading images takes beside the weights, where a model's own files have what reads
-        them (0: they don't); `LoadSpec.projector` is then its own path. BackendFailure where they
-        have, and it can't be used here."""
+        """Return the bytes that image input needs in addition to the weights.
+
+        This is for models whose own files include a vision encoder; `LoadSpec.projector` is then
+        the model's own path. Returns 0 if they don't include one. Raises BackendFailure if this backend
+        can't use the encoder.
+        """
         return 0
 
     def load_embedder(
@@ -403,7 +478,9 @@ class BackendType(ABC):
         n_gpu_layers: int = -1,
         on_progress: Callable[[float], None] | None = None,
     ) -> Any:
-        """Load the model at `path`, an embedding model or a reranker, for one thread: what
-        `llamacpp/embed.py` calls LlamaCppEmbedder. Raises LoadError, also for one that makes
-        neither embeddings nor scores."""
+        """Load the embedding model or reranker at `path`, for use by one thread.
+
+        `llamacpp/embed.py` calls the returned interface LlamaCppEmbedder. Raises LoadError, also if
+        the model computes neither embeddings nor scores.
+        """
         raise LoadError(f"the {self.declaration.name} backend makes no embeddings")

@@ -1,11 +1,10 @@
-"""What people and tools write is text: where it spells a control token, a mark keeps it from
-becoming one.
+"""Keep control tokens that are spelled out in users' and tools' texts from becoming control tokens.
 
-`ControlTexts.marked` puts MARK into each spelling, behind its first character, before a chat
-template sees the text, and nothing that a template does with a text (trim, join, write it as JSON)
-makes a control token of it again. `runs` takes the marks out and says which stretches are to be
-read as text alone. A stretch ends at the template's own control tokens, where a tokenizer starts
-anew: everything else of a prompt has the tokens that it has without any mark.
+`ControlTexts.marked` inserts MARK after the first character of each spelling, before the chat
+template is applied. The mark survives all that a template does with a text (trim, join, write as
+JSON). `runs` removes the marks and splits the prompt: runs that had marks are tokenized as text
+only. Such a run ends at the template's own control tokens, where a tokenizer starts anew. So the
+rest of the prompt has the same tokens as without marks.
 """
 
 from __future__ import annotations
@@ -15,33 +14,38 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-# Two of the noncharacters that Unicode keeps for a program's own use; and as JSON in ASCII writes
-# them.
+# Two Unicode noncharacters, reserved for internal use, and their form in ASCII JSON.
 MARK = "\ufdd0\ufdd1"
 _ESCAPED = r"\ufdd0\ufdd1"
 
 
 class LiteralText(str):
-    """Text in which a tokenizer must read no control token."""
+    """Text in which a tokenizer must not parse control tokens."""
 
     __slots__ = ()
 
 
 class ReadAnyway:
-    """Marks that a tokenizer reads whatever it is told (gpt-oss's <|channel|> to llama.cpp, Gemma
-    4's <|tool_call>, Command R's turns in older files): a text that must not have them is cut
-    within each."""
+    """Control texts that a tokenizer parses even if told not to.
+
+    Examples are gpt-oss's <|channel|> in llama.cpp, Gemma 4's <|tool_call>, and Command R's turns
+    in older files. In a LiteralText each of them is cut in two.
+    """
 
     def __init__(self, added: Iterable[str]) -> None:
-        """`added`: what a tokenizer reads anyway, of which those are taken that look like marks to
-        llama.cpp's converter as well (does_token_look_special)."""
+        """Take those of the `added` tokens that llama.cpp's converter counts as control tokens.
+
+        The test is the converter's does_token_look_special.
+        """
         self.texts = tuple(text for text in added if _looks_special(text))
         ways = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in self.texts]
         self._inside = re.compile("|".join(ways) or NEVER)
 
     def pieces(self, text: str) -> Sequence[str]:
-        """Return `text` in pieces. None of those of a LiteralText has such a mark; any other text
-        is one piece."""
+        """Split `text` so that no piece of a LiteralText contains such a control text.
+
+        Any other text is one piece.
+        """
         if not isinstance(text, LiteralText):
             return [text]
         cuts = [0, *(found.end() for found in self._inside.finditer(text)), len(text)]
@@ -49,19 +53,19 @@ class ReadAnyway:
 
 
 def _looks_special(text: str) -> bool:
-    """Return whether llama.cpp's converter takes `text` for a mark."""
+    """Return whether llama.cpp's converter counts `text` as a control token."""
     if len(text) <= 3:
         return False
     return text.startswith(("<|", "<｜")) or text.endswith(("|>", "｜>"))
 
 
-# A pattern that matches nowhere.
+# A pattern that never matches.
 NEVER = r"(?!)"
 _PIECE_CHARS = 2**18
 
 
 class ControlTexts:
-    """How a vocabulary's control tokens are written."""
+    """The spellings of a vocabulary's control tokens."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._texts = frozenset(text for text in texts if text)
@@ -72,8 +76,8 @@ class ControlTexts:
         if heads:
             pattern = f"(?={'|'.join(heads)})"
         self._heads = re.compile(pattern)
-        # What could become one together with the letters that a template writes beside it; one
-        # letter is in any text.
+        # Parts that could complete a control token together with characters of the template next to
+        # them. A single first character is too common to mark.
         self._begun: set[str] = set()
         self._ended: set[str] = set()
         for text in self._texts:
@@ -81,8 +85,10 @@ class ControlTexts:
             self._ended.update(text[n:] for n in range(1, len(text) - 1))
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where each spelling begins and ends, the longest at its place; they may overlap."""
-        # By the piece: one search lets no other thread run. Heads are two letters.
+        """Yield start and end of each spelling, the longest at each start. Spellings may
+        overlap."""
+        # Search piece by piece, since other threads can't run during a search. The pieces overlap
+        # by one character because heads have two.
         for begin in range(0, len(text), _PIECE_CHARS):
             for found in self._heads.finditer(text, begin, begin + _PIECE_CHARS + 1):
                 at = found.start()
@@ -92,7 +98,7 @@ class ControlTexts:
                         break
 
     def marked(self, text: str) -> str:
-        """`text` with a mark in every spelling of a control token, and at an end that is a part of
+        """Return `text` with a mark in every control-token spelling, and at an end that is part of
         one."""
         cuts = [start + 1 for start, _ in self._spans(text)]
         lengths = range(2, min(self._longest, len(text) + 1))
@@ -105,7 +111,7 @@ class ControlTexts:
         return MARK.join(text[start:stop] for start, stop in pairwise([0, *cuts, len(text)]))
 
     def runs(self, text: str) -> list[str]:
-        """`text` without its marks, in stretches: LiteralText where there were any."""
+        """Return `text` without marks, split into runs. A run that had marks is a LiteralText."""
         if MARK not in text and _ESCAPED not in text:
             return [text]
         runs: list[str] = []
@@ -128,11 +134,11 @@ class ControlTexts:
 
 
 def without_marks(text: str) -> str:
-    """`text` as it was before it was marked."""
+    """Return `text` with its marks removed."""
     return text.replace(MARK, "").replace(_ESCAPED, "")
 
 
 @lru_cache(8)
 def control_texts(texts: tuple[str, ...]) -> ControlTexts:
-    """The ControlTexts of `ModelInfo.control_texts`, made once."""
+    """Return the ControlTexts for `ModelInfo.control_texts`. They are cached."""
     return ControlTexts(texts)

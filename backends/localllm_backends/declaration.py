@@ -1,5 +1,5 @@
-"""What a backend says of itself before anything of it is loaded: all that the planner and the
-command line need to know."""
+"""Facts about a backend that are known before it is loaded, for the planner and the command
+line."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """Facts of a backend. The defaults are those of an engine of which nothing more is known.
+    """Facts about a backend. The defaults suit an engine about which no more is known.
 
-    `name`: its entry point's;
-    `label`: the engine as people call it.
-    `formats`: the catalog's formats of files that it runs, and `files` such files in words.
-    `accelerators`: kinds of device it is planned for (localllm.device.accelerators; () = all).
-    `packages`: the distributions that its speed depends on.
+    `name`: name of the entry point. `label`: common name of the engine.
+    `formats`: file formats of the catalog that it runs. `files`: these formats in words.
+    `accelerators`: kinds of device that plans may use (localllm.device.accelerators; () = all).
+    `packages`: distributions that affect its speed.
 
-    What the planner reckons with: `own_kernels`, its speeds are filed under its name and not under
-    the accelerator's;
-    `buffers`, whether memory for a step is "planned" when the context is made or "grown" as steps
-    need it;
-    `kv_quants`, quantised KV in "blocks" of 32 along a row, or in "groups" of a head and not in
+    Facts for the planner:
+
+    `own_kernels`: its speeds are stored under its own name instead of the accelerator's.
+    `buffers`: memory for a step is "planned" when the context is created, or "grown" when steps
+    need it.
+    `kv_quants`: quantised KV in "blocks" of 32 along a row, or in "groups" of one head and not in
     sliding windows.
-    `splits`: layers and experts can lie in several memories.
-    `mixed_kv`: keys and values may be of two types, on a processor.
-    `host_embedding`: the token embedding stays in the host's memory.
-    `disk_tables`: lookup tables may stay on the disk.
-    `lays_out`: weights can be laid out anew for the processor.
-    `spare_sequence`: one is kept beside those served.
-    `draft_heads`: it runs the model's own (MTP), which published files carry.
-    `adapters`: a LoRA adapter of it is a "file" or a "folder" ("": it takes none).
-    `projectors`: it reads images by a projector's file.
-    `towers`: how the ids of the catalog's models begin whose images it reads by what lies in their
-    own files.
+    `splits`: layers and experts can be in several memories.
+    `mixed_kv`: keys and values may have different types, on a processor.
+    `host_embedding`: the token embedding stays in system memory.
+    `disk_tables`: lookup tables may stay on disk.
+    `lays_out`: weights can be repacked for the processor.
+    `spare_sequence`: one sequence is kept in addition to the served ones.
+    `draft_heads`: it runs the model's own draft heads (MTP), which published files include.
+    `adapters`: a LoRA adapter is a "file" or a "folder" ("": not supported).
+    `projectors`: it reads images with a projector file.
+    `towers`: prefixes of catalog ids of models whose images it reads with the vision encoder in
+    their own files.
     `snapshots`: recurrent states are kept for drafting.
-    `tensor_parallel`: machines can share each layer.
-    `fused_heads`: sizes of heads whose attention over a prompt's tokens holds no scores, where
-    buffers are grown, and
-    `scores_at_once`: new tokens times all tokens that one call attends with where it does hold
-    them; beyond, a step is computed in pieces (0 = never).
+    `tensor_parallel`: several machines can share each layer.
+    `fused_heads`: head sizes with fused attention, which keeps no score matrix in prefill. Only for
+    "grown" buffers.
+    `scores_at_once`: limit for attention with a score matrix, in new tokens times all tokens per
+    call. A larger step is computed in pieces (0 = no limit).
     """
 
     name: str

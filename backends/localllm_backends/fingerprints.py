@@ -1,4 +1,4 @@
-"""What identifies a file of many gigabytes without reading all of it."""
+"""Identify a file of many gigabytes without reading all of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from localllm_backends.values import LoraAdapter
 
 
 def add_samples(digest: Any, path: Path) -> None:
-    """Feed a hash with a file's size, its first and last MiB, and 64 KiB at 30 places between.
+    """Add a file's size, its first and last MiB, and 64 KiB at 30 places between to a hash.
 
-    Hashing 40 GB would take longer than loading it; a file that differs only elsewhere is another
-    quantisation run of the same weights with the same header, which no two published files share.
+    Hashing 40 GB would take longer than loading them. A file that differs only elsewhere would have
+    to be another quantisation run of the same weights with the same header. No two published files
+    are like that.
     """
     size = path.stat().st_size
     digest.update(str(size).encode())
@@ -28,8 +29,11 @@ def add_samples(digest: Any, path: Path) -> None:
 
 
 def under_adapters(mark: str, adapters: Iterable[LoraAdapter]) -> str:
-    """The identity (hex, 32 digits) of weights called `mark` with adapters over them: all that is
-    in their files and their scales, whatever the files are called."""
+    """Return the identity (hex, 32 digits) of the weights `mark` with `adapters`.
+
+    It depends on the contents of the adapters' files and on their scales, but not on the names of
+    the files.
+    """
     for adapter in adapters:
         digest = hashlib.sha256(f"{mark} {float(adapter.scale)!r}".encode())
         path = Path(adapter.path)
@@ -41,7 +45,7 @@ def under_adapters(mark: str, adapters: Iterable[LoraAdapter]) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Identity of a GGUF file (hex, 32 digits)."""
+    """Return the identity of a GGUF file (hex, 32 digits)."""
     digest = hashlib.sha256()
     add_samples(digest, path)
     return digest.hexdigest()[:32]

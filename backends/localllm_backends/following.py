@@ -1,10 +1,10 @@
-"""Draft heads as followers of a model: what they have read of each sequence, and with which of its
-hidden rows they read on.
+"""State of draft heads that follow a model: the tokens they have read of each sequence, and the
+hidden rows for the next ones.
 
-Their small KV (the heads' layers only) must hold what the model's holds: the same tokens at the
-same places, each read with a row of what the model knew just before it. What is guessed is verified
-by the model like any other draft, so heads that lost their place cost acceptance and never
-exactness.
+The heads' KV (only their own layers) must mirror the model's: the same tokens at the same
+positions. Each token is read with the model's hidden row at the position before it. The model
+verifies drafts from the heads like any other draft. So heads with a wrong state lower the
+acceptance rate, but the output stays exact.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from typing import ClassVar, Generic, TypeVar
 from localllm_backends.contract import BackendFailure, Chunk, SequenceId
 
 Row = TypeVar("Row")
-# Tokens that heads may lag behind before they read them: one sweep over their layers for all, and
-# none for rejected drafts.
+# Unread tokens after which the heads catch up. One pass over their layers then reads all of them,
+# and rejected drafts need no pass.
 _CATCH_UP_TOKENS = 32
-# Guesses that the heads themselves take for less likely than this are not worth a row of the
-# model's sweep. Assumed: no real heads were measured here, and the engine learns from the stops as
-# it does from rejections.
+# Drafts stop at a token to which the heads give a lower probability; it is not worth a row in the
+# model's step. Assumed: no real heads were measured here. The engine learns from such stops as from
+# rejections.
 LEAST_PROBABILITY = 0.4
-# Probabilities are taken among as many candidates, as in llama.cpp's own driver
+# Probabilities are computed over this many candidates, as in llama.cpp's own driver
 # (common/speculative.cpp).
 CANDIDATES = 10
-# The longest draft of a single head that guesses on from its own guesses.
+# Longest draft of a single head that continues from its own tokens.
 LONGEST_DRAFT = 16
 
 
 @dataclass
 class HeadsLine(Generic[Row]):
-    """A sequence as the heads know it: their KV holds positions below `read`; `unread` are the
-    tokens from there on that the model has read and they have not. `rows[i]` is the hidden row
-    before `unread[i]`; the last one is the newest."""
+    """The heads' state of a sequence.
+
+    The heads' KV holds positions below `read`. `unread` are the tokens from there on that the model
+    has read but the heads have not. `rows[i]` is the hidden row before `unread[i]`; the last row is
+    the newest.
+    """
 
     read: int
     rows: list[Row]
@@ -46,10 +49,11 @@ class HeadsLine(Generic[Row]):
 
 
 class FollowingHeads(ABC, Generic[Row]):
-    """Heads beside a backend's sequences. Belongs to the backend's thread.
+    """Draft heads for a backend's sequences. They belong to the backend's thread.
 
-    `kind`: what they are called; `longest`: their longest draft, in tokens. `first`: the first
-    position that they read a token at, since a row must lie before it."""
+    `kind`: name of the type of heads. `longest`: longest draft in tokens. `first`: first position
+    that the heads read, since each token needs the row before it.
+    """
 
     kind: ClassVar[str]
     longest: int
@@ -61,36 +65,39 @@ class FollowingHeads(ABC, Generic[Row]):
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """Guesses for each (sequence, its newest token, which the model has not read, most tokens):
-        the heads' best, shorter where they are not sure. Nothing of them stays in the heads'
-        memory."""
+        """Draft for each (sequence, its newest token, longest draft).
+
+        The model has not read the newest token yet. A draft holds the heads' best tokens and is
+        shorter if they are unsure. The heads' memory does not keep draft tokens.
+        """
 
     @abstractmethod
     def _zero_row(self) -> Row:
-        """The row before a position whose past was not seen (imported, or cut back to): zeros, as
-        at the beginning."""
+        """Return the row before a position whose past is unknown (after an import or a truncation).
+
+        It is all zeros, as at the beginning of a sequence.
+        """
 
     @abstractmethod
     def _detached(self, row: Row) -> Row:
-        """That row, no longer part of its step's whole block."""
+        """Return a copy of the row that does not keep its step's full block of rows alive."""
 
     @abstractmethod
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
-        """One sweep over these (sequence, index among its unread); False where it failed."""
+        """Read these (sequence, index in its `unread`) in one pass; returns False on a failure."""
 
     @abstractmethod
     def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Take out of the heads' memory what lies behind the first `n_tokens`."""
+        """Remove everything after the first `n_tokens` from the heads' memory."""
 
     @abstractmethod
     def _restart(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Empty the heads' memory of it: what they read next stands at `n_tokens`, and has no
-        past."""
+        """Empty the heads' memory of a sequence. The next token they read is at `n_tokens`, without
+        a past."""
 
     @abstractmethod
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
-        """The empty `target` begins with what the heads' memory holds of the first `n_tokens` of
-        `source`."""
+        """Copy the heads' memory of the first `n_tokens` of `source` to the empty `target`."""
 
     def open(self, sequence: SequenceId) -> None:
         self._lines[sequence] = HeadsLine(0, [self._zero_row()])
@@ -100,13 +107,15 @@ class FollowingHeads(ABC, Generic[Row]):
         self._lines.pop(sequence, None)
 
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[Sequence[Row]]) -> None:
-        """The model has read `chunks`, and knew these rows at their tokens: keep them, and read
-        what has piled up."""
+        """Store the tokens of `chunks`, which the model has read, with their hidden rows.
+
+        Heads that lag too far behind then catch up.
+        """
         late: list[SequenceId] = []
         for chunk, known in zip(chunks, rows, strict=True):
             line = self._lines[chunk.sequence]
             if chunk.image is not None:
-                # Its tokens are none that heads could read: they begin anew behind it.
+                # Heads can't read image tokens. They restart after the image.
                 end = line.read + len(line.unread) + len(chunk.tokens)
                 self._restart(chunk.sequence, end)
                 self._lines[chunk.sequence] = HeadsLine(end, [self._detached(known[-1])])
@@ -127,7 +136,7 @@ class FollowingHeads(ABC, Generic[Row]):
             self._lines[sequence] = HeadsLine(n_tokens, [self._zero_row()])
 
     def fork(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
-        """`target` (open, empty) begins with the first `n_tokens` of `source`."""
+        """Give `target` (open, empty) the state of the first `n_tokens` of `source`."""
         line = self._lines[source]
         keep = n_tokens - line.read
         held = min(n_tokens, line.read)
@@ -139,7 +148,7 @@ class FollowingHeads(ABC, Generic[Row]):
             self._lines[target] = HeadsLine(held, [self._zero_row()])
 
     def catch_up(self, sequences: Sequence[SequenceId]) -> None:
-        """Read everything unread of `sequences`, in as few sweeps as the batch allows."""
+        """Read all unread tokens of `sequences`, in as few passes as the batch size allows."""
         waiting: list[tuple[SequenceId, int]] = []
         for s in sequences:
             line = self._lines[s]
@@ -155,18 +164,21 @@ class FollowingHeads(ABC, Generic[Row]):
             line.unread = []
             line.rows = [self._detached(line.rows[-1])]
             if sequence in lost:
-                # What is left of it has no past then: it begins anew behind that.
+                # The heads' memory of it is incomplete, so they restart after these tokens.
                 self._restart(sequence, line.read)
 
     def forget_drafts(self, sequences: Sequence[SequenceId]) -> None:
-        """Take out of the memory what is not part of these sequences."""
+        """Remove draft tokens of these sequences from the heads' memory."""
         for sequence in sequences:
             self._cut(sequence, self._lines[sequence].read)
 
     @contextmanager
     def _importing(self, sequence: SequenceId, n_tokens: int) -> Iterator[None]:
-        """The model holds `n_tokens` of `sequence` that came from elsewhere, and the block is about
-        to give the heads' memory the same. KV that does not fit is forgotten, not an error."""
+        """Import KV into the heads' memory inside this block.
+
+        The model already holds `n_tokens` imported tokens of `sequence`. If the KV does not fit the
+        heads, they restart without an error.
+        """
         try:
             yield
         except BackendFailure:
@@ -175,13 +187,14 @@ class FollowingHeads(ABC, Generic[Row]):
 
 
 def joined(*parts: bytes) -> bytes:
-    """An exported block with others behind it: that of its draft heads, or other machines'."""
+    """Append further blocks to an exported block, such as those of draft heads or of other
+    machines."""
     sizes = [len(part) for part in parts[1:]]
     return b"".join([*parts, struct.pack(f"<{len(sizes)}Q", *sizes)])
 
 
 def parted(data: bytes | memoryview, n: int) -> list[memoryview]:
-    """The `n` parts that `joined` was given; BackendFailure where that can't be."""
+    """Split data from `joined` into its `n` parts. Raises BackendFailure if that is impossible."""
     view = memoryview(data).cast("B")
     tail = struct.Struct(f"<{n - 1}Q")
     end = len(view) - tail.size

@@ -1,5 +1,4 @@
-"""What our backends have in common, whichever library computes: the thread that owns a backend,
-limits on an operation, and drafting."""
+"""Parts that our backends share: thread ownership, limits on operations, and drafting."""
 
 from __future__ import annotations
 
@@ -41,8 +40,10 @@ def owner_only(
 
 
 def image_of(chunks: Sequence[Chunk]) -> ImagePart | None:
-    """Return the image that a step of `chunks` reads; None if it reads none. Raises BackendFailure
-    if there is anything else in the step."""
+    """Return the image that a step of `chunks` reads; None if there is no image.
+
+    Raises BackendFailure if the step has other chunks too.
+    """
     if all(chunk.image is None for chunk in chunks):
         return None
     if len(chunks) != 1:
@@ -51,7 +52,7 @@ def image_of(chunks: Sequence[Chunk]) -> ImagePart | None:
 
 
 class OwnedBackend(Backend):
-    """A backend of the thread that loaded it. It may have draft heads that follow its sequences."""
+    """A backend that belongs to the thread that loaded it. It may have draft heads."""
 
     _heads: FollowingHeads[Any] | None
 
@@ -80,13 +81,13 @@ class OwnedBackend(Backend):
         self._require_cells(n_tokens)
 
     def _check_range(self, sequence: SequenceId, start: int, stop: int) -> None:
-        """Raise BackendFailure unless `sequence` holds the tokens [start, stop)."""
+        """Raise BackendFailure unless `sequence` contains the tokens [start, stop)."""
         length = self.length(sequence)
         if not 0 <= start < stop <= length:
             raise BackendFailure(f"can't take tokens {start} to {stop} of {length}")
 
     def _check_follows(self, sequence: SequenceId, start: int, stop: int) -> None:
-        """Raise BackendFailure unless the tokens [start, stop) come next."""
+        """Raise BackendFailure unless [start, stop) are the next tokens of `sequence`."""
         length = self.length(sequence)
         if length != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {length} held")
@@ -98,8 +99,10 @@ class OwnedBackend(Backend):
         return self._heads.draft(wanted)
 
     def _warm_up(self, *lengths: int) -> SequenceId:
-        """Make steps of these lengths, so that the first request does not pay for their set-up.
-        Returns the sequence that they made."""
+        """Run steps of these lengths, so that the first request is not slowed by their set-up.
+
+        Returns the sequence used for them.
+        """
         sequence = self.new_sequence()
         token = self.info.bos_token or 0
         for n in lengths:

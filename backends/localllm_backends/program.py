@@ -1,5 +1,8 @@
-"""Programs that use a library which may be broken: JSON objects on standard output, a line each, or
-what failed and an exit status of 1."""
+"""Helper programs that use a library which may be broken.
+
+They print JSON objects to standard output, one per line. On a failure they print the error and exit
+with status 1.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from localllm_backends.contract import BackendFailure
 
 
 def print_answers(ask: Callable[[], Iterable[dict[str, Any]]]) -> int:
-    """The exit status. Bindings load their library, and look up every symbol of it, while they are
-    imported."""
+    """Print the answers of `ask` and return the exit status.
+
+    `ask` also imports the bindings, because they load their library and look up its symbols at
+    import.
+    """
     try:
         for answer in ask():
             print(json.dumps(answer, default=str), flush=True)

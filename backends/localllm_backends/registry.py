@@ -1,7 +1,7 @@
-"""The backends that are installed: the entry-point group `localllm.backends`, ours registered
-exactly as a third party's.
+"""The installed backends: the entry-point group `localllm.backends`.
 
-What they declare is known without loading any engine.
+Our own backends are registered in the same way as third-party ones. Their declarations are read
+without loading an engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ NONE = Declaration("", "no engine", ())
 
 @cache
 def backends() -> dict[str, BackendType]:
-    """The registered backends by name, in order. Finding them reads the metadata of all that is
-    installed; none imports its engine."""
+    """Return the registered backends by name, sorted.
+
+    Finding them reads the metadata of all installed packages. It imports no engine.
+    """
     from importlib.metadata import entry_points
 
     points = sorted(entry_points(group=GROUP), key=attrgetter("name"))
@@ -31,24 +33,24 @@ def backends() -> dict[str, BackendType]:
 
 @cache
 def declarations() -> tuple[Declaration, ...]:
-    """What each registered backend declares."""
+    """Return the declaration of each registered backend."""
     return tuple(backend.declaration for backend in backends().values())
 
 
 @cache
 def declared(name: str) -> Declaration:
-    """What the backend of that name declares; `NONE` if there is none."""
+    """Return the declaration of the backend with that name; `NONE` if there is no such backend."""
     return next((d for d in declarations() if d.name == name), NONE)
 
 
 @cache
 def running(file_format: str) -> Declaration:
-    """The backend for files of a catalog's format; `NONE` if none runs them."""
+    """Return the backend for a catalog file format; `NONE` if no backend runs it."""
     return next((d for d in declarations() if file_format in d.formats), NONE)
 
 
 def read_code() -> None:
-    """Import the engine that runs most files: the first that can run here."""
+    """Import the engine that runs most files: the first one that can run here."""
     for backend in backends().values():
         if backend.available() is None:
             backend.read_code()

@@ -1,7 +1,7 @@
-"""Tries a backend on a real model, in a process of its own: ten greedy tokens, the contract's
-checks (conformance.py), a turn's seconds, or the cost of KV types.
+"""Test a backend on a real model, in a process of its own.
 
-A build of an engine that is broken may crash, hang or compute nonsense, so whoever tries one runs
+It runs ten greedy tokens, the contract's checks (conformance.py), a timed turn, or a comparison of
+KV types. A broken engine build may crash, hang or compute wrong results. So a build is tested with
 this program:
 
     python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": 0}'
@@ -10,15 +10,15 @@ this program:
     python -m localllm_backends.trial llamacpp turn MODEL '{"layers": -1}'
     python -m localllm_backends.trial llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
 
-and reads JSON lines from its standard output. Instead of a backend a format of files may be named
-("gguf").
-`greedy` prints one: the tokens chosen and their text, how far behind the best each is in logits
-(`gaps`, nothing but zeros where it follows nobody), the seconds of a token. With `follow`, each
-step continues from the given token instead of the chosen one, so that a step says what it computed
-whatever the one before chose.
-`conformance` prints a line before and after each check, so that a crash names its check.
-`turn` prints the least seconds that reading a prompt and writing behind it took in several tries.
-`kv` prints what each pair of KV types costs in precision over the text, and what identifies the
+It prints JSON lines to standard output. The first argument may also be a file format ("gguf").
+
+`greedy` prints one line: the chosen tokens and their text, and the seconds per token. `gaps` gives,
+for each token, the difference in logits to the best token (all zeros without `follow`). With
+`follow`, each step continues from the given token instead of the chosen one, so that the result of
+a step does not depend on the choice before.
+`conformance` prints a line before and after each check, so that a crash can be assigned to a check.
+`turn` prints the shortest time in seconds for a prompt and an answer, over several runs.
+`kv` prints the loss of precision for each pair of KV types over the text, and the identity of the
 model and the build.
 """
 
@@ -44,7 +44,7 @@ from localllm_backends.contract import (
 )
 from localllm_backends.program import print_answers
 
-# The next words are as good as certain for the smallest model: near ties say nothing about a
+# Even the smallest model is almost certain of the next tokens here. Near ties would not test a
 # device.
 PROMPT = "The alphabet begins with these letters: A, B, C, D, E, F, G,"
 N_TOKENS = 10
@@ -55,8 +55,11 @@ _TURNS = 3
 
 
 def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
-    """Ten tokens behind the prompt, each the best, or those of `follow` with what the best would
-    have had more."""
+    """Decode ten tokens after the prompt and return them with their gaps and times.
+
+    With `follow`, continue with its tokens instead. The gap is then the best logit minus the logit
+    of the given token.
+    """
     import numpy as np
 
     sequence = backend.new_sequence()
@@ -72,8 +75,7 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
         if np.isfinite(row).all():
             gaps.append(float(row[best]) - float(row[token]))
         else:
-            # A row that holds NaN or infinities is no answer, whatever its argmax is; and JSON
-            # knows no infinity.
+            # A row with NaN or infinities is invalid, whatever its argmax. JSON has no infinity.
             gaps.append(1e30)
         chosen.append(best)
         tokens = [token]
@@ -84,8 +86,10 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def turn(backend: Backend) -> dict[str, Any]:
-    """Seconds to read `_TURN_READ` tokens and write `_TURN_WRITTEN` behind them: the least of
-    several tries, since everything that disturbs one makes it longer."""
+    """Time a prefill of `_TURN_READ` tokens and a decode of `_TURN_WRITTEN` tokens, in seconds.
+
+    Returns the shortest of several runs, since disturbances only make a run longer.
+    """
     prompt = (backend.tokenize(PROMPT, add_bos=True) * _TURN_READ)[:_TURN_READ]
     seconds = []
     for _ in range(_TURNS):
@@ -113,8 +117,10 @@ def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> 
 
 
 def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
-    """Each check's name before it runs, and how it went: "ok", "not here" or "failed" with the
-    sentence."""
+    """Yield each check's name before it runs, then its outcome.
+
+    The outcome is "ok", "not here" or "failed", with a sentence.
+    """
     from localllm_backends.conformance import CHECKS, NotHere, Subject
 
     subject = Subject(backend)
@@ -144,7 +150,7 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
 
 
 def answers(engine: str, what: str, path: str, body: str) -> Iterator[dict[str, Any]]:
-    """What the program prints for these arguments."""
+    """Yield the objects that the program prints for these arguments."""
     wanted = json.loads(body)
     known = registry.backends()
     backend_type = known.get(engine) or known.get(registry.running(engine).name)

@@ -1,5 +1,5 @@
-"""The values that pass between an engine and a backend (contract.py): what is loaded, what it can
-do, what goes into a step."""
+"""Values that the engine and a backend exchange (contract.py): load settings, capabilities, model
+facts and the input of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    # Ids of tokens, and what is added to the logit of each.
+    # Token ids, and the amount that is added to the logit of each.
     Amounts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 SequenceId: TypeAlias = int
@@ -22,40 +22,44 @@ KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """A LoRA adapter over a model's weights: its file or folder, what its effect is multiplied by,
-    and the bytes of its tensors (0: not known)."""
+    """A LoRA adapter for a model's weights.
+
+    `path` is its file or folder. `scale` multiplies its effect. `n_bytes` is the size of its
+    tensors in bytes (0: not known).
+    """
 
     path: str
     scale: float = 1.0
     n_bytes: int = 0
 
 
-# Rows of logits of a step, unless a spec names their number.
+# Default number of logit rows in a step, if a spec does not set `n_outputs`.
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """What to load and how much memory to give it; 0 and None mean "the backend's own default".
+    """A model to load and the memory for it. 0 and None mean the backend's own default.
 
-    `n_ctx` counts KV cells (tokens) shared by all sequences;
-    `n_batch` bounds the tokens of one step and `n_outputs` how many of them may want logits.
-    `kv_type_k`/`kv_type_v` are the KV cache's element types.
-    `n_rewind` asks a recurrent model to keep that many snapshots so that as many tokens can be
+    `n_ctx`: KV cells (tokens), shared by all sequences.
+    `n_batch`: most tokens in one step. `n_outputs`: most tokens in one step with logits.
+    `kv_type_k`, `kv_type_v`: element types of the KV cache.
+    `n_rewind`: number of snapshots that a recurrent model keeps, so that as many tokens can be
     taken back (for drafting).
-    `mtp` loads the model's own draft heads with it (LoadError where it has none, or they can't run
-    here), and `drafter` is the file of a drafter trained for it (EAGLE-3, DFlash; LoadError where
-    it is not for this model): either is left out instead where it is `drafter_optional`, which a
-    note says.
-    `placement` says where layers, experts and KV lie (LoadError where the engine can't place it
-    so).
-    `projector` is the file of the image projector beside the model, or `path` where it is among
-    the model's own ("": images are not wanted; LoadError where it is of no use to this model).
-    `adapters` are added to the weights wherever those are read (LoadError where one is not for this
-    model).
-    `wired`: weights may be wired down in memory that a GPU shares with everything else.
-    `looks_ahead`: a step may be begun before it is asked for.
+    `mtp`: load the model's own draft heads too. LoadError if the model has none or they can't run
+    here.
+    `drafter`: file of a drafter trained for the model (EAGLE-3, DFlash). LoadError if it belongs to
+    another model.
+    `drafter_optional`: instead of that LoadError, load without draft heads and add a load note.
+    `placement`: the memories that hold layers, experts and KV. LoadError if the engine does not
+    support it.
+    `projector`: file of the image projector, or `path` if the model's own files include it ("": no
+    images). LoadError if it does not fit the model.
+    `adapters`: LoRA adapters added to the weights at each use. LoadError if one belongs to another
+    model.
+    `wired`: the weights may be wired in memory that a GPU shares with the processor.
+    `looks_ahead`: the backend may start a step before it is requested.
     """
 
     path: str
@@ -81,13 +85,14 @@ class LoadSpec:
         return self.placement.gpu_layers
 
     def outputs_of(self, n_batch: int) -> int:
-        """Return how many rows of logits a step of `n_batch` tokens may ask for."""
+        """Return how many rows of logits a step of `n_batch` tokens may request."""
         usual = min(_MAX_OUTPUTS, self.n_seq_max * _OUTPUTS_PER_SEQUENCE)
         return min(n_batch, self.n_outputs or usual)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:
-        """The spec that `dataclasses.asdict` made plain data of, and JSON lists of its tuples."""
+        """Rebuild a spec from the JSON form of `dataclasses.asdict(spec)`, in which tuples are
+        lists."""
         placed: dict[str, Any] = dict(data.get("placement") or {})
         for name, value in placed.items():
             if isinstance(value, list):
@@ -98,32 +103,32 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What this loaded model's memory can do; asked of the object, never guessed from a name.
+    """What a loaded model's memory can do. Ask the loaded model; do not infer it from its name.
 
-    `rewind`: "any" = truncate to any length; "bounded" = at least the last `rewind_tokens` tokens
-    of the step just made, further back only while the memory still holds them; "none" = only to 0.
-    `shares_cells`: `fork` takes no cells until the sequences diverge; where it is False, one for
-    each token at once.
-    `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be
-    stored in pieces. Where it is False only a whole sequence (0..n) can be exported, and it can be
-    imported only whole.
-    `states`: the same, but a sequence can be stepped only with the state behind its last token
-    (windows, recurrent layers), which is kept apart from its KV.
-    `drafts`: longest draft (tokens) that heads loaded with it write (`Backend.draft`); 0 = there
-    are none. `draft_kind`: which ("mtp": the model's own; "eagle3", "dflash", "assistant":
-    `LoadSpec.drafter`; "": none). Those of "dflash" are made in one pass.
-    `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
-    `samples`: chunks may ask for a token sampled where the logits are (`SampleSpec`).
-    `asynchronous`: a step's result may come back before it is computed; whoever asks it something
-    waits.
-    `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a
-    round trip there (`Backend.export_runs`).
-    `first_uses`: the first step of a size takes much longer than those behind it: kernels are
-    loaded, and buffers and graphs made.
-    `threaded`: steps are computed by threads on the processor (`Backend.use_threads`).
-    `interruptible`: a step can be ended from another thread (`Backend.interrupt`).
-    `vision`: images can be part of a prompt (`Backend.tokenize_images`). `whole_images`: the tokens
-    of one see each other, so that all of them must go into one step.
+    `rewind`: "any" = truncate to any length. "bounded" = truncate at least the last `rewind_tokens`
+    tokens of the newest step, and more only while the memory still holds them. "none" = truncate
+    only to 0.
+    `shares_cells`: `fork` takes no cells until the sequences diverge. If False, it takes one cell
+    for each token at once.
+    `segments`: `export_range` and `import_range` work on any part of a sequence, so a cached prefix
+    can be stored in pieces. If False, only the full sequence (0..n) can be exported and imported.
+    `states`: as `segments`, but a step also needs the state after the sequence's last token
+    (windows, recurrent layers). That state is stored apart from the KV.
+    `drafts`: longest draft (tokens) of the loaded draft heads (`Backend.draft`); 0 = no heads.
+    `draft_kind`: "mtp" = the model's own heads; "eagle3", "dflash", "assistant" =
+    `LoadSpec.drafter`; "" = none. "dflash" computes a draft in one pass.
+    `sliced_prefill`: prompts can be computed between decode steps (`Backend.slice_prefill`).
+    `samples`: the backend can sample a chunk's next token (`SampleSpec`).
+    `asynchronous`: `step` may return before the step is computed. Its result then waits for the
+    computation.
+    `kv_on_device`: KV is in a device's own memory. Each exported range of cells costs a round trip
+    to the device (`Backend.export_runs`).
+    `first_uses`: the first step of each size takes much longer than later ones, because it loads
+    kernels and makes buffers and graphs.
+    `threaded`: processor threads compute the steps (`Backend.use_threads`).
+    `interruptible`: another thread can end a step (`Backend.interrupt`).
+    `vision`: prompts may contain images (`Backend.tokenize_images`).
+    `whole_images`: the tokens of an image attend to each other, so all of them must be in one step.
     """
 
     rewind: Literal["any", "bounded", "none"]
@@ -146,17 +151,17 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts of the loaded model that the engine, the templates and the faces need.
+    """Facts about the loaded model for the engine, the chat templates and the user interfaces.
 
-    `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served
-    context in tokens.
-    `vision`: its prompts may have images.
-    `kv_meaning` names, besides those and the KV types, all that gives exported KV its meaning: the
-    versions of the libraries that compute it and whatever changes how they do. KV written under
-    another one must never be imported.
-    `control_texts`: how its control tokens are written (control_text.py).
-    `load_notes`: sentences on what loading did otherwise than asked: a KV type that is slow here, a
-    drafter that is not this model's.
+    `fingerprint` identifies the weights and the tokenizer; it is used as a cache key.
+    `n_ctx`: the served context in tokens.
+    `vision`: prompts may contain images.
+    `kv_meaning`: everything else that exported KV depends on, in addition to the fingerprint and
+    the KV types. It names the versions of the libraries that compute KV and their relevant
+    settings. KV with another `kv_meaning` must not be imported.
+    `control_texts`: how the control tokens are written (control_text.py).
+    `load_notes`: sentences about settings that loading changed, such as a KV type that is slow here
+    or a drafter for another model.
     """
 
     architecture: str
@@ -188,11 +193,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes really allocated by this backend, by purpose; the sum is what unloading gives back.
+    """Bytes that this backend has allocated, by purpose. Unloading frees the sum.
 
-    `projector_bytes`: the image projector's weights and buffers. `places`: the same bytes by where
-    they lie, in the engine's own names (CPU, CUDA0, CPU_Mapped …); empty where it does not say.
-    What is mapped from a file counts with the whole of the mapping.
+    `projector_bytes`: weights and buffers of the image projector.
+    `places`: the same bytes by memory, under the engine's own names (CPU, CUDA0, CPU_Mapped …);
+    empty if the engine does not report them. A file mapping counts with its full size.
     """
 
     weights_bytes: int
@@ -209,16 +214,18 @@ class MemoryReport:
         return self.weights_bytes + context + self.projector_bytes
 
 
-# A `SampleSpec` may keep at most so many tokens by top_k.
+# Largest top_k of a `SampleSpec`.
 MAX_SAMPLED_TOP_K = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenTokens:
-    """The tokens in the window of a line's penalties: each of `ids` came `counts` (> 0) times.
-    Their logits are divided by `repeat` where they are positive and else multiplied by it, and lose
-    `presence`, and `frequency` as often as they came. The next token pushes one `leaving` out of
-    the window (-1: none)."""
+    """The tokens in the penalty window of a sequence.
+
+    Each of `ids` occurred `counts` (> 0) times. A positive logit is divided by `repeat`, another
+    one is multiplied by it. Then `presence` is subtracted once, and `frequency` once per
+    occurrence. The next token pushes one token `leaving` out of the window (-1: none).
+    """
 
     ids: NDArray[np.int64]
     counts: NDArray[np.int32]
@@ -230,20 +237,22 @@ class SeenTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How the token behind a chunk's last output is sampled. Its logits are changed, in this order:
-    `bias` is added to some; those `seen` are penalised; `reduced` is added to some (both: ids and
-    amounts); what is not `allowed` (a bit for each token, the lowest first) or is `banned` is never
-    sampled.
+    """How the token after a chunk's last output is sampled.
 
-    Of the tokens ranked by logit (equals by id) top_k (0: all), top_p (1: all) and min_p (0: all)
-    leave some, in this order, by their softmax at temperature 1; the softmax of those at
-    `temperature` is summed up, in their order where top_k or top_p left them and else by id, and
-    the token is the one in which `uniform` in [0, 1) lies. At a `temperature` of 0 it is the best
-    one.
+    The logits are changed in this order: `bias` is added (token ids and amounts); the tokens in
+    `seen` are penalised; `reduced` is added (ids and amounts). A token is never sampled if it is
+    `banned` or not `allowed` (one bit per token, lowest bit first).
 
-    `next_uniform` will sample the token after it, if nothing changes but the tokens that were seen:
-    a backend may begin with that step at once. None: that takes a look at this one. Two specs of
-    one line are equal where they sample the same token."""
+    Then tokens are ranked by logit, and by id if logits are equal. The filters top_k (0: off),
+    top_p (1: off) and min_p (0: off) remove tokens, in this order, by the softmax at temperature 1.
+    The softmax of the remaining tokens at `temperature` is summed up, by rank if top_k or top_p is
+    on and otherwise by id. The sampled token is the one whose interval contains `uniform`, a number
+    in [0, 1). At `temperature` 0 the best token is chosen.
+
+    `next_uniform` is the `uniform` of the token after this one, if only the seen tokens change. A
+    backend may then start that step at once. None: the next spec depends on this token. Two specs
+    for one sequence are equal if they sample the same token.
+    """
 
     temperature: float
     top_k: int
@@ -258,7 +267,7 @@ class SampleSpec:
     allowed: NDArray[np.uint8] | None = field(default=None, compare=False)
 
     def next(self) -> SampleSpec | None:
-        """That of the token after it."""
+        """Return the spec for the token after this one, or None if it is not known yet."""
         if self.next_uniform is None:
             return None
         return replace(self, uniform=self.next_uniform, next_uniform=None)
@@ -266,8 +275,11 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePixels:
-    """Decoded pixels: `data` is width × height × 3 bytes, red, green, blue, row by row. `key` is
-    their hash."""
+    """Decoded pixels of an image.
+
+    `data` holds width × height × 3 bytes: red, green, blue, row by row. `key` is a hash of the
+    pixels.
+    """
 
     width: int
     height: int
@@ -277,11 +289,13 @@ class ImagePixels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRun:
-    """Part number `part` of an image as the model reads it: `n_tokens` cells of KV, which take
-    `n_positions` positions.
-    `grid`: where two-dimensional positions are used, int32 [3, n_tokens] of time, height and width,
-    counted from the run's first position. `key` is the hash of the pixels, the part, and all that
-    turns them into embeddings."""
+    """Part number `part` of an image as model input.
+
+    It takes `n_tokens` KV cells and `n_positions` positions. `grid` is for models with
+    two-dimensional positions: int32 [3, n_tokens] with time, height and width, counted from the
+    run's first position. `key` is a hash of the pixels, the part number, and everything that
+    affects the embeddings.
+    """
 
     pixels: ImagePixels
     part: int
@@ -293,8 +307,10 @@ class ImageRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePart:
-    """The tokens of an `ImageRun` from number `start` on that go into a step, with the embeddings
-    [n_tokens, width] of the whole run."""
+    """The tokens of an `ImageRun` from number `start` on, as input of a step.
+
+    `embeddings` [n_tokens, width] cover the full run.
+    """
 
     run: ImageRun
     embeddings: NDArray[np.float32]
@@ -302,12 +318,15 @@ class ImagePart:
 
 
 class Chunk(NamedTuple):
-    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none:
-    mid-prefill).
-    `sample` asks for a token behind the last one, where `Capabilities.samples`;
-    `few`: its row is hardly looked at but for that token, or, without a `sample`, for the best one.
-    With an `image` the tokens are only counted, the model reads its embeddings, and the chunk is
-    alone in its step."""
+    """Tokens to append to one sequence in a step.
+
+    `outputs`: number of last tokens whose logits are wanted (0 in the middle of a prefill).
+    `sample`: how to sample a token after the last one, if `Capabilities.samples`.
+    `few`: the caller rarely needs the logits apart from the sampled token, or from the best one if
+    there is no `sample`.
+    `image`: the model reads these embeddings; `tokens` only gives their number. The chunk must be
+    alone in its step.
+    """
 
     sequence: SequenceId
     tokens: Sequence[int]
@@ -319,9 +338,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvFidelity:
-    """How far logits with a KV cache of types `k` and `v` are from those with f16 over a text: KL
-    divergence KL(f16 || type) in nats, its mean, and `flips`, the share of positions with another
-    best token."""
+    """Difference between logits with a KV cache of types `k` and `v` and logits with f16.
+
+    `mean_kl` is the mean KL divergence KL(f16 || type) in nats over a text. `flips` is the share of
+    positions with another best token.
+    """
 
     k: str
     v: str

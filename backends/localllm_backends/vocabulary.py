@@ -1,5 +1,7 @@
-"""Tokens as text and bytes, whatever file says how: what our backends' vocabularies do alike. For
-any thread."""
+"""Tokens as text and bytes: the part that the vocabularies of all our backends share.
+
+It may be used from any thread.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from localllm_backends.control_text import ReadAnyway
 
 
 class TokenBytes(ABC):
-    """What a Backend says of its tokens (see `contract.Backend`).
+    """The token methods of a Backend (see `contract.Backend`).
 
-    `controls`: how its control tokens are written; `added`: the other tokens that a tokenizer reads
-    out of any text."""
+    `controls`: how the control tokens are written. `added`: other tokens that the tokenizer finds
+    in any text.
+    """
 
     def __init__(self, n_vocab: int, controls: Iterable[str], added: Iterable[str]) -> None:
         self.n_vocab = n_vocab
@@ -24,7 +27,7 @@ class TokenBytes(ABC):
 
     @abstractmethod
     def _bytes(self, token: int, special: bool) -> bytes:
-        """What a token of the vocabulary stands for."""
+        """Return the bytes of a token in the vocabulary."""
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         return b"".join(self.token_bytes(t, special=True) for t in tokens).decode(
@@ -32,7 +35,8 @@ class TokenBytes(ABC):
         )
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Cached, because text is made of few tokens."""
+        """Return the bytes of a token. They are cached, because a text uses few different
+        tokens."""
         piece = self._pieces.get((token, special))
         if piece is None:
             if not 0 <= token < self.n_vocab:
@@ -41,7 +45,7 @@ class TokenBytes(ABC):
         return piece
 
     def text(self, token: int | None) -> str:
-        """How a token is written; "" for None."""
+        """Return how a token is written; "" for None."""
         if token is None:
             return ""
         return self.detokenize([token])
