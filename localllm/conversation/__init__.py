@@ -1,1 +1,2 @@
-"""Messages to prompt and text to messages: templates, tool calls, reasoning, history."""
+"""From messages to a prompt and from text to messages: templates, tool calls, reasoning,
+history."""

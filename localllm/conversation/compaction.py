@@ -1,28 +1,26 @@
-"""Compaction: which messages of a too long conversation to leave out, so that the rest fits and
-stays the same for long.
+"""Compaction: decides which messages of a too long conversation to leave out.
 
-Asked for, never done unasked: without it a full context is an error with the counts. What peers do:
-OpenAI's `truncation: "auto"` drops items until the rest fits, llama-server's context shift drops
-half of the tokens wherever that cuts, LM Studio's rolling window drops the oldest: each may end in
-the middle of a tool call, and what drops one message per turn changes the beginning of every
-prompt, which no prefix cache survives. (OpenAI's Realtime API has a `retention_ratio` for the same
-reason.) So, here:
+The rest must fit, and should stay the same for as long as possible. Compaction only runs on
+request; without it, a full context is an error with the token counts. Other servers truncate as
+follows. OpenAI's `truncation: "auto"` drops items until the rest fits. llama-server's context shift
+drops half of the tokens at any position. LM Studio's rolling window drops the oldest messages. Each
+may cut in the middle of a tool call. Dropping one message per turn also changes the beginning of
+every prompt, so no prefix cache helps. (OpenAI's Realtime API has a `retention_ratio` for the same
+reason.) The rules here are:
 
-* The **oldest whole turns** go first: a question with the answers, calls and results behind it.
-  System messages and the newest question stay. When that is not enough (an agent at work on one
-  question), the oldest rounds of the newest turn
-  go: an assistant message with the results of its calls. No result is left without its call, nor a
-  call without its result; the newest round stays.
-* What goes is more than needed: down to `KEEP` of the room. The next cut is then some turns away,
-  and until then every prompt begins like the one before.
-* The cut follows from the messages alone, though the server keeps no record of it. The history is
-  **replayed** from its first message: whenever what is kept outgrows the budget, the cut moves.
-  What happened after message 40 depends on messages 1 to 40 only, so the same history has the same
-  cut whenever it comes back, a longer one the same or a later one, never an earlier: what once was
-  left out stays left out.
-* A line of text stands where messages were left out. It counts them, and so changes only when the
-  cut does. It is put into the question beside the gap: a message of its own would break the
-  alternation that many templates insist on.
+- The **oldest complete turns** are dropped first: a question with its answers, calls and results.
+  System messages and the newest question stay. If that is not enough (an agent working on one
+  question), the oldest rounds of the newest turn are dropped: an assistant message with the results
+  of its calls. Calls and their results are never separated, and the newest round stays.
+- More is dropped than necessary: down to `KEEP` of the space. The next cut is then some turns away.
+  Until then, every prompt begins like the one before.
+- The cut depends on the messages alone; the server keeps no record of it. The history is
+  **replayed** from its first message: whenever the kept part outgrows the budget, the cut moves. A
+  state after message 40 depends only on messages 1 to 40. So the same history always gets the same
+  cut, and a longer one the same or a later cut. Dropped messages never come back.
+- A line of text replaces the dropped messages. It states their number, so it changes only when the
+  cut changes. It is added to the question next to the gap, because a separate message would break
+  the alternation of roles that many templates require.
 """
 
 from __future__ import annotations
@@ -31,18 +29,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Share of the room beside the fixed part that the kept turns have after a cut. With turns of a
-# size, the number of turns between two cuts is (1 - KEEP) of those that fit.
+# The share of the budget, without the fixed part, that the kept turns may use after a cut. For
+# turns of equal size, (1 - KEEP) of the turns that fit can be added before the next cut.
 KEEP = 0.6
-# What the notes cost at most, in tokens: two of them, of about a dozen words and a number (20
+# Upper limit of the notes' length in tokens: two notes of about a dozen words and a number each (20
 # tokens with SmolLM2's vocabulary).
 NOTE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class MessageCost:
-    """What a message adds to the prompt, in tokens. `passing` of them only until the next question
-    is asked: reasoning that the template leaves out of earlier turns."""
+    """The prompt tokens of a message.
+
+    `passing` of them count only until the next question: reasoning that the template leaves out of
+    earlier turns.
+    """
 
     tokens: int
     passing: int = 0
@@ -50,8 +51,10 @@ class MessageCost:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The messages to send. `dropped` are the indices of those left out; `exhausted` says that no
-    more may be."""
+    """The messages to send, and the indices of the `dropped` ones.
+
+    `exhausted` is True if no further message may be dropped.
+    """
 
     messages: list[dict[str, Any]]
     dropped: frozenset[int]
@@ -60,8 +63,11 @@ class Compacted:
 
 @dataclass(slots=True)
 class _Unit:
-    """Messages that go or stay together: a question, or an assistant message with the results of
-    its calls. `turn`: how many questions there were then."""
+    """Messages that are kept or dropped together.
+
+    They are a question, or an assistant message with the results of its calls. `turn` is the number
+    of earlier questions.
+    """
 
     turn: int
     asks: bool
@@ -72,7 +78,7 @@ class _Unit:
 
 
 class _Replay:
-    """The conversation as it grew, one message at a time, and what was left out on the way."""
+    """Replays the growth of a conversation message by message, and records the dropped messages."""
 
     def __init__(self, fixed_tokens: int, budget_tokens: int) -> None:
         self._fixed = fixed_tokens + NOTE_TOKENS
@@ -80,13 +86,16 @@ class _Replay:
         self._kept: list[_Unit] = []
         self._turn = 0
         self._callers: dict[str, _Unit] = {}
-        self._tokens = self._passing = 0  # of what is kept; only the newest turn's pass
+        # of the kept messages; only the newest turn has passing tokens
+        self._tokens = self._passing = 0
         self._at_head = True
         self.dropped: set[int] = set()
 
     def next_to_go(self) -> list[_Unit]:
-        """The units to drop next: the oldest turn, or if only the newest turn is left, its oldest
-        round, but not its last. Empty if no more may be dropped."""
+        """The units to drop next: the oldest turn, or a round if only the newest turn is left.
+
+        It is the oldest round, but never the last one. Empty if no more may be dropped.
+        """
         oldest = [unit for unit in self._kept if unit.turn == self._kept[0].turn]
         if oldest and oldest[0].turn < self._turn:
             return oldest
@@ -94,9 +103,9 @@ class _Replay:
         return rounds[:1] if len(rounds) > 1 else []
 
     def add(self, index: int, message: Mapping[str, Any], cost: MessageCost) -> None:
-        """One message more; whatever it pushes out is dropped."""
+        """Add one message, and drop others if it exceeds the budget."""
         if message["role"] == "system":
-            if not self._at_head:  # those at the head are in the fixed part
+            if not self._at_head:  # the fixed part contains those at the head
                 self._fixed += cost.tokens
                 self._make_room()
             return
@@ -105,7 +114,7 @@ class _Replay:
         unit.indices.append(index)
         for call in message.get("tool_calls", ()):
             self._callers[call["id"]] = unit
-        if unit.dropped:  # a result that came after its call was left out
+        if unit.dropped:  # a result that came after its call was dropped
             self.dropped.add(index)
             return
         unit.tokens += cost.tokens
@@ -124,7 +133,7 @@ class _Replay:
         asks = role == "user"
         if asks and last is not None:
             if last.asks:
-                return last  # context and question sent apart are one question
+                return last  # context and question in separate messages are one question
             self._turn += 1
             self._passing = 0
         self._kept.append(_Unit(self._turn, asks))
@@ -153,12 +162,12 @@ def compact(
     fixed_tokens: int,
     budget_tokens: int,
 ) -> Compacted:
-    """What to keep of `messages` (as `conversation.messages.normalise` gives them) within
-    `budget_tokens`.
+    """The part of `messages` to keep within `budget_tokens`.
 
-    `costs` has one entry per message. `fixed_tokens` is what the prompt has beside them: tools, the
-    template's own words, and the system messages at the head. What can't be dropped may be larger
-    than the budget (`exhausted` then): the caller counts the real prompt and refuses.
+    The messages come from `conversation.messages.normalise`, and `costs` has one entry per message.
+    `fixed_tokens` is the rest of the prompt: tools, the template's own text, and the system
+    messages at the head. The messages that can't be dropped may exceed the budget (then
+    `exhausted`); the caller counts the real prompt and rejects it.
     """
     replay = _Replay(fixed_tokens, budget_tokens)
     for i, (message, cost) in enumerate(zip(messages, costs, strict=True)):
@@ -177,7 +186,7 @@ def _with_notes(
     messages: Sequence[Mapping[str, Any]], dropped: frozenset[int]
 ) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
-    spoken: dict[str, Any] | None = None  # the last kept message that is not a system text
+    spoken: dict[str, Any] | None = None  # the last kept message other than a system message
     missing = 0
     for i, message in enumerate(messages):
         if i in dropped:

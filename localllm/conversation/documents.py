@@ -1,5 +1,7 @@
-"""Files in messages, of any dialect: a text file becomes text in its place, for a PDF a mark stands
-until it is read."""
+"""Files in messages of any dialect.
+
+A text file is replaced by its text, a PDF by a mark until it is read.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from localllm.errors import UnsupportedError
 
 MOST_BYTES = 20 * 10**6
 _PDF_TYPE = "application/pdf"
-# Some have a few bytes of something else in front.
+# Some PDFs have a few other bytes before their header.
 _PDF_WITHIN = 1024
 _NAME_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedPdf:
-    """A PDF of a message, whose text has `mark` in its place. `asked`: it stands in the turn that
-    is to be answered; `kind` is what the client's API calls it."""
+    """A PDF in a message, whose text contains `mark` in its place.
+
+    `asked`: the PDF belongs to the turn to be answered. `kind`: the client API's word for it.
+    """
 
     mark: str
     data: bytes
@@ -34,8 +38,7 @@ class AttachedPdf:
 
 
 def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf:
-    """The file in a part of a message: its text, or what is to be read as a PDF. Raises
-    UnsupportedError."""
+    """The file in a part of a message: its text, or an AttachedPdf. Raises UnsupportedError."""
     name, sent, says_pdf = _sent(part)
     if not sent:
         raise UnsupportedError(
@@ -57,7 +60,7 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
 
 
 def _decoded(sent: str, kind: str) -> bytes:
-    """The bytes of a file in base64, or in a data URL of it."""
+    """The bytes of a file sent as base64 or as a base64 data URL."""
     is_base64 = True
     encoded = sent
     if sent[:5].lower() == "data:":
@@ -72,8 +75,10 @@ def _decoded(sent: str, kind: str) -> bytes:
 
 
 def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """(the file's name, its data as it was sent or "", whether it is said to be a PDF): OpenAI's `file`
-    and `input_file`, Anthropic's `document`."""
+    """(the file's name, its data as sent or "", True if declared as a PDF).
+
+    Reads OpenAI's `file` and `input_file` and Anthropic's `document`.
+    """
     inner: Any = part.get("file", part.get("source"))
     fields: Mapping[str, Any] = inner if isinstance(inner, Mapping) else part
     name = fields.get("filename", part.get("filename", part.get("title")))
@@ -90,7 +95,7 @@ def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:
 
 
 def fenced(name: str, text: str) -> str:
-    """A file's text with its name before it, between fences that it does not have itself."""
+    """A file's name, then its text between fences that do not occur in the text."""
     longest = max(map(len, re.findall(r"^`{3,}", text, re.MULTILINE)), default=2)
     fence = "`" * (longest + 1)
     title = f"File {name}" if name else "File"

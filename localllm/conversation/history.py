@@ -1,5 +1,7 @@
-"""Conversations on disk: trees of turns in one SQLite file, safe from any thread, that lose nothing
-when a program dies."""
+"""Conversations on disk: trees of turns in one SQLite file.
+
+It is safe to use from any thread and does not lose data if a program dies.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from localllm import paths
 from localllm.conversation import history_schema, history_search
 from localllm.errors import LocalLLMError, NotFoundError
 
-# Another window may be bringing the file to a newer schema.
+# Another window may be upgrading the file to a newer schema.
 _OPENING_S = 10.0
 _LOCKED_MS = 500
 
@@ -33,14 +35,16 @@ class HistoryError(
 
 
 class TurnGoneError(HistoryError, code="turn_gone", default_hint="open the conversation again"):
-    """The turn that another was to follow has been removed, by another window."""
+    """Another window has removed the turn that the new turn was to follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationSummary:
-    """One line of the list of conversations. Times are Unix seconds; `n_messages` are those of all
-    branches; `titled` says who made the title: 0 nobody (it is the beginning of the first
-    question), 1 a model, 2 a person."""
+    """One entry in the list of conversations.
+
+    Times are Unix seconds. `n_messages` counts the messages of all branches. `titled` is the origin
+    of the title: 0 the beginning of the first question, 1 a model, 2 a person.
+    """
 
     id: str
     title: str
@@ -53,10 +57,11 @@ class ConversationSummary:
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """One message. `complete` is False while its answer is (or was, if the program died) still
-    streaming.
+    """One message.
 
-    `parent_id` is the turn it follows, 0 for none; a system prompt's says where it was set.
+    `complete` is False while its answer streams, and stays False if the program died meanwhile.
+    `parent_id` is the turn that it follows (0: no turn). For a system prompt it is the turn after
+    which the prompt was set.
     """
 
     id: int
@@ -70,17 +75,19 @@ class StoredMessage:
 
 
 class History:
-    """The store. Every method is one transaction, may be called from any thread, and has reached
-    the disk's journal when it returns. Unknown conversations raise NotFoundError; a broken file
-    raises HistoryError."""
+    """The store of conversations.
+
+    Every method is one transaction and may be called from any thread. Its data is in the disk's
+    journal when it returns. Raises NotFoundError for an unknown conversation, HistoryError for a
+    broken file.
+    """
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.path = Path(path or paths.data_dir() / "conversations.db")
         self._lock = threading.RLock()
         try:
             paths.private_dir(self.path.parent)
-            # The file is created by us, before SQLite does, so that it never exists with wider
-            # permissions.
+            # The file is created before SQLite opens it, so that it never has wider permissions.
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
             if os.name == "posix":
                 os.chmod(self.path, 0o600)
@@ -99,17 +106,17 @@ class History:
                     hint="upgrade localllm, or move conversations.db away to start a new one",
                 )
             history_schema.prepare(self._db)
-            # From here on a screen waits with it. Others write for milliseconds; what they refuse
-            # can be written later.
+            # From now on, a user interface waits for calls. Other programs write for milliseconds,
+            # and a rejected write can be retried later.
             self._db.execute(f"PRAGMA busy_timeout = {_LOCKED_MS}")
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as e:
-            # the last three: an old row unreadable
+            # the last three: unreadable data in an old row
             if hasattr(self, "_db"):
                 self._db.close()
             raise HistoryError(f"the conversations can't be opened: {e}") from e
 
     def create(self, title: str, model: str) -> str:
-        # What `secrets` does, without what it imports: a chat starts with this module.
+        # Like `secrets`, but without its imports: a chat imports this module at the start.
         conv_id = os.urandom(8).hex()
         now = time.time()
         with self.transaction() as db:
@@ -130,12 +137,11 @@ class History:
         complete: bool = True,
         parent: int | None = None,
     ) -> int:
-        """Add a message and return its id. An answer about to stream starts `complete=False`; see
-        `update_partial`.
+        """Add a message and return its id. A streaming answer starts with `complete=False`.
 
-        `parent` is the turn it follows (0: none; None: the head). The conversation's head is the
-        new turn then; a system prompt leaves it. Raises TurnGoneError where there is no such turn
-        any more.
+        `update_partial` then updates it. `parent` is the turn to follow (0: no turn; None: the
+        head). The new turn becomes the conversation's head, unless it is a system prompt. Raises
+        TurnGoneError if the parent no longer exists.
         """
         now = time.time()
         with self.transaction() as db:
@@ -151,8 +157,11 @@ class History:
             return n
 
     def add(self, conv_id: str, turns: Sequence[StoredMessage]) -> dict[int, int]:
-        """Add turns of another conversation by their ids, parents before what follows them, all or
-        none; returns the new id of each old one. The last one is the head then."""
+        """Add turns of another conversation atomically, and return the new id of each old one.
+
+        They are added in the order of their ids, so parents come before their children. The last
+        one becomes the head.
+        """
         places = {0: 0}
         with self.transaction() as db:
             _change(db, _TOUCH, time.time(), conv_id)
@@ -174,8 +183,10 @@ class History:
         meta: dict[str, Any] | None = None,
         complete: bool = False,
     ) -> None:
-        """Replace a streaming message's text so far; `complete=True` closes it. `None` keeps what
-        is stored."""
+        """Replace a streaming message's text so far. `complete=True` closes it.
+
+        A value of `None` keeps the stored one.
+        """
         meta_json = None if meta is None else json.dumps(meta)
         with self.transaction() as db:
             (conv_id,) = _row(
@@ -189,8 +200,8 @@ class History:
             _change(db, _TOUCH, time.time(), conv_id)
 
     def tree(self, conv_id: str) -> tuple[list[StoredMessage], int]:
-        """Every message of all branches by age, and the id of the head (0: nothing was said
-        yet)."""
+        """All messages of all branches by age, and the id of the head (0: the conversation is
+        empty)."""
         with self._locked("read") as db:
             head = self._head(db, conv_id)
             rows = db.execute(
@@ -205,8 +216,7 @@ class History:
         return messages, head
 
     def messages(self, conv_id: str) -> list[StoredMessage]:
-        """The branch that ends at the head, in order, with the system prompts that were set along
-        it."""
+        """The branch that ends at the head, in order, with the system prompts set along it."""
         everything, head = self.tree(conv_id)
         by_id = {m.id: m for m in everything}
         along = {0}
@@ -231,8 +241,10 @@ class History:
         return [row[0] for row in rows]
 
     def set_head(self, conv_id: str, message_id: int) -> None:
-        """Show the branch that ends at `message_id` (0: nothing) from now on; the order of the list
-        does not change."""
+        """Show the branch that ends at `message_id` (0: an empty one) from now on.
+
+        The order of the list does not change.
+        """
         with self.transaction() as db:
             if message_id and not self._has(db, conv_id, message_id):
                 raise TurnGoneError("this turn was removed in another window")
@@ -249,8 +261,10 @@ class History:
         return row is not None
 
     def list(self, query: str | None = None, limit: int = 50) -> list[ConversationSummary]:
-        """The newest first; `query` keeps those whose title or turns contain all its words,
-        whatever the case."""
+        """Conversations, newest first.
+
+        `query` keeps those whose title or turns contain all its words, ignoring case.
+        """
         with self._locked("read") as db:
             if query is None or not query.split():
                 rows = db.execute(_SUMMARY + _NEWEST, (limit,)).fetchall()
@@ -263,26 +277,31 @@ class History:
         return [ConversationSummary(*row) for row in rows]
 
     def search(self, query: str, limit: int = 200) -> Sequence[history_search.Hit]:
-        """The turns that contain all words of `query`, whatever the case, newest first."""
+        """The turns that contain all words of `query`, ignoring case, newest first."""
         with self._locked("read") as db:
             return history_search.turns(db, query, limit)
 
     def asked(self, query: str = "", limit: int = 200) -> Sequence[str]:
-        """What was typed as questions and contains all words of `query`, whatever the case: the
-        newest first, each once."""
+        """The typed questions that contain all words of `query`, ignoring case, newest first, each
+        once."""
         with self._locked("read") as db:
             return history_search.asked(db, query, limit)
 
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
-        """Change the title, made by a model (1) or a person (2); the order of the list does not
-        change."""
+        """Change the title. `titled` is 1 for a model's title, 2 for a person's.
+
+        The order of the list does not change.
+        """
         with self.transaction() as db:
             sql = "UPDATE conversations SET title = ?, titled = ? WHERE id = ?"
             _change(db, sql, title, titled, conv_id)
 
     def remove(self, message_id: int) -> int:
-        """Remove one turn and all that follows it on any branch; returns how many went. A head that
-        goes with them becomes what the turn followed."""
+        """Remove one turn and all turns after it on any branch. Returns the number of removed
+        turns.
+
+        If the head is removed, the parent of the removed turn becomes the head.
+        """
         with self.transaction() as db:
             about = "SELECT conversation_id, parent_id FROM messages WHERE id = ?"
             conv_id, parent = _row(db, "message", message_id, about)
@@ -318,7 +337,7 @@ class History:
 
     @staticmethod
     def _head(db: sqlite3.Connection, conv_id: str) -> int:
-        """The id of the newest turn that is shown; 0 for none. Raises NotFoundError."""
+        """The id of the newest turn that is shown; 0 if there is no turn. Raises NotFoundError."""
         sql = "SELECT head_id FROM conversations WHERE id = ?"
         return int(_row(db, "conversation", conv_id, sql)[0])
 
@@ -356,7 +375,7 @@ def _change(db: sqlite3.Connection, sql: str, *values: str | float) -> None:
 
 
 def _row(db: sqlite3.Connection, what: str, key: str | int, sql: str) -> tuple[Any, ...]:
-    """The row of this key. Raises NotFoundError."""
+    """The row with this key. Raises NotFoundError."""
     row = db.execute(sql, (key,)).fetchone()
     if row is None:
         raise _unknown(what, key)
@@ -370,7 +389,7 @@ _SUMMARY = (
 )
 _TOUCH = "UPDATE conversations SET updated_s = ? WHERE id = ?"
 _NEWEST = " ORDER BY c.updated_s DESC, c.rowid DESC LIMIT ?"
-# UNION without ALL: a row that names itself, or a circle, ends it.
+# UNION without ALL ends the recursion if a row refers to itself or rows form a cycle.
 _BELOW = (
     "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT m.id FROM messages m"
     " JOIN below b ON m.parent_id = b.id WHERE m.conversation_id = ? AND m.role <> 'system')"

@@ -1,5 +1,4 @@
-"""The conversation file's tables, and the migration of a file of an earlier release, in one
-transaction."""
+"""The tables of the conversation file, and the migration of an older file in one transaction."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ from collections.abc import Callable
 
 VERSION = 2
 
-# A conversation is a tree: a question's parent is the answer before it (0: there is none), an
-# answer's the question. Turns with the same parent are versions of one turn. `head_id` is the last
-# turn of the branch that is shown (0: none). A system prompt is no turn: its parent says after
-# which it was set, and the newest one is in force on every branch. `titled`: 0 the title is the
-# beginning of the first question, 1 a model made it, 2 a person.
+# A conversation is a tree. A question's parent is the answer before it (0: no answer), an answer's
+# parent is its question. Turns with the same parent are versions of one turn. `head_id` is the last
+# turn of the branch that is shown (0: no turn). A system prompt is not a turn: its parent is the
+# turn after which it was set, and the newest one applies to every branch. `titled`: 0 the title is
+# the beginning of the first question, 1 a model made it, 2 a person.
 #
-# parent_id has no default on purpose: a program of an earlier release that has this file open can't
-# write a turn without its place, and says so.
+# parent_id has no default on purpose. If a program of an earlier release has this file open, it
+# can't write a turn without a parent and reports an error.
 _TABLES = (
     """
     CREATE TABLE conversations (
@@ -48,9 +47,8 @@ _TABLES = (
     "CREATE INDEX unfinished ON messages(id) WHERE complete = 0",
 )
 
-# Words of finished turns alone: an answer is written twice a second while it streams, and indexed
-# once. Three letters a token, so that a part of a word is found, and languages that write no spaces
-# are searched too.
+# Only finished turns are indexed: a streaming answer is written twice a second, but indexed once.
+# Tokens are trigrams, so parts of words are found, and languages without spaces can be searched.
 _SEARCH = (
     "CREATE VIRTUAL TABLE found USING fts5("
     "content, content='messages', content_rowid='id', tokenize='trigram')",
@@ -80,16 +78,19 @@ _SEARCH = (
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Make `db` a file of this schema, whatever earlier one it has; all of it or nothing. Raises
-    sqlite3.Error."""
+    """Upgrade `db` from any earlier schema to this one, completely or not at all.
+
+    Raises sqlite3.Error.
+    """
     if _version(db) == VERSION:
         return
-    # else the old table's end would end what refers to it; not in a transaction
+    # otherwise dropping the old table would delete the rows that refer to it; not allowed within a
+    # transaction
     db.execute("PRAGMA foreign_keys=OFF")
     try:
         db.execute("BEGIN IMMEDIATE")
         with db:  # commits, or rolls back
-            upgrade = _FROM.get(_version(db))  # asked again: another window may have been first
+            upgrade = _FROM.get(_version(db))  # read again: another window may have been first
             if upgrade is not None:
                 upgrade(db)
                 db.execute(f"PRAGMA user_version={VERSION}")
@@ -107,11 +108,11 @@ def _create(db: sqlite3.Connection) -> None:
 
 
 def _from_1(db: sqlite3.Connection) -> None:
-    """A conversation was a list of messages, and an answer's earlier versions were in its
+    """Upgrade from version 1: a list of messages, with earlier versions of an answer in its
     `meta`."""
     for table in ("conversations", "messages"):
         db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
-    for index in ("messages_of", "by_age"):  # their names are wanted
+    for index in ("messages_of", "by_age"):  # the new indexes use the same names
         db.execute(f"DROP INDEX IF EXISTS {index}")
     for statement in _TABLES:
         db.execute(statement)
@@ -133,7 +134,7 @@ def _from_1(db: sqlite3.Connection) -> None:
         earlier = meta.pop("earlier", ())
         for version in earlier:
             kept = (version["content"], version["reasoning"], json.dumps(version["meta"]), 1)
-            # No time was kept: that of the question puts it before the answer that came later.
+            # Version 1 has no time here. The question's time sorts it before the later answer.
             db.execute(_ROW, (next_id, conv_id, parent, role, *kept, times.get(conv_id, created_s)))
             next_id += 1
         db.execute(

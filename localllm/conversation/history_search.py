@@ -1,24 +1,22 @@
-"""Full-text search of the conversations: by the trigram index where it can answer, else by scanning
-the turns."""
+"""Full-text search of the conversations: with the trigram index if possible, else by a scan."""
 
 from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
 
-# The index knows nothing shorter.
+# The index does not contain shorter words.
 _INDEXED_CHARS = 3
-# What stands around the first hit, in characters.
+# The characters of a snippet before the first hit, and its total length.
 _BEFORE = 24
 _SNIPPET = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A turn that was found: where it is, and `snippet`, one line of its text around the first
-    word.
+    """A turn that was found, with one line of its text around the first word (`snippet`).
 
-    `at` and `end` are where that word stands in the snippet (both 0: nowhere).
+    `at` and `end` are the word's position in the snippet (both 0: it is not in there).
     """
 
     conversation_id: str
@@ -31,8 +29,10 @@ class Hit:
 
 
 def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
-    """The turns that contain all words of `query`, whatever the case, newest first. Raises
-    sqlite3.Error."""
+    """The turns that contain all words of `query`, ignoring case, newest first.
+
+    Raises sqlite3.Error.
+    """
     if not query.split():
         return []
     where, args = _containing(query)
@@ -50,8 +50,10 @@ def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
 
 
 def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
-    """The questions as they were typed, without attached files; newest first, each once. Raises
-    sqlite3.Error."""
+    """The questions as typed, without attached files, newest first, each once.
+
+    Raises sqlite3.Error.
+    """
     where, args = _containing(query) if query.split() else ("1", [])
     rows = db.execute(
         "SELECT COALESCE(json_extract(m.meta, '$.typed'), m.content) AS typed FROM messages m"
@@ -69,8 +71,10 @@ def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
 
 
 def conversations(db: sqlite3.Connection, query: str) -> list[str]:
-    """The ids of those whose title, or one of whose turns, contains all words. Raises
-    sqlite3.Error."""
+    """The ids of conversations whose title, or one of whose turns, contains all words.
+
+    Raises sqlite3.Error.
+    """
     where, args = _containing(query)
     titles = " AND ".join("title LIKE ? ESCAPE '\\'" for _ in query.split())
     rows = db.execute(
@@ -82,14 +86,14 @@ def conversations(db: sqlite3.Connection, query: str) -> list[str]:
 
 
 def _containing(query: str) -> tuple[str, list[str]]:
-    """The condition that a message `m` has all words, and its arguments."""
+    """The SQL condition that a message `m` contains all words, and its arguments."""
     words = query.replace("\0", " ").split()
     short = [word for word in words if len(word) < _INDEXED_CHARS]
     long = [word for word in words if len(word) >= _INDEXED_CHARS]
     parts = []
     args = []
     if long:
-        # Turns that still stream, or never ended, are not in the index.
+        # Turns that are streaming or were never completed are not in the index.
         unfinished = " AND ".join("content LIKE ? ESCAPE '\\'" for _ in long)
         parts.append(
             "m.id IN (SELECT rowid FROM found WHERE found MATCH ?"
@@ -109,7 +113,7 @@ def _like(word: str) -> str:
 
 
 def _around(text: str, word: str) -> tuple[str, int, int]:
-    """One line of `text` around `word`, and where the word is in it."""
+    """One line of `text` around `word`, and the word's position in it."""
     found = text.lower().find(word.lower())
     at = min(max(found, 0), len(text))
     start = max(0, at - _BEFORE)

@@ -1,8 +1,7 @@
-"""Images in messages, in whatever form a client sends them: each is taken out, and a mark left in
-the text for it.
+"""Images in messages of any dialect: each is extracted, and a mark replaces it in the text.
 
-A message's content stays a text, so that templates, compaction and recall know nothing of images. A
-mark is named by what its file holds: the same image has the same mark in every turn.
+The content of a message stays a text, so templates, compaction and the cache need no code for
+images. A mark is named by the hash of its file, so the same image has the same mark in every turn.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _DATA = "data:"
 _TYPES = (
     "image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "application/octet-stream"
 )  # fmt: skip
-# How every JPEG begins in base64: like a path.
+# The beginning of every JPEG in base64. It looks like a path.
 _JPEG = "/9j/"
 _ADDRESS = re.compile(r"https?://[^\s]{1,4000}\Z", re.IGNORECASE)
 NOTE = "[image omitted: this model reads text only here]"
@@ -30,10 +29,12 @@ _REMOTE = "images are not fetched from addresses: send the image itself, as a da
 
 @dataclass(frozen=True, slots=True)
 class AttachedImage:
-    """An image of a message, whose text has `mark` in its place: its `file` in base64, or the
-    `problem` why there is none.
-    `asked`: it stands in the turn that is to be answered.
-    `address`: where it could be fetched, if anybody may."""
+    """An image in a message, whose text contains `mark` in its place.
+
+    - `file`: the image in base64, or "" if there is a `problem`.
+    - `asked`: the image belongs to the turn to be answered.
+    - `address`: the URL from which it could be fetched, if fetching is allowed.
+    """
 
     mark: str
     file: str
@@ -43,15 +44,18 @@ class AttachedImage:
     address: str = ""
 
     def fetched(self, data: bytes) -> AttachedImage:
-        """This image, its file being `data`."""
+        """A copy of this image with `data` as its file."""
         file = base64.b64encode(data).decode()
         return replace(self, mark=_mark(file), file=file, problem="", address="")
 
 
 @dataclass
 class PreparedMessages:
-    """Messages as a model gets them: `files` by mark in base64, `ignored` names what it is not
-    prepared."""
+    """Messages as a model gets them.
+
+    `files` maps marks to images in base64. `ignored` names the inputs that the model does not
+    support.
+    """
 
     messages: list[dict[str, Any]]
     files: dict[str, str] = field(default_factory=dict)
@@ -70,7 +74,7 @@ def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedIma
 
 
 def of_file(file: Any, where: str, *, asked: bool) -> AttachedImage:
-    """The image that is `file`: base64, or a data URL of it."""
+    """The image in `file`: base64, or a base64 data URL."""
     data, problem = _without_scheme(file)
     image = AttachedImage(_mark(data or where), data, where, asked, problem)
     if problem == _REMOTE and _ADDRESS.match(file):
@@ -84,7 +88,7 @@ def _mark(name: str) -> str:
 
 
 def _without_scheme(file: Any) -> tuple[str, str]:
-    """(the base64, why there is none)."""
+    """(the base64, or the reason why there is no image)."""
     if not isinstance(file, str) or not file:
         return "", "there is no image here: send a data URL or base64"
     if file[: len(_DATA)].lower() == _DATA:
@@ -101,8 +105,11 @@ def _without_scheme(file: Any) -> tuple[str, str]:
 
 
 def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> PreparedMessages:
-    """`messages` for a model with or without vision: then a note stands for each image of an
-    earlier turn, and one that is asked about is refused. Raises RequestError."""
+    """`messages` for a model with or without vision.
+
+    Without vision, a note replaces each image of an earlier turn. An image in the turn to be
+    answered is rejected. Raises RequestError.
+    """
     prepared = PreparedMessages([])
     for message in messages:
         plain = dict(message)
@@ -129,8 +136,10 @@ def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pr
 def images_in_prompt(
     text: str, marker: str, files: Sequence[str], where: str, *, vision: bool
 ) -> tuple[str, dict[str, str]]:
-    """A prompt of text in which each `marker` stands for the next of `files`: with marks instead,
-    and the files by their marks. Raises RequestError."""
+    """A text prompt with marks in place of each `marker`, and the files by their marks.
+
+    Each `marker` in the text refers to the next of `files`. Raises RequestError.
+    """
     parts = text.split(marker)
     places = len(parts) - 1
     if places != len(files):

@@ -1,9 +1,8 @@
-"""One conversation in the variants that chat templates accept: as sent first, then what stricter
-templates insist on.
+"""One conversation in the variants that chat templates accept: as sent first, then stricter forms.
 
-Templates disagree about what a conversation may hold: nine-character call ids, one call a turn,
-arguments as text, one system message or none. Each variant says the same in other words; a template
-gets the first that it takes.
+Templates differ in what they accept: nine-character call ids, one call per turn, arguments as text,
+one system message or no system message. All variants have the same content. A template gets the
+first one that it accepts.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 def variants(
     messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[tuple[Messages, Variables]]:
-    """The conversation as sent with its `tools` (None where there are none), then its other
-    variants, each once."""
+    """The conversation as sent with its `tools` (None without tools), then its other variants, each
+    once."""
     tried: list[tuple[Messages, Variables]] = []
-    # Later system texts stay in their place, in the user's name.
+    # Later system messages stay in their place, as messages of the user.
     one_system = _merge_equal_roles(_systems_to_user(_merge_equal_roles(messages), behind=1))
     no_system = _merge_equal_roles(_systems_to_user(one_system, behind=0))
     for turns in (messages, one_system, no_system):
@@ -42,7 +41,7 @@ def variants(
 def _spellings(
     messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[tuple[Messages, Variables]]:
-    """The same turns, spelt ever more narrowly."""
+    """The same turns in increasingly strict forms."""
     yield messages, {"tools": tools}
     completed = _completed_variables(tools)
     spelt: Messages = with_short_ids(messages)
@@ -51,19 +50,22 @@ def _spellings(
     for step in steps:
         spelt = step(spelt)
         yield spelt, completed
-    # Last, as a template that writes arguments with `tojson` would take texts too, and quote them
-    # twice.
+    # These come last. A template that writes arguments with `tojson` would accept texts too, and
+    # quote them twice.
     yield _with_text_arguments(with_short_ids(messages)), completed
     yield _with_text_arguments(spelt), completed
 
 
 def _completed_variables(tools: Sequence[Mapping[str, Any]] | None) -> Variables:
-    """The variables that stricter templates need: `tools` undefined instead of none, or with every
-    parameter described completely, and the `functions` and `datetime` of older templates."""
+    """The variables that stricter templates need.
+
+    `tools` is left undefined instead of None, or has complete descriptions of every parameter.
+    Older templates also use `functions` and `datetime`.
+    """
     functions = [tool.get("function", tool) for tool in tools or ()]
     variables: Variables = {
         "functions": json.dumps(functions, ensure_ascii=False, indent=4),
-        # the day: an hour in the prompt would end every prefix
+        # only the day: an hour in the prompt would make every cached prefix useless
         "datetime": datetime.now().strftime("%B %d %Y"),
     }
     if tools is not None:
@@ -87,8 +89,10 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_short_ids(messages: Messages) -> Messages:
-    """Call ids of nine letters and digits (Mistral's rule), the same for a call and its result; a
-    result that names no call gets the id of the oldest call without one."""
+    """Call ids of nine letters and digits (Mistral's rule), equal for a call and its result.
+
+    A result without an id gets the id of the oldest call that has no result yet.
+    """
     changed: list[Message] = []
     waiting: list[str] = []
     for m in messages:
@@ -118,7 +122,7 @@ def _short_id(identity: str) -> str:
 
 
 def one_call_a_turn(messages: Messages) -> Messages:
-    """Parallel calls as turns of one call each, every call followed by its own results."""
+    """Parallel calls as separate turns of one call, each followed by its own results."""
     split: list[Message] = []
     at = 0
     while at < len(messages):
@@ -146,12 +150,13 @@ def one_call_a_turn(messages: Messages) -> Messages:
 def _results_of(call: Mapping[str, Any], results: Messages) -> Messages:
     own = [r for r in results if r.get("tool_call_id") == call.get("id")]
     if not own and not any(r.get("tool_call_id") for r in results):
-        return results[:1]  # nothing names a call: results come in the order of the calls
+        return results[:1]  # no result has an id: results are in the order of the calls
     return own
 
 
 def _one_text_before_calls(messages: Messages) -> Messages:
-    """Thinking and words before a call as one text, for a template that takes either."""
+    """Reasoning and text before a call as one text, for a template that accepts only one of
+    them."""
     changed: list[Message] = []
     for m in messages:
         if m.get("tool_calls") and m.get("thinking") and m.get("content"):

@@ -1,4 +1,4 @@
-"""Messages as clients send them, made into the one plain form that templates and history use."""
+"""Converts clients' messages to the plain form that templates and the history use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError, UnsupportedError
 
 ROLES = ("system", "user", "assistant", "tool")
-# `developer` is OpenAI's newer name of `system`; `function` the older one of `tool`.
+# `developer` is OpenAI's newer name for `system`; `function` is its older one for `tool`.
 _ALIASES = {"developer": "system", "function": "tool"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
@@ -28,7 +28,7 @@ _BINARY_PARTS = {
     "input_file": "files",
     "document": "documents",
     "video_url": "video",
-    # Anybody else's but the model's own.
+    # Reasoning in any other role than the assistant's.
     **dict.fromkeys(_THOUGHT_PARTS, "thinking"),
 }
 
@@ -37,8 +37,10 @@ _ONE_OF = {"images": "image", "files": "file", "documents": "document"}
 
 @dataclass
 class Attachments:
-    """What flattening a content takes out of it: images and PDFs, marks in their place, and
-    `thoughts`, where they are the model's own."""
+    """The parts that flattening removes from a content: images and PDFs, with marks in their place.
+
+    `thoughts` collects reasoning, if the content is the model's own.
+    """
 
     thoughts: list[str] | None = None
     images: list[AttachedImage] = field(default_factory=list)
@@ -46,17 +48,19 @@ class Attachments:
 
 
 def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list[dict[str, Any]]:
-    """Check and flatten a `messages` array: known roles, text content, tool calls with parsed
-    arguments.
+    """Check and flatten a `messages` array: known roles, text content, parsed tool-call arguments.
 
-    Each result has `role` and `content` (a str), and where sent `name`, `reasoning_content`,
-    `tool_calls` (`[{"id", "type": "function", "function": {"name", "arguments": dict}}]`),
-    `tool_call_id`, `images` (AttachedImage for each mark in its content, see images.py), `pdfs`
-    (AttachedPdf, likewise). Files of text are text. Audio and other files can't be read here: in
-    the user's newest message they are refused (UnsupportedError), for the answer would be about
-    them. Anywhere else, a tool's result included, a note to the model stands for them, so that a
-    conversation that once held one goes on; `omitted` gets their names for the client. Raises
-    RequestError naming the offending element.
+    Each result has `role` and `content` (a str). If they were sent, it also has
+    - `name`, `reasoning_content`, `tool_call_id`
+    - `tool_calls` (`[{"id", "type": "function", "function": {"name", "arguments": dict}}]`)
+    - `images` (an AttachedImage for each mark in the content, see images.py)
+    - `pdfs` (an AttachedPdf for each mark)
+
+    Text files become text. Audio and other files can't be read here. In the user's newest message
+    they are rejected (UnsupportedError), because the answer would be about them. Anywhere else,
+    tool results included, a note to the model replaces them, so that an older conversation can
+    continue; `omitted` receives their names for the client. Raises RequestError naming the invalid
+    element.
     """
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
@@ -65,7 +69,7 @@ def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list
     plain = [_plain_message(m, f"messages[{i}]", kinds) for i, m in enumerate(earlier)]
     is_question = _sent_role(last) == "user"
     if earlier and _sent_role(earlier[-1]) in ("tool", "function"):
-        # Many clients send a tool's images in a message of the user's role.
+        # Many clients send a tool's images in a message with the user's role.
         is_question = False
     plain.append(_plain_message(last, f"messages[{len(earlier)}]", None if is_question else kinds))
     if omitted is not None:
@@ -82,7 +86,7 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
         raise RequestError(f"{where} must be an object with a role and a content", param=where)
     role = _role(message, where)
     sent = message.get("content")
-    if role == "tool" and isinstance(sent, Mapping):  # what a tool returned, as it is
+    if role == "tool" and isinstance(sent, Mapping):  # a tool's return value, unchanged
         sent = json.dumps(sent, ensure_ascii=False)
     thoughts: list[str] = []
     found = Attachments(thoughts if role == "assistant" else None)
@@ -126,7 +130,7 @@ def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
 def _ollama_images(
     message: Mapping[str, Any], where: str, omitted: list[str] | None, found: Attachments
 ) -> list[str]:
-    """The marks of the images in Ollama's field `images`; the images are added to `found`."""
+    """The marks of the images in Ollama's field `images`. The images are added to `found`."""
     files = message.get("images") or []
     if not isinstance(files, list):
         files = [files]
@@ -146,7 +150,7 @@ def _reasoning(message: Mapping[str, Any], thoughts: Sequence[str]) -> str | Non
 
 
 def _reasoning_text(part: Mapping[str, Any]) -> str:
-    """The text of a part of reasoning, which is a text or (in Mistral's format) parts of text."""
+    """The text of a reasoning part: a string or, in Mistral's format, text parts."""
     text = part.get("thinking", part.get("text"))
     if isinstance(text, list):
         return "\n".join(str(p.get("text", "")) for p in text if isinstance(p, Mapping))
@@ -159,9 +163,12 @@ def flatten(
     omitted: list[str] | None = None,
     found: Attachments | None = None,
 ) -> str:
-    """Text of a content: a string, null, or an array of parts. `found` gets its images and PDFs,
-    for which marks stand. Of the parts that can't be read here `omitted` gets the kinds, and a note
-    stands for them; without it they are refused. Raises UnsupportedError."""
+    """The text of a content: a string, null, or an array of parts.
+
+    `found` receives images and PDFs; marks replace them in the text. A note replaces each
+    unsupported part, and `omitted` receives its kind. If `omitted` is None, such a part raises
+    UnsupportedError.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -175,7 +182,7 @@ def flatten(
 def _part_text(
     part: Any, where: str, omitted: list[str] | None, found: Attachments | None
 ) -> str | None:
-    """The text of one part, or what stands for it; None for a thought."""
+    """The text of one part, or its replacement. None for reasoning."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -210,8 +217,10 @@ def _part_text(
 def _file(
     part: Mapping[str, Any], plural: str, where: str, omitted: list[str] | None, found: Attachments
 ) -> str:
-    """The text that stands for a file; raises UnsupportedError for one that is asked about and
-    can't be read."""
+    """The text that replaces a file.
+
+    Raises UnsupportedError if the file belongs to the turn to be answered and can't be read.
+    """
     try:
         file = documents.attached(part, where, plural, asked=omitted is None)
     except UnsupportedError as e:
@@ -223,8 +232,10 @@ def _file(
 
 
 def _omit(kind: str, where: str, omitted: list[str] | None, refused: str, why: str) -> str:
-    """What the model is told in the place of a part that can't be read; raises UnsupportedError,
-    which says that it is `refused`, where it can't do without."""
+    """The note to the model that replaces an unsupported part.
+
+    Raises UnsupportedError with the reason `refused` if `omitted` is None.
+    """
     if omitted is None:
         raise UnsupportedError(f"{where}: {refused}", param=where)
     omitted.append(kind)
@@ -254,8 +265,10 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _function(call: Any) -> Any:
-    """The function that one of OpenAI's calls names; a custom tool has a text instead of
-    arguments. None if there is none."""
+    """The function of one of OpenAI's calls, or None.
+
+    A custom tool has a text instead of arguments.
+    """
     if not isinstance(call, Mapping):
         return None
     custom = call.get("custom")
@@ -265,8 +278,11 @@ def _function(call: Any) -> Any:
 
 
 def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """True when the last of these (normalised) messages is an assistant's text: an answer for the
-    model to go on with (`prefill`)."""
+    """True if the last of these normalised messages is assistant text that the model should
+    continue.
+
+    The engine then continues that text (`prefill`).
+    """
     if not messages:
         return False
     last = messages[-1]
@@ -274,8 +290,7 @@ def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Arguments as an object when they are one (templates write them with `tojson`), else the text
-    as it is."""
+    """Arguments as an object if possible (templates write them with `tojson`), else unchanged."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):

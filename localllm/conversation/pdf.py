@@ -1,10 +1,9 @@
-"""PDFs read by PDFium in a child process, within bounds of pages, bytes, memory and time; needs the
-extra `pdf`.
+"""Reads PDFs with PDFium in a child process with limits on pages, bytes, memory and time.
 
-Its native parsers meet bytes of anybody, so the process may crash, hang or grow. A `LimitedChild`
-runs this module: asked with the PDF in base64 and how many pictures it may make, it answers with
-pages, each a `text` or (where it has none) a `picture` in base64, else neither; or says why there
-are none.
+Needs the extra `pdf`. PDFium's native parsers read untrusted bytes, so the process may crash, hang
+or grow. A `LimitedChild` runs this module. A request has the PDF in base64 and the maximum number
+of pictures. The response lists the pages. Each page has a `text`, or a `picture` in base64 if it
+has no text, or neither. If the PDF can't be read, the response is the reason.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ MOST_PAGES = 100
 MOST_CHARS = 2_000_000
 MOST_PICTURES = 20
 _LIMITS = ChildLimits(cpu_s=20.0, memory_bytes=1536 * 2**20)
-# What models see of a page at most; a letter's text is legible then.
+# The largest side of a page's picture in pixels. The text of a letter-size page is legible then.
 _PICTURE_SIDE = 1536
 _JPEG_QUALITY = 85
-# Longer than the child may compute, since others may keep it from computing.
+# Longer than the child's CPU limit, because other processes may delay it.
 _WHOLE_S = 3 * _LIMITS.cpu_s
 MISSING = "PDFs are read by an extra that is not installed here: pip install 'localllm[pdf]'"
 
@@ -53,8 +52,10 @@ def installed() -> bool:
 
 
 def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
-    """Read the PDF `data`; blocks until the child has answered. `pictures`: make pictures of pages
-    without text, for a model that sees them."""
+    """Read the PDF `data`; blocks until the child has answered.
+
+    `pictures` also renders pages without text, for a model with vision.
+    """
     child = LimitedChild("localllm.conversation.pdf", _LIMITS)
     until_s = time.monotonic() + whole_s
 
@@ -79,7 +80,7 @@ def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
 
 
 def pages_of(data: bytes, pictures: int) -> list[dict[str, str]]:
-    """Raises ValueError, saying why there are none."""
+    """The pages of a PDF. Raises ValueError with the reason if it can't be read."""
     import pypdfium2
 
     try:
@@ -103,7 +104,7 @@ def _read(document: Any, pictures: int) -> list[dict[str, str]]:
     for page in document:
         textpage = page.get_textpage()
         text = textpage.get_text_bounded().replace("\r\n", "\n").replace("\0", "").strip()
-        # Halves of pairs, as broken fonts have them, are no text that anybody can encode.
+        # Broken fonts produce lone surrogates, which can't be encoded.
         text = text.encode("utf-8", "replace").decode()
         textpage.close()
         chars += len(text)

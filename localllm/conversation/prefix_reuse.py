@@ -1,9 +1,8 @@
-"""Keeps the beginning of a prompt the same from one request to the next, so that its KV is reused:
-reasoning that a client leaves out is put back, lines that an agent changes every time are taken
-out.
+"""Keeps the beginning of a prompt the same across requests, so that its KV is reused.
 
-Templates that write earlier reasoning into the prompt produce another prompt when it is missing,
-and the whole prefix is computed again (measured by others: minutes instead of seconds,
+Reasoning that a client leaves out is restored. Lines that an agent changes every time are removed.
+Some templates write earlier reasoning into the prompt. If it is missing, the prompt differs and the
+complete prefix is computed again (measured by others: minutes instead of seconds,
 https://github.com/nibor1896/Crow/issues/60).
 """
 
@@ -20,13 +19,13 @@ from localllm import json_store
 
 _MAX_ENTRIES = 4096
 _MAX_CHARS = 64 * 2**20
-# Claude Code puts its billing header, with a fresh checksum each time, first into the system
+# Claude Code puts its billing header, with a new checksum each time, at the beginning of the system
 # prompt: https://github.com/ollama/ollama/pull/14918, https://github.com/bman654/clodex/pull/93
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.MULTILINE | re.IGNORECASE)
 
 
 class ReasoningCache:
-    """Reasoning by the answer it led to, in memory only, the oldest forgotten first."""
+    """Reasoning by the answer that followed it. In memory only; the oldest is evicted first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, str] = OrderedDict()
@@ -35,8 +34,10 @@ class ReasoningCache:
     def remember(
         self, asked: str, text: str, calls: Sequence[tuple[str, str]], reasoning: str
     ) -> None:
-        """Keep the `reasoning` behind an answer to `asked` (the turn before it); `calls` as (name,
-        JSON arguments)."""
+        """Keep the `reasoning` of an answer to `asked` (the turn before it).
+
+        `calls` are the answer's calls as (name, JSON arguments).
+        """
         if not reasoning or len(reasoning) > _MAX_CHARS:
             return
         key = _key(asked, text, calls)
@@ -46,7 +47,7 @@ class ReasoningCache:
             self._chars -= len(self._kept.popitem(last=False)[1])
 
     def restore(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, with known reasoning put back into assistant turns that lack it."""
+        """The messages, with known reasoning restored in assistant turns that lack it."""
         restored: list[dict[str, Any]] = []
         asked = ""
         for message in messages:
@@ -80,8 +81,8 @@ def _key(asked: str, text: str, calls: Sequence[tuple[str, Any]]) -> str:
 def without_changing_lines(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """The messages without the lines that agents change with every request, and the names of what
-    was taken out."""
+    """The messages without the lines that agents change with every request, and the lines'
+    names."""
     found: tuple[str, ...] = ()
     cleaned: list[dict[str, Any]] = []
     for message in messages:

@@ -1,5 +1,4 @@
-"""The deltas that a model's reply is told in, and the format that says how to read it
-(reply_parser.py reads it)."""
+"""The deltas of a model's reply, and the format that describes how reply_parser.py reads it."""
 
 from __future__ import annotations
 
@@ -39,23 +38,28 @@ Delta: TypeAlias = Content | ReasoningText | CallStart | CallArguments
 
 
 class CallReader(ABC):
-    """Reads the calls of one format once their opening marker was seen (see conversation.tools).
-    `rest`: text after the last call, once the format says that the calls are over; None before."""
+    """Reads the calls of one format after their opening marker (see conversation.tools).
+
+    `rest` is the text after the last call once the calls are over, and None before.
+    """
 
     rest: str | None = None
 
     @abstractmethod
     def feed(self, text: str) -> list[Delta]:
-        """Take more text; returns what is certain so far."""
+        """Take more text and return the deltas that are certain so far."""
 
     @abstractmethod
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended, `cut` off or by itself; what could not be read as a call comes back as
-        Content, but what a cut left half is neither."""
+        """End of the reply, `cut` off or by itself.
+
+        Text that could not be read as a call is returned as Content. An incomplete call at a cut is
+        dropped.
+        """
 
 
 class TurnEnd(str):
-    """A marker to leave out, behind which nothing belongs to the reply."""
+    """A marker to leave out. All text after it is ignored."""
 
     __slots__ = ()
 
@@ -64,7 +68,7 @@ Drop: TypeAlias = str | tuple[str, str]
 """Structure to leave out: one marker, or everything from an opening marker to a closing one."""
 
 
-# Texts that end a turn and that no answer contains; some files don't mark them as the end of
+# Texts that end a turn and that no answer contains. Some files don't mark them as the end of
 # generation.
 _TURN_ENDS = ("<|role_end|>",)
 
@@ -76,15 +80,18 @@ def turn_ends(template: str) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
     """How to read one reply.
-    `thinking` says that the prompt already opened the reasoning.
-    `call_markers` open tool calls, `new_reader(calls so far, marker)` reads them.
-    `drops` are structure to leave out; a format that has them marks everything, so any marker ends
-    the reasoning and half a marker at the reply's end is not shown.
-    `parallel` False lets only the first call through.
-    `calls_in_reasoning`: calls may come before the reasoning's end;
-    `quotable`: their markers are text, which a thought may mention within a line. Behind one of
-    `ends` nothing belongs to the reply. `lead` stands at the prompt's end and belongs to the first
-    marker."""
+
+    - `think`: the markers of the reasoning.
+    - `thinking`: the prompt already opened the reasoning.
+    - `call_markers`: markers that open tool calls. `new_reader(calls so far, marker)` reads them.
+    - `drops`: structure to leave out. A format with drops marks everything, so any marker ends the
+      reasoning, and an incomplete marker at the reply's end is not shown.
+    - `parallel`: if False, only the first call is passed on.
+    - `calls_in_reasoning`: calls may come before the reasoning's end.
+    - `quotable`: the markers of calls are text, which reasoning may mention within a line.
+    - `ends`: texts that end the reply. All text after them is ignored.
+    - `lead`: text at the prompt's end that belongs to the first marker.
+    """
 
     think: tuple[str, str] | None = None
     thinking: bool = False
@@ -99,5 +106,5 @@ class ReplyFormat:
 
     @property
     def plain(self) -> bool:
-        """True when every text is the answer."""
+        """True if all text is the answer."""
         return self.think is None and not self.call_markers and not self.drops and not self.ends

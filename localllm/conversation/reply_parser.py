@@ -1,5 +1,7 @@
-"""Parses a model's reply as it streams: answer, reasoning and tool calls, never showing half a
-marker."""
+"""Parses a model's streaming reply into answer, reasoning and tool calls.
+
+An incomplete marker is never shown.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,24 @@ from localllm.conversation.reply import (
     TurnEnd,
 )
 
-# "<|" at the end of an answer may be an operator of somebody's language; more of a marker is none.
+# "<|" at the end of an answer may be an operator of a programming language. A longer partial marker
+# is not.
 _BRACKETS = 2
 
 
 class ReplyParser:
-    """Reads one reply piece by piece. The deltas of `feed`s and `close` are the same however the
-    text is cut, apart from where the pieces of one text are divided."""
+    """Reads one reply piece by piece.
+
+    The deltas of `feed` and `close` do not depend on how the text is split. Only the pieces of one
+    text may be divided differently.
+    """
 
     def __init__(self, format: ReplyFormat) -> None:  # noqa: A002 - the word of the trade
         self._format = format
         self._thinking = format.thinking
         self._thought = format.thinking
         self._pending = format.lead
-        self._reader: CallReader | None = None  # of what is open besides text
+        self._reader: CallReader | None = None  # reads anything open other than text
         self._one_call = not format.parallel
         self._ranges: dict[str, str] = {}  # opening to closing marker
         self._drops: list[str] = []
@@ -45,7 +51,7 @@ class ReplyParser:
             if isinstance(drop, TurnEnd):
                 self._ends.add(str(drop))
         self._ended = False
-        # the current section has shown nothing: its leading newlines are separators
+        # the current section is still empty: its leading newlines are separators
         self._fresh = True
         self.calls = 0
 
@@ -64,8 +70,11 @@ class ReplyParser:
         return out
 
     def close(self, cut: bool = False) -> list[Delta]:
-        """The reply ended: what was held back. `cut`: not by the model but by a limit or a stop
-        text, so a call or a marker that is half there is no more than that."""
+        """End of the reply: returns the deltas held back.
+
+        `cut`: a limit or a stop text ended it, not the model. An incomplete call or marker is then
+        dropped.
+        """
         out: list[Delta] = []
         while self._reader is not None:
             reader = self._reader
@@ -86,7 +95,7 @@ class ReplyParser:
         return out
 
     def _read(self, text: str, out: list[Delta]) -> None:
-        """Read on in whatever is open, as long as something is left to read."""
+        """Read on in the current state until no text is left."""
         rest: str | None = text
         while rest is not None and (rest or self._pending):
             if self._reader is not None:
@@ -98,8 +107,10 @@ class ReplyParser:
                 rest = self._read_text(self._pending + rest, out)
 
     def _read_text(self, text: str, out: list[Delta]) -> str | None:
-        """Show the text before the next marker and enter the marker. Returns the text after the
-        marker; None if there is no marker."""
+        """Show the text before the next marker, and enter the marker.
+
+        Returns the text after the marker, or None if there is no marker.
+        """
         markers = self._markers()
         at, marker = _first(text, markers)
         keep = _partial(text, markers)
@@ -109,7 +120,7 @@ class ReplyParser:
         if marker is None:
             shown = text
             if markers:
-                # Space before a marker belongs to neither side: it waits for the marker.
+                # Space before a marker belongs to neither side, so it is held back.
                 shown = text[: len(text) - keep].rstrip()
             self._pending = text[len(shown) :]
             self._show(shown, out)
@@ -122,7 +133,7 @@ class ReplyParser:
             self._enter(marker)
         elif self._format.quotable and "\n" not in gap:
             self._show(gap + marker, out)
-        else:  # a call's marker inside the reasoning, behind some of it
+        else:  # a call's marker after some text of the reasoning
             self._reader = _PossibleCall(self._format, self.calls, gap, marker)
         if self._ended:
             return None
@@ -140,8 +151,8 @@ class ReplyParser:
 
     @property
     def _thought_markers(self) -> Sequence[str]:
-        """Markers that open calls inside the reasoning; where there are `drops`, every marker
-        does."""
+        """Markers that open calls inside the reasoning. Empty with `drops`: every marker then ends
+        it."""
         if self._format.calls_in_reasoning and not self._drops:
             return self._format.call_markers
         return ()
@@ -180,7 +191,7 @@ class ReplyParser:
 
 
 def _first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
-    """Where the first marker begins; of two at one place, the longer."""
+    """The position of the first marker, and the marker. The longest wins at the same position."""
     places = [(text.find(marker), -len(marker), marker) for marker in markers if marker in text]
     if not places:
         return len(text), None
@@ -189,7 +200,7 @@ def _first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _longer_may_come(text: str, marker: str, markers: Sequence[str]) -> bool:
-    """Whether `text`, which begins with `marker`, may still become a longer marker."""
+    """True if `text`, which begins with `marker`, may still become a longer marker."""
     return any(len(m) > len(marker) and m.startswith(text) for m in markers)
 
 
@@ -204,7 +215,7 @@ def _partial(text: str, markers: Sequence[str]) -> int:
 
 
 class _Skipped(CallReader):
-    """What is left out, up to its `closing` marker."""
+    """Structure to leave out, up to its `closing` marker."""
 
     def __init__(self, closing: str) -> None:
         self._closing = closing
@@ -217,27 +228,27 @@ class _Skipped(CallReader):
         return []
 
     def close(self, cut: bool) -> list[Delta]:
-        """It lasts to the reply's end."""
+        """The structure extends to the reply's end."""
         return []
 
 
 class _PossibleCall(CallReader):
-    """A call begun inside open reasoning: the text from an opening marker on, while nothing tells
-    whether it is a call.
+    """A possible call inside open reasoning, held back from its opening marker until it is certain.
 
-    A call ends the reply, with or without the reasoning's closing marker behind it. One that more
-    words follow, or that the closing marker interrupts, was part of the thought: its marker is
-    shown, the rest is read again.
+    A call ends the reply, with or without the reasoning's closing marker after it. If more text
+    follows, or the closing marker interrupts the call, it was part of the reasoning. Its marker is
+    then shown, and the rest is read again.
     """
 
     def __init__(self, reply: ReplyFormat, calls: int, gap: str, opened: str) -> None:
-        """`opened` is the marker that was seen behind so many calls, and behind the space `gap`."""
+        """`opened` is the marker, `calls` the number of calls before it, `gap` the space before
+        it."""
         assert reply.think is not None
         outside = replace(reply, think=None, thinking=False, parallel=True, lead="")
         self._parser = ReplyParser(outside)
         self._parser.calls = calls
         self._closing = reply.think[1]
-        self._n_read = 0  # of `raw`; half a closing marker waits
+        self._n_read = 0  # of `raw`; a partial closing marker is held back
         self._closed = self._has_words = False
         self._gap = gap
         self._opened = opened
@@ -259,7 +270,7 @@ class _PossibleCall(CallReader):
         return []
 
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended. A call that a cut left incomplete is not shown."""
+        """End of the reply. A call that a cut left incomplete is not shown."""
         if cut:
             return [] if self._parser.in_call else self._deltas
         if not self._closed:

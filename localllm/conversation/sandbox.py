@@ -1,9 +1,8 @@
-"""Chat templates, rendered where they can be stopped: this module is run as a process of its own
-(localllm/limited_child.py), which has limits of time and memory.
+"""Renders chat templates in a separate process with time and memory limits.
 
-A chat template comes out of a downloaded file and is a program. Jinja's immutable sandbox keeps it
-from Python's internals (the class of CVE-2024-34359) and from changing the conversation; whatever
-it takes, only this process can take.
+localllm/limited_child.py runs this module. A chat template comes from a downloaded file and is a
+program. Jinja's immutable sandbox denies it Python's internals (the class of CVE-2024-34359) and
+changes to the conversation. The process limits the time and memory that it can use.
 """
 
 from __future__ import annotations
@@ -23,19 +22,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from localllm.conversation.message_variants import variants
 from localllm.limited_child import serve
 
-# More than any window takes, and little enough that nobody else waits while it is read.
+# More than any context holds, and few enough characters that reading them delays no other request.
 MAX_WRITTEN_CHARS = 2**23
 _REASON_CHARS = 200
 _COMPILED = 32
 
 
 class FailedRenderingError(jinja2.TemplateError):
-    """There is no prompt; the message is a whole sentence."""
+    """There is no prompt. The message is a complete sentence."""
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; for a prompt it
-    changes nothing."""
+    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text.
+
+    It has no effect on a prompt.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja reads it off the class
 
@@ -45,12 +46,14 @@ class _Generation(Extension):
 
 
 class _GivenList(list[Any]):
-    """A list of the conversation: templates read it and can't change it, whatever they may do with
-    their own."""
+    """A list of the conversation, which templates can read but not change.
+
+    Templates may change the lists that they created.
+    """
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, as Hugging Face's `apply_chat_template` sets it up."""
+    """The sandbox, configured like Hugging Face's `apply_chat_template`."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -63,7 +66,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update(tojson=_tojson)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """A template may add to a list it made itself and take from it."""
+        """Allow a template to append to and pop from a list that it created."""
         if attr in ("append", "pop") and type(obj) is list:
             return True
         return super().is_safe_attribute(obj, attr, value)
@@ -75,9 +78,12 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> str:
-    """The prompt that the template `source` makes of the first variant of the conversation that it
-    takes (message_variants.py). Without limits: for this process alone. Raises
-    FailedRenderingError, with what it says of the conversation as sent."""
+    """The prompt that the template `source` makes of the conversation.
+
+    It uses the first variant that the template accepts (message_variants.py). There are no limits
+    here, so call it only in this process. Raises FailedRenderingError with the error for the
+    conversation as sent.
+    """
     template = _compiled(source)
     first_error: FailedRenderingError | None = None
     for variant, own in variants(messages, tools):
@@ -105,7 +111,7 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     pieces: list[str] = []
     chars = 0
     try:
-        # Variants share parts, so a template gets what it can't change.
+        # Variants share parts, so a template must not change them.
         for piece in template.generate(_given(variables)):
             chars += len(piece)
             if chars > MAX_WRITTEN_CHARS:
@@ -124,7 +130,7 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 def _given(value: Any) -> Any:
-    """`value`, with lists that templates can't change."""
+    """A copy of `value` with lists that templates can't change."""
     if isinstance(value, Mapping):
         return {k: _given(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -133,7 +139,8 @@ def _given(value: Any) -> Any:
 
 
 def _reason(error: Exception | str) -> str:
-    """The first line of `error`, short: a template's failure can quote the whole conversation."""
+    """The shortened first line of `error`: a template's error can quote the complete
+    conversation."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:_REASON_CHARS]
 
@@ -155,7 +162,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as Hugging Face's chat templates expect it: not HTML-escaped, key order kept."""
-    if isinstance(value, Iterator):  # what `map` and `select` give
+    if isinstance(value, Iterator):  # the result of `map` and `select`
         value = list(value)
     pair: Any = tuple(separators) if separators else None
     return json.dumps(

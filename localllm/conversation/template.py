@@ -1,4 +1,4 @@
-"""A model's chat template: messages in, the exact prompt text out."""
+"""A model's chat template: converts messages to the exact prompt text."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ from localllm.limited_child import (
     RefusedError,
 )
 
-# ChatML, the most common format, for models that carry no template. Tools are written as text by
-# tools/prompt.py.
+# ChatML, the most common format, for models without a template. tools/prompt.py writes tools as
+# text.
 DEFAULT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# A model that carries no template was not trained on its marks: to it they are text, and it goes on
-# with the next turn.
+# A model without a template was not trained on these marks. It treats them as text and would
+# continue with the next turn.
 DEFAULT_MARKS = ("<|im_end|>", "<|im_start|>")
 
-# Behind an unfinished answer: where it stands in the rendered text, the prompt ends. Two characters
-# for private use.
+# Appended to an unfinished answer. The prompt ends at its position in the rendered text. Two
+# private-use characters.
 _CUT = "\ue5c7\uf2a9"
 
 _MAX_SOURCE_CHARS = 2**20
 _PROGRAM = "localllm.conversation.sandbox"
-# Processor time: 20,000 tokens take about 0.01 s (three published templates), so a million fit.
-# Templates need no addresses beyond their memory.
+# CPU time: 20,000 tokens take about 0.01 s (three published templates), so a million fit. Templates
+# need little address space beyond their memory.
 _FIRST_LIMITS = ChildLimits(cpu_s=0.5, memory_bytes=64 * 2**20, spare_bytes=32 * 2**20)
 _LAST_LIMITS = ChildLimits(cpu_s=1.4, memory_bytes=128 * 2**20, spare_bytes=32 * 2**20)
-# With the start of a process.
+# Includes the start of a process.
 _SLOW_S = 1.0
-# All templates' process: what takes long in it goes on in one of its own.
+# The process shared by all templates. A slow rendering is repeated in a separate process.
 _SHARED = LimitedChild(_PROGRAM, _FIRST_LIMITS)
 
 
 def warm_up() -> None:
-    """Start the process that runs templates, so that the first conversation does not wait for
-    it."""
+    """Start the template process, so that the first conversation does not wait for it."""
     with suppress(ChildError):
         _SHARED.ask({"source": "", "messages": [], "tools": None, "variables": {}})
 
@@ -56,16 +55,18 @@ def warm_up() -> None:
 class TemplateError(
     RequestError, code="template_error", default_hint="check the order and roles of the messages"
 ):
-    """The model's chat template can't write this conversation down; the message carries the
-    template's own reason."""
+    """The model's chat template can't render this conversation.
+
+    The message contains the template's own reason.
+    """
 
 
 class ChatTemplate:
-    """A model's template. `render` may be called from any thread; it blocks until the process that
-    runs templates answers (sandbox.py).
+    """A model's template.
 
-    A template that refuses the conversation as sent gets it in the variants that templates are
-    known to want (see message_variants.py); when it refuses them all, the error is that of the
+    `render` may be called from any thread. It blocks until the template process answers
+    (sandbox.py). A template that rejects the conversation as sent gets the variants that templates
+    are known to need (message_variants.py). If it rejects all of them, the error is that of the
     conversation as sent.
     """
 
@@ -74,11 +75,11 @@ class ChatTemplate:
         self.source = source or DEFAULT_TEMPLATE
         self.bos_text = bos_text
         self.eos_text = eos_text
-        # OpenAI's open models read a turn's reasoning as `thinking`; everybody else's as
+        # OpenAI's open models read a turn's reasoning as `thinking`, all others as
         # `reasoning_content`.
         self._reads_thinking = "thinking" in self.source and "reasoning_content" not in self.source
-        # How long what it shows must be that its template is taken to be slow: half of what it was
-        # last.
+        # A conversation at least this long is treated as slow. It is half the length of the last
+        # slow one.
         self._slow_chars = math.inf
         self._slow_turn = threading.Lock()
         if len(self.source) > _MAX_SOURCE_CHARS:
@@ -88,7 +89,7 @@ class ChatTemplate:
 
     @property
     def knows_tools(self) -> bool:
-        """True when the template itself writes tool definitions into the prompt."""
+        """True if the template itself writes tool definitions into the prompt."""
         return not self.is_default and "tools" in self.source
 
     def render(
@@ -99,8 +100,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt for `messages` (in the form `conversation.messages.normalise` gives). Raises
-        TemplateError, or BusyError where a slow template is at work already."""
+        """The prompt for `messages` (in the form of `conversation.messages.normalise`).
+
+        Raises TemplateError, or BusyError if a slow template is already running.
+        """
         marks = {"bos_token": self.bos_text, "eos_token": self.eos_text}
         question = {
             "source": self.source,
@@ -128,8 +131,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt that lets the model go on with the last message, an assistant's text: it ends
-        where that text ends, its turn still open. Raises TemplateError and BusyError."""
+        """The prompt with which the model continues the last message, an assistant's text.
+
+        It ends with that text, and the turn stays open. Raises TemplateError and BusyError.
+        """
         *before, last = messages
         text: str = last["content"]
         try:
@@ -140,21 +145,24 @@ class ChatTemplate:
         head, cut, _ = whole.rpartition(_CUT)
         if cut and head.endswith(text):
             return head
-        # The template takes no answer at the end, or changes it: the text follows where an answer
-        # would begin.
+        # The template rejects an answer at the end, or changes it. The text is then appended where
+        # an answer would begin.
         return self.render(before, tools=tools, **kwargs) + text
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What the template sees of a message."""
+        """The part of a message that the template sees."""
         shown = {key: value for key, value in message.items() if key not in ("images", "pdfs")}
         if self._reads_thinking and shown.get("reasoning_content"):
             shown["thinking"] = shown["reasoning_content"]
         return shown
 
     def _answer(self, question: Mapping[str, Any]) -> Any:
-        """The child's answer. The process that all templates share answers first. If that takes
-        long, a process of its own answers this conversation, and later ones that are not much
-        shorter, until the template is quick again. One slow conversation runs at a time."""
+        """The child's answer.
+
+        The process shared by all templates is used first. If it takes too long, a separate process
+        renders this conversation. Later conversations of at least half its length use a separate
+        process too, until the template is quick again. Only one slow conversation runs at a time.
+        """
         n_chars = sum(len(str(message)) for message in question["messages"])
 
         def is_quick() -> bool:

@@ -30,7 +30,7 @@ _LONGEST_NAME = 256
 class Choice:
     """A parsed `tool_choice`.
 
-    `mode` is auto, none or required. `name` is set if one function is named.
+    `mode` is "auto", "none" or "required". `name` is set if one function is named.
     """
 
     mode: str
