@@ -19,11 +19,12 @@ _MAX_LISTED = 20
 
 
 class ModelRouter:
-    """Names to models, each loaded on first use. Built from ServedModels, or from a mapping of
-    names to Hosts: those `named` at the start. An alias with `*` or `?` matches names that no model
-    has.
-    `installed` models are offered as well;
-    `upstreams` are models of other servers."""
+    """Maps names to models, each loaded on first use.
+
+    It is built from ServedModels or from a mapping of names to Hosts; these are the `named` models.
+    An alias with `*` or `?` matches names that no model has. `installed` models are also offered,
+    and `upstreams` are models of other servers.
+    """
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class ModelRouter:
         if isinstance(models, Mapping):
             models = [ServedModel(name, host) for name, host in models.items()]
         self.named = [*models]
-        # The idle time that `unload_idle` runs with; 0 is never.
+        # The idle time in seconds that `unload_idle` uses; 0 means never.
         self.idle_s = 0.0
         self.admission = admission
         self.upstreams = upstreams
@@ -50,7 +51,7 @@ class ModelRouter:
                     raise UsageError(f"{alias!r} would name both {other.name} and {model.name}")
 
     def list(self) -> Sequence[ServedModel]:
-        """Every model on offer: those named at the start, then those installed."""
+        """Every model on offer: the named ones, then the installed ones."""
         return [*self.named, *self._installed()]
 
     def _installed(self) -> Sequence[ServedModel]:
@@ -59,7 +60,7 @@ class ModelRouter:
         return [m for m in self._installed_models.models() if m not in self.named]
 
     def names(self) -> Sequence[ServedModel]:
-        """Every name on offer, aliases without wildcards among them, each with its model."""
+        """Every name on offer with its model, including aliases without wildcards."""
         aliased = [
             model.called(alias)
             for alias, model in self._names.items()
@@ -68,7 +69,7 @@ class ModelRouter:
         return [*self.list(), *aliased]
 
     def listed(self, name: str) -> ServedModel:
-        """The model of that name as `names` has it. Raises ModelNotFoundError."""
+        """The model with that name, as `names` lists it. Raises ModelNotFoundError."""
         model = self.resolve(name)
         alias = without_tag(name.lower())
         if alias != model.name.lower() and self._names.named(name):
@@ -76,7 +77,7 @@ class ModelRouter:
         return model
 
     def elsewhere(self) -> Sequence[RemoteModel]:
-        """The models of upstreams whose names no model here has."""
+        """The models of upstreams whose names no local model has."""
         if self.upstreams is None:
             return []
         installed = self._installed_names()
@@ -87,12 +88,14 @@ class ModelRouter:
         ]
 
     def named_here(self, typed: str) -> Sequence[ServedModel]:
-        """The models of this server's list that have this name. Never reads the disk, as each
-        request for an upstream's model calls it."""
+        """The local models with this name.
+
+        It never reads the disk, because it is called for each request for an upstream's model.
+        """
         return self._names.named(typed) or self._installed_names().named(typed)
 
     def named_elsewhere(self, typed: str) -> RemoteModel | None:
-        """The upstream's model of this name; None if one of this server's list has it."""
+        """The upstream's model with this name, or None if a local model has the name."""
         rules: dict[Rule, Callable[[str], Sequence[ServedModel | RemoteModel]]] = {
             Rule.SERVED: self.named_here
         }
@@ -104,12 +107,14 @@ class ModelRouter:
         return None
 
     def workers(self) -> Sequence[ModelWorker]:
-        """Every worker once, however many names share it."""
+        """Every worker once, even if several names share it."""
         return [*dict.fromkeys(model.worker for model in self.list())]
 
     async def find(self, name: str | None) -> ServedModel:
-        """`resolve`, in a thread where it has to read the disk; then plans the model, so that its
-        metadata is known. Raises ModelNotFoundError and what planning ends in."""
+        """Resolve `name` and plan the model, so that its metadata is known.
+
+        Disk reads run in a thread. Raises ModelNotFoundError and the errors of planning.
+        """
         if not name or self._installed_models is None or self._names.named(name):
             model = self.resolve(name)
         else:
@@ -118,8 +123,10 @@ class ModelRouter:
         return model
 
     async def full(self, model: ServedModel) -> bool:
-        """Whether `model` can't take another request now: loaded with all slots taken, or not
-        fitting in memory."""
+        """True if `model` can't take another request now.
+
+        It is loaded with all slots taken, or it does not fit in memory.
+        """
         if model.loaded:
             return model.info is not None and model.worker.in_use >= model.info.n_seq_max
         return (
@@ -129,8 +136,10 @@ class ModelRouter:
         )
 
     def resolve(self, name: str | None) -> ServedModel:
-        """The model of that name or alias; without a name the first that generates text. Raises
-        ModelNotFoundError."""
+        """The model with that name or alias. Without a name, the first model that generates text.
+
+        Raises ModelNotFoundError.
+        """
         if not name:
             if not self.named:
                 raise ModelNotFoundError("this server serves no model")
@@ -175,7 +184,7 @@ class ModelRouter:
         known = dict.fromkeys(alias for alias, _ in self._names.items())
         known |= dict.fromkeys(n.lower() for n in names)
         wanted = without_tag(name.lower())
-        # Part of a name is as common a slip as a typo, but less similar to the whole.
+        # Typing part of a name is as common as a typo, but part of a name is less similar to it.
         near = [n for n in known if wanted in n][:3]
         if not near:
             near = difflib.get_close_matches(wanted, known, n=3)
@@ -192,8 +201,8 @@ class ModelRouter:
 
     @property
     def health(self) -> tuple[Literal["ok", "loading", "error"], float]:
-        """How the models named at the start are doing: "error" if all of them failed, "loading"
-        with the share that is loaded."""
+        """The state of the named models: "error" if all of them failed, else "loading" with the
+        loaded share (0 to 1), else "ok"."""
         if self._starting:
             return "loading", sum(w.progress for w in self._starting) / len(self._starting)
         failed = bool(self.named) and all(m.worker.failure for m in self.named)
@@ -203,10 +212,11 @@ class ModelRouter:
         return ("ok", 1.0)
 
     async def preload(self) -> None:
-        """Load the first model and those of the others that fit beside it; the rest wait for a
-        request.
+        """Load the first model and those others that fit in memory with it.
 
-        A model that fails does not stop the others; the first failure is raised at the end."""
+        The rest are loaded on request. A model that fails does not stop the others; the first
+        failure is raised at the end.
+        """
         failures: list[LocalLLMError] = []
         workers = [*dict.fromkeys(model.worker for model in self.named)]
         try:

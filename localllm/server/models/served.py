@@ -1,4 +1,4 @@
-"""A served model: its name, its defaults for requests, and the worker behind it."""
+"""A served model: its name, its defaults for requests, and its worker."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ State = Literal["loaded", "loading", "available"]
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """A preset's defaults for requests: overrides of the model's `sampling`, a system prompt where
-    the conversation has none, and a thinking budget in tokens (None: no limit)."""
+    """A preset's defaults for requests.
+
+    - `sampling`: overrides of the model's sampling.
+    - `system`: a system prompt for conversations without one.
+    - `thinking_tokens`: the reasoning budget in tokens (None: no limit).
+    """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
@@ -34,8 +38,11 @@ class ModelDefaults:
 
 
 class ServedModel:
-    """A name on offer. Made of a Host and the `facts` of its model (fields of ModelMetadata), or of
-    a `worker` that it shares with other names."""
+    """A name on offer.
+
+    It is made from a Host and the `facts` of its model (fields of ModelMetadata), or from a
+    `worker` that it shares with other names.
+    """
 
     def __init__(
         self,
@@ -73,7 +80,7 @@ class ServedModel:
 
     @property
     def facts(self) -> ModelMetadata:
-        """What is known of the model before it is loaded."""
+        """The model's metadata, known before it is loaded."""
         return self.worker.facts
 
     @property
@@ -89,7 +96,7 @@ class ServedModel:
 
     @property
     def room_hint(self) -> str:
-        """What to do about a prompt that is longer than the served context."""
+        """Advice for a prompt that is longer than the served context."""
         most = self.facts.physics.get("max_context") or 0
         served = self.served_n_ctx or 0
         if most > served:
@@ -100,13 +107,16 @@ class ServedModel:
 
     @property
     def capabilities(self) -> list[str]:
-        """In Ollama's terms: completion, tools, vision, thinking, insert (the last three known once
-        loaded); or embedding; or rerank."""
+        """Ollama's capabilities: completion, tools, vision, thinking, insert; or embedding; or
+        rerank.
+
+        vision, thinking and insert are known only after the model is loaded.
+        """
         if self.facts.embeds:
             return ["embedding"]
         if self.facts.ranks:
             return ["rerank"]
-        # Imported late, as below: planning waits for none of it.
+        # Imported late, as below: planning does not need it.
         from localllm.conversation.tools import has_unknown_notation, reasoning_markers
 
         found = ["completion"]
@@ -123,7 +133,7 @@ class ServedModel:
 
     def template(self, info: ModelInfo) -> ChatTemplate:
         """The model's chat template, compiled once."""
-        # Imported late: Jinja loads while the first model does.
+        # Imported late: Jinja loads while the first model loads.
         from localllm.conversation.template import ChatTemplate
         from localllm.conversation.tools import has_unknown_notation
 
@@ -155,7 +165,7 @@ class ServedModel:
         return await self.worker.engine()
 
     def called(self, alias: str) -> ServedModel:
-        """The same model under another of its names, for lists."""
+        """A copy of this model under another of its names, for lists."""
         other = copy.copy(self)
         other.name = alias
         return other
@@ -168,20 +178,23 @@ class InstalledModels(Protocol):
     """The models on disk."""
 
     def models(self) -> Sequence[ServedModel]:
-        """All but those named at the start, as of the last scan: never blocks."""
+        """The models of the last scan except the named ones. Never blocks."""
 
     def rules(self) -> Rules[ServedModel]:
         """The rules for names of installed models: INSTALLED, PART and CATALOG. They read the
         disk."""
 
     def look_again(self) -> bool:
-        """Look at the disk for models that are new; False if the last look was just now."""
+        """Scan the disk for new models. Returns False if the last scan was just now."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreProgress:
-    """A moment of a download: `state` listing, checking, downloading, waiting, verifying or done;
-    bytes over all files; `digest` is the SHA-256 of the file that is downloaded now, or empty."""
+    """The progress of a download.
+
+    `state` is listing, checking, downloading, waiting, verifying or done. Bytes count all files.
+    `digest` is the SHA-256 of the current file, or "".
+    """
 
     state: str
     done_bytes: int = 0
@@ -190,10 +203,11 @@ class StoreProgress:
 
 
 class ModelStore(Protocol):
-    """Both methods block, and raise the LocalLLMError that the client gets."""
+    """Downloads and removes models. Both methods block and raise the LocalLLMError for the
+    client."""
 
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
-        """Download `ref`. An exception of `on_progress` stops it; what has arrived is kept."""
+        """Download `ref`. An exception in `on_progress` stops it; the downloaded part is kept."""
 
     def remove(self, ref: str) -> None:
         """Remove the files of the model that `ref` names."""

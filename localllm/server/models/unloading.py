@@ -1,4 +1,4 @@
-"""Unloads idle models: after the server's idle time, or as clients say by Ollama's `keep_alive`."""
+"""Unloads idle models: after the server's idle time, or by Ollama's `keep_alive`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelWorker
 
 log = logging.getLogger("localllm.server")
-# A model in use is checked again after its time, and at most this often.
+# The minimum time between two checks of a model that is in use.
 _MIN_CHECK_S = 0.1
-# `unload_idle` checks this often within the shortest idle time, and at least every so many seconds.
+# Number of checks by `unload_idle` within the shortest idle time, and the maximum pause in seconds.
 _CHECKS_PER_PERIOD = 10
 _MAX_PAUSE_S = 30.0
 
@@ -26,8 +26,11 @@ class KeepAlive:
         self._waiting: dict[str, asyncio.Task[None]] = {}
 
     def set(self, model: ModelWorker, seconds: float) -> None:
-        """`model` stays loaded for `seconds` after its last request (0: until the running ones end;
-        infinity: until memory is short, for only the server's owner may pin a model)."""
+        """Keep `model` loaded for `seconds` after its last request.
+
+        0 means until the running requests end. Infinity means until memory is short, because only
+        the server's owner may pin a model.
+        """
         self._stop(model)
         if math.isinf(seconds) and model.owners_idle_s == 0:
             model.idle_s = 0.0
@@ -38,7 +41,7 @@ class KeepAlive:
             self._waiting[model.name] = asyncio.create_task(self._unload_after(model, seconds))
 
     async def unload(self, model: ModelWorker) -> None:
-        """Unload `model` now, or once its requests have ended."""
+        """Unload `model` now, or as soon as its requests have ended."""
         self._stop(model)
         try:
             if model.loaded:
@@ -64,9 +67,12 @@ async def unload_idle(
     pressed: Callable[[], bool] | None = None,
     pressed_idle_s: float = 60.0,
 ) -> None:
-    """Runs until cancelled. Unloads a model after `idle_s` seconds without a request (its own
-    `idle_s` where it has one; 0 never), or after `pressed_idle_s` while `pressed()`: memory is
-    short. A client's infinity means never only where the server's own `idle_s` is 0."""
+    """Unload idle models until cancelled.
+
+    A model is unloaded after `idle_s` seconds without a request, or after its own `idle_s` if it
+    has one; 0 means never. While `pressed()` is True (memory is short), `pressed_idle_s` applies. A
+    client's infinity means never only if the server's own `idle_s` is 0.
+    """
     models.idle_s = idle_s
     times_s = [idle_s, *(worker.idle_s for worker in models.workers())]
     shortest_s = min((time_s for time_s in times_s if time_s), default=math.inf)

@@ -1,5 +1,7 @@
-"""Model workers: loading and leasing one model, which several names may share, and admission of all
-to memory."""
+"""Model workers: loading and leasing one model, and admission of all models to memory.
+
+Several names may share a worker.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,18 @@ from localllm_backends.contract import ModelInfo
 log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10
 _NEVER = float("-inf")
-# A plan older than this is made again before loading: free memory changes.
+# An older plan is made again before loading, because free memory changes.
 _PLAN_TTL_S = 30.0
 
 
 class ModelAdmission:
-    """Decides which models are loaded at once; unloads idle ones, least recently used first, to
-    make room.
+    """Decides which models are loaded at the same time.
 
-    All loaded models together stay within `limit_bytes`, and a new one must find its bytes free
-    now, after those that are still loading. `available` returns the free bytes (called in a
-    thread); None trusts the limit alone. A model that is alone is left to the memory guard of its
-    load (localllm/engine/worker/supervisor.py).
+    To make room, it unloads idle models, least recently used first. All loaded models together stay
+    within `limit_bytes`. A new model must also fit into the memory that is free now, minus the
+    memory of models that are still loading. `available` returns the free bytes and is called in a
+    thread; None means that only the limit applies. If only one model is loaded, the memory guard of
+    its load checks it (localllm/engine/worker/supervisor.py).
     """
 
     def __init__(self, limit_bytes: int, available: Callable[[], int] | None = None) -> None:
@@ -48,14 +50,14 @@ class ModelAdmission:
 
     @property
     def idle_bytes(self) -> int:
-        """Planned bytes of admitted models without a request: they could be unloaded."""
+        """Planned bytes of admitted models without a request, which could be unloaded."""
         return sum(m.facts.needs_bytes for m in self._admitted if m.loaded and not m.in_use)
 
     async def admit(self, model: ModelWorker) -> None:
         """Make room for `model` and admit it.
 
-        Raises DoesNotFitError if it does not fit even alone, BusyError while the models in its way
-        answer requests.
+        Raises DoesNotFitError if it does not fit even alone, BusyError while requests run on the
+        models that would have to be unloaded.
         """
         async with self._lock:
             if model in self._admitted:
@@ -78,22 +80,22 @@ class ModelAdmission:
             self._admitted.append(model)
 
     def release(self, model: ModelWorker) -> None:
-        """`model` was unloaded, or failed to load."""
+        """Free the reservation of a `model` that was unloaded or failed to load."""
         if model in self._admitted:
             self._admitted.remove(model)
 
     async def fits(self, model: ModelWorker) -> bool:
-        """Whether `model` could be loaded now without unloading another."""
+        """True if `model` could be loaded now without unloading another."""
         room_bytes = self.limit_bytes
         if self._admitted and model not in self._admitted:
             room_bytes = await self._room_bytes()
         return has_room(model.facts.needs_bytes, room_bytes)
 
     async def _room_bytes(self) -> int:
-        """What one more model may take beside those that are admitted."""
+        """The bytes left for one more model, in addition to the admitted ones."""
         room_bytes = self.limit_bytes - self.held_bytes
         if self._available is not None:
-            # Models that are still loading have not taken all their memory yet.
+            # Models that are still loading have not allocated all their memory yet.
             promised_bytes = sum(m.facts.needs_bytes for m in self._admitted if not m.loaded)
             free_bytes = await asyncio.to_thread(self._available) - promised_bytes
             room_bytes = min(room_bytes, free_bytes)
@@ -110,11 +112,15 @@ class ModelAdmission:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What is known of a model before it is loaded. `sampling`: defaults of a request;
-    `sampling_unthinking`: the same with reasoning switched off (None: no difference). `details`:
-    facts for model lists (quant, bytes, licence …).
-    `embeds`: an embedding model; `ranks`: a reranker. `needs_bytes`: planned memory. `physics`:
-    bytes per token and this machine's rates (planner/serialise.py)."""
+    """The facts about a model that are known before it is loaded.
+
+    - `sampling`: defaults of a request.
+    - `sampling_unthinking`: the same with reasoning off (None: no difference).
+    - `details`: facts for model lists (quant, bytes, licence …).
+    - `embeds`, `ranks`: True for an embedding model, for a reranker.
+    - `needs_bytes`: planned memory.
+    - `physics`: bytes per token and this machine's rates (planner/serialise.py).
+    """
 
     sampling: Sampling = field(default_factory=Sampling)
     sampling_unthinking: Sampling | None = None
@@ -128,8 +134,7 @@ class ModelMetadata:
 
 @dataclass(slots=True)
 class LoadProgress:
-    """The share of a model that is loaded, 0 to 1, as its worker reports it, and what its users
-    should know of that."""
+    """The loaded share of a model, 0 to 1, as its worker reports it, and a notice for its users."""
 
     share: float = 0.0
     notice: str = ""
@@ -140,8 +145,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A planned model: the Host that loads it, what is known of it, and where its progress is
-    reported."""
+    """A planned model: its Host, its metadata, and the object that receives its load progress."""
 
     host: Host
     facts: ModelMetadata = field(default_factory=ModelMetadata)
@@ -158,14 +162,16 @@ class UnplannedHost:
         raise LocalLLMError("the model was not planned")
 
     async def close(self) -> None:
-        """Nothing."""
+        """There is no engine to close."""
 
 
 class ModelWorker:
-    """One model that can be loaded, as `planned`. `plan` is called in a thread before each load,
-    with the bytes that idle models could free. `idle_s`: unload after so many seconds without a
-    request; 0 never, None the server's default. A client's word for it counts until it is
-    unloaded."""
+    """One model that can be loaded, as `planned`.
+
+    `plan` is called in a thread before each load, with the bytes that idle models could free. The
+    model is unloaded after `idle_s` seconds without a request (0: never; None: the server's
+    default). A client's setting applies until the model is unloaded.
+    """
 
     def __init__(
         self,
@@ -184,9 +190,9 @@ class ModelWorker:
         self.admission: ModelAdmission | None = None
         self.info: ModelInfo | None = None
         self.loaded = False
-        # Why the last load failed. Never raised: that would keep the requests' frames alive.
+        # Why the last load failed. It is never raised: that would keep the requests' frames alive.
         self.failure: LocalLLMError | None = None
-        # A sentence for users about how it runs.
+        # A sentence for users about how the model runs.
         self.notice = ""
         self.in_use = 0
         self.last_used_s = 0.0
@@ -204,7 +210,7 @@ class ModelWorker:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last request; 0 while one runs."""
+        """Seconds since the last request; 0 while one runs."""
         if self.in_use:
             return 0.0
         return asyncio.get_running_loop().time() - self.last_used_s
@@ -219,9 +225,11 @@ class ModelWorker:
         return 0.0
 
     def describe(self) -> None:
-        """Find out what it would be if it were loaded now, where nobody has asked for it yet: its
-        context, and whether it makes text, vectors or scores. What can't be planned keeps what its
-        name says. Blocks."""
+        """Plan the model without loading it, unless its metadata is already known. Blocks.
+
+        The plan gives its context, and whether it generates text, vectors or scores. If planning
+        fails, the metadata derived from its name stays.
+        """
         known = self.described or self.loaded or self.loading
         self.described = True
         if self._plan is not None and not known:
@@ -231,8 +239,10 @@ class ModelWorker:
                 log.info("%s can't be planned: %s", self.name, e.message)
 
     async def planned(self) -> None:
-        """Make a fresh plan if there is none. Raises what planning ends in: no such file, no memory
-        …"""
+        """Make a new plan if there is no recent one.
+
+        Raises the errors of planning: missing file, not enough memory …
+        """
         if self._plan is None or self.loaded:
             return
         loop = asyncio.get_running_loop()
@@ -249,10 +259,11 @@ class ModelWorker:
                 self._planned_s = loop.time()
 
     async def engine(self) -> EngineClient:
-        """The loaded engine; loads it if needed, once for all concurrent callers.
+        """The loaded engine. Loads it if needed, once for all concurrent callers.
 
-        Raises BusyError or DoesNotFitError if there is no memory for it, and what loading ends
-        in."""
+        Raises BusyError or DoesNotFitError if there is not enough memory, and the errors of
+        loading.
+        """
         with self.lease():
             if not self.loaded:
                 return await self._shared_load()
@@ -322,7 +333,7 @@ class ModelWorker:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Hold the model for a request: it is not unloaded meanwhile."""
+        """Hold the model for a request, so that it is not unloaded meanwhile."""
         self.in_use += 1
         try:
             yield
@@ -333,8 +344,8 @@ class ModelWorker:
     async def unload(self) -> None:
         """Free its memory; the next request loads it again. Raises BusyError while requests run.
 
-        A request that arrives meanwhile waits for the Host, which loads again once it has
-        closed."""
+        A request that arrives meanwhile waits for the Host, which loads again after it has closed.
+        """
         if self.in_use:
             raise BusyError(f"{self.name} answers {self.in_use} requests")
         self.loaded = False
@@ -352,6 +363,6 @@ class ModelWorker:
 
 
 def _retrieve_exception(task: asyncio.Task[EngineClient]) -> None:
-    """Waiters get a load's exception; without any it would be reported as never retrieved."""
+    """Retrieve a load's exception, so that asyncio does not report it if there are no waiters."""
     if not task.cancelled():
         task.exception()

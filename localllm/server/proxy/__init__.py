@@ -1,2 +1,2 @@
-"""Models that run on other servers: upstreams of the settings, and the front of a pool of our own
+"""Models on other servers: upstreams in the settings, and the front of a pool of localllm
 servers."""

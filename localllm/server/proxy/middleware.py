@@ -1,6 +1,8 @@
-"""Middleware that proxies a request whose model runs on an upstream server. Local models win; a
-full one spills over to an upstream only where the settings say so. Body and answer are relayed
-unchanged; a header says where it ran."""
+"""Middleware that proxies a request whose model runs on an upstream server.
+
+Local models take precedence. Requests for a full local model go to an upstream only if the settings
+allow it. Body and answer are relayed unchanged; a header names the server that ran the request.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, accepted, 
 from localllm.server.proxy.upstreams import NAME_A_MODEL, RemoteModel, Upstreams
 from localllm.server.proxy.usage_meter import meter_for
 
-# Model lists of upstreams are cached for so long.
+# Seconds for which the model lists of upstreams are cached.
 _LIST_TTL_S = 30.0
 _LIST_PATHS = ("/v1/models", "/models", "/api/tags")
 
 
 class ProxyMiddleware:
-    """`served` finds the models here that have a name; `is_full` returns whether a model has no
-    room for one more request."""
+    """Proxies requests for upstream models.
+
+    `served` finds the local models with a name. `is_full` returns True if a model can't take one
+    more request.
+    """
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class ProxyMiddleware:
         await until_disconnect(receive, handed_on, outgoing.meter)
 
     async def _remote_model(self, name: object) -> RemoteModel | None:
-        """The upstream's model of that name, if it is to answer; None where one of ours is."""
+        """The upstream model to use for that name, or None if a local model answers."""
         if not isinstance(name, str) or not name:
             return None
         remote = self._remote(name)
@@ -101,8 +106,7 @@ class ProxyMiddleware:
         )
 
     async def refresh(self) -> None:
-        """Fetch the model lists that are out of date; concurrent callers wait for the same
-        fetch."""
+        """Fetch outdated model lists. Concurrent callers wait for the same fetch."""
         async with self._lock:
             now = asyncio.get_running_loop().time()
             if now - self._listed_s < _LIST_TTL_S:

@@ -1,9 +1,10 @@
-"""The front of a pool: hands each request to one of several servers of ours. It loads no model.
+"""The front of a pool: passes each request to one of several localllm servers, and loads no model.
 
-The turns of a conversation go to one server, where its cache is, by hashing how it begins
-(rendezvous hashing): nothing is remembered, so that a restarted front, or a second one, decides
-alike. Other requests go to the server with the fewest running. One that can't serve a request hands
-it to the next, as long as nothing of an answer was sent.
+The turns of a conversation go to one server, which has their cache. The server is chosen by hashing
+the beginning of the conversation (rendezvous hashing). There is no state, so a restarted or a
+second front makes the same choice. Other requests go to the server with the fewest running
+requests. If a server can't serve a request, the next one gets it, unless part of an answer was
+already sent.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ from localllm.server.proxy.relay import (
 )
 from localllm.server.proxy.usage_meter import UsageMeter, meter_for
 
-# A server that failed is asked last for so long.
+# For this many seconds after a failure, a server is tried last.
 _FAILED_S = 5.0
-# A conversation stays on its server until that has so many more requests than the least loaded one.
+# A conversation leaves its server if that has this many more requests than the least loaded one.
 _CROWDED = 8
-# A server that answers so can't serve now, or does not have what is stored on another one.
+# A server with one of these statuses can't serve now, or the stored object is on another server.
 _REFUSED = (502, 503)
 _NOT_FOUND = 404
 _STORED_PATH = re.compile(r"/(v1/)?responses/resp_")
-# Of a prompt, what counts as its beginning: characters, or token ids.
+# The length of a prompt's beginning, in characters or token ids.
 _HEAD = 512
 
 
 @dataclass
 class PoolNode:
-    """One server of the pool; `active` requests run there, and it failed last at `failed_s`."""
+    """One server of the pool, with its number of `active` requests and the time of its last
+    failure."""
 
     name: str
     url: str
@@ -58,8 +60,11 @@ class PoolNode:
 
 
 def conversation_key(body: Mapping[str, Any]) -> bytes | None:
-    """What the turns of a conversation have in common, in any dialect: the model, and all up to the
-    first thing that the user says. None where there is no prefix to find again."""
+    """The common part of a conversation's turns, in any dialect, or None if there is no such
+    prefix.
+
+    It consists of the model and all messages up to the first one of the user.
+    """
     sent = body.get("messages") or body.get("prompt") or body.get("input")
     if not isinstance(sent, (str, list)):
         return None
@@ -69,12 +74,12 @@ def conversation_key(body: Mapping[str, Any]) -> bytes | None:
         said = (i for i, role in enumerate(roles) if role not in ("system", "developer"))
         head = sent[: next(said, 0) + 1]
     elif isinstance(sent, list) and "prompt" not in body:
-        return None  # texts to embed
+        return None  # texts for embeddings
     return json.dumps([body.get("model"), head]).encode()
 
 
 def by_preference(nodes: Sequence[PoolNode], key: bytes | None, now_s: float) -> list[PoolNode]:
-    """The order in which `nodes` are asked for a conversation of that `key`."""
+    """The order in which `nodes` are tried for a conversation with that `key`."""
     least = min(node.active for node in nodes)
 
     def rank(node: PoolNode) -> tuple[bool, int, bytes]:
@@ -90,9 +95,12 @@ def by_preference(nodes: Sequence[PoolNode], key: bytes | None, now_s: float) ->
 
 
 class PoolFront:
-    """Relays requests; `/metrics` and `/usage.csv` are its own, as the servers know no key's name.
-    `app` is the ASGI application in front of `nodes`, behind our usual gate; `http` is to be closed
-    behind it. `key` is sent to the nodes."""
+    """Relays requests to `nodes`.
+
+    It answers `/metrics` and `/usage.csv` itself, because the nodes do not know the names of keys.
+    `app` is the ASGI application, including the usual gate. Close `http` after it. `key` is sent to
+    the nodes.
+    """
 
     def __init__(
         self, nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None = None
@@ -154,7 +162,7 @@ class PoolFront:
         self, scope: Scope, node: PoolNode, raw: bytes, meter: UsageMeter
     ) -> ProxyRequest:
         query = scope.get("query_string", b"").decode("latin-1")
-        # As it was sent: a path that was unquoted could hold a question mark of its own.
+        # The path as sent: an unquoted path could contain a question mark.
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         if not path.startswith("/"):
             raise RequestError("the path of a request begins with a slash")

@@ -1,9 +1,8 @@
-"""Asks other servers and relays their answers to the client byte for byte; imported once there are
-any.
+"""Sends requests to other servers and relays their answers to the client byte for byte.
 
-aiohttp rather than httpx: httpx removes the socket's reader from the loop and adds it back for each
-piece. A piece of a stream takes 34 microseconds of CPU through aiohttp and 104 through httpx (8
-streams at once).
+It is imported only if there are other servers. It uses aiohttp, because httpx removes the socket's
+reader from the loop and adds it again for each piece. A piece of a stream takes 34 microseconds of
+CPU with aiohttp and 104 with httpx (8 streams at the same time).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from localllm.server.proxy.usage_meter import UsageMeter
 _CONNECT_S = 5.0
 _MOST_CONNECTIONS = 512
 _MAX_BODY_BYTES = 256 * 2**20
-# Shorter than servers keep an unused connection (uvicorn, vLLM and llama.cpp: 5 s): a request on
-# one that is just being closed is lost.
+# Shorter than servers keep an unused connection (uvicorn, vLLM and llama.cpp: 5 s). A request on a
+# connection that is just being closed is lost.
 _UNUSED_S = 2.0
 
 
@@ -40,14 +39,16 @@ class UpstreamError(
     exit_code=6,
     default_hint="see whether that server runs; GET /v1/models says which model is where",
 ):
-    """An upstream server can't be reached, or broke off."""
+    """An upstream server can't be reached, or broke the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyRequest:
-    """One request to the server called `name`, sent with its `key`. `silence_s`: the read timeout.
-    `meter` counts the answer's tokens. `whose`: the header that says so, to servers that know us by
-    a key."""
+    """One request to the server called `name`, sent with its `key`.
+
+    `silence_s` is the read timeout. `meter` counts the answer's tokens. `whose` is a header with
+    the name of the caller's key, sent only to servers for which we have a key.
+    """
 
     name: str
     url: str
@@ -60,7 +61,7 @@ class ProxyRequest:
     whose: Mapping[str, str] = field(default_factory=delegation)
 
     def headers(self) -> dict[str, str]:
-        """Of the client's own headers only Accept is passed on."""
+        """The headers to send. Accept is the only header of the client among them."""
         headers = {
             "content-type": "application/json",
             "accept": self.accept,
@@ -72,15 +73,15 @@ class ProxyRequest:
 
 
 class UpstreamClient:
-    """Talks only to servers that the settings name: no proxies of the environment, no redirects, no
-    cookies."""
+    """HTTP client for the servers in the settings: no environment proxies, redirects or cookies."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def open(self, outgoing: ProxyRequest) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send it; a block with the answer, whose headers are here. Raises UpstreamError."""
+        """Send the request and yield the answer once its headers have arrived. Raises
+        UpstreamError."""
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_S, sock_read=outgoing.silence_s
         )
@@ -114,8 +115,11 @@ class UpstreamClient:
     async def hand_on(
         self, outgoing: ProxyRequest, scope: Scope, send: Send, refused: Collection[int] = ()
     ) -> bool:
-        """Send it and relay the answer, a stream as it comes; False for one whose status is among
-        the `refused`. Raises UpstreamError as long as nothing was sent."""
+        """Send the request and relay the answer; a stream is relayed piece by piece.
+
+        Returns False if the status is among the `refused`. Raises UpstreamError if an error occurs
+        before the first byte was sent to the client.
+        """
         async with self.open(outgoing) as answer:
             if answer.status in refused:
                 return False
@@ -135,8 +139,8 @@ class UpstreamClient:
             return True
 
     async def models(self, url: str, key: str | None) -> Sequence[Mapping[str, object]]:
-        """The `data` of GET `url` (a server's /v1/models); empty where it does not answer with
-        one."""
+        """The `data` of GET `url` (a server's /v1/models), or an empty list for any other
+        answer."""
         outgoing = ProxyRequest("", url, b"", key, _CONNECT_S, method="GET", whose={})
         try:
             async with self.open(outgoing) as answer:
@@ -148,7 +152,7 @@ class UpstreamClient:
         return [entry for entry in answered["data"] if isinstance(entry, dict)]
 
     def _open_session(self) -> aiohttp.ClientSession:
-        """The session; aiohttp wants it created inside a running loop."""
+        """The session. aiohttp requires a running loop to create it."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
@@ -182,7 +186,7 @@ async def read_body(answer: aiohttp.ClientResponse, outgoing: ProxyRequest) -> b
 
 
 def is_stream(answer: aiohttp.ClientResponse) -> bool:
-    """Whether the answer is streamed: server-sent events, or Ollama's JSON lines."""
+    """True if the answer is streamed: server-sent events, or Ollama's JSON lines."""
     return answer.headers.get("content-type", "").startswith(
         ("text/event-stream", "application/x-ndjson")
     )
@@ -199,7 +203,7 @@ def upstream_error(outgoing: ProxyRequest, error: Exception) -> UpstreamError:
     return UpstreamError(f"the server {outgoing.name} broke off ({type(error).__name__})")
 
 
-# Response headers that are passed on: how to read the body, request ids, rate limits.
+# Response headers that are relayed: body format, request ids, rate limits.
 _RELAYED = (
     b"content-type", b"content-encoding", b"cache-control", b"retry-after", b"x-request-id",
     b"x-accel-buffering",
@@ -216,7 +220,8 @@ def accepted(scope: Scope) -> str:
 async def _relay_pieces(
     answer: aiohttp.ClientResponse, outgoing: ProxyRequest, send: Send
 ) -> bytes:
-    """Send a stream as it comes; returns its last frame, which says how it broke off, if it did."""
+    """Relay a stream piece by piece and return its last frame: an error if it broke off, else
+    empty."""
     try:
         async for piece in answer.content.iter_any():
             outgoing.meter.feed(piece)
@@ -232,7 +237,7 @@ async def _relay_pieces(
 
 
 def _relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[bytes, bytes]]:
-    """The headers of `answer` that the client gets, and the name of the server that sent it."""
+    """The headers of `answer` for the client, plus the name of the server that sent it."""
     headers = [(k.lower(), v) for k, v in answer.raw_headers]
     relayed = [(k, v) for k, v in headers if k in _RELAYED or k.startswith(_RELAYED_FAMILIES)]
     return [*((k, v) for k, v in relayed if k != _RAN_ON), (_RAN_ON, name.encode("latin-1"))]
@@ -241,8 +246,11 @@ def _relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[by
 async def until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, bool], meter: UsageMeter
 ) -> None:
-    """Await `work`, cancelled when the client disconnects; closes the request's `meter`. Raises
-    what `work` raises."""
+    """Await `work`, which is cancelled when the client disconnects, and close the request's
+    `meter`.
+
+    Raises the errors of `work`.
+    """
     left = True
     try:
         left = await unless_gone(receive, work) is None

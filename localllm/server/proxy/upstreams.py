@@ -1,4 +1,4 @@
-"""The upstream servers of the settings and the models each of them runs: plain values and
+"""The upstream servers in the settings and the models that each of them runs: values and
 look-ups."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from localllm.server.proxy.relay import UpstreamClient
 
 Dialect = Literal["openai", "responses", "anthropic", "ollama"]
-# The dialect of each path, and where it lies below a server's base URL (which ends in /v1, but for
-# Ollama's).
+# The dialect of each path, and the path below a server's base URL. The base URL ends in /v1, except
+# for Ollama's.
 _OPENAI = {
     "/v1/chat/completions": "/chat/completions",
     "/chat/completions": "/chat/completions",
@@ -38,7 +38,7 @@ PATHS: Mapping[str, tuple[Dialect, str]] = {
     **{k: ("openai", v) for k, v in _OPENAI.items()},
     **_OTHERS,
 }
-# Paths whose bodies name the model that is to answer; these only our own engine does.
+# Paths whose bodies name a model. Those added here run only on our own engine.
 NAME_A_MODEL = (
     *PATHS,
     "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank",
@@ -49,13 +49,15 @@ NAME_A_MODEL = (
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """One server.
-    `base_url` is where its OpenAI paths begin (`…/v1`).
-    `models` maps our names to its own; empty: what it lists.
-    `key` is sent to it, and nobody else's.
-    `spill`: it also takes what the model of the same name here has no room for.
-    `speaks`: the dialects it is trusted to answer as they are.
-    `silence_s`: the longest it may say nothing."""
+    """One upstream server.
+
+    - `base_url`: the prefix of its OpenAI paths (`…/v1`).
+    - `models`: maps our names to its own. If empty, all models that it lists.
+    - `key`: sent to this server only.
+    - `spill`: it also takes requests for which the local model of the same name has no room.
+    - `speaks`: the dialects that are passed to it unchanged.
+    - `silence_s`: the read timeout in seconds.
+    """
 
     name: str
     base_url: str
@@ -66,8 +68,10 @@ class Upstream:
     silence_s: float = 600.0
 
     def address(self, path: str) -> str:
-        """The URL for a request to our `path`. Raises UnsupportedError for a path this server does
-        not speak."""
+        """The URL for a request to our `path`.
+
+        Raises UnsupportedError if this server does not support the path.
+        """
         dialect, below = PATHS.get(path, (None, ""))
         if dialect is None or dialect not in self.speaks:
             can = sorted(
@@ -90,8 +94,10 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model on an upstream: our `name` for it, its name there (`theirs`), and its entry in that
-    server's list (`facts`)."""
+    """A model on an upstream.
+
+    `name` is our name for it, `theirs` its name there, and `facts` its entry in that server's list.
+    """
 
     name: str
     upstream: Upstream
@@ -100,20 +106,22 @@ class RemoteModel:
 
 
 class Upstreams:
-    """Which upstream runs which model; the first one that has a name wins. Models not named in the
-    settings come from the servers' lists (`learn`)."""
+    """Which upstream runs which model. The first upstream with a name wins.
+
+    Models that the settings do not name come from the servers' lists (`learn`).
+    """
 
     def __init__(self, upstreams: Iterable[Upstream]) -> None:
         self.all = tuple(upstreams)
         self._models: dict[str, dict[str, RemoteModel]] = {}
         self._names: NameTable[RemoteModel] = NameTable()
-        # What asks them, once something may.
+        # The HTTP client for these servers, set by the middleware.
         self.client: UpstreamClient | None = None
         for upstream in self.all:
             self.learn(upstream, ())
 
     def learn(self, upstream: Upstream, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Take over the list of models that `upstream` gave (the `data` of its GET /v1/models)."""
+        """Store the model list of `upstream` (the `data` of its GET /v1/models)."""
         facts = {
             e["id"]: e for e in entries if isinstance(e, Mapping) and isinstance(e.get("id"), str)
         }
@@ -133,5 +141,5 @@ class Upstreams:
         return [*found.values()]
 
     def named(self, typed: str) -> Sequence[RemoteModel]:
-        """The model of this name, as a rule for `localllm.model_names.find`."""
+        """The model with this name, as a rule for `localllm.model_names.find`."""
         return self._names.named(typed)

@@ -1,8 +1,8 @@
-"""Counts the tokens of a proxied answer against the caller's key: by the usage it reports, else by
-an estimate.
+"""Counts the tokens of a proxied answer for the caller's key: from reported usage or by an
+estimate.
 
-OpenAI streams report usage only on request, and a client may disconnect before the end: without an
-estimate such requests would be free.
+OpenAI streams report usage only on request, and a client may disconnect before the end. Without an
+estimate, such requests would be free.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from typing import Any
 
 from localllm.server.http.accounts import Account, caller
 
-# Usage stands at the beginning or the end of an answer: so much of both is looked at.
+# Usage is at the beginning or the end of an answer: this many bytes of each are searched.
 _END_BYTES = 8192
 _COUNT = re.compile(rb'"(\w+)"\s*:\s*(\d{1,12})')
-# Of every dialect: OpenAI's, Responses' and Anthropic's, Ollama's, llama.cpp's.
+# Field names of all dialects: OpenAI's, Responses' and Anthropic's, Ollama's, llama.cpp's.
 _PROMPT = (b"prompt_tokens", b"input_tokens", b"prompt_eval_count", b"tokens_evaluated")
 _WRITTEN = (b"completion_tokens", b"output_tokens", b"eval_count", b"tokens_predicted")
 # Anthropic's input_tokens excludes cache reads and writes.
 _CACHE_READ = b"cache_read_input_tokens"
 _CACHE_WRITTEN = b"cache_creation_input_tokens"
-# The estimate for a prompt that was never counted: about English.
+# For estimating a prompt that was never counted: typical for English.
 _CHARACTERS_PER_TOKEN = 4
-# These paths count tokens and compute nothing.
+# These paths only count tokens.
 _COUNTING = ("count_tokens", "input_tokens", "tokenize", "apply-template")
 
 
 class UsageMeter:
-    """Counts one request for `account`, over however many nodes it is tried on; without an account
-    it counts nothing.
-    `prompt_estimate`: tokens of the prompt, for an answer that reports none."""
+    """Counts one request for `account`, even if several nodes are tried.
+
+    Without an account it does not count. `prompt_estimate` is the prompt's length in tokens, for
+    answers that do not report it.
+    """
 
     def __init__(self, account: Account | None = None, prompt_estimate: int = 0) -> None:
         self._account = account
@@ -41,7 +43,7 @@ class UsageMeter:
         self._frames = 0
 
     def begin(self, status: int, *, streams: bool) -> None:
-        """An answer begins, in place of one of another node; an error costs nothing."""
+        """Begin an answer, which replaces that of a node tried before. An error costs no tokens."""
         self._costs = status < 300
         self._streams = streams
         self._seen = b""
@@ -55,9 +57,11 @@ class UsageMeter:
             self._seen = self._seen[:_END_BYTES] + b"\n" + self._seen[-_END_BYTES:]
 
     def close(self, *, left: bool = False) -> None:
-        """The request is over; `left`: the client disconnected early. What was not reported is
-        charged by estimate: the prompt by its length, a stream by its frames, each of which has a
-        token or more."""
+        """End the request and charge it. `left` means that the client disconnected early.
+
+        Unreported usage is estimated: the prompt by its length, a stream by its number of frames.
+        Each frame has at least one token.
+        """
         costs = left if self._costs is None else self._costs
         if self._account is None or not costs:
             return
@@ -75,8 +79,10 @@ class UsageMeter:
 
 
 def meter_for(path: str, body: dict[str, Any]) -> UsageMeter:
-    """The meter for a request; one that counts nothing for a caller without a named key, and for
-    paths that compute nothing."""
+    """The meter for a request.
+
+    It does not count for a caller without a named key, or on paths that only count tokens.
+    """
     account = caller()
     if not account.name or path.rstrip("/").endswith(_COUNTING):
         return UsageMeter()
