@@ -74,7 +74,7 @@ def create_app(
     app.state.document = document
     app.state.others = others
     if models.upstreams is not None:
-        # # Imported here because it loads an HTTP client.
+        # Imported here because it loads an HTTP client.
         from localllm.server.proxy.middleware import ProxyMiddleware
 
         app.add_middleware(
@@ -84,7 +84,7 @@ def create_app(
             is_full=models.full,
             settings=settings,
         )
-    # # The middleware that is added last runs first.
+    # The middleware that is added last runs first.
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)
     return app
 

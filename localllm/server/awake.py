@@ -10,12 +10,12 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Iterator, Mapping
 
-# # Shorter requests end before the machine could fall asleep, so no program is started for them.
+# Shorter requests end before the machine could fall asleep, so no program is started for them.
 _HOLD_AFTER_S = 5.0
-# # Every desktop session sets one of these variables. Servers and containers have no desktop that
+# Every desktop session sets one of these variables. Servers and containers have no desktop that
 # suspends them.
 _DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY", "XDG_CURRENT_DESKTOP")
-# # `cat` ends when its input is closed: after the last request, or when this process ends for any
+# `cat` ends when its input is closed: after the last request, or when this process ends for any
 # reason.
 _UNTIL_LET_GO = ("cat",)
 
@@ -50,7 +50,7 @@ class Awake:
         self._after_s = after_s
         self._running = 0
         self._holding: asyncio.Task[None] | None = None
-        # # Cancelled tasks whose program has not ended. The event loop alone holds no strong
+        # Cancelled tasks whose program has not ended. The event loop alone holds no strong
         # references to tasks.
         self._ending: set[asyncio.Task[None]] = set()
 

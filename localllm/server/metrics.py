@@ -20,7 +20,7 @@ _COUNTERS = {
     "accepted_eagle3_tokens", "drafted_dflash_tokens", "accepted_dflash_tokens",
     "drafted_assistant_tokens", "accepted_assistant_tokens",
 }  # fmt: skip
-# # Levels of the memory guard (localllm/memory/guard.py). Each is one series; exactly one of them
+# Levels of the memory guard (localllm/memory/guard.py). Each is one series; exactly one of them
 # is 1.
 _PRESSURES = ("none", "shrink", "hold")
 # Tokens whose KV was computed again (localllm/engine/metrics.py).

@@ -116,7 +116,7 @@ class Server:
         progress = PrefillProgress()
         headers = answer_headers(translated.ignored)
         keepalive = dialect.keepalive
-        # # Events of a kept stream are numbered when they are written. Its keep-alives must be
+        # Events of a kept stream are numbered when they are written. Its keep-alives must be
         # comments, because an additional event would have no number.
         if translated.keepalive and kept is None:
             keepalive = translated.keepalive
@@ -246,13 +246,13 @@ class Server:
                 try:
                     reply = await run(engine, job, writer, progress)
                 except WorkerDiedError:
-                    # # A reply that has begun cannot be started again.
+                    # A reply that has begun cannot be started again.
                     if progress.written or job.answer.prefix or job.choices > 1:
                         raise
                     reply = await run(await model.engine(), job, writer, progress)
                 usage = reply.usage
             finally:
-                # # For a cancelled or failed reply, the tokens counted so far are charged.
+                # For a cancelled or failed reply, the tokens counted so far are charged.
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
                 account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             if job.asked is not None:

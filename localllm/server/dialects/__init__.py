@@ -1,2 +1,2 @@
-"""The APIs clients speak. Each only translates: a body to a ChatRequest or a GenerationJob, and a
-generation to its reply."""
+"""The APIs that clients use. Each dialect only translates: a body to a ChatRequest or a
+GenerationJob, and a generation to its reply."""

@@ -1,5 +1,5 @@
-"""What the form of an answer is held to: one constraint, in whichever of the spellings that servers
-have for it."""
+"""Constraints on the form of an answer. A request may have one, under any of the names that servers
+use for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from localllm.errors import RequestError
 from localllm.server.dialects.known import FORMS, BodyPart, Refused, Shape
 
 # ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
-# ("loose_schema", source): a schema of which the rest holds where a part can't.
+# ("loose_schema", source). Parts of a loose schema that can't be enforced are ignored, and the rest
+# applies.
 Constraint: TypeAlias = tuple[str, str]
-# Constraints as a body has them.
+# Types of the constraints in a body.
 SchemaSource: TypeAlias = dict[str, Any] | str
 RegexSource = Annotated[str, Field(max_length=1 << 16)]
 GrammarSource = Annotated[str, Field(max_length=1 << 18)]
@@ -24,8 +25,8 @@ ChoiceTexts = Annotated[list[str], Field(max_length=4096)]
 
 
 def only_one(**named: Constraint | None) -> Constraint | None:
-    """The constraint that was sent, or None. Raises RequestError if there are several; the keywords
-    are their field names."""
+    """Return the constraint that was sent, or None. The keywords are the field names. Raises
+    RequestError if there are several."""
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1:
         names = list(given)
@@ -36,8 +37,8 @@ def only_one(**named: Constraint | None) -> Constraint | None:
 def of_schema(
     schema: Mapping[str, Any] | str | None, where: str = "json_schema", *, strict: bool = True
 ) -> Constraint | None:
-    """The constraint of a JSON schema, which may be sent as text. Raises RequestError for a text
-    that is no JSON schema."""
+    """Return the constraint for a JSON schema, which may be sent as text. Raises RequestError if
+    the text is not a JSON schema."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -52,22 +53,22 @@ def of_schema(
 
 
 def of_object(wanted: bool | None) -> Constraint | None:
-    """The constraint of any JSON object, if it is wanted."""
+    """Return the constraint for any JSON object if it is wanted, else None."""
     return of_schema({"type": "object"}) if wanted else None
 
 
 def of_regex(pattern: str | None) -> Constraint | None:
-    """The constraint of a regular expression; None for an empty one."""
+    """Return the constraint for a regular expression, or None if it is empty."""
     return ("regex", pattern) if pattern else None
 
 
 def of_grammar(source: str | None) -> Constraint | None:
-    """The constraint of a GBNF grammar; None for an empty one."""
+    """Return the constraint for a GBNF grammar, or None if it is empty."""
     return ("gbnf", source) if source else None
 
 
 def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
-    """The constraint of an answer that is one of `texts`. Raises RequestError."""
+    """Return the constraint for an answer that is one of `texts`. Raises RequestError."""
     if texts is None:
         return None
     if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -76,15 +77,15 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
 
 
 def of_response_format(response_format: Any, where: str = "response_format") -> Constraint | None:
-    """The constraint of OpenAI's `response_format`; `where` is the field's name in errors. Raises
-    RequestError."""
+    """Return the constraint for OpenAI's `response_format`. `where` is the field's name in errors.
+    Raises RequestError."""
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind == "text":
         return None
     if kind == "json_object":
-        # llama.cpp's form has the schema next to the type.
+        # llama.cpp's variant has the schema next to the type.
         schema = response_format.get("schema")
         return of_schema(schema) if isinstance(schema, dict) else of_object(True)
     if kind != "json_schema":

@@ -1,7 +1,6 @@
-"""Request bodies: the fields that are honoured, within their ranges, and what is said of a value
-that is none. Those of sampling are made of `engine.messages.Sampling`, whose dataclass says each
-one's range. What becomes of any other field: `known.py`.
-"""
+"""Fields of request bodies that have an effect, with their ranges. The sampling fields are
+generated from `engine.messages.Sampling`, which declares the range of each. `known.py` handles all
+other fields."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def _lowest_bias(_: bool) -> float:
     return -100.0
 
 
-# `false` is llama.cpp's word for -100.
+# llama.cpp also accepts `false` for -100.
 Bias = (
     Annotated[float, Field(ge=-100, le=100, strict=True)]
     | Annotated[Literal[False], AfterValidator(_lowest_bias)]
@@ -65,12 +64,12 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 StopText = Annotated[str, Field(max_length=1024)]
 
-# Scheduling priority by OpenAI's `service_tier`; 0 for any other.
+# Scheduling priority by OpenAI's `service_tier`. Any other value has priority 0.
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 
 
 class RequestBody(BodyPart):
-    """What every request body has."""
+    """Fields of every request body."""
 
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
 
@@ -88,7 +87,7 @@ class LoopFields(BodyPart):
     min_count: int = Field(2, ge=2, le=MAX_TOKENS, description="times in a row")
 
     def limits(self) -> LoopLimits | None:
-        """The limits; None if the detection is off. Raises RequestError."""
+        """Return the limits, or None if the detection is off. Raises RequestError."""
         if not self.max_pattern_size:
             return None
         if self.min_pattern_size > self.max_pattern_size:
@@ -99,7 +98,7 @@ class LoopFields(BodyPart):
 
 
 def _body_field(declared: Any) -> tuple[Any, Any]:
-    """A numeric parameter of `Sampling` as an optional pydantic field."""
+    """Return a numeric parameter of `Sampling` as an optional pydantic field."""
     number, limits = get_args(declared)
     lower_bound = "gt" if limits.above else "ge"
     bounds = {lower_bound: limits.least, "le": limits.most}
@@ -107,8 +106,8 @@ def _body_field(declared: Any) -> tuple[Any, Any]:
 
 
 _DECLARED = get_type_hints(Sampling, include_extras=True)
-# Parameters with a JSON form of their own; all others are numbers, with the name and the range of
-# `Sampling`.
+# Parameters with a special JSON type. All others are numbers with the name and range that
+# `Sampling` declares.
 _OWN_JSON_FORM = ("logit_bias", "dry_sequence_breakers")
 if TYPE_CHECKING:
     _SamplingNumbers = BodyPart
@@ -120,7 +119,7 @@ else:
 
 
 def _for_engine(name: str, value: Any) -> Any:
-    """The value of a sampling parameter as the engine takes it."""
+    """Return the value of a sampling parameter in the engine's format."""
     if name == "top_k":
         return max(0, value)
     if name == "repeat_last_n" and value == -1:
@@ -137,7 +136,7 @@ def _for_engine(name: str, value: Any) -> Any:
 
 
 class GenerationFields(_SamplingNumbers):
-    """Fields that all generating dialects share: sampling, and what ends an answer. None takes the
+    """Fields of all dialects that generate text: sampling and stop conditions. None means the
     model's default."""
 
     repetition_penalty: float | None = Field(
@@ -156,16 +155,18 @@ class GenerationFields(_SamplingNumbers):
     )
 
     def sent_sampling(self) -> dict[str, Any]:
-        """The parameters of `Sampling` that were sent."""
+        """Return the parameters of `Sampling` that the client sent."""
         sent = {name: getattr(self, name, None) for name in _DECLARED}
         if sent["repeat_penalty"] is None:
             sent["repeat_penalty"] = self.repetition_penalty
         return {name: _for_engine(name, value) for name, value in sent.items() if value is not None}
 
     def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
-        """The generation settings: these fields, and the model's defaults for fields that were not
-        sent. The answer has at most `longest` tokens (None: the rest of the window). `more` are
-        further fields of `Generation`. Raises RequestError."""
+        """Return the generation settings: these fields, with the model's defaults for fields that
+        were not sent.
+
+        The answer has at most `longest` tokens (None: the rest of the context). `more` are
+        additional fields of `Generation`. Raises RequestError."""
         if self.min_tokens and longest is not None and self.min_tokens > longest:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, and the answer has at most {longest}",
@@ -184,7 +185,7 @@ class GenerationFields(_SamplingNumbers):
 
 
 class SamplingFields(RequestBody, GenerationFields):
-    """A generating body with the fields of OpenAI, llama.cpp and vLLM."""
+    """A body for generation with the fields of OpenAI, llama.cpp and vLLM."""
 
     logit_bias: (
         Annotated[dict[TokenId, Bias], Field(max_length=4096)]
@@ -242,8 +243,8 @@ class SamplingFields(RequestBody, GenerationFields):
         )
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
-        """The constraint on the answer's form, from these fields or OpenAI's `response_format`.
-        Raises RequestError if several are given."""
+        """Return the constraint on the answer's form, from these fields or OpenAI's
+        `response_format`. Raises RequestError if there are several."""
         structured = self.structured_outputs
         return only_one(
             response_format=of_response_format(response_format),
@@ -260,7 +261,7 @@ class SamplingFields(RequestBody, GenerationFields):
 
 
 def first_limit(*sent: int | None) -> int | None:
-    """The first limit that was sent; None = no limit. A negative limit means no limit."""
+    """Return the first limit that was sent. None means no limit, and so does a negative limit."""
     for limit in sent:
         if limit is not None:
             return limit if limit >= 0 else None
@@ -268,14 +269,15 @@ def first_limit(*sent: int | None) -> int | None:
 
 
 def each(sent: Any) -> list[Any]:
-    """The inputs as a list: `sent` is a text, the token ids of a text, or a list of either."""
+    """Return the inputs as a list. `sent` is a text, the token ids of a text, or a list of
+    either."""
     if isinstance(sent, str) or isinstance(sent[0], int):
         return [sent]
     return list(sent)
 
 
 def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The stop strings, empty ones left out."""
+    """Return the stop strings without empty ones."""
     if isinstance(sent, str):
         sent = [sent]
     return tuple(text for text in sent or () if text)

@@ -1,12 +1,14 @@
-"""Reads a body: what becomes of every field, at each depth, by one walk for all dialects; and what
-is wrong with a value, in words of our own.
+"""Validates request bodies for all dialects. One function decides about every field at every depth,
+and error messages are our own.
 
-A shape says which fields an object has, and under READS whether one of its `type` is read at all.
-Each field is honoured (None; what is inside is the client's own), or an object or a list of objects
-with a shape of its own, or `Refused` with its reason (of a few words `one_of` must be sent), or
-`Unused`: known, without effect, and named unless the value says what holds anyway. What no shape
-knows is named as well.
-"""
+A shape describes the fields of an object. READS maps to a function that tells by an object's `type`
+whether the object is read at all. Each other name maps to one of these values:
+- None: the field is accepted. Its content is not checked here.
+- A shape: the field holds an object or a list of objects.
+- `Refused`: the request is refused with a reason. `one_of` refuses all but a few values.
+- `Unused`: the field is known but has no effect. The client is told its name, unless the value asks
+  for the default behaviour.
+Fields that are missing in the shape are reported like unused ones."""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from localllm.errors import RequestError, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """A field without effect; `off`: values that ask for nothing else than what holds anyway. Where
-    there is a `reason`, any other is refused."""
+    """A field without effect. `off`: values that ask for the default behaviour. If there is a
+    `reason`, any other value is refused."""
 
     reason: str = ""
     off: tuple[Any, ...] = (None, False)
@@ -39,21 +41,23 @@ class Refused(Unused):
 
 
 def one_of(*known: str) -> Refused:
-    """A field that says what the object is: any but these is refused with them."""
+    """Return a field that refuses all values but these. It names the kind of an object."""
     return Refused(f"it is one of {', '.join(known)}", (None, *known))
 
 
 Shape: TypeAlias = Mapping[str, Any]
 _UNKNOWN = Unused(off=())
-# In a shape: tells of a type whether the object is read. One that is not is named elsewhere, whole.
+# Key in a shape. Its value is a function that returns whether an object of a type is read. If not,
+# the object is reported elsewhere as a unit.
 READS = ""
 
 
 def _refused() -> dict[str, Refused]:
-    """The fields that every body refuses, unless its model has a field of that name. `off`: values
-    that ask for nothing, as null does. Sources: OpenAI's API reference; llama.cpp
-    tools/server/README.md; vLLM's OpenAI-compatible server."""
-    # JSON: each start of a server would wait for a parser of TOML.
+    """Return the fields that every body refuses, unless its model declares a field of that name.
+
+    `off`: values that ask for the default behaviour, as null does. Sources: OpenAI's API reference;
+    llama.cpp tools/server/README.md; vLLM's OpenAI-compatible server."""
+    # JSON, because a TOML parser would delay each start of the server.
     table = Path(__file__).with_name("refused.json").read_text(encoding="utf-8")
     refused = {}
     for name, field in json.loads(table).items():
@@ -62,7 +66,7 @@ def _refused() -> dict[str, Refused]:
 
 
 REFUSED: Mapping[str, Refused] = _refused()
-# They say nothing about the answer: whose bill, which slot.
+# Fields that do not change the answer, such as billing or the slot.
 HINTS = (
     "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
     "service_tier", "id_slot",
@@ -76,25 +80,28 @@ _COMMON: Shape = {
 
 
 class BodyPart(BaseModel):
-    """What a request's body is made of. It is built with its first use, or by
-    `openapi.build_bodies`: all of them take longer than a small model takes to load."""
+    """Base class of request bodies and their parts. Pydantic builds the validator at first use or
+    in `openapi.build_bodies`. Building all of them takes longer than loading a small model."""
 
     model_config = ConfigDict(defer_build=True)
 
 
 def shape(*names: str, **inner: Any) -> dict[str, Any]:
-    """A shape of honoured `names`, and of fields that have a shape of their own."""
+    """Return a shape. `names` are fields that have an effect; `inner` are fields with their own
+    shapes."""
     return {**dict.fromkeys(names), **inner}
 
 
 def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> Iterator[str]:
-    """The paths of the fields in `sent` that have no effect. Raises UnsupportedError for a field
-    that is refused. `spot`: the path with indices of lists, for errors."""
+    """Yield the paths of the fields in `sent` that have no effect. Raises UnsupportedError for a
+    refused field.
+
+    `spot` is the path with list indices, for errors."""
     if known is None:
         return
     if isinstance(sent, list):
         for i, one in enumerate(sent):
-            if isinstance(one, dict | list):  # a million numbers are passed over
+            if isinstance(one, dict | list):  # skips numbers, which may be a million
                 yield from unused(one, known, path, f"{spot}[{i}]")
     elif isinstance(sent, Mapping) and _is_read(sent, known):
         for name, value in sent.items():
@@ -111,7 +118,7 @@ def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> It
 
 
 def _is_read(sent: Mapping[str, Any], known: Shape) -> bool:
-    """Whether the object is read at all, by its type."""
+    """Return whether the object is read at all, by its type."""
     reads = known.get(READS)
     return reads is None or bool(reads(sent.get("type")))
 
@@ -122,9 +129,10 @@ def _below(path: str, name: str) -> str:
 
 @cache
 def shape_of(kind: type[BaseModel]) -> Shape:
-    """The shape of the body that `kind` reads: its fields, the fields of objects in them, and its
-    `shapes`: the shapes of objects that are passed on as they are, and of fields that are not
-    read."""
+    """Return the shape of the body that `kind` reads.
+
+    It contains the fields of `kind` and the fields of the objects in them. `kind.shapes` adds
+    shapes of objects that are passed on unchanged, and of fields that are not read."""
     own = {
         field.alias or name: _inner(field.annotation) for name, field in kind.model_fields.items()
     }
@@ -136,8 +144,8 @@ def shape_of(kind: type[BaseModel]) -> Shape:
 
 
 def _inner(annotation: Any) -> Shape | None:
-    """The shape of the objects that a field so annotated may hold, those in lists and unions too;
-    None of a field without."""
+    """Return the shape of the objects that a field of this type may hold, including objects in
+    lists and unions. The result is None for fields without objects."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return shape_of(annotation)
     found: dict[str, Any] = {}
@@ -150,8 +158,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def read(kind: type[Body], body: Mapping[str, Any]) -> tuple[Body, list[str]]:
-    """Validates `body` as `kind`; returns it with the names of ignored fields. Raises RequestError
-    or UnsupportedError."""
+    """Validate `body` as `kind`. Return the validated body and the names of ignored fields. Raises
+    RequestError or UnsupportedError."""
     ignored = sorted(set(unused(body, shape_of(kind))))
     try:
         return kind.model_validate(body), ignored
@@ -159,7 +167,7 @@ def read(kind: type[Body], body: Mapping[str, Any]) -> tuple[Body, list[str]]:
         raise _invalid(e, body) from e
 
 
-# What is wrong with a value, by pydantic's name for it; pydantic's own messages name its types.
+# Expected types by pydantic's error types. Pydantic's own messages use Python's type names.
 _TYPES_WANTED = {
     "none_required": "null",
     "bool_type": "true or false",
@@ -196,8 +204,8 @@ _OTHER_PROBLEMS = {
 
 
 def problem_of(errors: Iterable[Any]) -> str:
-    """What is wrong with one value, by pydantic's errors: the first that is no matter of its type,
-    or all types that the members of a union take."""
+    """Return the problem of one value, from pydantic's errors: the first error that does not
+    concern the type, or all types that a union accepts."""
     wanted = []
     for error in errors:
         kind = error["type"]
@@ -210,7 +218,8 @@ def problem_of(errors: Iterable[Any]) -> str:
 
 
 def _invalid(found: ValidationError, body: Any) -> RequestError:
-    """The error for `body`. Of the members of a union, those count that read the furthest."""
+    """Return the error for `body`. For a union, only the errors of the members that matched deepest
+    count."""
     errors = found.errors(include_url=False, include_input=False)
     of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     path = max((_sent_path(error, body) for error in of_field), key=len)
@@ -220,8 +229,8 @@ def _invalid(found: ValidationError, body: Any) -> RequestError:
 
 
 def _sent_path(error: Any, body: Any) -> list[str]:
-    """Where in what was sent `error` (pydantic's) is; it also names the types of a union's members,
-    which nobody sent."""
+    """Return the path of pydantic's `error` in the body. Pydantic's own path also contains the
+    types of union members, which the client did not send."""
     path = []
     for step in error["loc"]:
         if isinstance(body, Mapping):
@@ -237,7 +246,7 @@ def _sent_path(error: Any, body: Any) -> list[str]:
 
 # --- what several dialects have in their messages and tools ---------------------------------------
 
-# How closely an image is to be looked at: it is read as it is.
+# Image detail: images are read at their own size.
 _DETAIL = Unused(off=(None, "auto", "original"))
 PART = shape(
     "type", "text", "refusal", "thinking", "signature", "data", "input_audio", "video_url",

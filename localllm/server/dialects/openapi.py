@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies are described by the pydantic models that validate them."""
+"""The OpenAPI document. The pydantic models that validate bodies also describe them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ERRORS = {
     "501": "the model can't do that at all",
     "503": "busy or reloading; Retry-After says when to try again",
 }
-# Of the paths that begin so.
+# Error schemas by the beginning of a path.
 _FORMS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
@@ -51,7 +51,7 @@ _ERROR_SCHEMAS: dict[str, Any] = {
 
 
 def _errors_of(path: str) -> dict[str, Any]:
-    """The error responses of any route: in its dialect's format, or in OpenAI's from the gate."""
+    """Return the error responses of a path, in OpenAI's format or in that of the path's dialect."""
     forms = ["Error"]
     forms += (form for start, form in _FORMS.items() if path.startswith(start))
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{form}"} for form in forms]}
@@ -60,13 +60,13 @@ def _errors_of(path: str) -> dict[str, Any]:
 
 
 def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, Any]:
-    """OpenAPI metadata of a route: its body, the keys of a whole answer, and the media type of a
-    streamed one."""
+    """Return OpenAPI metadata of a route: its body, the keys of a complete answer, and the media
+    type of a streamed answer."""
     assert _BODIES.setdefault(model.__name__, model) is model, (
         f"two bodies are named {model.__name__}"
     )
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-    # Without keys: an object, or a list of them (llama.cpp's several choices).
+    # Without keys: an object, or a list of objects (llama.cpp's format for several choices).
     if keys:
         form = {"type": "object", "required": list(keys)}
     else:
@@ -84,20 +84,21 @@ _BODIES: dict[str, type[BaseModel]] = {}
 
 
 def build_bodies() -> None:
-    """Have pydantic build what it validates bodies by, in the order of the dialects: behind all
-    that a server needs to be ready, before a first request would wait for it."""
+    """Build pydantic's validators in the order of the dialects. Called when the server is ready, so
+    that the first request does not wait for this."""
     for body in _BODIES.values():
         body.model_rebuild()
 
 
 def answer_of(media_type: str = "application/json", kind: str = "object") -> dict[str, Any]:
-    """OpenAPI's `responses` of a route without a body: the JSON type of its answer."""
+    """Return OpenAPI's `responses` for a route without a body. `kind` is the JSON type of its
+    answer."""
     content = {media_type: {"schema": {"type": kind}}}
     return {"200": {"description": "the answer", "content": content}}
 
 
 def _operation(path: str, method: str, listed: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAPI's operation object of one method of a path."""
+    """Return OpenAPI's operation object for one method of a path."""
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": _TEXT}
         for name in re.findall(r"{(\w+)}", path)
@@ -112,7 +113,8 @@ def _operation(path: str, method: str, listed: Mapping[str, Any]) -> dict[str, A
 
 
 def document(dialects: Iterable[Paths]) -> dict[str, Any]:
-    """The OpenAPI document of what `dialects` list, and of the bodies that `body_of` named."""
+    """Return the OpenAPI document of the paths in `dialects` and of the bodies given to
+    `body_of`."""
     described: dict[str, dict[str, Any]] = {}
     for paths in dialects:
         for (path, method), listed in paths.listed.items():

@@ -1,4 +1,4 @@
-"""The paths of a dialect: what answers each, and what the OpenAPI document says of it."""
+"""The paths of a dialect, with their handlers and their OpenAPI descriptions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-# Answers a request with a Response, or with the value that is sent as JSON.
+# Answers a request with a Response, or with a value that is sent as JSON.
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Any]]
 
 
 class Paths(list[Route]):
-    """The paths of one dialect as the web framework takes them; and what the OpenAPI document says
-    of those it lists, under `tag`, by path and method."""
+    """The routes of one dialect, as Starlette takes them. `listed` holds OpenAPI descriptions by
+    path and method, under `tag`."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
@@ -25,9 +25,11 @@ class Paths(list[Route]):
     def answers(
         self, method: str, *paths: str, about: str | None = None, **described: Any
     ) -> Callable[[Endpoint], Endpoint]:
-        """A decorator: the function answers `paths`. The first is listed with `about` ("": it is
-        not), else the function's docstring, and with what is `described` (its answer, its body, its
-        parameters)."""
+        """Return a decorator that makes a function the handler of `paths`.
+
+        The OpenAPI document lists the first path. Its description is `about`, or by default the
+        function's docstring; "" omits the path. `described` adds the response, the body or the
+        parameters."""
 
         def added(endpoint: Endpoint) -> Endpoint:
             async def respond(request: Request) -> Response:

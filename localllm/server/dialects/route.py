@@ -1,4 +1,4 @@
-"""A generating path as a value, and its walk: read the body, resolve the model, translate,
+"""A path that generates, as a value, and its steps: read the body, find the model, translate,
 answer."""
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ COUNT = "How many tokens the prompt has"
 Fields = TypeVar("Fields", bound=RequestBody)
 
 
-# Answers a request for which nothing is generated.
+# Answers a request without generating anything.
 Unwritten: TypeAlias = Callable[[Server], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Fields]):
-    """One generating path: the body it reads (`fields`) and how that is translated for a model. In
-    the OpenAPI document `about` is its description and `keys` what a whole answer has; `aliases`
-    are further paths, not listed there."""
+    """A path that generates. It reads the body as `fields`, and `translate` makes a request for a
+    model from it.
+
+    In the OpenAPI document, `about` is the description and `keys` are the fields of a complete
+    answer. `aliases` are additional paths, which the document does not list."""
 
     path: str
     fields: type[Fields]
@@ -51,7 +53,7 @@ class Route(Generic[Fields]):
 
 
 def mount(paths: Paths, server: Server, *routes: Route[Any]) -> None:
-    """Serve each of `routes` and its aliases."""
+    """Serve each of `routes` under its path and aliases."""
     for route in routes:
         streams = route.dialect.media_type.partition(";")[0]
         described = body_of(route.fields, *route.keys, streams=streams)
@@ -69,8 +71,8 @@ def mount_whole(
     keys: tuple[str, ...],
     aliases: tuple[str, ...] = (),
 ) -> None:
-    """Serve `path`, which reads a body of `kind` and answers with the JSON that `answer` makes of
-    it, unless the client leaves."""
+    """Serve `path` without streaming. It reads a body as `kind` and sends the result of `answer` as
+    JSON. The work is cancelled if the client disconnects."""
 
     @paths.answers("POST", path, *aliases, about=about, **body_of(kind, *keys))
     async def answer_whole(request: Request) -> Response:
@@ -90,8 +92,8 @@ def mount_prompt(
     about: str,
     body: Callable[[str, int], Mapping[str, Any]],
 ) -> None:
-    """Serve `path`, which takes the body of `route` and answers `body(prompt, tokens)` instead of
-    generating."""
+    """Serve `path`, which takes the body of `route` but does not generate. It answers `body(prompt,
+    tokens)`."""
 
     @paths.answers("POST", path, about=about, **body_of(route.fields, *body("", 0)))
     async def prompt(request: Request) -> Response:
@@ -104,7 +106,8 @@ def mount_prompt(
 
 
 def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """Validate `body`; the ignored names include `keep_alive`, which only an admin may set."""
+    """Validate `body`. Return it with the names of ignored fields, which include `keep_alive`
+    unless the caller is an admin."""
     fields, ignored = read(kind, body)
     if getattr(fields, "keep_alive", None) is not None and not caller().admin:
         ignored.append("keep_alive")
@@ -134,7 +137,8 @@ async def _answer(server: Server, route: Route[Any], request: Request) -> Respon
 
 
 def _resumed(stream: KeptStream, digest: bytes, request: Request) -> Response:
-    """The rest of a kept stream. Raises RequestError if it answers another request."""
+    """Return the rest of a kept stream. Raises RequestError if it belongs to a different
+    request."""
     if stream.asked != digest:
         raise RequestError(
             "this Idempotency-Key belongs to another request", param="Idempotency-Key"
@@ -143,8 +147,8 @@ def _resumed(stream: KeptStream, digest: bytes, request: Request) -> Response:
 
 
 def _key(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
-    """The key under which a client wants its stream kept, and a digest of its request. Raises
-    RequestError."""
+    """Return the Idempotency-Key under which the stream is kept, and a digest of the request, or
+    None. Raises RequestError."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -155,7 +159,8 @@ def _key(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
 
 
 def event_number(sent: str | None, where: str) -> int:
-    """The number of the last event that a client has; -1 if it has none. Raises RequestError."""
+    """Return the number of the last event that the client has; -1 means that it has no event yet.
+    Raises RequestError."""
     if re.fullmatch("[0-9]{0,9}", sent or "") is None:
         raise RequestError(f"{where} is the number of an event", param=where)
     return int(sent or -1)

@@ -1,5 +1,5 @@
-"""Whether, how long and how visibly a model reasons, in the words of every maker of models and
-servers."""
+"""Fields that control whether and how long a model reasons, and whether the answer shows it.
+Supports the names used by all makers of models and servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from localllm.server.dialects.known import (
 from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.generation.prompt import ResponseOptions
 
-# Of the bodies that hold a conversation.
+# For bodies that contain a conversation.
 ParseSpecial = Annotated[
     bool | None,
     Field(
@@ -41,7 +41,7 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningFields(BodyPart):
-    """`reasoning` of OpenAI's responses and of OpenRouter."""
+    """`reasoning` of OpenAI's Responses API and of OpenRouter."""
 
     effort: Effort | None = None
     enabled: bool | None = None
@@ -65,7 +65,7 @@ class ThinkingSwitch(BodyPart):
     )
 
 
-# Where a dialect has no summary of it.
+# For dialects without summaries of reasoning.
 REASONING: Shape = {
     **shape_of(ReasoningFields),
     **dict.fromkeys(("summary", "generate_summary"), Unused(off=(None,))),
@@ -73,8 +73,8 @@ REASONING: Shape = {
 
 
 class ThinkingFields(RequestBody):
-    """A body of a chat: whether, how long and how visibly the model reasons, in the words of all
-    who have some."""
+    """Body of a chat: whether and how long the model reasons and whether the answer shows it, under
+    all common names."""
 
     shapes: ClassVar[Shape] = {
         "messages": MESSAGE,
@@ -108,7 +108,7 @@ class ThinkingFields(RequestBody):
     parse_special: ParseSpecial = None
 
     def thinking_tokens(self) -> int | None:
-        """The reasoning budget, by the first of its names that is sent; None = no limit."""
+        """Return the reasoning budget from the first field that was sent. None means no limit."""
         return first_limit(
             self.reasoning.max_tokens if self.reasoning else None,
             self.thinking.budget_tokens if self.thinking else None,
@@ -119,8 +119,8 @@ class ThinkingFields(RequestBody):
         )
 
     def effort(self) -> str | None:
-        """The reasoning effort: none if any of its switches is off, else a named level, else the
-        level of a switch that is on."""
+        """Return the reasoning effort. It is "none" if any switch is off. Otherwise it is the level
+        that was sent, or a default level if a switch is on."""
         variables = self.chat_template_kwargs or {}
         asked = self.reasoning or ReasoningFields.model_validate({})
         switches = [
@@ -143,15 +143,15 @@ class ThinkingFields(RequestBody):
         return "medium" if self.think or self.enable_thinking else None
 
     def summarises(self) -> str | None:
-        """The kind of summary of the reasoning that was asked for; None if none was."""
+        """Return the requested kind of reasoning summary, or None."""
         asked = self.reasoning or ReasoningFields.model_validate({})
         return asked.summary or asked.generate_summary
 
     def response_options(
         self, toolbox: Toolbox, choice: Any, grammar: Constraint | None, **more: Any
     ) -> ResponseOptions:
-        """The options of the answer, with the tools that `choice` (OpenAI's `tool_choice`) allows.
-        Raises RequestError."""
+        """Return the options of the answer, with the tools that `choice` (OpenAI's `tool_choice`)
+        allows. Raises RequestError."""
         tools, chosen = toolbox.chosen(choice)
         hides = self._hiding()
         summarised = ["reasoning.summary"] if self.summarises() else []
@@ -168,7 +168,7 @@ class ThinkingFields(RequestBody):
         )
 
     def _hiding(self) -> list[str]:
-        """The fields that ask for an answer without the reasoning."""
+        """Return the names of the fields that ask for an answer without reasoning."""
         hides = []
         if self.reasoning and self.reasoning.exclude:
             hides.append("reasoning.exclude")
@@ -180,6 +180,6 @@ class ThinkingFields(RequestBody):
 
 
 class ReasonedFields(ThinkingFields, SamplingFields):
-    """A body of a chat with the sampling fields at its top."""
+    """Body of a chat with the sampling fields at top level."""
 
     shapes: ClassVar[Shape] = {**ThinkingFields.shapes, "response_format": FORM}

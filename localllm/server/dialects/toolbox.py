@@ -1,9 +1,8 @@
-"""The tools of OpenAI's requests: as functions for the model, and under the client's own names for
-its answer.
+"""The tools in OpenAI's requests. The model sees them as functions; the answer uses the client's
+own names.
 
-A namespace (Codex sends one per MCP server) becomes a prefix of its functions' names; a custom
-tool, which takes text instead of arguments, becomes a function with one string.
-"""
+A namespace (Codex sends one per MCP server) becomes a prefix of its functions' names. A custom tool
+takes text instead of arguments; it becomes a function with one string."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ _BETWEEN = "__"
 
 @dataclass(frozen=True, slots=True)
 class ClientToolName:
-    """A function under the client's name; `custom`: the client wants text, not arguments."""
+    """A function's name as the client sent it. `custom`: the client expects text instead of
+    arguments."""
 
     name: str
     namespace: str | None = None
@@ -34,8 +34,8 @@ class ClientToolName:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The functions for the model, and their names at the client. `skipped`: tools that only
-    OpenAI's servers run."""
+    """The functions for the model, and the client's names for them. `skipped`: tools that only
+    OpenAI's servers can run."""
 
     functions: Sequence[Tool] = ()
     names: Mapping[str, ClientToolName] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Toolbox:
 
     @classmethod
     def of(cls, sent: Sequence[Any] | None) -> Toolbox:
-        """The tools as a client sends them. Raises RequestError."""
+        """Return the toolbox for the tools that a client sent. Raises RequestError."""
         functions: list[dict[str, Any]] = []
         names: dict[str, ClientToolName] = {}
         skipped: list[str] = []
@@ -72,11 +72,12 @@ class Toolbox:
         return cls(offered, names, skipped)
 
     def called(self, function: str) -> ClientToolName:
-        """The client's name for a function."""
+        """Return the client's name for a function."""
         return self.names.get(function) or ClientToolName(function)
 
     def chosen(self, sent: Any) -> tuple[Sequence[Tool], Choice]:
-        """The functions and the choice that `tool_choice` leaves. Raises RequestError."""
+        """Return the functions that `tool_choice` allows, and the choice among them. Raises
+        RequestError."""
         if isinstance(sent, Mapping):
             sent = {**sent, **_inner(sent, "allowed_tools")}
             if isinstance(sent.get("tools"), list):
@@ -91,14 +92,14 @@ NO_TOOLS = Toolbox()
 
 
 def flat_name(name: Any, namespace: Any) -> Any:
-    """The model's name for the function `name` of `namespace`."""
+    """Return the model's name for the function `name` of `namespace`."""
     if not namespace or not isinstance(name, str) or not isinstance(namespace, str):
         return name
     return namespace.removesuffix(_BETWEEN) + _BETWEEN + name
 
 
 def _inner(sent: Mapping[str, Any], field_name: str) -> Mapping[str, Any]:
-    """The object in that field; `sent` itself if it has none."""
+    """Return the object in that field, or `sent` itself if the field holds no object."""
     inner = sent.get(field_name)
     return inner if isinstance(inner, Mapping) else sent
 
@@ -106,7 +107,7 @@ def _inner(sent: Mapping[str, Any], field_name: str) -> Mapping[str, Any]:
 def _each(
     sent: Sequence[Any], namespace: str | None = None
 ) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    """Every tool with the namespace it stands in. Raises RequestError."""
+    """Yield every tool with the namespace that contains it, or None. Raises RequestError."""
     for i, tool in enumerate(sent):
         if not isinstance(tool, Mapping):
             raise RequestError(f"tools[{i}] must be an object", param="tools")
@@ -123,7 +124,7 @@ def _each(
 
 
 def _as_function(choice: Any) -> Any:
-    """`tool_choice` with the model's name for the function."""
+    """Return `tool_choice` with the model's name for the function."""
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")
@@ -134,8 +135,8 @@ def _as_function(choice: Any) -> Any:
 
 
 def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str, Any]:
-    """A custom tool as a function with one string. The tool's grammar constrains the string if the
-    grammar is regular; otherwise its name is added to `skipped`."""
+    """Return a custom tool as a function with one string. If the tool's grammar is regular, it
+    constrains the string. Otherwise the grammar's name is added to `skipped`."""
     tool = _inner(tool, "custom")
     wanted = tool.get("format")
     shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}
@@ -178,13 +179,13 @@ class CustomInputReader:
         self._arguments = self._text = ""
 
     def feed(self, arguments: str) -> str:
-        """Feed more of the arguments; returns the text they add."""
+        """Add more of the arguments and return the additional text."""
         self._arguments += arguments
         before = self._text
         try:
             read = from_json(self._arguments or "{}", allow_partial="trailing-strings")
             self._text = _first_text(read)
-        except ValueError:  # no grammar held it, and this is no JSON
+        except ValueError:  # not constrained by a grammar, and not JSON
             self._text += arguments
         return self._text[len(before) :]
 

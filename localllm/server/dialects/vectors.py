@@ -1,6 +1,7 @@
-"""Embeddings for every dialect: choosing the model, running it, truncating and encoding the
-vectors. And ranks: POST /v1/rerank in the format of llama.cpp, Jina and Cohere; with `texts` instead
-of `documents`, in that of text-embeddings-inference."""
+"""Embeddings for every dialect: finds the model, runs it, then truncates and encodes the vectors.
+
+Also POST /v1/rerank in the format of llama.cpp, Jina and Cohere. With `texts` instead of
+`documents`, it uses the format of text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 
 
 def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> ServedModel:
-    """The embedding model (if `ranks`, the reranker) of that name; the first one without a name.
-    Raises UnsupportedError for a model of another kind."""
+    """Return the embedding model (if `ranks`, the reranker) of that name, or the first one if there
+    is no name. Raises UnsupportedError for a model of another kind."""
     fact = "ranks" if ranks else "embeds"
     able = [m for m in models.list() if getattr(m.facts, fact)]
     if able and not name:
@@ -59,9 +60,11 @@ async def embed(
     truncate: bool = False,
     keep_s: float | None = None,
 ) -> tuple[str, list[bytes], int]:
-    """The model's name, the vectors of `inputs` (float32), and the number of tokens of `inputs`.
-    `truncate`: cut what is too long instead of refusing it. `keep_s`: as in TranslatedRequest.
-    Raises LocalLLMError."""
+    """Return the model's name, the vectors of `inputs` (float32), and the number of tokens in
+    `inputs`.
+
+    `truncate`: cut inputs that are too long instead of refusing them. `keep_s`: as in
+    TranslatedRequest. Raises LocalLLMError."""
     model = model_for(server.models, name)
     for i, text in enumerate(inputs):
         if not text:
@@ -76,8 +79,8 @@ async def embed(
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:
-    """The first `dimensions` numbers of a vector, normalised again. Raises RequestError if it has
-    fewer."""
+    """Return the first `dimensions` numbers of a vector, normalised again. Raises RequestError if
+    the vector has fewer."""
     if dimensions is None or 4 * dimensions == len(row):
         return row
     if 4 * dimensions > len(row):

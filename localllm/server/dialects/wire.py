@@ -14,20 +14,21 @@ from localllm.server.dialects.fields import RequestBody
 from localllm.server.generation.job import ReplyUsage
 from localllm.server.serving import Dialect
 
-# The standard library's fastest string encoder, called once per token.
+# The standard library's fastest string encoder. It is called once per token.
 quote = json.encoder.encode_basestring_ascii
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 def comment(said: object) -> bytes:
-    """A comment of SSE: a keep-alive with its progress, or what may be known after the headers were
-    sent. It is a line of the next event: older decoders fail on a block of its own."""
+    """Return an SSE comment, for keep-alives with progress and for facts that are known only after
+    the headers were sent. It has no blank line after it and so belongs to the next event, because
+    older decoders fail on a block with only a comment."""
     return f": {said}\n".encode()
 
 
 def frame_error(error: LocalLLMError) -> bytes:
-    """OpenAI's error inside a stream, and the end of the stream."""
+    """Return OpenAI's error inside a stream, and the end of the stream."""
     return b"data: " + json.dumps(error.to_openai()).encode() + b"\n\ndata: [DONE]\n\n"
 
 
@@ -35,8 +36,8 @@ EVENTS = Dialect(EVENT_STREAM, frame_error, comment)
 
 
 def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
-    """llama.cpp's `timings`: milliseconds and tokens per second; `queued_ms` and `predicted_steps`
-    (decode steps) are ours."""
+    """Return llama.cpp's `timings`, in milliseconds and tokens per second. `queued_ms` and
+    `predicted_steps` (decode steps) are additions of this server."""
     fresh = usage.prompt_tokens - usage.cached_tokens
     body: dict[str, Any] = {
         "queued_ms": timings.queued_s * 1e3,
@@ -50,7 +51,7 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
     body["predicted_steps"] = timings.decode_steps
     body["predicted_n"] = usage.completion_tokens
     body["predicted_ms"] = timings.decode_s * 1e3
-    # The first token belongs to prefill.
+    # The first token is part of prefill.
     decoded = max(0, usage.completion_tokens - 1)
     body["predicted_per_second"] = _per_second(decoded, timings.decode_s)
     return body
@@ -61,20 +62,20 @@ def _per_second(tokens: int, duration_s: float) -> float:
 
 
 def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
-    """A token with its alternatives."""
+    """Return a token with its alternatives."""
     top = [token_logprob(text, logprob) for text, _, logprob in p.top]
     return {**token_logprob(p.text, p.logprob), "top_logprobs": top}
 
 
 def token_logprob(text: str, logprob: float) -> dict[str, Any]:
-    """A token as OpenAI and Ollama write it: half a character is shown as U+FFFD, and by its
-    bytes."""
+    """Return a token in the format of OpenAI and Ollama. An incomplete character is shown as
+    U+FFFD, and `bytes` has its bytes."""
     data = text.encode("utf-8", "surrogateescape")
     return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
 class PageFields(RequestBody):
-    """Query parameters of a list, in the words of OpenAI and Anthropic."""
+    """Query parameters of a list, under the names of OpenAI and Anthropic."""
 
     limit: int = Field(20, ge=1, le=1000)
     order: Literal["asc", "desc"] = "desc"
@@ -84,7 +85,7 @@ class PageFields(RequestBody):
 
 
 def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, Any]:
-    """The page of `listed` that the client wants, by its items' ids."""
+    """Return the page of `listed` that the client wants, by the ids of its items."""
     ids = [one["id"] for one in listed]
     after = wanted.after or wanted.after_id
     before = wanted.before_id
@@ -103,7 +104,7 @@ def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, A
 
 
 def arguments_object(arguments: str) -> Any:
-    """A call's arguments for dialects that send an object; invalid JSON is kept as text."""
+    """Return a call's arguments for dialects that send an object. Invalid JSON is kept as text."""
     try:
         return json.loads(arguments or "{}")
     except ValueError:

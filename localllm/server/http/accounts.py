@@ -20,10 +20,10 @@ from localllm.server.http.prometheus import labels, metric
 from localllm.server.http.recent import RecentlyUsed
 
 _MINUTE_S = 60.0
-# # Retry-After for a key at its limit of parallel requests. The time when one of them ends is
+# Retry-After for a key at its limit of parallel requests. The time when one of them ends is
 # unknown.
 _PARALLEL_RETRY_S = 1
-# # Limit of callers for which `PerCaller` and `Accounts.on_behalf` keep state. Named keys of the
+# Limit of callers for which `PerCaller` and `Accounts.on_behalf` keep state. Named keys of the
 # settings do not count.
 _MOST_CALLERS = 256
 _DELEGATED = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32}|-) ([01])")
@@ -164,9 +164,9 @@ class Account:
         self._take("tokens", max(0, prompt_tokens - cached_tokens) + completion_tokens)
 
 
-# # The account of requests that need no key.
+# The account of requests that need no key.
 NOBODY = Account(NamedKey(""))
-# # The account of the request that the current task answers. The gate sets it.
+# The account of the request that the current task answers. The gate sets it.
 CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
 
 
@@ -267,7 +267,7 @@ class Accounts:
         return out.getvalue()
 
 
-# # A localllm server that forwards a request names its caller in this header.
+# A localllm server that forwards a request names its caller in this header.
 DELEGATION = "x-localllm-for"
 
 

@@ -14,13 +14,13 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-# # ASGI scope key of the request's `Connection`. Absent if the request did not come through a
+# ASGI scope key of the request's `Connection`. Absent if the request did not come through a
 # socket.
 CONNECTION = "localllm.connection"
 IGNORED = "x-localllm-ignored"
-# # Sent for a request with a seed: how far the result can be repeated.
+# Sent for a request with a seed: how far the result can be repeated.
 SEEDED = "x-localllm-seed"
-# # The server that answered a proxied request.
+# The server that answered a proxied request.
 RAN_ON = "x-localllm-ran-on"
 _MAX_CHARS = 1024
 _MAX_NAME_CHARS = 64

@@ -2,7 +2,7 @@
 
 A connection is a stranger until one of its requests has passed the gate. Strangers get few
 connections and short deadlines; known connections get the rest. If there are too many strangers,
-the oldest idle one is closed when a new one connects, so that any number of strangers cannot lock
+the oldest one is closed when a new one connects, so that any number of strangers cannot lock
 out others. Strangers from this machine have their own share. An idle known connection is closed if
 a newly admitted one needs its place. A request is refused only if all known connections are
 busy."""
@@ -29,10 +29,10 @@ _LOOK_S = 1.0
 _BEGINNING = b"HTTP/1.1 "
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
-# # A new connection has this long to send a request before it can be closed for another one. Many
+# A new connection has this long to send a request before it can be closed for another one. Many
 # clients connect at once.
 _FRESH_S = 1.0
-# # Known connections get one share of the file descriptors. Strangers from this machine and
+# Known connections get one share of the file descriptors. Strangers from this machine and
 # strangers from other machines get one share each. The rest is for other files and for connections
 # that are closing.
 _SHARES = 6
@@ -122,7 +122,7 @@ class Connection(H11Protocol):
         self.send = send
         self.probes = []
         self._in_pieces = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
-        # # The server is stopping, and the client has been informed (streaming.py, gate.py).
+        # The server is stopping, and the client has been informed (streaming.py, gate.py).
         # uvicorn would log the whole stack.
         with contextlib.suppress(asyncio.CancelledError):
             await app(scope, receive, send)
@@ -156,14 +156,14 @@ class Connection(H11Protocol):
             if not data:
                 return
         super().data_received(data)
-        # # True if headers are incomplete: h11 holds their bytes and has parsed no request.
+        # True if headers are incomplete: h11 holds their bytes and has parsed no request.
         started = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if self.cycle is not asked and not self.resting:
             self._stop_deadline()
         elif started and not self._in_headers:
             self._in_headers = True
             self._close_in(self.all.settings.header_timeout_s)
-        # # Otherwise the deadline stays. Remaining data of a refused body does not extend it.
+        # Otherwise the deadline stays. Remaining data of a refused body does not extend it.
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handle the end of the client's data. Return True to keep the connection.

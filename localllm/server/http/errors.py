@@ -67,7 +67,7 @@ class MethodError(RequestError, code="method_not_allowed", http_status=405):
     methods = ""
 
 
-# # Anthropic's error types by status.
+# Anthropic's error types by status.
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -35,7 +35,7 @@ from localllm.server.http.settings import (
     served_with_key,
 )
 
-# # Origins of the built-in pages of desktop programs. No web site can have one of these schemes,
+# Origins of the built-in pages of desktop programs. No web site can have one of these schemes,
 # because only the program itself serves them:
 _APP_SCHEMES = (
     "app:",  # Electron's usual one (Obsidian)
@@ -45,10 +45,10 @@ _APP_SCHEMES = (
     "capacitor:", "ionic:",  # Capacitor and Ionic on iOS
     "vscode-webview:", "vscode-file:",
 )  # fmt: skip
-# # WebView2 and Android's webview have no custom schemes. Tauri and Wails use names below localhost
+# WebView2 and Android's webview have no custom schemes. Tauri and Wails use names below localhost
 # there, without a port. In a browser, DNS cannot give such a name to anyone else (RFC 6761).
 _APP_NAMES = ("tauri.localhost", "wails.localhost")
-# # Need no key: they only show that a server is running.
+# Need no key: they only show that a server is running.
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 _FORM = b"application/x-www-form-urlencoded"
@@ -78,7 +78,7 @@ class SecurityGate:
         if scope["type"] != "http":  # the server is configured for HTTP only
             return
         repeated = _repeated(scope["headers"])
-        # # Refusals need these headers too. Without them, a browser reports a failed connection to
+        # Refusals need these headers too. Without them, a browser reports a failed connection to
         # the page instead of the response.
         cors = [] if repeated else self._cors_headers(_origin(dict(scope["headers"])))
         started = False
@@ -164,7 +164,7 @@ class SecurityGate:
         if scheme not in ("http", "https"):
             return False
         name = host_name(rest)
-        # # Other names below localhost need a key. Only browsers guarantee that they mean this
+        # Other names below localhost need a key. Only browsers guarantee that they mean this
         # machine.
         known = is_loopback(name) or rest in _APP_NAMES
         return known or (self.settings.keyed and below_localhost(name))

@@ -22,33 +22,33 @@ from localllm.server.http.settings import ServerSettings
 _GZIP_OR_ZLIB = 47
 _RAW = -15
 _GZIP_MAGIC = b"\x1f\x8b"
-# # A gzip body may have several members (RFC 1952, 2.2). A member can be as short as 20 bytes, and
+# A gzip body may have several members (RFC 1952, 2.2). A member can be as short as 20 bytes, and
 # zlib copies the input that remains after it. These two limits bound the work for 32 MiB of
 # members.
 _MOST_MEMBERS = 10_000
 _PACKED_PIECE_BYTES = 2**16
-# # Longer pieces would block the event loop.
+# Longer pieces would block the event loop.
 _PIECE_BYTES = _PIECE_CHARS = 2**18
-# # Larger bodies are read in a thread.
+# Larger bodies are read in a thread.
 _SMALL_BYTES = 2**17
-# # Reads large bodies and does the work that depends on them. More than two computing threads would
+# Reads large bodies and does the work that depends on them. More than two computing threads would
 # delay all other requests.
 _LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
-# # A body is parsed and validated without interruption, so these limits bound the time. A body of
+# A body is parsed and validated without interruption, so these limits bound the time. A body of
 # 32 MiB could hold a hundred times as many. Real conversations with tools have thousands. A prompt
 # of token ids has as many values as tokens.
 _MOST_CONTAINERS = 50_000
 _MOST_VALUES = 1_000_000
-# # `_PLAIN` matches JSON text up to the next string. `_QUOTED` matches complete escapes and other
+# `_PLAIN` matches JSON text up to the next string. `_QUOTED` matches complete escapes and other
 # characters up to the end of a string.
 _PLAIN = re.compile(r'[^"]*("?)')
 _QUOTED = re.compile(r'(?:[^"\\]+|\\.)*("?)', re.DOTALL)
-# # ASGI scope key of a body that has been read, for the next reader of the same request.
+# ASGI scope key of a body that has been read, for the next reader of the same request.
 BODY = "localllm.body"
-# # True if the request's body was a large one.
+# True if the request's body was a large one.
 _LARGE: ContextVar[bool] = ContextVar("large body", default=False)
 Made = TypeVar("Made")
-# # The bytes of a decoded body, and its JSON object.
+# The bytes of a decoded body, and its JSON object.
 JsonBody: TypeAlias = tuple[bytes, dict[str, Any]]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -111,7 +111,7 @@ def _window_bits(body: bytes, encoding: str) -> int | None:
     if name in ("gzip", "x-gzip"):
         return _GZIP_OR_ZLIB
     if name == "deflate":
-        # # Deflate means zlib's format, but some clients send it without zlib's header (RFC 9110,
+        # Deflate means zlib's format, but some clients send it without zlib's header (RFC 9110,
         # 8.4.1.2).
         header = int.from_bytes(body[:2], "big")
         is_zlib = len(body) >= 2 and header >> 8 & 0x0F == 8 and header % 31 == 0
@@ -235,7 +235,7 @@ def _check_counts(text: str) -> None:
     containers = values = strings = 0
     quoted = False
     found = _PLAIN.match(text, 0, _PIECE_CHARS)
-    # # If no match is found, the text ends or is invalid. The JSON parser then reports the
+    # If no match is found, the text ends or is invalid. The JSON parser then reports the
     # position.
     while found is not None and found[0]:
         if not quoted:

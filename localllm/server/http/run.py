@@ -35,7 +35,7 @@ async def serve_on(
     app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False
 ) -> None:
     """Serve on `socks` until cancelled. Open streams get GRACE_S seconds to end."""
-    # # While another thread computes, the event loop waits up to this long for each turn. Python's
+    # While another thread computes, the event loop waits up to this long for each turn. Python's
     # default of 5 ms is as long as one step of a small model.
     sys.setswitchinterval(_TURN_S)
     descriptors = free_descriptors()
@@ -53,7 +53,7 @@ async def serve_on(
         access_log=False,
         log_level=logging.CRITICAL if quiet else logging.WARNING,
         timeout_graceful_shutdown=GRACE_S,
-        # # `Connection` has shorter timeouts.
+        # `Connection` has shorter timeouts.
         timeout_keep_alive=math.ceil(settings.idle_timeout_s + settings.idle_unknown_timeout_s),
         server_header=False,
     )

@@ -13,13 +13,13 @@ from localllm.errors import UsageError
 from localllm.server.http.accounts import NamedKey
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
-# # The host's name inside containers of Docker and Podman.
+# The host's name inside containers of Docker and Podman.
 _CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
-# # Browsers resolve these names to this machine (RFC 6761). Other resolvers may not.
+# Browsers resolve these names to this machine (RFC 6761). Other resolvers may not.
 _BELOW_LOCALHOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.localhost")
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
-# # Limits of `ServerSettings` that users can set under the same names. They can't be 0.
+# Limits of `ServerSettings` that users can set under the same names. They can't be 0.
 CONNECTION_LIMITS = (
     "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s",
     "header_timeout_s", "body_timeout_s", "min_body_bytes_s",
@@ -141,8 +141,8 @@ class ServerSettings:
     `keepalive_s`: longest silence on a stream.
     `kept_stream_s`: time that a stream begun with an Idempotency-Key waits for its client.
     `header_timeout_s`: longest time to send the headers.
-    `body_timeout_s`: longest time to send a body, plus one second for each `min_body_bytes_s`
-    received.
+    `body_timeout_s`: longest time to send a body. One second is added for each
+    `min_body_bytes_s` bytes received.
     `idle_timeout_s`: longest idle time of a connection between requests. `idle_unknown_timeout_s`:
     the same before the gate has admitted one of its requests.
     `max_connections`: limit of admitted connections. If all of them are busy, other requests get

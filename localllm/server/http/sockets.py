@@ -60,7 +60,7 @@ def _bind_one(host: str, port: int) -> socket.socket:
     except OSError as e:
         raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
     if os.name == "posix":
-        # # On Windows, this option would let two servers share the port.
+        # On Windows, this option would let two servers share the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
@@ -106,7 +106,7 @@ def _make_room(path: Path) -> None:
     if not stat.S_ISSOCK(there.st_mode):
         raise UsageError(f"{path.name} exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        # # With a busy server, a blocking connection would wait.
+        # With a busy server, a blocking connection would wait.
         probe.setblocking(False)
         answer = probe.connect_ex(str(path))
     if answer == errno.ENOENT:
@@ -174,7 +174,7 @@ def check_tls(files: TlsFiles) -> None:
             raise UsageError(f"{name} {path} can't be read: {e.strerror or e}") from e
     hint = "both are files as certbot, mkcert or openssl write them"
     try:
-        # # An empty password prevents a prompt.
+        # An empty password prevents a prompt.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(files.certificate, files.key, password="")
     except ssl.SSLError as e:

@@ -85,7 +85,7 @@ class Outbox:
             waiter.set_result(None)
 
 
-# # Writes frames into an outbox. Raises if it fails.
+# Writes frames into an outbox. Raises if it fails.
 Produce: TypeAlias = Callable[[Outbox], Coroutine[Any, Any, None]]
 
 
@@ -141,11 +141,11 @@ class StreamResponse(Response):
         direct = None
         connection = scope.get(CONNECTION)
         if connection is not None:
-            # # The headers have been sent, and middleware only changes headers. So it can be
+            # The headers have been sent, and middleware only changes headers. So it can be
             # bypassed.
             send = connection.send
             direct = connection.write_piece
-            # # Probes must not change the stream: a comment before an event, a space before a line
+            # Probes must not change the stream: a comment before an event, a space before a line
             # of JSON.
             is_events = self._media_type.startswith("text/event-stream")
             connection.probes.append(partial(outbox.write, b": \n" if is_events else b" "))
@@ -158,7 +158,7 @@ class StreamResponse(Response):
             await _send_pieces(outbox, direct, send)
             await self._send_last(send, outbox.error)
         except asyncio.CancelledError:
-            # # The server is stopping. The client must not take this for the end of the answer.
+            # The server is stopping. The client must not take this for the end of the answer.
             await self._send_last(
                 send, BusyError("the server is stopping", hint="send the request again later")
             )
@@ -176,7 +176,7 @@ class StreamResponse(Response):
 async def _send_pieces(outbox: Outbox, direct: Callable[[bytes], bool] | None, send: Send) -> None:
     """Send the contents of `outbox` until it ends."""
     while not (outbox.closed and outbox.empty):
-        # # `direct` saves one task switch and h11's work per token, a third of the cost of a token.
+        # `direct` saves one task switch and h11's work per token, a third of the cost of a token.
         outbox.direct = direct
         try:
             await outbox.wait()
@@ -253,7 +253,7 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# # Limit of kept streams, and limit of bytes for each; the newest bytes are kept.
+# Limit of kept streams, and limit of bytes for each; the newest bytes are kept.
 _MOST_STREAMS = 32
 _MOST_BYTES = 2 * 2**20
 
