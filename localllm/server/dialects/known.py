@@ -1,14 +1,15 @@
-"""Validates request bodies for all dialects. One function decides about every field at every depth,
-and error messages are our own.
+"""Validates request bodies for all dialects. One function handles every field at every depth.
+Error messages use this server's own words.
 
-A shape describes the fields of an object. READS maps to a function that tells by an object's `type`
-whether the object is read at all. Each other name maps to one of these values:
+A shape describes the fields of an object. Its key READS holds a function that decides by an
+object's `type` whether the object is read at all. The other keys are field names, with these
+values:
 - None: the field is accepted. Its content is not checked here.
 - A shape: the field holds an object or a list of objects.
 - `Refused`: the request is refused with a reason. `one_of` refuses all but a few values.
-- `Unused`: the field is known but has no effect. The client is told its name, unless the value asks
-  for the default behaviour.
-Fields that are missing in the shape are reported like unused ones."""
+- `Unused`: the field is known but has no effect. The response names it, unless its value asks for
+  the default behaviour.
+Unknown fields are named in the response as well."""
 
 from __future__ import annotations
 

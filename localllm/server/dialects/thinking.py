@@ -119,8 +119,8 @@ class ThinkingFields(RequestBody):
         )
 
     def effort(self) -> str | None:
-        """Return the reasoning effort. It is "none" if any switch is off. Otherwise it is the level
-        that was sent, or a default level if a switch is on."""
+        """Return the reasoning effort: "none" if any switch is off, else the level that was sent,
+        else a default level if a switch is on."""
         variables = self.chat_template_kwargs or {}
         asked = self.reasoning or ReasoningFields.model_validate({})
         switches = [

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, as Claude Code and its SDKs use it."""
+"""Anthropic's Messages API, as Claude Code and Anthropic's SDKs use it."""

@@ -1,10 +1,9 @@
-"""Anthropic-defined client tools (bash, text editor, memory, computer): clients send only their
-type, as Claude was trained on them. Other models get a schema written from the documentation
+"""Anthropic-defined client tools: bash, text editor, memory, computer. Clients send only their
+type, because Claude was trained on them. Other models get a schema written from the documentation
 (`client_tools.toml`).
 
 Sources: platform.claude.com/docs/en/agents-and-tools/tool-use, the types of the `anthropic`
-package, and for `insert_text` github.com/anthropics/anthropic-sdk-python/issues/1155.
-"""
+package, and for `insert_text` github.com/anthropics/anthropic-sdk-python/issues/1155."""
 
 from __future__ import annotations
 
@@ -16,19 +15,19 @@ from typing import Any
 _KINDS: Mapping[str, Any] = tomllib.loads(
     Path(__file__).with_name("client_tools.toml").read_text(encoding="utf-8")
 )
-# From this version on a client says how much of a file a view shows.
+# Since this version, clients send the maximum number of characters that a view shows.
 _MAX_CHARACTERS_SINCE = 20250728
 
 
 def is_client_tool(kind: Any) -> bool:
-    """Whether the client runs the tools of that type."""
+    """Return whether the client runs tools of that type."""
     name, _, version = str(kind).rpartition("_")
     return name in _KINDS and version.isdigit()
 
 
 def function_of(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`tool` as a function, one of the client's with its documented parameters; None for one that
-    only Anthropic's servers run."""
+    """Return `tool` as a function. A client tool gets its documented parameters. Return None for a
+    tool that only Anthropic's servers run."""
     sent_type = tool.get("type")
     if sent_type in (None, "custom"):
         return {
@@ -61,7 +60,7 @@ def _description(tool: Mapping[str, Any], kind: str, version: int) -> str:
 
 
 def _parameters(kind: str, version: int) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments."""
+    """Return the JSON schema of a tool's arguments."""
     documented = _KINDS[kind]
     properties = dict(documented["parameters"])
     for first, changed in documented.get("since", {}).items():

@@ -46,13 +46,13 @@ _TOOL = shape(
     "display_height_px", "display_number", "max_characters",
 )  # fmt: skip
 _FORM = {**FORM, "type": one_of("json_schema")}
-# Precedes the output of a failed tool: templates have no field for it.
+# Put before the output of a failed tool, because chat templates have no field for failures.
 FAILED = "[the tool failed]"
 
 
 def _server_side(kind: Any) -> bool:
-    """Whether Anthropic's servers ran it in an earlier turn; the answer made of it is in the message
-    as well."""
+    """Return whether Anthropic's servers ran the tool in an earlier turn. The message also contains
+    the answer that used the result."""
     return kind in ("server_tool_use", "mcp_tool_use") or str(kind).endswith("_tool_result")
 
 
@@ -109,14 +109,16 @@ class MessagesFields(ReasonedFields):
     )
 
     def effort(self) -> str | None:
-        """The same; `output_config` may name another level if reasoning is not off."""
+        """Return the reasoning effort. `output_config` may set another level unless reasoning is
+        off."""
         found = super().effort()
         if found != "none" and self.output_config:
             return self.output_config.effort or found
         return found
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
-        """`output_config.format`, or the form in another dialect's words."""
+        """Return the constraint from `output_config.format`, or from the fields of other
+        dialects."""
         wanted = (self.output_config and self.output_config.format) or self.output_format
         return only_one(
             output_config=of_response_format(wanted, "output_config.format"),
@@ -125,13 +127,13 @@ class MessagesFields(ReasonedFields):
 
 
 def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatRequest, list[str]]:
-    """The chat request, and the names of what is omitted: tools that only Anthropic's servers run,
-    their results in earlier turns, and images."""
+    """Return the chat request, and the names of omitted parts: tools that only Anthropic's servers
+    run, their results in earlier turns, and images."""
     messages: list[dict[str, Any]] = []
     omitted: list[str] = []
     if fields.system:
-        # One block per paragraph, so that the agent's own instructions stay apart from what it
-        # adds.
+        # One block per paragraph. So the agent's own instructions stay separate from its later
+        # additions.
         messages.append({"role": "system", "content": flatten(fields.system, "system")})
     for i, message in enumerate(fields.messages):
         messages += plain_messages(message, f"messages[{i}]", omitted)
@@ -157,7 +159,7 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
 
 
 def _toolbox(sent: list[dict[str, Any]]) -> Toolbox:
-    """The tools as functions; skipped are those that only Anthropic's servers run."""
+    """Return the tools as functions. Tools that only Anthropic's servers run are skipped."""
     kept = []
     skipped = []
     for tool in sent:
@@ -172,8 +174,9 @@ def _toolbox(sent: list[dict[str, Any]]) -> Toolbox:
 def plain_messages(
     message: Mapping[str, Any], where: str, omitted: list[str]
 ) -> list[dict[str, Any]]:
-    """One message in OpenAI's form: tool results become messages of their own. `omitted` collects
-    the names of blocks that are left out. Raises RequestError."""
+    """Return one message in OpenAI's format. Tool results become separate messages.
+
+    The names of omitted blocks are added to `omitted`. Raises RequestError."""
     role = message.get("role")
     content = message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -219,7 +222,7 @@ def _kind(block: Any) -> Any:
 
 
 def _readable(block: Any, where: str) -> list[Any]:
-    """The content parts for `block`; those that `normalise` knows are passed on. Raises
+    """Return the content parts for `block`. Parts that `normalise` knows are passed on. Raises
     UnsupportedError."""
     kind = _kind(block)
     match kind:
@@ -243,7 +246,7 @@ def _readable(block: Any, where: str) -> list[Any]:
 
 
 def _document(block: Mapping[str, Any]) -> list[Any]:
-    """The text of a text document; PDFs and URLs are passed on to `normalise`."""
+    """Return the text of a text document. PDFs and URLs are passed on to `normalise`."""
     match block.get("source"):
         case {"type": "text", **source}:
             return _titled(block, source.get("data"))
@@ -253,7 +256,7 @@ def _document(block: Mapping[str, Any]) -> list[Any]:
 
 
 def _titled(block: Mapping[str, Any], content: Any) -> list[Any]:
-    """The content of a block, preceded by its title."""
+    """Return the content of a block after its title."""
     title = block.get("title")
     parts = content if isinstance(content, list) else _text(content)
     if isinstance(title, str) and title:

@@ -1,4 +1,4 @@
-"""Routes of Anthropic's API, and its answers: stream events, the message object, errors."""
+"""Routes of Anthropic's API and its output: stream events, the message object, errors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _STOP_REASONS = {
 
 
 class MessageEvents(ReplyWriter):
-    """Writes Anthropic's events. `message_start` waits for the first content, when the prompt's
-    size is known."""
+    """Writes Anthropic's events. `message_start` is sent with the first content, when the prompt's
+    length is known."""
 
     def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
         self._outbox = outbox
         self._model = model
         self._progress = progress
         self._block = -1
-        self._kind = ""  # of the open block
+        self._kind = ""  # kind of the open block
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not text:
@@ -88,7 +88,7 @@ class MessageEvents(ReplyWriter):
 
     def _close(self) -> None:
         if self._kind == "thinking":
-            # Clients send the signature back with the thinking; it is not checked.
+            # Clients send the signature back with the thinking. It is not checked.
             self._delta('{"type":"signature_delta","signature":"localllm"}')
         if self._kind:
             self._send("content_block_stop", f'"index":{self._block}')
@@ -100,7 +100,7 @@ class MessageEvents(ReplyWriter):
 
 
 def ping(progress: PrefillProgress) -> bytes:
-    """Anthropic's keep-alive, with the progress as a comment."""
+    """Return Anthropic's keep-alive event, with the progress as a comment."""
     return f': {progress}\nevent: ping\ndata: {{"type": "ping"}}\n\n'.encode()
 
 
@@ -109,7 +109,7 @@ def frame_error(error: LocalLLMError) -> bytes:
 
 
 def message(reply: Reply, model: ServedModel) -> dict[str, Any]:
-    """A whole answer."""
+    """Return a complete answer."""
     choice = reply.choices[0]
     content: list[dict[str, Any]] = []
     if choice.reasoning:
@@ -124,7 +124,7 @@ def message(reply: Reply, model: ServedModel) -> dict[str, Any]:
 
 
 def _message(model: ServedModel, usage: ReplyUsage) -> dict[str, Any]:
-    """The message as it begins."""
+    """Return the message object at its start."""
     return {
         "id": new_id("msg_"),
         "type": "message",
@@ -138,7 +138,8 @@ def _message(model: ServedModel, usage: ReplyUsage) -> dict[str, Any]:
 
 
 def _end_of(outcome: Outcome, n_ctx: int | None) -> dict[str, str | None]:
-    """Why it ended. A full window has a reason of its own: a higher limit would not help."""
+    """Return the stop reason and the stop sequence. A full context has its own reason, because a
+    higher token limit would not help."""
     used = outcome.usage.prompt_tokens + outcome.usage.completion_tokens
     reason = _STOP_REASONS[outcome.reason]
     sequence = None
@@ -151,7 +152,7 @@ def _end_of(outcome: Outcome, n_ctx: int | None) -> dict[str, str | None]:
 
 
 def usage_body(usage: ReplyUsage) -> dict[str, Any]:
-    """Anthropic counts cached tokens apart from the fresh ones."""
+    """Return Anthropic's usage object. It counts cached tokens separately from new ones."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
@@ -164,7 +165,7 @@ _ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping)
 
 
 def translate(fields: messages.MessagesFields, model: ServedModel) -> TranslatedRequest:
-    """A chat, answered as a message or its events."""
+    """Translate a chat request. The reply is a message, or its events."""
     chat, skipped = messages.chat_request(fields, model)
 
     def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:

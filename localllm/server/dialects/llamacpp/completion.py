@@ -42,7 +42,8 @@ MARKER = "<__media__>"
 
 
 class PicturedPrompt(BodyPart):
-    """A prompt with images: each `<__media__>` stands for the next file, in base64."""
+    """A prompt with images. The n-th `<__media__>` is the place of the n-th file, which is sent in
+    base64."""
 
     prompt_string: str
     multimodal_data: list[str] = Field(default_factory=list, max_length=64)
@@ -55,7 +56,8 @@ class LlamaCppFields(SamplingFields):
     """POST /completion."""
 
     shapes: ClassVar[Shape] = {
-        # A full context ends the answer, so nothing is kept or discarded of it.
+        # Accepted without effect: an answer ends when the context is full, so no tokens are
+        # discarded.
         **dict.fromkeys(("slot_id", "n_keep", "n_discard")),
         **dict.fromkeys(("timings_per_token", "prompt_progress", "return_progress"), Unused()),
         **dict.fromkeys(("n_indent", "t_max_prompt_ms"), Unused(off=(None, 0, -1))),
@@ -79,7 +81,7 @@ class LlamaCppFields(SamplingFields):
 
 
 class ExtraFile(BodyPart):
-    """One entry of input_extra."""
+    """One entry of `input_extra`."""
 
     filename: str = Field("", max_length=4096)
     text: str = ""
@@ -95,7 +97,8 @@ class InfillFields(LlamaCppFields):
 
 
 def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
-    """Raw completion or infill, answered as completion objects or events."""
+    """Translate a raw completion or an infill request. The reply is a list of completion objects,
+    or events."""
     grammar = fields.constraint()
 
     async def job(engine: EngineClient) -> GenerationJob:
@@ -119,8 +122,9 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
 async def _generation(
     fields: LlamaCppFields, model: ServedModel, engine: EngineClient
 ) -> Generation:
-    """The generation, with a bias on every token of the texts that logit_bias names."""
-    # No alternatives are the same as no log-probabilities.
+    """Return the generation settings. If `logit_bias` names a text, each of its tokens gets the
+    bias."""
+    # In llama.cpp, 0 alternatives means no log-probabilities.
     made = fields.generation(
         model.sampling, first_limit(fields.n_predict), logprobs=fields.n_probs or None
     )
@@ -140,8 +144,8 @@ async def _generation(
 async def _prompts(
     fields: LlamaCppFields, engine: EngineClient
 ) -> tuple[list[str | list[int]], dict[str, str]]:
-    """The prompts, and their images by their marks. Several prompts, and a prompt with token ids,
-    become token ids."""
+    """Return the prompts, and the images by their marks in the prompt. Several prompts, or a prompt
+    with token ids, are converted to token ids."""
     sent = fields.prompt
     if isinstance(fields, InfillFields):
         return [await _gap(fields, engine)], {}
@@ -221,7 +225,8 @@ class CompletionEvents(ReplyWriter):
 
 
 def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, Any]:
-    """The wanted fields of `body`: a/b is field b of a. Fields that it lacks are left out."""
+    """Return the wanted fields of `body`. The path a/b means field b of a. Missing fields are left
+    out."""
     if not wanted:
         return body
     found = {}
@@ -237,7 +242,7 @@ def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, An
 
 
 def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -> dict[str, Any]:
-    """The last object of a stream, or the whole reply."""
+    """Return the last object of a stream, or the complete reply."""
     usage = outcome.usage
     most = job.generation.max_tokens
     settings = {
@@ -274,7 +279,7 @@ def _stop_type(outcome: Outcome) -> str:
 def completions(
     reply: Reply, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
 ) -> Any:
-    """The whole reply: one object, or a list of several choices."""
+    """Return the complete reply: one object, or a list if there are several choices."""
     bodies = []
     for i, choice in enumerate(reply.choices):
         body = final(choice.text, choice.outcome, job, model)
@@ -288,7 +293,7 @@ def completions(
 
 
 def probabilities(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """The tokens and their alternatives, each with its id."""
+    """Return the tokens and their alternatives, each with its id."""
     entries = []
     for p in logprobs:
         entry = {**logprob_entry(p), "id": p.token}

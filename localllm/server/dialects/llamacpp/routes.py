@@ -1,5 +1,5 @@
-"""Routes of llama.cpp's server, and what they say of its models: /props, /slots, and the event
-stream of loading and unloading."""
+"""Routes of llama.cpp's server, with its descriptions of models: /props, /slots, and the events of
+loading and unloading."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from localllm.server.serving import Server
 
 _LOOK_S = 0.5
 _LOOKS_PER_KEEPALIVE = 20
-# Query parameters as the OpenAPI document describes them.
+# Query parameters in the OpenAPI document.
 _MODEL = {"name": "model", "in": "query", "schema": {"type": "string"}}
 _NO_SLOT = {"name": "fail_on_no_slot", "in": "query", "schema": {"type": "string"}}
 
 
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
-    """Events of loading and unloading: the current state, then each change, with load progress."""
+    """Yield events of loading and unloading: first the current state, then each change, with load
+    progress."""
     sent: dict[str, dict[str, Any]] = {}
     for look in count(1):
         for m in models.list():
@@ -58,8 +59,11 @@ def _status(model: ServedModel) -> dict[str, Any]:
 
 
 async def slots(model: ServedModel) -> list[dict[str, Any]]:
-    """GET /slots: one entry per slot with its running request, then the waiting requests; no prompt
-    text, and of requests of others only that they are there."""
+    """Return the body of GET /slots: one entry per slot with its running request, then the waiting
+    requests.
+
+    Entries contain no prompt text. For requests of other callers, they show only that the slot is
+    busy."""
     info = model.info
     if not model.loaded or info is None:
         return []
@@ -96,7 +100,7 @@ def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, asks: Account) ->
     }
 
 
-# Bytes that are no UTF-8, in what an engine detokenises.
+# Bytes that are not UTF-8, in text that an engine detokenised.
 _ESCAPES = re.compile("[\udc80-\udcff]")
 
 
@@ -142,13 +146,13 @@ def routes(server: Server) -> Paths:
 
     @paths.answers("GET", "/props", parameters=[_MODEL])
     async def props(request: Request) -> dict[str, Any]:
-        """Facts of a model; never loads it."""
+        """Facts about a model. The model is not loaded for this."""
         return _props(server.models.resolve(request.query_params.get("model")))
 
     @paths.answers("GET", "/models/sse", about="")
     async def model_events(request: Request) -> Response:
-        """Zed's subscription to loading and unloading."""
-        if request.method == "HEAD":  # it has no end
+        """Stream of loading and unloading events, which Zed uses."""
+        if request.method == "HEAD":  # the stream never ends
             return Response(media_type="text/event-stream")
         return StreamingResponse(changes(server.models), media_type="text/event-stream")
 
@@ -187,7 +191,7 @@ def _props(model: ServedModel) -> dict[str, Any]:
 
 
 def _capabilities(template: str) -> dict[str, Any]:
-    """llama.cpp's `chat_template_caps`."""
+    """Return llama.cpp's `chat_template_caps`."""
     writes_calls = not has_unknown_notation(template)
     return {
         "supports_tools": writes_calls,
@@ -199,7 +203,7 @@ def _capabilities(template: str) -> dict[str, Any]:
 
 
 def _piece(text: str) -> str | list[int]:
-    """A token's text; its bytes if they are no text by themselves."""
+    """Return a token's text, or its bytes if they are not text on their own."""
     if _ESCAPES.search(text):
         return list(text.encode("utf-8", "surrogateescape"))
     return text
@@ -249,7 +253,7 @@ def _managing(paths: Paths, server: Server) -> None:
     under_way: set[asyncio.Task[Any]] = set()
 
     def ended(task: asyncio.Task[Any]) -> None:
-        """The model's status and the next request report how loading ended."""
+        """Handle the end of a load. The model's status and the next request report an error."""
         under_way.discard(task)
         if not task.cancelled():
             task.exception()
@@ -264,7 +268,7 @@ def _managing(paths: Paths, server: Server) -> None:
 
     async def unload(fields: ModelFields) -> Any:
         admins_only("unloading a model")
-        # It ends what it began, whoever left.
+        # The model is unloaded even if the client disconnects.
         await asyncio.shield(server.models.resolve(fields.model).worker.unload())
         return {"success": True}
 
@@ -292,7 +296,7 @@ def _managing(paths: Paths, server: Server) -> None:
         "GET", "/slots", parameters=[_MODEL, _NO_SLOT], responses=answer_of(kind="array")
     )
     async def list_slots(request: Request) -> list[dict[str, Any]]:
-        """The slots of a loaded model, without any prompt text; [] for one that is not loaded."""
+        """The slots of a loaded model, without prompt text. [] for a model that is not loaded."""
         asked = request.query_params
         found = await slots(server.models.resolve(asked.get("model")))
         wants_free = asked.get("fail_on_no_slot", "") not in ("", "0", "false")

@@ -1,5 +1,5 @@
-"""Writes in Ollama's format: an answer's JSON lines, whole replies, errors; and the models:
-/api/tags, /api/ps, /api/show."""
+"""Output in Ollama's format: JSON lines of an answer, complete replies and errors. Also the model
+lists: /api/tags, /api/ps, /api/show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from localllm.server.proxy.upstreams import RemoteModel
 
 
 def tags(models: ModelRouter) -> dict[str, Any]:
-    """/api/tags: our models, and those of upstreams that speak Ollama's API."""
+    """Return the body of /api/tags: this server's models, and those of upstreams that support
+    Ollama's API."""
     listed = [tag(model) for model in models.names()]
     for remote in models.elsewhere():
         if "ollama" in remote.upstream.speaks:
@@ -30,8 +31,8 @@ def tags(models: ModelRouter) -> dict[str, Any]:
 
 
 def remote_tag(model: RemoteModel) -> dict[str, Any]:
-    """An upstream's model, of which only the name is known, in the form of Ollama's own remote
-    models."""
+    """Return the entry of an upstream's model, in the format of Ollama's remote models. Only the
+    model's name is known."""
     return {
         "name": model.name,
         "model": model.name,
@@ -56,7 +57,8 @@ def _details(form: str = "", family: str = "", size: str = "", quant: str = "") 
 
 
 def model_details(model: ServedModel, header: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The details of a model. `header`: the facts in its file, used if it is not loaded."""
+    """Return the details of a model. `header`: facts from the model's file, used if the model is
+    not loaded."""
     known = model.facts.details
     if model.info:
         family = model.info.architecture
@@ -89,8 +91,8 @@ def tag(model: ServedModel) -> dict[str, Any]:
 
 
 def digest(model: ServedModel) -> str:
-    """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs
-    twelve digits."""
+    """Return the SHA-256 of the model's file, or of its name if the file is unknown. `ollama list`
+    needs twelve digits."""
     known = model.facts.details.get("digest", str)()
     return str(known or _digest_of(model.name))
 
@@ -100,7 +102,8 @@ def _digest_of(name: str) -> str:
 
 
 def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
-    """One entry of /api/ps; `idle_s`: the server's idle time (0: never)."""
+    """Return one entry of /api/ps. `idle_s`: the server's idle time before it unloads a model; 0
+    means never."""
     return {
         **tag(model),
         "expires_at": _expires_at(model, idle_s),
@@ -110,7 +113,7 @@ def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
 
 
 def _expires_at(model: ServedModel, idle_s: float) -> str:
-    """The time when the model will be unloaded; `ollama ps` reads the year 1 as never."""
+    """Return the time when the model will be unloaded. `ollama ps` reads the year 1 as never."""
     if model.worker.idle_s is not None:
         idle_s = model.worker.idle_s
     if not idle_s or math.isinf(idle_s):
@@ -119,8 +122,8 @@ def _expires_at(model: ServedModel, idle_s: float) -> str:
 
 
 def show(model: ServedModel, template: str) -> dict[str, Any]:
-    """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks
-    for."""
+    """Return the body of /api/show. Continue looks for `.Suffix` in the template, so it is added
+    for models that support fill-in-the-middle."""
     header: dict[str, Any] = model.facts.details.get("header", dict)()
     details = model_details(model, header)
     architecture = details["family"] or "unknown"
@@ -150,7 +153,7 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
 
 
 def _parameters(model: ServedModel) -> list[str]:
-    """The sampling defaults, one per line."""
+    """Return the sampling defaults, one per line."""
     lines = []
     if not model.facts.embeds:
         for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty"):
@@ -160,14 +163,14 @@ def _parameters(model: ServedModel) -> list[str]:
     return lines
 
 
-# A function that puts text, thinking and tool calls where the lines of a path have them.
+# Puts text, thinking and tool calls into the fields that the lines of a path use.
 Part: TypeAlias = Callable[..., dict[str, Any]]
 
 
 def chat_part(
     text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The answer's part of a line of /api/chat."""
+    """Return the answer's part of a line of /api/chat."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
@@ -177,14 +180,14 @@ def chat_part(
 
 
 def generated_part(text: str, thinking: str = "", calls: object = None) -> dict[str, Any]:
-    """The same of /api/generate, which offers no tools."""
+    """Return the answer's part of a line of /api/generate, which has no tools."""
     if thinking:
         return {"response": text, "thinking": thinking}
     return {"response": text}
 
 
 class JsonLines(ReplyWriter):
-    """Writes JSON lines. A tool call is one object, so it waits for the end."""
+    """Writes JSON lines. A tool call is one object, so it is written at the end."""
 
     def __init__(self, outbox: Outbox, model: str, part: Part) -> None:
         self._outbox = outbox
@@ -209,7 +212,7 @@ class JsonLines(ReplyWriter):
 
 
 def answer(reply: Reply, model: str, part: Part) -> dict[str, Any]:
-    """The whole answer, in one line."""
+    """Return the complete answer as one object."""
     choice = reply.choices[0]
     return {
         "model": model,
@@ -221,7 +224,8 @@ def answer(reply: Reply, model: str, part: Part) -> dict[str, Any]:
 
 
 def loaded(model: str, part: Part, reason: str) -> dict[str, Any]:
-    """The answer to a request that only loads or unloads (`reason`) its model."""
+    """Return the answer to a request that only loads or unloads its model. `reason` is "load" or
+    "unload"."""
     return {
         "model": model,
         "created_at": now(),
@@ -232,7 +236,7 @@ def loaded(model: str, part: Part, reason: str) -> dict[str, Any]:
 
 
 def _calls(reply: Reply) -> list[dict[str, Any]]:
-    """The tool calls with their arguments as objects."""
+    """Return the tool calls with their arguments as objects."""
     calls = []
     for i, call in enumerate(reply.choices[0].calls):
         arguments = arguments_object(call.arguments)
@@ -242,7 +246,7 @@ def _calls(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`logprobs`, if there are any."""
+    """Return the field `logprobs`, or an empty dict if there are no log-probabilities."""
     if not tokens:
         return {}
     entries = []
@@ -255,7 +259,7 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _done(reply: Reply) -> dict[str, Any]:
-    """The fields of the last line; durations in nanoseconds."""
+    """Return the fields of the last line. Durations are in nanoseconds."""
     timings = reply.timings
     total_s = timings.queued_s + timings.prefill_s + timings.decode_s
     cut = reply.choices[0].outcome.reason == "length"

@@ -1,4 +1,4 @@
-"""The bodies of Ollama's API, and their translation to chat requests, generation jobs and embedding
+"""Bodies of Ollama's API, and their translation to chat requests, generation jobs and embedding
 requests."""
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _UNIT_S = {
 
 
 def keep_alive_s(sent: str | float | None) -> float | None:
-    """`keep_alive` in seconds; infinity if negative, None if absent. Raises RequestError."""
+    """Return `keep_alive` in seconds: infinity if it is negative, None if it is absent. Raises
+    RequestError."""
     if sent is None:
         return None
     if isinstance(sent, str):
@@ -67,13 +68,13 @@ def keep_alive_s(sent: str | float | None) -> float | None:
 
 
 def _pieces_s(duration: str) -> Iterator[float]:
-    """The parts of a duration in seconds: 3600 and 1800 of 1h30m."""
+    """Yield the parts of a duration in seconds: 3600 and 1800 for 1h30m."""
     for number, unit in _PIECE.findall(duration):
         yield float(number) * _UNIT_S[unit]
 
 
 class Options(GenerationFields):
-    """`options`. Those about loading have no effect: no request reloads a model."""
+    """`options`. Options about loading have no effect, because no request reloads a model."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     shapes: ClassVar[Shape] = {name: REFUSED[name] for name in ("mirostat", "tfs_z")}
@@ -86,7 +87,7 @@ class Options(GenerationFields):
 class OllamaBody(ThinkingFields):
     """The fields that chat and generate share."""
 
-    # A full context ends the answer; there is no context shift.
+    # An answer ends when the context is full, because there is no context shift.
     shapes: ClassVar[Shape] = {**ThinkingFields.shapes, "name": None, "shift": Unused()}
     options: Options | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None
@@ -112,13 +113,13 @@ class OllamaBody(ThinkingFields):
         )
 
     def constraint(self) -> Constraint | None:
-        """`format`: "json" or a schema."""
+        """Return the constraint from `format`, which is "json" or a schema."""
         if self.format == "json":
             return of_object(True)
         return of_schema(self.format) if self.format != "" else None
 
     def ignored(self) -> list[str]:
-        """Names of fields that have no effect together with the other fields."""
+        """Return the names of fields that have no effect in combination with the other fields."""
         if self.top_logprobs and not self.logprobs:
             return ["top_logprobs"]
         return []
@@ -155,8 +156,8 @@ class OllamaGenerate(OllamaBody):
         return bool(self.raw or self.suffix)
 
     def ignored(self) -> list[str]:
-        """The same, and the fields that need a conversation, if the prompt is not templated. Raises
-        UnsupportedError."""
+        """Return the names of fields without effect. If the prompt is not templated, they include
+        fields that need a conversation. Raises UnsupportedError."""
         if self.images and self.untemplated:
             raise UnsupportedError(
                 "images go with a prompt that is templated, not with raw or suffix", param="images"
@@ -175,7 +176,7 @@ class OllamaManaged(RequestBody):
     name: str | None = Field(None, max_length=512, description="the older name of model")
 
     def wanted(self) -> str:
-        """The model's name. Raises RequestError."""
+        """Return the model's name. Raises RequestError."""
         ref = (self.model or self.name or "").strip()
         if not ref:
             raise RequestError("model is required", param="model")
@@ -197,7 +198,7 @@ def chat_request(
     toolbox: Toolbox = NO_TOOLS,
     chosen: Any = None,
 ) -> ChatRequest:
-    """The chat request of `messages`, with the tools and the choice that `chosen` leaves."""
+    """Return the chat request for `messages`, with the tools that `chosen` allows."""
     options = fields.response_options(toolbox, chosen, fields.constraint())
     generation = fields.generation(model.sampling_for(options.effort))
     return ChatRequest(messages, generation, options, compaction=bool(fields.truncate))
@@ -206,7 +207,7 @@ def chat_request(
 class OllamaEmbed(RequestBody):
     """POST /api/embed."""
 
-    shapes: ClassVar[Shape] = {"options": None}  # load parameters; nothing is sampled
+    shapes: ClassVar[Shape] = {"options": None}  # load parameters; embeddings need no sampling
     input: str | Annotated[list[str], Field(max_length=MOST_INPUTS)]
     truncate: bool | None = Field(
         None, description="cut what is too long (the default), or refuse it"
@@ -216,7 +217,7 @@ class OllamaEmbed(RequestBody):
 
 
 class OllamaEmbeddings(RequestBody):
-    """POST /api/embeddings, the older form."""
+    """POST /api/embeddings, the older form of /api/embed."""
 
     shapes: ClassVar[Shape] = dict.fromkeys(("options", "truncate"))
     prompt: str

@@ -38,7 +38,7 @@ from localllm.server.models.served import ModelStore, StoreProgress
 from localllm.server.serving import Dialect, JobFactory, Server, TranslatedRequest
 
 _SHA256_DIGITS = 64
-# By the state of a download, where nothing is counted.
+# Status texts for the states of a download without a byte count.
 _STATUS = {
     "listing": "pulling manifest",
     "verifying": "verifying sha256 digest",
@@ -54,9 +54,10 @@ class _DisconnectedError(Exception):
 
 
 async def _pull(thread: ThreadPoolExecutor, store: ModelStore, ref: str, outbox: Outbox) -> None:
-    """Download `ref` in `thread`. Progress goes to `outbox`, at most one line for each
-    ten-thousandth of the download. A cancelled download stops, and the next call resumes it. Raises
-    the store's errors."""
+    """Download `ref` in `thread`. A cancelled download stops, and the next call resumes it. Raises
+    the store's errors.
+
+    Progress is written to `outbox`, at most one line for each ten-thousandth of the download."""
     loop = asyncio.get_running_loop()
 
     def report(line: Line) -> None:
@@ -71,7 +72,7 @@ async def _pull(thread: ThreadPoolExecutor, store: ModelStore, ref: str, outbox:
         if left.is_set():
             raise _DisconnectedError
         if len(progress.digest) == _SHA256_DIGITS:
-            # Clients show one bar per digest: the first is that of the whole model.
+            # Clients show one bar per digest. The first digest is used for the whole model.
             digest = digest or progress.digest
         line: Line
         if progress.state in _STATUS:
@@ -98,7 +99,7 @@ async def _pull(thread: ThreadPoolExecutor, store: ModelStore, ref: str, outbox:
 
 
 def allowed(store: ModelStore | None) -> ModelStore:
-    """The store, if clients may use it; else raises UnsupportedError."""
+    """Return the store if clients may use it. Raises UnsupportedError otherwise."""
     if store is None:
         raise UnsupportedError(
             "models are not fetched or removed over HTTP here: start the server with --allow-pull "
@@ -107,12 +108,12 @@ def allowed(store: ModelStore | None) -> ModelStore:
     return store
 
 
-# The Ollama release whose API this is; VS Code requires at least 0.6.4.
+# The release of Ollama whose API this server implements. VS Code requires at least 0.6.4.
 VERSION = "0.12.11"
 
 
 def _no_keepalive(*_: object) -> bytes:
-    """Clients parse every line, even a blank one."""
+    """Return no data, because clients parse every line, even a blank one."""
     return b""
 
 
@@ -120,7 +121,7 @@ _OLLAMA = Dialect("application/x-ndjson", lines.frame_error, _no_keepalive, stre
 
 
 def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest | Unwritten:
-    """A chat; without messages it loads the model, or unloads it."""
+    """Translate a chat. A request without messages only loads or unloads the model."""
     ignored = fields.ignored()
     if not fields.messages:
         return _preload(fields, model, lines.chat_part)
@@ -131,7 +132,7 @@ def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest |
 
 
 def generate(fields: requests.OllamaGenerate, model: ServedModel) -> TranslatedRequest | Unwritten:
-    """A prompt: templated, raw, or with a suffix."""
+    """Translate a prompt, which is templated, raw, or has a suffix."""
     ignored = fields.ignored()
     if not fields.prompt and not fields.suffix:
         return _preload(fields, model, lines.generated_part)
@@ -156,7 +157,7 @@ def generate(fields: requests.OllamaGenerate, model: ServedModel) -> TranslatedR
 
 
 def _preload(fields: requests.OllamaBody, model: ServedModel, part: lines.Part) -> Unwritten:
-    """Answers a request that only loads its model, or unloads it."""
+    """Return a function that answers a request that only loads or unloads its model."""
     keep_s = requests.keep_alive_s(fields.keep_alive)
 
     async def preload(server: Server) -> Response:
@@ -220,7 +221,7 @@ def routes(server: Server) -> Paths:
 def _embedding(paths: Paths, server: Server) -> None:
     async def embed(fields: requests.OllamaEmbed) -> Any:
         started_s = time.monotonic()
-        # Without an input there are no vectors, as Ollama answers.
+        # An empty input gives no vectors, as in Ollama.
         inputs = each(fields.input) if fields.input else []
         name, rows, tokens = await vectors.embed(
             server,
@@ -253,7 +254,7 @@ def _embedding(paths: Paths, server: Server) -> None:
 
 
 def _managing(paths: Paths, server: Server) -> None:
-    # One model at a time is downloaded.
+    # Only one model is downloaded at a time.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
 
     @paths.answers(
@@ -262,7 +263,7 @@ def _managing(paths: Paths, server: Server) -> None:
         **body_of(requests.OllamaPull, "status", streams="application/x-ndjson"),
     )
     async def pull(request: Request) -> Response:
-        """Fetch a model, where --allow-pull lets clients do that"""
+        """Download a model. Only if the server runs with --allow-pull."""
         admins_only("fetching a model")
         store = allowed(server.store)
         fields, ignored = read(requests.OllamaPull, await read_json(request, server.settings))
@@ -271,7 +272,9 @@ def _managing(paths: Paths, server: Server) -> None:
         if fields.stream is False:
             unread = Outbox()
             await unless_gone(request.receive, _pull(thread, store, name, unread))
-            return JSONResponse({"status": "success"}, headers=headers)  # or nobody reads it
+            return JSONResponse(
+                {"status": "success"}, headers=headers
+            )  # not read if the client left
         return StreamResponse(
             partial(_pull, thread, store, name),
             settings=server.settings,
@@ -283,13 +286,14 @@ def _managing(paths: Paths, server: Server) -> None:
 
     @paths.answers("DELETE", "/api/delete", **body_of(requests.OllamaManaged))
     async def delete(request: Request) -> Response:
-        """Remove a model from this disk, where --allow-pull lets clients do that"""
+        """Remove a model from the server's disk. Only if the server runs with --allow-pull."""
         admins_only("removing a model")
         store = allowed(server.store)
         fields, ignored = read(requests.OllamaManaged, await read_json(request, server.settings))
         name = fields.wanted()
         with suppress(ModelNotFoundError):
-            # Mapped files would keep their disk space; a model in use is not removed.
+            # A mapped file would keep its disk space, so the model is unloaded first. A model in
+            # use is not removed.
             model = await server.models.find(name)
             if model.loaded:
                 await model.worker.unload()
@@ -307,22 +311,22 @@ def _managing(paths: Paths, server: Server) -> None:
 def _about_models(paths: Paths, server: Server) -> None:
     @paths.answers("GET", "/", about="")
     async def root(request: Request) -> Response:
-        """What Ollama's clients look for."""
+        """The text by which clients recognise Ollama."""
         return PlainTextResponse("Ollama is running")
 
     @paths.answers("GET", "/api/version")
     async def version(request: Request) -> dict[str, str]:
-        """The release of Ollama whose API this is."""
+        """The release of Ollama whose API this server implements."""
         return {"version": VERSION}
 
     @paths.answers("GET", "/api/tags")
     async def tags(request: Request) -> dict[str, Any]:
-        """The models on offer."""
+        """The models that this server offers."""
         return lines.tags(server.models)
 
     @paths.answers("GET", "/api/ps")
     async def ps(request: Request) -> dict[str, Any]:
-        """The models that are loaded."""
+        """The loaded models."""
         loaded = [m for m in server.models.list() if m.loaded]
         return {"models": [lines.running(m, server.models.idle_s) for m in loaded]}
 

@@ -34,7 +34,7 @@ from localllm.server.serving import TranslatedRequest
 
 
 class StreamOptions(BodyPart):
-    """`include_usage` sends one more chunk with the token counts."""
+    """`include_usage`: send one more chunk with the token counts."""
 
     shapes: ClassVar[Shape] = STREAMED
     include_usage: bool | None = None
@@ -72,7 +72,7 @@ class ChatFields(ReasonedFields):
     truncation: Truncation = None
 
     def predicted(self) -> str:
-        """The text of `prediction`. Raises RequestError."""
+        """Return the text of `prediction`. Raises RequestError."""
         if self.prediction is None:
             return ""
         if self.prediction.get("type") != "content":
@@ -80,8 +80,8 @@ class ChatFields(ReasonedFields):
         return flatten(self.prediction.get("content"), "prediction.content")
 
     def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the answer continues a final assistant message: yes by default. Raises
-        RequestError if the client asks for it and there is none."""
+        """Return whether the answer continues a final assistant message; the default is yes. Raises
+        RequestError if the client asks for it and the last message is not the assistant's text."""
         if self.continue_final_message:
             field = "continue_final_message"
         elif self.add_generation_prompt is False:
@@ -103,7 +103,8 @@ class ChatFields(ReasonedFields):
         return True
 
     def alternatives(self) -> int | None:
-        """Alternatives per token to report; None = no log-probabilities. Raises RequestError."""
+        """Return the number of alternatives per token to report. None means no log-probabilities.
+        Raises RequestError."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.logprobs:
@@ -112,7 +113,7 @@ class ChatFields(ReasonedFields):
 
 
 def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
-    """A chat, answered as chat.completion or its chunks."""
+    """Translate a chat. The reply is a chat.completion object, or its chunks."""
     toolbox = Toolbox.of(fields.tools)
     ignored = list(toolbox.skipped)
     messages = normalise(fields.messages, ignored)
@@ -142,13 +143,14 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
 
 
 class Chunks(ReplyWriter):
-    """Writes the events of OpenAI's streams: chat.completion.chunk, or the kind of a subclass. The
-    constant parts are made once: a token costs one JSON string. `counts_in_choice`: the usage is in
-    the last chunk of the last choice, and every chunk has a choice."""
+    """Writes the events of OpenAI's streams: chat.completion.chunk, or the kind of a subclass.
+
+    The constant parts are made once, so a token costs only one JSON string. `counts_in_choice`: the
+    usage is in the last chunk of the last choice, and every chunk has a choice."""
 
     kind = "chat.completion.chunk"
     ids = "chatcmpl-"
-    nothing = '"delta":{}'  # of a choice's last chunk
+    nothing = '"delta":{}'  # content of a choice's last chunk
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ def _call(call: CollectedCall, toolbox: Toolbox) -> dict[str, Any]:
 
 
 def head(ids: str, kind: str, model: str) -> dict[str, Any]:
-    """The first fields of an answer, and of each event of a stream."""
+    """Return the first fields of an answer, and of each event of a stream."""
     return {
         "id": new_id(ids),
         "object": kind,
@@ -269,8 +271,8 @@ def head(ids: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def counted(reply: Reply) -> dict[str, Any]:
-    """OpenAI's usage object, where accepted and rejected predictions are our drafts; and the
-    timings."""
+    """Return OpenAI's usage object and the timings. Its accepted and rejected prediction tokens are
+    the engine's draft tokens."""
     usage = reply.usage
     body = {
         "prompt_tokens": usage.prompt_tokens,

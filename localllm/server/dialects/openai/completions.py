@@ -60,7 +60,7 @@ class CompletionFields(SamplingFields):
 
 
 def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
-    """Raw text, answered as text_completion or its chunks."""
+    """Translate a completion of raw text. The reply is a text_completion object, or its chunks."""
     echo = bool(fields.echo)
 
     def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
@@ -73,7 +73,8 @@ def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest
 
 
 def translate_fill_in(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
-    """Mistral's fill-in-the-middle: a completion with a suffix, answered like a chat."""
+    """Translate Mistral's fill-in-the-middle: a completion with a suffix. The reply has the format
+    of a chat."""
 
     def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
         return chat_completion(reply, model.name)
@@ -85,7 +86,7 @@ def translate_fill_in(fields: CompletionFields, model: ServedModel) -> Translate
 
 
 def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
-    """A factory for the generation job. Raises RequestError."""
+    """Return a factory for the generation job. Raises RequestError."""
     if fields.prompt == []:
         raise RequestError("prompt is an empty array", param="prompt")
     prompts = each(fields.prompt)
@@ -110,7 +111,7 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
 
 
 class CompletionChunks(Chunks):
-    """Writes text_completion events; `echo` puts the prompt before each choice's answer."""
+    """Writes text_completion events. `echo` puts the prompt before each choice's answer."""
 
     kind = "text_completion"
     ids = "cmpl-"
@@ -144,7 +145,7 @@ class CompletionChunks(Chunks):
 
 
 def _prompt_of(job: GenerationJob, choice: int) -> str:
-    """The prompt that a choice continues."""
+    """Return the prompt that a choice continues."""
     prompts = (job.prompt, *job.also)
     return str(prompts[choice // job.n])
 
@@ -165,7 +166,8 @@ def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool)
 
 
 def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, Any]:
-    """The legacy format: parallel arrays. `at` is the offset of the first token in the answer."""
+    """Return log-probabilities in the legacy format of parallel arrays. `at` is the offset of the
+    first token in the answer."""
     return {
         "tokens": [token_logprob(p.text, p.logprob)["token"] for p in logprobs],
         "token_logprobs": [p.logprob for p in logprobs],
@@ -175,8 +177,10 @@ def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, 
 
 
 def offsets(logprobs: Sequence[TokenLogprob], at: int) -> list[int]:
-    """The offset of each token in the answer, and the end of the last token. The first token begins
-    at `at`. Tokens that make one character together have the offset of that character."""
+    """Return the offset of each token in the answer, and the end of the last token.
+
+    The first token begins at `at`. Tokens that together form one character have the offset of that
+    character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found = [at]
     for p in logprobs:
@@ -186,9 +190,10 @@ def offsets(logprobs: Sequence[TokenLogprob], at: int) -> list[int]:
 
 
 def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
-    """All alternatives by their texts. The name of bytes that are no text is OpenAI's
-    (bytes:\\xf0\\x9f). If two tokens have the same text (a byte, a control token), the second is named
-    by its id."""
+    """Return all alternatives by their texts.
+
+    Bytes that are not text are named as OpenAI names them (bytes:\\xf0\\x9f). If two tokens have
+    the same text (a byte, a control token), the second is named by its id."""
     named: dict[str, float] = {}
     for text, token, logprob in top:
         data = text.encode("utf-8", "surrogateescape")

@@ -1,5 +1,5 @@
-"""Routes of OpenAI's API, the list of models, and others that take the same bodies (Mistral's FIM,
-llama.cpp's /apply-template)."""
+"""Routes of OpenAI's API, the list of models, and other paths that take the same bodies: Mistral's
+fill-in-the-middle and llama.cpp's /apply-template."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from localllm.server.models.router import ServedModel
 from localllm.server.proxy.upstreams import RemoteModel
 from localllm.server.serving import Server
 
-# `runs_on` of a model of this server.
+# Value of `runs_on` for a model of this server.
 HERE = "this server"
-# Fields taken over from an upstream's list.
+# Fields that are copied from an upstream's list.
 _LISTED = (
     "created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta"
 )  # fmt: skip
-# Codex has long instructions for OpenAI's models and none for ours. Short, as a local context is
-# small.
+# Codex has long instructions for OpenAI's models, but no instructions for other models. These are
+# short, because a local context is small.
 _INSTRUCTIONS = """\
 You are a coding agent in the Codex CLI. You work in the user's own files, in the directory named in the environment context.
 
@@ -47,9 +47,11 @@ file *** Update File: path with @@ and lines that begin with a space, - or + (or
 
 
 def entry(model: ServedModel) -> dict[str, Any]:
-    """One model in OpenAI's format, with what editors look for (`context_length`, `meta.n_ctx`,
-    `architecture`, `status`) and fields of ours: `physics` (bytes per token and this machine's
-    rates), `notice` (how it runs), `sampling` (the defaults), `has_system` (the preset has a system
+    """Return one model in OpenAI's format.
+
+    Fields for editors: `context_length`, `meta.n_ctx`, `architecture`, `status`.
+    Fields of this server: `physics` (bytes per token and this machine's rates), `notice` (how the
+    model runs), `sampling` (the defaults), and `has_system` (whether the preset has a system
     prompt)."""
     n_ctx = model.served_n_ctx
     body: dict[str, Any] = {
@@ -78,7 +80,8 @@ def entry(model: ServedModel) -> dict[str, Any]:
 
 
 def _meta(model: ServedModel) -> dict[str, Any]:
-    """llama.cpp's `meta`: the context alone of a model that is not loaded."""
+    """Return llama.cpp's `meta`. For a model that is not loaded, it contains only the context
+    length."""
     info = model.info
     if info is None:
         return {"n_ctx": model.served_n_ctx}
@@ -93,8 +96,8 @@ def _meta(model: ServedModel) -> dict[str, Any]:
 
 
 def remote_entry(model: RemoteModel) -> dict[str, Any]:
-    """An upstream's model: the upstream's facts, our name of the model, and the upstream's name.
-    The upstream's address is not shown."""
+    """Return an upstream's model: the upstream's facts, this server's name for the model, and the
+    upstream's name. The upstream's address is not shown."""
     listed = {name: model.facts[name] for name in _LISTED if name in model.facts}
     context = listed.get("context_length") or listed.get("max_model_len")
     if context:
@@ -111,7 +114,7 @@ def remote_entry(model: RemoteModel) -> dict[str, Any]:
 
 
 def status(model: ServedModel) -> dict[str, Any]:
-    """llama.cpp's status: loaded, loading (with `progress`) or unloaded."""
+    """Return llama.cpp's status: loaded, loading (with `progress`) or unloaded."""
     if model.state == "loading":
         return {"value": "loading", "progress": round(model.worker.progress, 3)}
     if model.loaded:
@@ -122,7 +125,7 @@ def status(model: ServedModel) -> dict[str, Any]:
 
 
 def codex_entry(model: ServedModel) -> dict[str, Any]:
-    """One model in the format of Codex's catalogue."""
+    """Return one model in the format of Codex's catalogue."""
     name = model.name
     n_ctx = model.served_n_ctx
     reasons = "thinking" in model.capabilities
@@ -153,7 +156,7 @@ def codex_entry(model: ServedModel) -> dict[str, Any]:
 
 
 def model_entry(model: ServedModel) -> dict[str, Any]:
-    """One model in the format of Anthropic's Models API."""
+    """Return one model in the format of Anthropic's Models API."""
     return {
         "type": "model",
         "id": model.name,
@@ -218,8 +221,8 @@ def routes(server: Server) -> Paths:
 
     @paths.answers("GET", "/v1/models", "/models")
     async def list_models(request: Request) -> dict[str, Any]:
-        """The models this server offers; in Anthropic's shape to its clients. Codex reads `models`
-        beside OpenAI's `data`."""
+        """The models that this server offers. Clients of Anthropic's API get Anthropic's format.
+        For Codex, the list is also in `models`; `data` is OpenAI's field."""
         ours = server.models.names()
         if speaks_anthropic(request.scope):
             wanted, _ = read(PageFields, request.query_params)
@@ -246,7 +249,7 @@ def routes(server: Server) -> Paths:
     def templated(prompt: str, tokens: int) -> dict[str, Any]:
         return {"prompt": prompt}
 
-    # llama.cpp's path; its body is that of a chat.
+    # llama.cpp's path. It takes the body of a chat.
     about = "The prompt that a conversation becomes"
     mount_prompt(paths, server, "/apply-template", CHAT, about, templated)
 

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: items in, items out, with stored responses."""
+"""OpenAI's Responses API: reads and writes items, and stores responses."""

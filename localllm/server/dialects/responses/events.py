@@ -1,4 +1,4 @@
-"""Writes an answer in the format of the Responses API: its events and the response object."""
+"""Writes answers in the format of the Responses API: events and the response object."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ from localllm.server.http.streaming import Outbox
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How items of one kind are written. `id_head`: how an id begins. `field`: the field that is
-    written; `event`: the name of the events about it; `done`: the fields that its last event has.
-    `defaults`: the fields of an item that begins. Some kinds have a part, with its own events and
-    type."""
+    """How items of one kind are written.
+
+    `id_head`: beginning of the item's id.
+    `field`: the field that is streamed. `event`: name of the events about it. `done`: fields of its
+    last event.
+    `defaults`: fields of an item at its start.
+    `part_event`, `part_type`: event name and type of the item's part, for kinds that have a
+    part."""
 
     id_head: str
     field: str
@@ -74,7 +78,7 @@ _FUNCTION_CALL = _Kind(
     {"arguments": ""},
 )
 _CUSTOM_CALL = _Kind("ctc_", "input", "response.custom_tool_call_input", ("input",), {"input": ""})
-# Of OpenAI's response object, where nothing here is said of it.
+# Fields of OpenAI's response object that this server does not set. They are null.
 _NOTHING = dict.fromkeys(
     (
         "access_programs", "completed_at", "conversation", "error", "image",
@@ -83,7 +87,7 @@ _NOTHING = dict.fromkeys(
     )
 )  # fmt: skip
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-# Fields of the request that the response object repeats.
+# Fields of the request that are repeated in the response object.
 _ECHOED = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
     "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
@@ -91,7 +95,7 @@ _ECHOED = (
 
 
 def _new_body(fields: ResponsesFields, model: str, used: Generation) -> dict[str, Any]:
-    """The response object as it begins."""
+    """Return the response object at its start."""
     body: dict[str, Any] = {
         "id": new_id("resp_"),
         "object": "response",
@@ -122,8 +126,9 @@ def _new_body(fields: ResponsesFields, model: str, used: Generation) -> dict[str
 
 
 class ResponseEvents(ReplyWriter):
-    """Builds the response object, and writes its events once `into` has set an outbox. `keep`
-    stores the finished body. A stream has an event at least every `silence_s`."""
+    """Builds the response object, and writes its events after `into` has set an outbox.
+
+    `keep` stores the finished body. A stream has an event at least every `silence_s` seconds."""
 
     def __init__(
         self,
@@ -134,21 +139,22 @@ class ResponseEvents(ReplyWriter):
         keep: Callable[[dict[str, Any]], None],
         silence_s: float,
     ) -> None:
-        self._outbox = Outbox()  # of an answer that is not streamed nobody reads it
+        self._outbox = Outbox()  # never read if the answer is not streamed
         self._compacted = ""
         self._toolbox = toolbox
         self._keep = keep
         self._silence_s = silence_s
-        self._sequence = 0  # events so far
+        self._sequence = 0  # number of the next event
         self._said_s = time.monotonic()
         self._text_of: CustomInputReader | None = None
         self._open: dict[str, Any] | None = None
-        self._kind = _MESSAGE  # of the open item
+        self._kind = _MESSAGE  # kind of the open item
         self._thought = _SUMMARY if fields.summarises() else _REASONING
         self.body = _new_body(fields, model, used)
 
     def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
-        """Write events into `outbox`; returns itself. `compacted`: what compaction left out."""
+        """Set the outbox for the events and return self. `compacted`: the messages that compaction
+        removed."""
         self._outbox = outbox
         self._compacted = compacted
         return self
@@ -160,8 +166,8 @@ class ResponseEvents(ReplyWriter):
             self._outbox.write(self._in_progress())
 
     def keepalive(self, progress: PrefillProgress) -> bytes:
-        """The progress as a comment, and from time to time an event: Codex gives up on a stream
-        without events."""
+        """Return the progress as a comment, and from time to time an event. Codex disconnects from
+        a stream without events."""
         if time.monotonic() - self._said_s < self._silence_s:
             return comment(progress)
         return comment(progress) + self._in_progress()
@@ -210,7 +216,7 @@ class ResponseEvents(ReplyWriter):
         outcome = reply.choices[0].outcome
         usage = reply.usage
         cut = outcome.reason in CUT
-        # A call that is complete when the answer is cut has been written to its end.
+        # If the answer was cut after a complete call, the status of that call is "completed".
         called = self._kind in (_FUNCTION_CALL, _CUSTOM_CALL)
         incomplete = outcome.half_call or (cut and not called)
         self._leave("incomplete" if incomplete else "completed")
@@ -235,7 +241,7 @@ class ResponseEvents(ReplyWriter):
         self._event(f"response.{self.body['status']}", {"response": self.body})
 
     def frame_error(self, error: LocalLLMError) -> bytes:
-        """`response.failed`, the end of a failed stream."""
+        """Return `response.failed`, the last event of a failed stream."""
         if self._open is not None:
             self.body["output"].append({**self._open, "status": "incomplete"})
         self.body["status"] = "failed"
@@ -243,7 +249,7 @@ class ResponseEvents(ReplyWriter):
         return self._frame("response.failed", {"response": self.body})
 
     def _enter(self, item_type: str, kind: _Kind, fields: Mapping[str, Any] = {}) -> None:
-        """Begin an item of that kind with `fields`, unless the open item is of that kind."""
+        """Begin an item of that kind with `fields`, unless the open item has the same kind."""
         if self._open is not None and self._kind is kind:
             return
         self._leave()
@@ -264,7 +270,8 @@ class ResponseEvents(ReplyWriter):
         self._delta_head = f"event: {event}\ndata: {head[:-1]}"
 
     def _part(self, text: str) -> dict[str, Any]:
-        """The part of the open item, with the log-probabilities there are."""
+        """Return the part of the open item. A message's part contains the log-probabilities so
+        far."""
         part: dict[str, Any] = {"type": self._kind.part_type, "text": text}
         if self._kind is _MESSAGE:
             part |= {"annotations": [], "logprobs": self._logprobs}
@@ -291,7 +298,7 @@ class ResponseEvents(ReplyWriter):
         self._open = None
 
     def _done(self, written: Mapping[str, Any]) -> None:
-        """The last event about the written field, with its value from `written`."""
+        """Write the last event about the streamed field, with its value from `written`."""
         values = {name: written[name] for name in self._kind.done}
         self._event(f"{self._kind.event}.done", {**self._place, **values})
 
@@ -314,7 +321,7 @@ class ResponseEvents(ReplyWriter):
 
 
 def replay(reply: Reply, response: ResponseEvents) -> dict[str, Any]:
-    """The response object of a whole reply: made by the stream's own writer."""
+    """Return the response object of a complete reply. The writer of streams builds it."""
     choice = reply.choices[0]
     if choice.reasoning:
         response.reasoning(0, choice.reasoning)

@@ -1,5 +1,5 @@
-"""The body of POST /v1/responses, its translation to a chat request, and stored responses: in
-memory only, least recently used evicted first."""
+"""The body of POST /v1/responses, its translation to a chat request, and the store of responses.
+The store is in memory only and evicts the least recently used response first."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from localllm.server.dialects.toolbox import INPUT, flat_name
 from localllm.server.http.asgi import new_id
 from localllm.server.http.recent import RecentlyUsed
 
-# Entries, and characters as JSON.
+# Limits of the store: entries, and characters as JSON.
 _MAX_ENTRIES = 256
 _MAX_CHARS = 64 * 2**20
 _KEPT = "responses are kept in memory until the server stops; send the whole conversation"
-# How the ids of items begin, by type.
+# Beginning of item ids, by type.
 _ID_HEADS = {
     "message": "msg",
     "reasoning": "rs",
@@ -46,8 +46,8 @@ _ID_HEADS = {
 
 
 def typed(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A sent item as it is stored and shown: with the fields that OpenAI's types of stored items
-    require, and that a client may leave out."""
+    """Return a sent item as it is stored and shown. Fields that OpenAI's types of stored items
+    require, and that clients may leave out, are added."""
     kind = item.get("type") or "message"
     stored_item: dict[str, Any] = {"id": new_id(_ID_HEADS.get(kind, "item") + "_")}
     if kind == "reasoning":
@@ -77,13 +77,13 @@ def _typed_part(part: Any) -> Any:
 
 
 class PreviousResponseError(NotFoundError, code="previous_response_not_found", default_hint=_KEPT):
-    """`previous_response_id` names a response that is not stored here (any more)."""
+    """`previous_response_id` names a response that is not stored here, or is no longer stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, the items it answers (those of earlier responses first), and the length of all as
-    JSON."""
+    """A response, the items that it answers (those of earlier responses first), and the length of
+    both in characters as JSON."""
 
     body: dict[str, Any]
     given: Sequence[dict[str, Any]]
@@ -91,7 +91,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Past responses with their whole conversations."""
+    """Past responses with their complete conversations."""
 
     def __init__(self) -> None:
         self._entries: RecentlyUsed[str, StoredResponse] = RecentlyUsed(
@@ -99,13 +99,14 @@ class ResponseStore:
         )
 
     def put(self, body: dict[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
-        """Store a finished response with the items it answers."""
+        """Store a finished response with the items that it answers."""
         given = [typed(item) for item in items]
         chars = len(json.dumps([given, body["output"]]))
         self._entries.put(body["id"], StoredResponse(body, given, chars))
 
     def item(self, item_id: str, where: str) -> dict[str, Any]:
-        """The item that `where` refers to; raises RequestError."""
+        """Return the item with that id. `where` is the referring field, for errors. Raises
+        RequestError."""
         for stored in reversed(self._entries.values()):
             items: list[dict[str, Any]] = [*stored.body["output"], *stored.given]
             for item in items:
@@ -118,12 +119,12 @@ class ResponseStore:
         )
 
     def drop(self, response_id: str) -> None:
-        """Forget it; raises PreviousResponseError."""
+        """Remove a response. Raises PreviousResponseError."""
         self.get(response_id)
         self._entries.pop(response_id)
 
     def get(self, response_id: str) -> StoredResponse:
-        """That response; raises PreviousResponseError."""
+        """Return a response. Raises PreviousResponseError."""
         stored = self._entries.get(response_id)
         if stored is None:
             raise PreviousResponseError(
@@ -150,7 +151,7 @@ _REFUSED: Shape = {
 
 
 class ResponsesFields(ReasonedFields):
-    """POST /v1/responses. What is no field may be shown in the response all the same."""
+    """POST /v1/responses. The response object may also show values that are not fields here."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
     shapes: ClassVar[Shape] = {
@@ -183,7 +184,8 @@ class ResponsesFields(ReasonedFields):
     stream_options: dict[str, Any] | None = None
 
     def alternatives(self) -> int | None:
-        """Alternatives per token to report; None = no log-probabilities."""
+        """Return the number of alternatives per token to report. None means no
+        log-probabilities."""
         wanted = "message.output_text.logprobs" in (self.include or ())
         if wanted and self.top_logprobs is None:
             return 0
@@ -191,8 +193,8 @@ class ResponsesFields(ReasonedFields):
 
 
 def input_items(fields: ResponsesFields, store: ResponseStore) -> list[Any]:
-    """The items to answer: those of `previous_response_id`, then the request's own, with references
-    to stored items resolved. Raises RequestError."""
+    """Return the items to answer: those of `previous_response_id`, then the request's own.
+    References to stored items are resolved. Raises RequestError."""
     before: list[Any] = []
     if fields.previous_response_id:
         stored = store.get(fields.previous_response_id)
@@ -218,8 +220,8 @@ def _stored(item: Any, where: str, store: ResponseStore) -> Any:
 
 
 def messages_of(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
-    """The conversation of `items`. The names of items that are no part of one are added to
-    `skipped`."""
+    """Return the conversation in `items`. The names of items that do not belong to a conversation
+    are added to `skipped`."""
     messages: list[dict[str, Any]] = []
     reasoning_text = ""
     for item in items:

@@ -57,7 +57,7 @@ def routes(server: Server) -> Paths:
 def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.ResponseStore]) -> None:
     @paths.answers("GET", "/v1/responses/{response_id}")
     async def get(request: Request) -> dict[str, Any] | Response:
-        """A stored response; with `stream=true` the events of one that is kept, behind the number
+        """A stored response. With `stream=true`, the events of a kept stream after event number
         `starting_after`."""
         response_id = request.path_params["response_id"]
         asked = request.query_params
@@ -72,14 +72,14 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
 
     @paths.answers("DELETE", "/v1/responses/{response_id}")
     async def delete(request: Request) -> dict[str, Any]:
-        """Forget a stored response."""
+        """Delete a stored response."""
         response_id = request.path_params["response_id"]
         stores.current().drop(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @paths.answers("GET", "/v1/responses/{response_id}/input_items")
     async def list_input(request: Request) -> dict[str, Any]:
-        """The items a stored response answers, the newest first unless asked otherwise."""
+        """The items that a stored response answers, newest first by default."""
         wanted, _ = read(PageFields, request.query_params)
         given = stores.current().get(request.path_params["response_id"]).given
         ordered = given if wanted.order == "asc" else given[::-1]
@@ -95,7 +95,8 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
 
     @paths.answers("POST", "/v1/responses/{response_id}/cancel")
     async def cancel(request: Request) -> dict[str, Any]:
-        """Refused: a stored response has ended, and a running one is cancelled by disconnecting."""
+        """Always refused. A stored response has ended, and a running one is cancelled by
+        disconnecting."""
         stores.current().get(request.path_params["response_id"])
         raise UnsupportedError(
             "only a background response can be cancelled, and there are none here",
@@ -107,7 +108,8 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[items.Response
 def translate(
     fields: items.ResponsesFields, model: ServedModel, store: items.ResponseStore, silence_s: float
 ) -> TranslatedRequest:
-    """A Responses request, answered as a response object or its events, and stored."""
+    """Translate a request of the Responses API. The reply is a response object, or its events, and
+    is stored."""
     given = items.input_items(fields, store)
     toolbox = Toolbox.of(fields.tools)
     skipped = list(toolbox.skipped)

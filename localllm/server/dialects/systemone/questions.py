@@ -1,9 +1,8 @@
-"""Typed questions: their bodies, how each is put to a chat model as labelled options, and the
-answer made of probabilities.
+"""Typed questions: their bodies, their form in the prompt (options with labels), and answers made
+from probabilities.
 
-The bodies are those of TypeSafe's System One API (its OpenAPI document of 2026, also spoken by
-llama.cpp, Ollama and vLLM).
-"""
+The bodies are those of TypeSafe's System One API (its OpenAPI document of 2026). llama.cpp, Ollama
+and vLLM support it too."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Probabilities: TypeAlias = Sequence[float]
 
 
 def as_text(content: Content | None) -> str:
-    """A state, an instruction or a criterion as it stands in the prompt."""
+    """Return a state, an instruction or a criterion as text for the prompt."""
     if content is None or isinstance(content, str):
         return content or ""
     return json.dumps(content, ensure_ascii=False)
@@ -39,20 +38,21 @@ def _option(name: str, about: Content | None) -> str:
 
 
 class _Question(BodyPart):
-    """What every question has. `instructions` None: the criteria say it."""
+    """Base class of all questions. `instructions` None: `default_question` is asked, and the
+    criteria explain the options."""
 
     model_config = ConfigDict(extra="forbid")
     default_question: ClassVar[str] = "Which of these fits best?"
     instructions: Content | None = None
 
     def options(self) -> dict[Any, str]:
-        """The texts of the options by what each is as an answer, in the order that the answer's
-        probabilities have."""
+        """Return the texts of the options by their answer values, in the order of the answer's
+        probabilities."""
         raise NotImplementedError
 
     def orders(self, most: int) -> list[list[int]]:
-        """Up to `most` orders to show the options in: rotations at even distances. All rotations
-        together have each option once in every place."""
+        """Return up to `most` orders in which to show the options: rotations at even distances. All
+        rotations together show each option once at every position."""
         n = len(self.options())
         n_orders = min(most, n)
         places = [*range(n)] * 2
@@ -63,7 +63,8 @@ class _Question(BodyPart):
         return orders
 
     def text(self, order: Sequence[int], labels: Sequence[str]) -> str:
-        """The question with its options in `order`, the first of them behind the first label."""
+        """Return the question with its options in `order`. The first label belongs to the first of
+        them."""
         options = list(self.options().values())
         lines = [f"Question: {as_text(self.instructions) or self.default_question}"]
         for label, i in zip(labels, order, strict=False):
@@ -71,10 +72,10 @@ class _Question(BodyPart):
         return "\n".join(lines)
 
     def option_of(self, answer: str | bool | int) -> int:
-        """The index of the option that `answer` names. Raises RequestError."""
+        """Return the index of the option that `answer` names. Raises RequestError."""
         known = list(self.options())
         for i, option in enumerate(known):
-            # True is not the level 1.
+            # The types are compared because True == 1.
             if type(option) is type(answer) and option == answer:
                 return i
         problem = f"the right answer is one of {', '.join(map(str, known))}"
@@ -82,7 +83,7 @@ class _Question(BodyPart):
 
 
 class ChoiceQuestion(_Question):
-    """One of several named options."""
+    """A question with one of several named options as its answer."""
 
     type: Literal["choice"]
     criteria: Annotated[dict[str, Content | None], Field(min_length=1, max_length=MOST_OPTIONS)]
@@ -91,7 +92,7 @@ class ChoiceQuestion(_Question):
         return {name: _option(name, about) for name, about in self.criteria.items()}
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
-        """The answer's body."""
+        """Return the answer's body."""
         shares = dict(zip(self.criteria, p, strict=True))
         return {
             "type": self.type,
@@ -102,7 +103,8 @@ class ChoiceQuestion(_Question):
 
 
 class ScoreQuestion(_Question):
-    """A place on a scale whose levels are described, the lowest first."""
+    """A question about the position on a scale. Its levels are described from the lowest to the
+    highest."""
 
     default_question = "Which level of this scale fits best?"
     type: Literal["score"]
@@ -112,12 +114,12 @@ class ScoreQuestion(_Question):
         return dict(enumerate(map(as_text, self.criteria)))
 
     def orders(self, most: int) -> list[list[int]]:
-        """A scale only goes up or down."""
+        """Return the ascending order, and the descending order if `most` allows two."""
         up = list(range(len(self.criteria)))
         return [up, up[::-1]][: min(most, len(up))]
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
-        """The answer's body."""
+        """Return the answer's body."""
         return {
             "type": self.type,
             "score": sum(i * share for i, share in enumerate(p)),
@@ -128,7 +130,7 @@ class ScoreQuestion(_Question):
 
 
 class NoulQuestion(_Question):
-    """A question of yes or no, or a statement that holds or does not."""
+    """A yes-or-no question, or a statement that is true or false."""
 
     default_question = "Which holds?"
     type: Literal["noul"]
@@ -141,7 +143,7 @@ class NoulQuestion(_Question):
         return {True: _option("Yes, true", yes), False: _option("No, false", no)}
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
-        """The answer's body."""
+        """Return the answer's body."""
         return {"type": self.type, "noul": p[0]}
 
 
@@ -151,16 +153,17 @@ Question: TypeAlias = Annotated[
 
 
 def choice_confidence(p: Probabilities) -> float:
-    """How far the greatest probability is above chance: 0 where all are alike, 1 where one is
-    certain (TypeSafe's formula, also llama.cpp's: tools/server/server-decision.cpp)."""
+    """Return how far the greatest probability is above chance: 0 if all are equal, 1 if one option
+    is certain. The formula is TypeSafe's; llama.cpp uses it too
+    (tools/server/server-decision.cpp)."""
     if len(p) < 2:
         return 1.0
     return max(0.0, (max(p) - 1 / len(p)) / (1 - 1 / len(p)))
 
 
 def score_confidence(p: Probabilities) -> float:
-    """1 minus the mean distance to the likeliest level, divided by the mean distance of a uniform
-    distribution to its middle (the same sources)."""
+    """Return 1 minus the mean distance to the most likely level. The distance is relative to the
+    mean distance of a uniform distribution to its middle. Same sources as `choice_confidence`."""
     if len(p) < 2:
         return 1.0
     mode = max(range(len(p)), key=p.__getitem__)
@@ -170,12 +173,12 @@ def score_confidence(p: Probabilities) -> float:
     return max(0.0, 1 - distance / uniform)
 
 
-# The temperatures that are tried, a twentieth apart: 0.05 to 20.
+# The candidate temperatures, from 0.05 to 20 in steps of 5 %.
 _TRIED = [1.05**i for i in range(-61, 62)]
 
 
 def softmax(scores: Sequence[float], temperature: float = 1.0) -> list[float]:
-    """Probabilities of log-odds `scores`."""
+    """Return the probabilities for log-odds `scores`."""
     best = max(scores)
     weights = [math.exp((s - best) / temperature) for s in scores]
     total = sum(weights)
@@ -183,16 +186,18 @@ def softmax(scores: Sequence[float], temperature: float = 1.0) -> list[float]:
 
 
 def loss(examples: Sequence[tuple[Sequence[float], int]], temperature: float) -> float:
-    """Mean negative log-likelihood, in nats, of the right options."""
+    """Return the mean negative log-likelihood of the right options, in nats."""
     shares = [softmax(scores, temperature)[right] for scores, right in examples]
     return -sum(math.log(max(p, 1e-300)) for p in shares) / len(shares)
 
 
 def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
-    """The temperature that makes `examples` (an answer's scores, and the index of the right option)
-    most likely (temperature scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML
-    2017). The prior of its logarithm is a normal distribution around 0, so few examples, or
-    examples that are all right, leave it near 1."""
+    """Return the temperature that makes `examples` most likely. An example is an answer's scores
+    and the index of the right option.
+
+    This is temperature scaling (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017).
+    The prior of the temperature's logarithm is a normal distribution around 0. So the temperature
+    stays near 1 with few examples, or if all examples are right."""
 
     def cost(temperature: float) -> float:
         prior = math.log(temperature) ** 2 / 2
@@ -202,7 +207,8 @@ def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
 
 
 def saved_temperature(fingerprint: str) -> float:
-    """What was fitted for the model with that fingerprint; 1 where nothing was."""
+    """Return the temperature that was fitted for the model with that fingerprint, or 1 if it was
+    not fitted."""
     said = json_store.read(_file(fingerprint)).get("temperature")
     if isinstance(said, int | float) and 0 < said < math.inf:
         return float(said)
@@ -210,7 +216,7 @@ def saved_temperature(fingerprint: str) -> float:
 
 
 def save_temperature(fingerprint: str, temperature: float, examples: int) -> None:
-    """Keep it. Raises LocalLLMError where the disk refuses."""
+    """Save a fitted temperature. Raises LocalLLMError if it can't be written to disk."""
     try:
         json_store.write(_file(fingerprint), {"temperature": temperature, "examples": examples})
     except OSError as e:

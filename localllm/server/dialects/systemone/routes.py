@@ -1,7 +1,8 @@
-"""Routes of System One: a state and typed questions in, probabilities out; and the fit of a model's
-temperature. Many questions about one state cost one prefill: the prompts' common beginning is
-computed once, then each prompt is a fork of it that reads what the model thinks of the labels as
-its next token."""
+"""Routes of System One, which answers typed questions about a state with probabilities. Also fits a
+model's temperature.
+
+Many questions about one state cost one prefill. The common prefix of their prompts is computed
+once. Then each prompt is a fork that reads the probabilities of the labels as its next token."""
 
 from __future__ import annotations
 
@@ -42,18 +43,18 @@ from localllm.server.http.accounts import admins_only, caller, salt_of
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
 
-# How the answer begins, in the prompt already: the next token is a label.
+# The prompt ends with this beginning of the answer, so the next token is a label.
 BEGUN = "Answer:"
 _AT_ONCE = 16
 
 
 class CannotDecideError(UnsupportedError, code="not_implemented", http_status=501):
-    """A model that can't answer by the probabilities of labels."""
+    """The model can't answer with the probabilities of labels."""
 
 
 def _spent(costs: Sequence[Usage]) -> dict[str, Any]:
-    """The usage of an answer: tokens of the prompts, their common beginning counted once; how many
-    of them were in the cache before; forks."""
+    """Return the usage of an answer. The common prefix of the prompts counts once, and each fork
+    has one output token."""
     tokens = sum(cost.prompt_tokens for cost in costs)
     cached = sum(c.cached_tokens for c in costs)
     return {
@@ -68,9 +69,10 @@ _CODES = [*string.ascii_uppercase, *map("".join, product(string.ascii_uppercase,
 
 
 _MOST_QUESTIONS = 256
-# Questions times orders.
+# Limit of questions times orders.
 _MOST_FORKS = 512
-# What other servers read with a question: an answer without it would be about something else.
+# Other servers read these media with a question. An answer without them would be about something
+# else, so they are refused.
 _MEDIA = Refused("send pictures as `images`", (None, [], {}, ""))
 _WHOLE = {"stream": Refused("decisions come in one piece", (None, False))}
 _ASK = (
@@ -104,7 +106,7 @@ class SystemOneFields(RequestBody):
 
 
 class _Example(BodyPart):
-    """A state, questions about it, and the right answers by the questions' names."""
+    """A state, questions about it, and the right answers by the names of the questions."""
 
     model_config = ConfigDict(extra="forbid")
     state: Content
@@ -113,7 +115,7 @@ class _Example(BodyPart):
     images: Images | None = None
 
     def right(self) -> dict[str, int]:
-        """Which option of each question is right. Raises RequestError."""
+        """Return the index of the right option for each question. Raises RequestError."""
         unknown = self.answers.keys() - self.questions.keys()
         if unknown:
             raise RequestError(f"there is no question {min(unknown)[:80]!r}", param="examples")
@@ -129,10 +131,10 @@ class FitFields(RequestBody):
 
 
 def _shared_tokens(prompts: Sequence[list[int]]) -> int:
-    """How many tokens all prompts have in common at their beginning; 0 for a single prompt."""
+    """Return the length of the common prefix of all prompts in tokens, or 0 for a single prompt."""
     if len(prompts) < 2:
         return 0
-    # The first and the last in order have the least in common.
+    # The first and the last prompt in sorted order have the shortest common prefix.
     first = min(prompts)
     last = max(prompts)
     shared = 0
@@ -142,14 +144,14 @@ def _shared_tokens(prompts: Sequence[list[int]]) -> int:
 
 
 def _with_tokens(job: GenerationJob, prompt: list[int]) -> GenerationJob:
-    """The job with its prompt as tokens. A prompt with images stays text: its first fork computes
-    the tokens that all forks share."""
+    """Return the job with its prompt as tokens. A prompt with images stays text; its first fork
+    computes the tokens that all forks share."""
     return job if job.images else replace(job, prompt=prompt)
 
 
 @dataclass
 class Forks:
-    """The prompts of one state's questions on one engine."""
+    """The prompts of the questions about one state, on one engine."""
 
     server: Server
     model: ServedModel
@@ -159,11 +161,14 @@ class Forks:
     async def log_probabilities(
         self, shown: Sequence[tuple[str, list[int]]]
     ) -> tuple[list[list[float]], Usage]:
-        """The log-probabilities of the labels as the next token, for each question and order in
-        `shown`. Raises LocalLLMError; CannotDecideError if too few labels are one token at the end
+        """Return the log-probabilities of the labels as the next token, for each question and order
+        in `shown`, and the usage.
+
+        Raises LocalLLMError, and CannotDecideError if too few labels are a single token at the end
         of a prompt."""
         most = max(len(order) for _, order in shown)
-        # All prompts end alike behind their options, whatever the labels: the first one tells.
+        # All prompts have the same end after their options, whatever the labels. So the first
+        # prompt is enough to find the labels.
         first_name, first_order = shown[0]
         labels = await self._labels(await self._render(first_name, first_order, _CODES), most)
         ids = list(labels.values())
@@ -194,10 +199,11 @@ class Forks:
     async def _render(
         self, name: str, order: Sequence[int], labels: Sequence[str]
     ) -> GenerationJob:
-        """The conversation in which the model is about to answer a question with a label."""
+        """Return the job for a question in one order. Its prompt ends just before the label."""
         question = self.asked.questions[name].text(order, labels)
         content = _ASK.format(state=as_text(self.asked.state)) + question + _CHOOSE
-        # Each by itself: the images are asked about, though an answer has begun behind them.
+        # Normalised separately, because the images belong to the question although the answer has
+        # begun after them.
         messages = normalise([{"role": "user", "content": content, "images": self.asked.images}])
         messages += normalise([{"role": "assistant", "content": BEGUN}])
         generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
@@ -205,8 +211,8 @@ class Forks:
         return await self.server.job(chat, self.model, self.engine)
 
     async def _labels(self, job: GenerationJob, n: int) -> dict[str, int]:
-        """`n` labels that are one token behind this prompt and leave its end as it is, each with its
-        token. Raises CannotDecideError."""
+        """Return `n` labels with their tokens. Each label is a single token after this prompt and
+        leaves the prompt's last tokens unchanged. Raises CannotDecideError."""
         prompt = await self._tokens(job)
         found: dict[str, int] = {}
         for label in _CODES:
@@ -227,8 +233,8 @@ class Forks:
         return await self.engine.tokenize(job.prompt, add_bos=job.add_bos, images=job.images)
 
     async def _ask(self, job: GenerationJob, labels: Sequence[int]) -> tuple[list[float], Usage]:
-        """What the model thinks of each of `labels` behind the prompt; without labels that is only
-        computed."""
+        """Return the log-probability of each of `labels` after the prompt, and the usage. Without
+        labels, the prompt is only computed."""
         generation = replace(
             job.generation, max_tokens=int(bool(labels)), logprobs=0, logprobs_of=tuple(labels)
         )
@@ -320,8 +326,7 @@ async def _model(server: Server, fields: RequestBody) -> ServedModel:
 async def _scores(
     server: Server, model: ServedModel, asked: SystemOneFields | _Example, orders: int
 ) -> tuple[dict[str, list[float]], Usage, str]:
-    """What the model thinks of each question's options, as log-odds; what that cost, and the
-    model's fingerprint."""
+    """Return the log-odds of each question's options, the usage, and the model's fingerprint."""
     shown: list[tuple[str, list[int]]] = []
     for name, question in asked.questions.items():
         shown += [(name, order) for order in question.orders(orders)]
@@ -350,9 +355,11 @@ def _averaged(
     shown: Sequence[tuple[str, list[int]]],
     answered: Sequence[Sequence[float]],
 ) -> dict[str, list[float]]:
-    """Each question's log-odds over the orders that its options were `shown` in. The mean of
-    logarithms: what a place adds to whatever stands in it cancels over a full turn (Zheng et al.,
-    "LLMs are not robust multiple choice selectors", ICLR 2024)."""
+    """Return each question's log-odds as the mean over the orders in which its options were
+    `shown`.
+
+    The mean is taken of logarithms. The bias of each position then cancels over a full rotation
+    (Zheng et al., "LLMs are not robust multiple choice selectors", ICLR 2024)."""
     scores = {name: [0.0] * len(question.options()) for name, question in questions.items()}
     counts = Counter(name for name, _ in shown)
     for (name, order), found in zip(shown, answered, strict=True):
