@@ -1,2 +1,4 @@
-"""What this machine offers a language model: memory it may use, bandwidth, compute, and how each
-number is known."""
+"""Description of this machine for a language model: usable memory, bandwidth and compute.
+
+Each number carries its basis, for example measured or assumed.
+"""

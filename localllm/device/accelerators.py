@@ -1,6 +1,6 @@
-"""The kinds of accelerator: one table that devices, builds, setup and messages read.
+"""Table of the kinds of accelerator. Devices, builds, setup and messages read it.
 
-Another kind is a row here, what finds it on a machine (machines/), and how its build is made
+A new kind needs three things: a row here, detection code (machines/), and a build recipe
 (setup/recipes.py).
 """
 
@@ -19,22 +19,29 @@ Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorKind:
-    """`label`: as people write it.
-    `ggml`: what ggml calls it, as a backend (GGML_CUDA_NAME and its like in ggml's headers) or as a
-    library (libggml-hip.so), in lower case.
-    `instead`: what else drives its parts, in this order, where a build lacks it.
-    `hidden_by`: the environment's variables that hide its devices. `cmake`: the flag that turns it
-    on, where llama.cpp compiles for it with nothing but a C++ compiler and headers.
-    `lighter`: another kind that drives the same parts with nothing but their driver, so that this
-    one must be worth installing.
-    `lacks`: how the architectures begin that no build of it has code of any more.
+    """Properties of one kind of accelerator.
 
-    What plans reckon with: `runtime_mib`, what the runtime keeps on a card by its compute units,
-    linear between (units, MiB) points, and never less than the first.
-    `reads_weights`: into memory rather than mapped.
-    `pins_host_weights`: what stays in system memory lies in pinned buffers where it was read.
-    `dequantises_kv`: a step's buffers hold a layer's KV at 16 bits.
-    `shares_tables`: an embedding that is the output matrix too is in memory once."""
+    - `label`: name shown to users.
+    - `ggml`: lower-case names that ggml uses. They are backend names (GGML_CUDA_NAME and similar in
+      ggml's headers) or library names (libggml-hip.so).
+    - `instead`: other kinds that drive the same GPUs if a build lacks this one, in order of
+      preference.
+    - `hidden_by`: environment variables that hide its devices.
+    - `cmake`: the flag that turns it on. Set only if llama.cpp compiles for it with just a C++
+      compiler and headers.
+    - `lighter`: another kind that drives the same GPUs and needs only their driver. This kind must
+      be faster to be worth installing.
+    - `lacks`: prefixes of the architectures that builds no longer support.
+
+    Values for the planner:
+
+    - `runtime_mib`: memory that the runtime keeps on a card, by its number of compute units. It is
+      linear between the (units, MiB) points, with a fixed minimum.
+    - `reads_weights`: weights are read into memory, not mapped.
+    - `pins_host_weights`: weights in system memory are held in pinned buffers.
+    - `dequantises_kv`: the compute buffers of a step hold one layer's KV at 16 bits.
+    - `shares_tables`: an embedding that is also the output matrix is in memory once.
+    """
 
     label: str
     ggml: tuple[str, ...] = ()
@@ -50,7 +57,7 @@ class AcceleratorKind:
     shares_tables: bool = False
 
     def runtime_bytes(self, units: int) -> int:
-        """What the runtime keeps on a card of so many compute units (0: unknown)."""
+        """Bytes that the runtime keeps on a card with `units` compute units (0: unknown)."""
         (few, least), (many, most) = self.runtime_mib
         mib = least + ((units or _USUAL_UNITS) - few) * (most - least) / (many - few)
         return max(_LEAST_RUNTIME_MIB * _MIB if mib else 0, round(mib * _MIB))
@@ -61,7 +68,8 @@ _CUDA = AcceleratorKind(
     ("cuda",),
     ("vulkan",),
     ("CUDA_VISIBLE_DEVICES",),
-    lacks=("2.", "3."),  # CUDA 12, the oldest that llama.cpp is built with, begins at 5.0
+    # CUDA 12, the oldest that llama.cpp is built with, starts at compute capability 5.0.
+    lacks=("2.", "3."),
     # Driver context and kernels: 107 MiB on 34 SMs, 555 MiB on 188
     # (https://github.com/ggml-org/llama.cpp/pull/23604).
     runtime_mib=((34, 107), (188, 555)),
@@ -102,36 +110,43 @@ KINDS: dict[str, AcceleratorKind] = {
     "sycl": _SYCL,
     "cpu": _CPU,
 }
-# The environment's variables that hide GPUs from the programs which are started here.
+# Environment variables that hide GPUs from the programs started here.
 HIDING_VARIABLES = tuple(chain.from_iterable(kind.hidden_by for kind in KINDS.values()))
-# Libraries of ggml for accelerators that nothing here plans for yet.
+# ggml libraries for accelerators that the planner does not support yet.
 OTHER_LIBRARIES = ("musa", "opencl")
 
 
 def called(name: str) -> Accelerator | None:
-    """The kind that ggml calls `name`; None for the processor and what only helps it (BLAS)."""
+    """Return the kind that ggml calls `name`, or None for the CPU and its helpers (BLAS)."""
     return next((kind for kind in get_args(Accelerator) if name.lower() in KINDS[kind].ggml), None)
 
 
 def driver(kind: Accelerator, architecture: str) -> Accelerator:
-    """What drives a part of this architecture ("8.6", "gfx1100"; "" = unknown): its maker's own
-    kind, or what else does where no build of that has code of it."""
+    """Return the kind that drives a GPU of this architecture ("8.6", "gfx1100"; "" = unknown).
+
+    This is the vendor's own kind. If builds of that kind no longer support the architecture, it is
+    the first alternative.
+    """
     if architecture.startswith(KINDS[kind].lacks):
         return KINDS[kind].instead[0]
     return kind
 
 
 def rival(kind: Accelerator) -> Accelerator | None:
-    """The other kind of the two whose builds drive the same parts, where which is faster has to be
-    predicted."""
+    """Return the other kind of a pair whose builds drive the same GPUs, or None.
+
+    The planner has to predict which of the two is faster.
+    """
     if KINDS[kind].lighter:
         return KINDS[kind].lighter
     return next((other for other in get_args(Accelerator) if KINDS[other].lighter == kind), None)
 
 
 def compiled_in(libraries: str) -> tuple[str, ...]:
-    """The kinds, by our names, that a build has libraries for (libggml-cuda.so, ggml-vulkan.dll …),
-    of their file names."""
+    """Return our names of the kinds a build has libraries for (libggml-cuda.so, ggml-vulkan.dll …).
+
+    `libraries` holds the file names.
+    """
     ours = [
         kind
         for kind, known in KINDS.items()

@@ -1,4 +1,4 @@
-"""Measured memory bandwidth of this machine's CPU: several threads, arrays no cache can hold."""
+"""Measure the memory bandwidth of the CPU with several threads and arrays larger than any cache."""
 
 from __future__ import annotations
 
@@ -17,27 +17,33 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-# Four times the last-level cache and never under 256 MiB, so that no run reads from cache; never
-# over a twentieth of what is available, so that measuring never pushes a loaded machine into swap.
+# The arrays have four times the size of the last-level cache, and at least 256 MiB. So no run reads
+# from cache. They take at most 5 % of available memory. So a measurement never makes a loaded
+# machine swap.
 _CACHE_MULTIPLE = 4
 _SMALLEST_BYTES = 256 * MIB
 _SHARE_OF_AVAILABLE = 0.05
-# Measurements of machines, kept: see kept.py.
+# Cached measurements of machines: see kept.py.
 SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 
 
 def rates(
     *, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0
 ) -> Measurement:
-    """GB/s that a model's weights stream at: the better of copying and reading, as both are floors of
-    what the memory gives, timed for about `seconds`; threads 0 = every core this process may use.
+    """Measure the rate in GB/s at which the CPU can stream a model's weights.
 
-    Copying counts the bytes read and written (not the hidden read for ownership); reading takes the
-    maximum of both arrays, the access pattern of generating a token (a vectorised reduction: BLAS
-    would start threads of its own, and a float sum is bound by its additions). Each thread owns a
-    slice, as one thread can't fill the bus; the first sweep touches the pages and is not counted.
+    The result is the better rate of copying and reading, because each is a lower bound of the
+    memory's bandwidth. Both are timed for about `seconds`. With `threads` 0, every core that this
+    process may use takes part.
+
+    Copying counts the bytes read and written, but not the hidden read for ownership. Reading takes
+    the maximum of both arrays, because that is the access pattern of decoding. The maximum is a
+    vectorised reduction. BLAS would start its own threads, and a float sum is limited by its
+    additions. Each thread owns a slice, because one thread cannot saturate the bus. The first sweep
+    touches the pages and is not counted.
     """
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: not what every start needs
+    # Imported here because it imports logging, which most starts do not need.
+    from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
 
@@ -78,8 +84,10 @@ def rates(
 
 
 def array_bytes(available_bytes: int, cache_bytes: int) -> int:
-    """Bytes of all arrays together: over four times the last-level cache, within a twentieth of
-    available memory."""
+    """Return the bytes of all arrays together.
+
+    They exceed four times the last-level cache, but stay within 5 % of available memory.
+    """
     wanted = max(_CACHE_MULTIPLE * cache_bytes, _SMALLEST_BYTES) * 2
     if available_bytes:
         wanted = min(wanted, max(int(available_bytes * _SHARE_OF_AVAILABLE), 16 * MIB))

@@ -1,5 +1,4 @@
-"""Several cards as one Device: their memory in sum, what a token meets on its way, and any choice
-of them."""
+"""Combine several cards into one Device, and select some of its cards."""
 
 from __future__ import annotations
 
@@ -14,9 +13,11 @@ from localllm.memory.account import Memory, with_released
 
 
 def together(cards: Sequence[Device]) -> Device:
-    """One-card Devices of one computer as one: layers are divided over them, so memory adds up;
-    what else is said of it is the largest card's. A card is numbered by its place unless it is
-    numbered already."""
+    """Combine one-card Devices of one computer into one Device.
+
+    Layers are divided over the cards, so their memory adds up. The other properties are those of
+    the largest card. This function does not number the cards (see `numbered`).
+    """
     if len(cards) == 1:
         return cards[0]
     biggest = max(cards, key=attrgetter("memory.total_bytes", "bandwidth_gbps.value"))
@@ -31,18 +32,20 @@ def together(cards: Sequence[Device]) -> Device:
 
 
 def numbered(cards: Sequence[Device]) -> list[Device]:
-    """`cards` with their places as their numbers."""
+    """Return `cards` numbered by their position."""
     return [replace(card, number=i) for i, card in enumerate(cards)]
 
 
 @lru_cache(4096)
 def only(device: Device, numbers: tuple[int, ...]) -> Device:
-    """`device` had it only the cards of these numbers; itself where that is all, or it has no cards
-    that can be chosen of."""
+    """Return `device` with only the cards of these numbers.
+
+    Returns `device` itself if these are all its cards, or if it has no selectable cards.
+    """
     chosen = [card for card in device.cards if card.number in numbers]
     if not chosen or len(chosen) == len(device.cards):
         return device
-    # What the machine around them is, is said once, of the whole.
+    # The properties of the computer are recorded once, on the combined device.
     around = {
         "host": device.host,
         "host_bandwidth_gbps": device.host_bandwidth_gbps,
@@ -52,8 +55,10 @@ def only(device: Device, numbers: tuple[int, ...]) -> Device:
 
 
 def with_released_bytes(device: Device, n_bytes: int) -> Device:
-    """`device` when `n_bytes` of its cards that are taken now were free: of each card's as its part
-    of what is taken."""
+    """Return `device` as if `n_bytes` of the memory in use on its cards were free.
+
+    Each card releases a part proportional to its memory in use.
+    """
     taken = device.memory.others_bytes
     if device.kind != "discrete" or n_bytes <= 0 or taken <= 0:
         return device
@@ -65,8 +70,10 @@ def with_released_bytes(device: Device, n_bytes: int) -> Device:
 
 
 def with_share(device: Device, share: float) -> Device:
-    """`device` when of what a plan may take of it now only `share` (0 to 1) could be had, of each
-    card alike."""
+    """Return `device` as if a plan could take only `share` (0 to 1) of what it may take now.
+
+    The share applies to each card alike.
+    """
 
     def less(memory: Memory) -> Memory:
         room = memory.limit_bytes
@@ -78,7 +85,7 @@ def with_share(device: Device, share: float) -> Device:
 
 
 def with_each(device: Device, changed: Callable[[Memory], Memory]) -> Device:
-    """`device` with the memory of each of its cards, or its one, `changed`."""
+    """Return `device` with `changed` applied to the memory of each card, or to its only memory."""
     each = tuple(replace(card, memory=changed(card.memory)) for card in device.cards)
     if each:
         memory = _sum([card.memory for card in each])
@@ -94,7 +101,7 @@ def _joined(cards: Sequence[Device]) -> str:
     return " + ".join(names)
 
 
-# What of several cards' memory adds up.
+# Fields of several cards' memory that add up.
 _ADD_UP = (
     "total_bytes", "limit_bytes", "available_bytes", "system_bytes", "others_bytes",
     "carve_out_bytes",
@@ -107,8 +114,11 @@ def _sum(memories: Sequence[Memory]) -> Memory:
 
 
 def _in_turn(cards: Sequence[Device]) -> Figure:
-    """GB/s where each card streams its share of the weights in turn and holds as much as its memory
-    lets it; assumed where one's is."""
+    """Return the effective GB/s of cards that stream their shares of the weights in turn.
+
+    Each card holds as many weights as its memory allows. The basis is "assumed" if any card's
+    bandwidth is assumed.
+    """
     figures = [card.bandwidth_gbps for card in cards]
     if len({(figure.value, figure.basis) for figure in figures}) == 1:
         return figures[0]

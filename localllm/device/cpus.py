@@ -1,5 +1,7 @@
-"""Processors by name, as systems print them and people type them: cores, memory channels, widest
-vectors (cpus.toml)."""
+"""Look up processors by the names that systems print and people type (cpus.toml).
+
+The table has cores, memory channels and widest vectors.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ from localllm.device.types import Figure
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """One part: its line, cores, memory channels of 64 bits of one socket, what memory goes there
-    ("DDR5-4800", the usual first), and the widest vectors it computes with. `brand`: words of which
-    one is said before its number."""
+    """One processor.
+
+    - `line`: its product line.
+    - `channels`: memory channels of 64 bits per socket.
+    - `memory`: memory kinds it takes ("DDR5-4800"), the usual one first.
+    - `vector`: the widest vectors it computes with.
+    - `brand`: words of which one must precede its number.
+    """
 
     name: str
     line: str
@@ -32,31 +39,38 @@ class Processor:
     brand: tuple[str, ...]
 
     def bandwidth(self, ram: StatedRam = NO_RAM) -> Figure:
-        """Peak GB/s of its channels with the memory that was said, else with what its line was made
-        for."""
+        """Return the peak GB/s of its channels with the stated memory.
+
+        Without a stated memory, the memory of its product line is used.
+        """
         return ram.bandwidth(self.memory, self.channels, known=bool(self.line))
 
 
-# Of a computer of which nothing is said; what old ones have.
+# Used for a computer without details, and the memory of old computers.
 USUAL_PROCESSOR = Processor("computer", "", 4, 2, ("DDR4-3200",), "AVX2", "assumed", ())
 _OLD_MEMORY = ("DDR3-1600",)
 
 
-# What stands between a brand and a number: tiers, and what a shop adds.
+# Words between a brand and a number: tiers, and additions of shops.
 _BETWEEN = {
     "intel", "amd", "core", "ryzen", "threadripper", "epyc", "xeon", "ultra", "ai", "pro", "hx",
     "gold", "silver", "platinum", "naples", "rome", "milan", "genoa", "turin",
     "e5", "e7", "w", "w3", "w5", "w7", "w9", "i3", "i5", "i7", "i9", "3", "5", "7", "9", "cpu",
     "processor",
 }  # fmt: skip
-# Letters behind an Intel desktop part that change neither cores nor memory.
+# Letters after the number of an Intel desktop processor that change neither cores nor memory.
 _PLAIN_LETTERS = ("K", "KF", "KS", "F", "T", "S", "E", "TE")
 
 
 @dataclass(frozen=True, slots=True)
 class _ProcessorLine:
-    """A line of parts: what all of them have (`facts`), the cores of each, and how else one may be
-    called, which counts in lines where that is no part of its own."""
+    """A product line of processors.
+
+    - `facts`: properties common to all of them.
+    - `cores`: the cores of each.
+    - `lettered`: other names with an appended letter. They count only in lines that do not list
+      such a processor.
+    """
 
     facts: dict[str, Any]
     cores: dict[str, int]
@@ -84,7 +98,7 @@ def _lines() -> list[_ProcessorLine]:
 
 
 def _numbered(number: str) -> list[Processor]:
-    """The processors of this number; then those that it names with a letter."""
+    """Return the processors with this number, then those with this number and a letter."""
     exact = [_processor(line, number, line.cores) for line in _lines() if number in line.cores]
     lettered = [
         _processor(line, number, line.lettered)
@@ -110,14 +124,16 @@ def _processor(line: _ProcessorLine, number: str, cores: dict[str, int]) -> Proc
 
 
 def _family(line: str) -> str:
-    """ "Core Ultra" of "Core Ultra 200S": the words before the first that has a digit."""
+    """Return the words before the first word with a digit: "Core Ultra" for "Core Ultra 200S"."""
     return " ".join(re.split(r"\s(?=\S*[0-9])|\sX\b", line)[0].split())
 
 
 def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
-    """The processor that these words (lower case) name and the words that are left; None where they
-    name none. A number alone names one only with letters that no other part has (13900k, 9800x3d):
-    others are graphics cards' numbers too."""
+    """Return the processor that these lower-case words name, and the remaining words.
+
+    Returns None if they name no processor. A number without a brand is enough only if no other part
+    has its letters (13900k, 9800x3d). Other numbers are also used for graphics cards.
+    """
     for i, word in enumerate(words):
         end = i + 1
         part = word.upper()
@@ -134,19 +150,21 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
         if not found and len(numbered) == 1 and _ONLY_A_PROCESSORS.fullmatch(part):
             found = numbered
         if found:
-            # The line whose brand is said most closely: "ai" of "ryzen ai".
+            # Prefer the line with the closest brand: "ai" in "ryzen ai".
             best = max(found, key=lambda p: len(said & set(p.brand)))
             return best, (*words[:start], *words[end:])
     return None
 
 
-# Numbers with letters that no other part has.
+# Numbers with letters that only processors have.
 _ONLY_A_PROCESSORS = re.compile(r"[0-9]{3,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+")
 
 
 def _joined(part: str, following: Sequence[str]) -> str:
-    """A number with the word after it, if that can belong to it ("E5-2690 v4", "Z1 Extreme"); else
-    ""."""
+    """Join a number with the next word if they belong together ("E5-2690 v4", "Z1 Extreme").
+
+    Returns "" if they do not.
+    """
     if not following or not re.fullmatch(r"v[2-6]|extreme|go", following[0]):
         return ""
     word = following[0].upper()
@@ -157,8 +175,10 @@ def _joined(part: str, following: Sequence[str]) -> str:
 
 @cache
 def of_name(name: str) -> Processor | None:
-    """The processor of a name as a system prints it: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD
-    EPYC 9654 96-Core Processor"."""
+    """Return the processor for a name as a system prints it.
+
+    Examples: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD EPYC 9654 96-Core Processor".
+    """
     text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
     found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
     if found is None:
@@ -168,8 +188,10 @@ def of_name(name: str) -> Processor | None:
 
 
 def usual_bandwidth(name: str, vectors: str) -> Figure:
-    """Peak GB/s of the memory that goes with the processor which a system prints as `name`; of one
-    that the table does not have as its widest `vectors` tell its age."""
+    """Return the peak GB/s of the usual memory for the processor that a system prints as `name`.
+
+    For a processor missing from the table, its widest `vectors` indicate its age.
+    """
     processor = of_name(name) or USUAL_PROCESSOR
     if processor is USUAL_PROCESSOR and vectors in ("SSE", "AVX"):
         processor = replace(processor, memory=_OLD_MEMORY)
@@ -177,8 +199,10 @@ def usual_bandwidth(name: str, vectors: str) -> Figure:
 
 
 def channels(name: str) -> int:
-    """Memory channels of a socket of the processor that a system prints as `name`; 0 where the
-    table does not have it."""
+    """Return the memory channels of one socket of the processor that a system prints as `name`.
+
+    Returns 0 if the table does not list it.
+    """
     found = of_name(name)
     if found is not None:
         return found.channels

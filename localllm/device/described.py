@@ -1,5 +1,4 @@
-"""Devices that were described, and not read: of a row of the table, a processor with its memory, or
-two figures."""
+"""Build Devices from descriptions: a table row, a processor with memory, or two figures."""
 
 from __future__ import annotations
 
@@ -16,22 +15,24 @@ from localllm.device.types import GIB, Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import with_released
 
-# A card shows its software a little less than its nominal size: 31.84 of 32 GiB on an RTX 5090,
-# 79.65 of 80 on an H100.
+# Share of a card's nominal memory that software sees: 31.84 of 32 GiB on an RTX 5090, 79.65 of 80
+# GiB on an H100.
 _VRAM_VISIBLE = 0.995
-# GB10: MemTotal 127600748 kB of 128 GiB; Jetson: 15.3 of 16 GiB on an Orin NX
+# GB10: MemTotal is 127600748 kB of 128 GiB. Jetson: 15.3 of 16 GiB on an Orin NX
 # (https://github.com/Andyyyy64/whichllm/pull/165).
 _VISIBLE = {"GB10": 127_600_748 * 1024 / (128 * GIB), "N1X": 0.95, "Jetson": 15.3 / 16}
-# Cards that no screen is on.
+# Families of cards that drive no screen.
 _NO_SCREENS = ("workstation/datacenter", "Instinct")
-# Strix and Gorgon Halo with the kernel's GTT limit raised as advised: 110 GiB of 128.
+# Strix and Gorgon Halo after the kernel's GTT limit is raised as advised: 110 GiB of 128.
 _HALO_REACH = 110 / 128
 
 
 @dataclass(slots=True)
 class Computer:
-    """What a typed name is of: machines or cards, the processor beside them, the system memory, and
-    what there is to say of how it was read."""
+    """Parsed description of a computer.
+
+    It holds the machines or cards, the processor, the system memory, and findings from the parsing.
+    """
 
     parts: list[tuple[tuple[DeviceRow, ...], Typed]]
     cpu: Processor | None = None
@@ -40,7 +41,7 @@ class Computer:
     findings: list[Finding] = field(default_factory=list)
 
     def add_ram(self, size_gb: float | None, more: StatedRam | None) -> None:
-        """Take note of system memory: of its size, or of its kind alone."""
+        """Record system memory by its size or by its kind alone."""
         said = self.ram.with_more(more or NO_RAM)
         self.ram = said.with_more(StatedRam(size_gb))
 
@@ -54,8 +55,10 @@ def simulate(
     bandwidth_gbps: float | None = None,
     ram: StatedRam = NO_RAM,
 ) -> Device:
-    """A machine or card of the table with so much memory (GiB), and what `findings` says of it
-    already."""
+    """Return the Device for a table row with `gb` GiB of memory.
+
+    The Device starts with `findings`, then adds its own.
+    """
     if gb is None:
         gb = 32.0
         findings.append(
@@ -90,7 +93,7 @@ def simulate(
 
 
 def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
-    """The pool an idle machine of this kind offers, and what was assumed about it."""
+    """Return the memory that an idle machine of this kind offers, and findings on the assumptions."""
     installed = int(gb * GIB)
     if row.accelerator == "metal":
         limit = usable.mac_default(installed)
@@ -122,8 +125,10 @@ def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
 
 
 def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
-    """A machine that is in no table, described by its two figures: planned as one pool of system
-    memory."""
+    """Return the Device for a machine that is in no table, described by its two figures.
+
+    It is planned as one pool of system memory.
+    """
     memory = usable.described_pool(int(memory_gb * GIB), "--memory, less what the system keeps")
     told = f"{name!r} is not in the table: planned as a CPU with the figures given, and four cores"
     return Device(
@@ -143,7 +148,7 @@ def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
 def without_card(
     computer: Computer, memory_gb: float | None, bandwidth_gbps: float | None
 ) -> Device:
-    """A computer without a card: its processor and memory."""
+    """Return the Device for a computer without a card: its processor and memory."""
     cpu = computer.cpu or USUAL_PROCESSOR
     ram = computer.ram
     findings = list(computer.findings)
@@ -172,8 +177,11 @@ def without_card(
 
 
 def together(devices: list[Device]) -> Device:
-    """Cards of one or several kinds in one computer. Raises UsageError where one is a machine of
-    its own."""
+    """Combine cards of one or several kinds into one computer.
+
+    Raises UsageError if several devices are given and one is a complete machine, or if their
+    accelerators differ.
+    """
     for device in devices:
         if device.kind != "discrete" and len(devices) > 1:
             raise UsageError(f"{device.name} is a whole machine: a plan runs on one of them")
@@ -186,8 +194,8 @@ def together(devices: list[Device]) -> Device:
     if len(found) == 1:
         return found[0]
     findings = tuple(dict.fromkeys(chain.from_iterable(device.findings for device in devices)))
-    # The screens are on one of them: on which is not said, so on the one that a model would take
-    # last.
+    # One of the cards drives the screens, but the description does not name it. We assume the last
+    # card, which a model would use last.
     found[:-1] = [
         replace(c, memory=with_released(c.memory, c.memory.others_bytes)) for c in found[:-1]
     ]
@@ -195,7 +203,7 @@ def together(devices: list[Device]) -> Device:
 
 
 def with_host(device: Device, computer: Computer) -> Device:
-    """`device` in its computer."""
+    """Return `device` with the processor and the system memory of `computer`."""
     cpu = computer.cpu
     ram = computer.ram
     if cpu is not None:

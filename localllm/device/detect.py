@@ -1,4 +1,4 @@
-"""Detect this machine: probe, identify, and remember its measured memory bandwidth."""
+"""Detect this machine: probe it, identify it, and cache its measured memory bandwidth."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from localllm.device.types import Device, Readings
 
 
 def detect(*, measure: bool = False) -> Device:
-    """This machine as the installed build of llama.cpp can use it: what plans are made for. As
-    `hardware` does, but where that build has no use for the GPU, the Device is the processor, with
-    a finding that says so; and of a processor `measure` takes the rates of that build's matrix
-    kernels as well (some seconds more). A plan must not go by the load: what was measured in a busy
-    moment, and is to be measured again, doesn't count."""
+    """Return this machine as the installed build of llama.cpp can use it. Plans use this Device.
+
+    It works like `hardware`, with three differences:
+
+    - If the build cannot use the GPU, the Device is the processor, with a finding about that.
+    - On a processor, `measure` also measures the build's matrix kernels, which takes some seconds
+      more.
+    - Figures that were measured on a busy machine and are due for another try are ignored, because
+      a plan must not depend on the load.
+    """
     readings = read(slow=measure)
     found = from_readings(readings, measure=measure, settled=True)
     if found.accelerator == "metal":
@@ -38,11 +43,11 @@ def detect(*, measure: bool = False) -> Device:
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
-    """This machine as a Device, whatever is installed on it, in well under 300 ms.
+    """Return this machine as a Device, regardless of the installed software, in well under 300 ms.
 
-    With `measure`, memory bandwidth that neither the table, nor the system, nor an earlier
-    measurement gives is measured first (about a second) and kept in the cache; `remeasure` measures
-    in any case. Raises DeviceUnreadableError on a system that does not report its memory.
+    The table, the system or an earlier measurement may give the memory bandwidth. If none of them
+    does, `measure` measures it first (about a second) and caches it. `remeasure` always measures.
+    Raises DeviceUnreadableError on a system that does not report its memory.
     """
     return from_readings(read(slow=measure), measure=measure, remeasure=remeasure)
 
@@ -50,8 +55,10 @@ def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
 def from_readings(
     readings: Readings, *, measure: bool = False, remeasure: bool = False, settled: bool = False
 ) -> Device:
-    """`hardware` on readings taken already (doctor shares them). `reliable`: without figures of
-    busy moments."""
+    """Do the work of `hardware` on readings that were already taken (doctor shares them).
+
+    If `settled`, ignore figures measured while the machine was busy.
+    """
     device = identify(readings)
     if not measures_ram(device):
         return device
@@ -72,15 +79,17 @@ def from_readings(
     measured = identify(readings, kept)
     figure = measured.bandwidth_gbps
     if measured.kind == "unified" and figure.basis == "measured":
-        # The GPU of one pool may get more than the CPU's cores.
+        # The GPU may get more of the shared memory's bandwidth than the CPU's cores.
         floor = replace(figure, source=f"{figure.source}; by the CPU, so a lower bound")
         measured = replace(measured, bandwidth_gbps=floor)
     return measured
 
 
 def measures_ram(device: Device) -> bool:
-    """True where a CPU measurement says something: not on one pool whose GPU outruns its CPU
-    (Apple, GB10, Halo)."""
+    """Return True if a CPU measurement tells the bandwidth that a model gets.
+
+    It does not on unified memory with a GPU that is faster than its CPU (Apple, GB10, Halo).
+    """
     return device.kind != "unified" or device.bandwidth_gbps.basis == "assumed"
 
 
@@ -90,8 +99,12 @@ def with_matrix_rates(
     measure: bool,
     types: Sequence[str] = matrix_rate.TYPES,
 ) -> Device:
-    """Where the processor computes: what the installed build's kernels make of matrices of these
-    `types`, as kept or as measured now (half a second a type), in quiet alone."""
+    """Add the rates of the installed build's matrix kernels, if the model runs on the CPU.
+
+    The rates of these `types` come from the cache, or are measured now if `measure` is set and they
+    are due. A measurement takes about half a second a type. Rates that are due for another
+    measurement are left out.
+    """
     build = in_use.identity() if device.accelerator == "cpu" else None
     if build is None:
         return device
@@ -105,7 +118,9 @@ def with_matrix_rates(
 
 
 def _machine(device: Device) -> str:
-    """What a measurement belongs to: the processor and its memory; another cgroup limit is another
-    machine."""
+    """Return the cache key of a measurement: the processor and its memory.
+
+    Another cgroup limit gives another key.
+    """
     pool = device.host or device.memory
     return f"{device.cpu or device.name} | {device.n_cpu_cores} cores | {pool.total_bytes} B"

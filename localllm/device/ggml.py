@@ -1,8 +1,9 @@
-"""What the installed build of llama.cpp says it can compute on, held beside what the probes found:
-pure.
+"""Compare the devices that the installed build of llama.cpp reports with those that the probes
+found.
 
-The probes know the machine, ggml knows what this build of it will use; where they differ, a plan
-for the machine is not what will run, so every difference is a finding.
+The probes know the machine, and ggml knows the devices that its build will use. If they differ, a
+plan for the machine is not what will run. So every difference becomes a finding. These functions do
+no I/O.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device, Finding
 
 _GPU_TYPES = ("gpu", "igpu")
-# What a driver keeps for itself is within this; more means that the two do not speak of the same
-# memory.
+# Largest difference in size that a driver's own use explains. If the two sizes differ by more, they
+# do not describe the same memory.
 _SAME_MEMORY = 0.08
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlDevice:
-    """One device of a build, in ggml's words. `largest_buffer_bytes`: the most one allocation may
-    have, None = no limit is told. `id` is the PCI address where there is one; `details` what the
-    backend logged about it."""
+    """One device of a build, as ggml describes it.
+
+    - `largest_buffer_bytes`: the size limit of one allocation, or None if ggml reports no limit.
+    - `id`: the PCI address, if there is one.
+    - `details`: properties that the backend logged about the device.
+    """
 
     name: str
     description: str
@@ -41,8 +45,7 @@ class GgmlDevice:
 
     @property
     def accelerator(self) -> Accelerator:
-        """What drives it, in our words; "cpu" for the processor and for what only helps it
-        (BLAS)."""
+        """Our name of the accelerator that drives it: "cpu" for the CPU and its helpers (BLAS)."""
         if self.type not in _GPU_TYPES:
             return "cpu"
         return accelerators.called(self.backend) or "cpu"
@@ -50,7 +53,7 @@ class GgmlDevice:
 
 @dataclass(frozen=True, slots=True)
 class GgmlBuild:
-    """A build of llama.cpp as it answered: or `failure`, one sentence on why it gave no answer."""
+    """A build of llama.cpp and its devices. If it could not be queried, `failure` says why."""
 
     version: str = ""
     folder: str = ""
@@ -60,23 +63,25 @@ class GgmlBuild:
 
     @property
     def gpus(self) -> tuple[GgmlDevice, ...]:
-        """Its devices that are not the processor."""
+        """Devices other than the CPU."""
         return tuple(device for device in self.devices if device.accelerator != "cpu")
 
     @property
     def accelerators(self) -> tuple[Accelerator, ...]:
-        """What its devices are driven by, the processor left out."""
+        """Accelerators of its devices, without the CPU."""
         return tuple(dict.fromkeys(device.accelerator for device in self.gpus))
 
     @property
     def kind(self) -> str:
-        """Its accelerators in a word: "cuda", "vulkan", or "cpu" where it has none."""
+        """Its accelerators as one word: "cuda", "vulkan", or "cpu" if it has none."""
         return "+".join(self.accelerators) or "cpu"
 
 
 def read(answer: Mapping[str, Any]) -> GgmlBuild:
-    """The JSON that the child printed, or what `to_json` made of it, as a GgmlBuild. Raises
-    KeyError, TypeError or ValueError for anything else."""
+    """Parse the child process's JSON, or the output of `to_json`, into a GgmlBuild.
+
+    Raises KeyError, TypeError or ValueError for any other data.
+    """
     said = [str(line) for line in answer.get("said", ())]
     found = tuple(_device(device, said) for device in answer["devices"])
     features = {}
@@ -105,8 +110,10 @@ def _device(device: Mapping[str, Any], log: list[str]) -> GgmlDevice:
 
 
 def _details(name: str, said: list[str]) -> tuple[str, ...]:
-    """Capabilities that stand only in the log: Vulkan's one line for each device, CUDA's, and
-    Metal's several."""
+    """Return capabilities that appear only in the log.
+
+    Vulkan and CUDA log one line per device, Metal several.
+    """
     number = re.sub(r"\D", "", name)
     kind = re.sub(r"[\d ].*", "", name)
     if kind in ("MTL", "Metal"):
@@ -121,7 +128,7 @@ def _details(name: str, said: list[str]) -> tuple[str, ...]:
     return ()
 
 
-# How a backend's line of a device begins, and what stands between its capabilities.
+# Prefix of a backend's log line for a device, and the separator between its capabilities.
 _DETAIL_LINES = {
     "Vulkan": (r"ggml_vulkan: {} = ", "|"),
     "CUDA": (r"\s*Device {}: ", ","),
@@ -131,15 +138,17 @@ _METAL_FEATURE = re.compile(r"ggml_metal_device_init: ((?:simdgroup|has|use) .*?
 
 
 def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
-    """What would run a model on `device` with this build: its own backend, another that can drive
-    it, or "cpu"."""
+    """Return the accelerator that would run a model on `device` with this build.
+
+    It is the device's own backend, another one that can drive it, or "cpu".
+    """
     kind = device.accelerator
     return next((a for a in (kind, *KINDS[kind].instead) if a in build.accelerators), "cpu")
 
 
 def differences(device: Device, build: GgmlBuild) -> list[Finding]:
-    """Differences between the build's devices and those that the probes found, each with its
-    fix."""
+    """Return findings with fixes on the differences between the build's devices and the probed
+    ones."""
     if build.failure:
         failed = f"the installed llama.cpp gave no list of its devices: {build.failure}"
         fix = "localllm setup"
@@ -179,13 +188,12 @@ def _unused(device: Device, build: GgmlBuild) -> Finding:
 
 
 def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
-    """A GPU's memory by its driver and by ggml, and allocations that must stay smaller than the
-    memory."""
+    """Compare a GPU's memory in the driver and in ggml, and report small allocation limits."""
     findings = []
     total = sum(gpu.memory_total_bytes for gpu in used)
     limit = device.memory.limit_bytes
-    # On one pool the driver may offer ggml less than the system would give, never more than plans
-    # count with.
+    # On unified memory, the driver may offer ggml less than the system would give. It never offers
+    # more than plans assume.
     low = total < (1 - _SAME_MEMORY) * limit
     high = device.kind == "discrete" and total > (1 + _SAME_MEMORY) * device.memory.total_bytes
     if total and (low or high):
@@ -202,7 +210,7 @@ def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
 
 
 def to_json(build: GgmlBuild) -> dict[str, Any]:
-    """The published shape of a GgmlBuild."""
+    """Return the published JSON form of a GgmlBuild."""
     return {
         "version": build.version,
         "folder": build.folder,

@@ -1,5 +1,4 @@
-"""The judgement behind `doctor`: facts in, checks out. A check that had nothing to look at says so,
-never "ok"."""
+"""Turn facts into the checks of `doctor`. A check without data is "not checked", never "ok"."""
 
 from __future__ import annotations
 
@@ -13,22 +12,23 @@ from localllm.device import ggml
 from localllm.device.accelerators import compiled_in
 from localllm.device.types import GIB, Device, Finding
 
-GB = 10**9  # as `localllm device` and plans count
+GB = 10**9  # Decimal, as in `localllm device` and in plans.
 Status = Literal["ok", "warning", "error", "not checked"]
 
-# A 7B model in Q4 with its context is about 5 GB; a download needs its size twice while it is
+# A 7B model in Q4 with its context needs about 5 GB. A download needs twice its size while it is
 # verified.
 _LITTLE_DISK_BYTES = 10 * GIB
-# Each client is a socket and each model file a handle: 1024 is what Linux gives by default and is
-# enough.
+# Each client uses a socket and each model file a handle. 1024 is Linux's default and is enough.
 _FEW_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class BuildFacts:
-    """The installed llama-cpp-python: version, the library files it carries, and the compute
-    capabilities × 10 its CUDA code was built for (120 = sm_120), sorted; () if none could be
-    read."""
+    """The installed llama-cpp-python: its version and the library files it contains.
+
+    `cuda_architectures` are the compute capabilities × 10 of its CUDA code (120 = sm_120), sorted.
+    The tuple is empty if they could not be read.
+    """
 
     version: str
     libraries: tuple[str, ...]
@@ -36,16 +36,17 @@ class BuildFacts:
 
     @property
     def accelerators(self) -> tuple[str, ...]:
-        """Backends compiled in, by the libraries ggml builds for each (libggml-cuda.so,
-        ggml-vulkan.dll …)."""
+        """Backends compiled in, found by ggml's library names (libggml-cuda.so, ggml-vulkan.dll …)."""
         return compiled_in(" ".join(self.libraries))
 
 
 @dataclass(frozen=True, slots=True)
 class HealthFacts:
-    """What was read. None (or an absent key) = could not be read here. `other_engines`: those
-    beside llama.cpp that are installed, with their version, by the kind of accelerator that they
-    are for."""
+    """The facts that were read. None or an absent key means that a fact could not be read here.
+
+    `other_engines` maps a kind of accelerator to the version of the installed engine for it.
+    llama.cpp is not among them.
+    """
 
     build: BuildFacts | None = None
     llama_cpp: ggml.GgmlBuild | None = None
@@ -61,8 +62,7 @@ class HealthFacts:
 
 @dataclass(frozen=True, slots=True)
 class HealthCheck:
-    """One thing doctor looked at (or could not), what it saw, and the command that fixes it ("" =
-    nothing to fix)."""
+    """One check of doctor, its result, and the command that fixes it ("" = no fix needed)."""
 
     name: str
     status: Status
@@ -71,12 +71,12 @@ class HealthCheck:
 
 
 def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
-    """Every check, in the order a user would fix them."""
+    """Return every check, in the order in which a user would fix them."""
     of_files = _build(device, facts)
     of_devices = _ggml(device, facts.llama_cpp)
     failed = facts.llama_cpp is not None and facts.llama_cpp.failure
     if of_files.status == "error" and not failed:
-        # An error that the build's files show is not repeated for its devices.
+        # An error already shown by the build's files is not repeated for its devices.
         of_devices = [check for check in of_devices if check.status != "error"]
     return [
         _found(device),
@@ -106,7 +106,7 @@ _SETUP = "localllm setup"
 
 
 def _build(device: Device, facts: HealthFacts) -> HealthCheck:
-    """Whether the installed build's files are those that this machine needs."""
+    """Check whether the files of the installed build match the accelerator of this machine."""
     build = facts.build
     wanted = device.accelerator
     name = "llama.cpp build"
@@ -137,7 +137,7 @@ def _build(device: Device, facts: HealthFacts) -> HealthCheck:
 
 
 def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
-    """The devices of the build itself, and its differences from those that the system shows."""
+    """List the build's own devices and their differences from the system's devices."""
     name = "llama.cpp device"
     if build is None:
         unread = "the installed llama.cpp was not asked for its devices"
@@ -150,20 +150,23 @@ def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
 
 
 def _of_findings(name: str, findings: Iterable[Finding]) -> list[HealthCheck]:
-    """Those that want something done."""
+    """Turn the findings that need action into checks."""
     return [HealthCheck(name, f.level, f.message, f.fix) for f in findings if f.level != "info"]
 
 
 def _memory_of(device: ggml.GgmlDevice) -> str:
     total = f"{device.memory_total_bytes / GB:.1f} GB"
-    if device.accelerator == "cpu":  # ggml says that all of it is free
+    if device.accelerator == "cpu":  # ggml reports all of it as free.
         return total
     return f"{device.memory_free_bytes / GB:.1f} of {total} free"
 
 
 def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
-    """Native code runs within one major version, up to the GPU's minor; anything else needs PTX or
-    fails."""
+    """Check whether the build has native CUDA code for this GPU.
+
+    Native code runs within one major version, on GPUs with the same or a newer minor version. Other
+    GPUs need PTX or fail.
+    """
     name = "llama.cpp build"
     capability = re.fullmatch(r"([0-9]+)\.([0-9])", device.compute_capability)
     if capability is None:
@@ -183,7 +186,7 @@ def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
 
 
 def _gpu_share(device: Device) -> list[HealthCheck]:
-    """The share of the RAM that the system lets the GPU use, if a setting decides it."""
+    """Report the share of RAM that the GPU may use, if a system setting limits it."""
     memory = device.memory
     share = f"the GPU may use {memory.limit_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB"
     if device.accelerator == "metal":
@@ -196,7 +199,7 @@ def _gpu_share(device: Device) -> list[HealthCheck]:
         return [HealthCheck("wired limit", "ok", share)]
     if device.kind != "unified" or device.accelerator not in ("rocm", "vulkan"):
         return []
-    # A small limit is among the findings, with its fix.
+    # A small limit is already among the findings, with its fix.
     is_found = any("GTT" in finding.message for finding in device.findings)
     if is_found or not device.os.startswith("Linux"):
         return []
@@ -247,7 +250,7 @@ def _power(device: Device, facts: HealthFacts) -> HealthCheck:
     if device.os == "macOS":
         if facts.pmset is None:
             return HealthCheck(name, "not checked", "pmset gave no answer")
-        # macOS 26 calls it powermode: 0 automatic, 1 low, 2 high.
+        # macOS 26 calls the setting powermode: 0 automatic, 1 low, 2 high.
         low = re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset)
         if low is None:
             return HealthCheck(name, "ok", "Low Power Mode is off")

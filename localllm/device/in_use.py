@@ -1,8 +1,8 @@
-"""The machine as the installed build of llama.cpp can use it: what plans are made for.
+"""Describe the machine as the installed build of llama.cpp can use it. Plans use this description.
 
-A build is asked for its devices in a child process (a driver may crash or hang), and its answer is
-kept for a day: drivers and cards change rarely, and `localllm device` and `doctor` ask anew. One
-without any accelerator's library needs no question.
+A child process queries the build for its devices, because a driver may crash or hang. The answer is
+cached for a day, because drivers and cards change rarely. `localllm device` and `doctor` query the
+build again. A build without accelerator libraries is not queried.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from localllm.device.probes import llama_cpp_folder, programs
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
-# What changes the devices a build sees.
+# Environment variables that change the devices a build sees.
 _VARIABLES = (*HIDING_VARIABLES, "LLAMA_CPP_LIB_PATH")
 _GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
 _GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/device-tree/")
 
 
 def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
-    """The build that a worker would run, with its devices; None where llama-cpp-python is not
-    installed.
+    """Return the build that a worker would run, with its devices, or None without llama-cpp-python.
 
-    `fresh`: ask it now, whatever is known from before, and without judging by the names of its
-    libraries.
+    With `fresh`, query the build now, regardless of the cache and of the names of its libraries.
     """
     folder = _folder()
     if folder is None:
@@ -56,8 +54,7 @@ def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
 
 
 def identity() -> str | None:
-    """What tells the build that a worker would run from any other; None where llama-cpp-python is
-    not installed."""
+    """Return a key that identifies the build a worker would run, or None without llama-cpp-python."""
     folder = _folder()
     if folder is None:
         return None
@@ -99,16 +96,19 @@ def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
 
 
 def without_gpus(readings: Readings) -> Readings:
-    """The same machine, had it no graphics at all."""
+    """Return the readings of the same machine without graphics."""
     files = {path: text for path, text in readings.files.items() if not path.startswith(_GPU_FILES)}
     outputs = {name: text for name, text in readings.outputs.items() if name not in _GPU_OUTPUTS}
     return replace(readings, files=files, outputs=outputs)
 
 
 def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> Device:
-    """`device` as `build` can use it. `processor`: the same machine without its GPUs. A Mac is left
-    alone: MLX uses its GPU whatever llama.cpp was compiled for; and what gave no answer is no
-    reason to plan for less."""
+    """Return `device` as `build` can use it.
+
+    `processor` is the same machine without its GPUs. A Mac is returned unchanged, because MLX uses
+    its GPU regardless of llama.cpp's build. A build that could not be queried changes nothing
+    either: a failed query is no reason to plan for less.
+    """
     if build is None or build.failure or device.accelerator == "metal":
         return device
     if device.accelerator == "cpu":
@@ -132,9 +132,12 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
 
 
 def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
-    """`device` with every card that the build uses: a second of a kind that Windows' registry shows
-    once, or, under Vulkan, one of another maker. Layers are divided over them, so plans count them,
-    in the order of their PCI addresses."""
+    """Return `device` with every card that the build uses.
+
+    The build may know more cards: a second card of a kind that Windows' registry lists once, or,
+    under Vulkan, a card of another vendor. Layers are divided over all of them, so plans count them
+    too. They are ordered by PCI address.
+    """
     ours = list(device.cards or (device,))
     if device.kind != "discrete" or len(gpus) <= len(ours):
         return device
@@ -144,7 +147,7 @@ def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
         if own is not None:
             ours.remove(own)
         found.append(own or _card(replace(device, cards=(), n_gpus=1), gpu))
-    if ours:  # the build does not see one of them: which is which can't be told
+    if ours:  # The build does not see one of our cards, so cards cannot be matched.
         return device
     more = len(found) - max(1, len(device.cards))
     told = f"{more} more cards are known from the installed llama.cpp, and planned with"
@@ -155,14 +158,16 @@ def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
 
 
 def _alike(name: str, description: str) -> bool:
-    """Do two drivers mean one kind of card? ("Radeon RX 7900 XTX", "AMD Radeon RX 7900 XTX (RADV
-    NAVI31)")"""
+    """Return True if the names from two drivers mean the same kind of card.
+
+    Example: "Radeon RX 7900 XTX" and "AMD Radeon RX 7900 XTX (RADV NAVI31)".
+    """
     short, long = sorted((f"{table.plain(name)} ", f"{table.plain(description)} "), key=len)
     return long.startswith(short)
 
 
 def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
-    """A card as ggml and the table have it, in the machine of `device`."""
+    """Return a card of `device`'s machine, described by ggml and the table."""
     total = gpu.memory_total_bytes
     used = total - min(gpu.memory_free_bytes, total)
     row = table.by_gpu_name(gpu.description, total)
@@ -186,7 +191,7 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
 
 
 def _as_seen(device: Device, ram: Memory, build: ggml.GgmlBuild) -> Device:
-    """`device` with as much of a processor's graphics' memory as this build sees."""
+    """Limit the memory of a processor's integrated graphics to the memory this build sees."""
     kind = device.accelerator
     if device.kind != "unified" or kind not in ("rocm", "vulkan"):
         return device
@@ -198,8 +203,11 @@ def _as_seen(device: Device, ram: Memory, build: ggml.GgmlBuild) -> Device:
 
 
 def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
-    """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is
-    the system memory's where it shares that one, else unknown."""
+    """Return the Device of a GPU that the build uses but no probe knows.
+
+    Its memory comes from ggml. An integrated GPU has the bandwidth of system memory. The bandwidth
+    of other GPUs comes from the table, or from cards of similar size.
+    """
     kind = build.accelerators[0]
     gpus = [gpu for gpu in build.gpus if gpu.accelerator == kind]
     gpus.sort(key=attrgetter("id"))
@@ -214,8 +222,8 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
         return cards.together(cards.numbered([_card(one, gpu) for gpu in gpus]))
     total = sum(gpu.memory_total_bytes for gpu in gpus)
     free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
-    # what the system keeps is in its own account, and this is all that the driver lets a program
-    # have of it
+    # The system's own use is counted in the system's memory account. `total` is all that the driver
+    # lets a program use.
     memory = usable.vram(total, total - free, 0, f"llama.cpp ({gpus[0].backend})")
     available = min(free, machine.memory.available_bytes)
     memory = replace(memory, system_bytes=0, available_bytes=available)
@@ -228,22 +236,25 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     )
 
 
-# The first start of a CUDA or Metal library compiles or unpacks; a driver that takes longer is not
-# coming back.
+# The first start of a CUDA or Metal library compiles or unpacks code. After this time we assume
+# that the driver hangs.
 _PATIENCE_S = 60.0
 
 
 def ask_build(
     environment: Mapping[str, str] | None = None, *, timeout_s: float = _PATIENCE_S
 ) -> ggml.GgmlBuild:
-    """The build that a worker with this environment (default: this process's) would run, and its
-    devices. Never raises: what went wrong is the GgmlBuild's `failure`."""
+    """Query the build that a worker with this environment would run, and its devices.
+
+    The default is the environment of this process. Never raises: if the query fails, the
+    GgmlBuild's `failure` has the reason.
+    """
     asked = programs.ask("llamacpp.devices", environment=environment, timeout_s=timeout_s)
     if asked.failure:
         return ggml.GgmlBuild(failure=f"while it looked for devices, {asked.failure}")
     answer = asked.answers[-1]
     try:
-        # What backends that are loaded with the bindings say of their devices is on standard error.
+        # Backends that load with the bindings log their devices to standard error.
         return ggml.read({**answer, "said": [*answer["said"], *asked.stderr_lines]})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         return ggml.GgmlBuild(failure=f"its answer can't be read ({type(e).__name__}: {e})")

@@ -1,5 +1,4 @@
-"""Figures measured on this machine, kept in the cache for its next starts, with how busy the
-machine was meanwhile."""
+"""Cache of figures measured on this machine, with the load during each measurement."""
 
 from __future__ import annotations
 
@@ -12,17 +11,19 @@ from typing import Any
 from localllm import json_store
 from localllm.device.types import Figure
 
-# Where other programs have more than this share of the processor, what is left of a machine is not
-# what it gives. Such a figure serves until a better one, which is tried for so many times: some
-# machines are never quiet.
+# If other programs use more than this share of the processor, a measurement shows only what they
+# left. Such a figure is used until a better one replaces it. Measurements are repeated at most
+# `_MOST_TRIES` times, because some machines are never idle.
 BUSY_SHARE = 0.15
 _MOST_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured on `date`, in the unit of its shelf, and by what (`how`). `others_share`: of
-    the processor's time, what other programs had meanwhile."""
+    """A value measured on `date` by the method `how`, in the unit of its FigureFile.
+
+    `others_share` is the share of processor time that other programs used during the measurement.
+    """
 
     value: float
     how: str
@@ -31,13 +32,12 @@ class Measurement:
 
     @property
     def busy(self) -> bool:
-        """True where other programs had so much of the machine that the figure is theirs as much as
-        the machine's."""
+        """True if other programs used so much of the machine that the figure is unreliable."""
         return self.others_share > BUSY_SHARE
 
     @property
     def figure(self) -> Figure:
-        """The figure, with how and when it was found."""
+        """The value as a Figure, with the method and the date."""
         source = f"{self.how}, {self.date}"
         if self.busy:
             source += f", while other programs had {self.others_share:.0%} of the processor"
@@ -46,8 +46,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTimes:
-    """Processor time so far, in seconds over all cores: of this process, of all, and what there was
-    of it."""
+    """Processor time so far, in seconds over all cores.
+
+    `own_s` is the time of this process, `all_s` the time of all processes, and `there_s` the time
+    including idle.
+    """
 
     own_s: float
     all_s: float
@@ -55,18 +58,19 @@ class ProcessorTimes:
 
     @classmethod
     def now(cls, *, child_s: float = 0.0) -> ProcessorTimes:
-        """`child_s`: what a child that measured for us had, which is ours too."""
+        """Read the current times. `child_s` is the time of a child that measured for us; it counts
+        as our own."""
         import psutil
 
         times = psutil.cpu_times()._asdict()
-        # A guest's time is part of its host's `user` (proc_stat(5)).
+        # A guest's time is already part of its host's `user` (proc_stat(5)).
         spent = {name: s for name, s in times.items() if not name.startswith("guest")}
         idle = spent.get("idle", 0.0) + spent.get("iowait", 0.0)
         there = sum(spent.values())
         return cls(time.process_time() + child_s, there - idle, there)
 
     def others_share(self, later: ProcessorTimes) -> float:
-        """Of the processor's time between this and `later`, what other programs had."""
+        """Return the share of processor time that other programs used between this and `later`."""
         there = later.there_s - self.there_s
         others = (later.all_s - self.all_s) - (later.own_s - self.own_s)
         if there > 0:
@@ -76,23 +80,31 @@ class ProcessorTimes:
 
 @dataclass(frozen=True, slots=True)
 class FigureFile:
-    """A file of figures in the cache's folder, one of each machine; what is outside `sane` is none.
-    `folder` is the cache's in every call, `machine` names what was measured."""
+    """A file in the cache folder with one figure for each machine. Values outside `sane` are
+    ignored.
+
+    In every method, `folder` is the cache folder and `machine` names the measured machine.
+    """
 
     file_name: str
     sane: tuple[float, float]
 
     def cached(self, folder: Path, machine: str) -> Figure | None:
-        """The figure kept for `machine`, None if there is none or it is unreadable."""
+        """Return the figure cached for `machine`, or None if it is missing or unreadable."""
         return self._figure(json_store.read(folder / self.file_name).get(machine))
 
     def reliable(self, folder: Path, machine: str) -> Figure | None:
-        """The figure kept for `machine` that later ones won't better: what plans count on, which
-        must not go by the load."""
+        """Return the cached figure for `machine`, unless it is due for another measurement.
+
+        Plans use these figures, because a plan must not depend on the load.
+        """
         return self.reliable_of(folder, machine).get("")
 
     def reliable_of(self, folder: Path, start: str) -> dict[str, Figure]:
-        """The `reliable` figures of every machine whose name begins so, by the rest of the name."""
+        """Return the `reliable` figures of all machines whose name begins with `start`.
+
+        The keys are the rest of each name.
+        """
         found = {}
         for name, entry in json_store.read(folder / self.file_name).items():
             if not name.startswith(start) or 0 < _tries(entry) < _MOST_TRIES:
@@ -103,18 +115,23 @@ class FigureFile:
         return found
 
     def due(self, folder: Path, machine: str) -> bool:
-        """True where `machine` has no figure, or one of a busy moment that was not tried often
-        enough to better."""
+        """Return True if `machine` needs a measurement.
+
+        It has no figure, or only one measured while busy that has tries left.
+        """
         return self.reliable(folder, machine) is None
 
     def keep(self, folder: Path, machine: str, taken: Measurement) -> Figure:
-        """Remember what was `taken` for `machine`, and return it: see `keep_all`."""
+        """Cache the measurement for `machine` and return its figure: see `keep_all`."""
         return self.keep_all(folder, {machine: taken})[machine]
 
     def keep_all(self, folder: Path, taken: Mapping[str, Measurement]) -> dict[str, Figure]:
-        """Remember what was `taken` for each machine, and return it; a cache that can't be written
-        is no error (it is measured again). A figure of a busy moment gives way to a higher one
-        alone, and is never put in place of a higher one: no machine is faster than it is."""
+        """Cache the measurements for each machine and return the figures that now apply.
+
+        A cache that cannot be written is no error: the figure is measured again later. A figure
+        measured on a busy machine never replaces a higher one, and only a higher one replaces it,
+        because load can only lower a figure.
+        """
         known = json_store.read(folder / self.file_name)
         figures = {
             machine: self._better(known, machine, measured) for machine, measured in taken.items()
@@ -123,7 +140,7 @@ class FigureFile:
         return figures
 
     def _better(self, known: dict[str, Any], machine: str, taken: Measurement) -> Figure:
-        """What counts for `machine` from now on, `known` brought up to it."""
+        """Return the figure that applies to `machine` from now on, and update `known`."""
         kept = self._figure(known.get(machine))
         tries = _tries(known.get(machine))
         figure = taken.figure
@@ -150,7 +167,7 @@ class FigureFile:
 
 
 def _tries(entry: object) -> int:
-    """How often a machine was measured while it was busy; 0 once it was measured in quiet."""
+    """Return how many busy measurements a machine has had since its last quiet one."""
     tries = entry.get("tries", 0) if isinstance(entry, dict) else 0
     if isinstance(tries, int):
         return tries

@@ -1,5 +1,7 @@
-"""Rows of the table by typed words: the whole name, a nickname, or one that lacks nothing by which
-parts are told apart."""
+"""Find table rows by typed words.
+
+A name matches if it is a full name, a nickname, or a shortened name that still identifies one part.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _NICKNAMES_FILE = Path(__file__).with_name("nicknames.toml")
 
 @cache
 def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
-    """Rows by the set of words that name them, memory sizes and core counts left out."""
+    """Rows indexed by the set of words that name them, without memory sizes and core counts."""
     index: dict[frozenset[str], list[DeviceRow]] = {}
     for row in table.rows():
         if row.kind == "system":
@@ -34,13 +36,16 @@ def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
 
 
 def _aliases(row: DeviceRow) -> list[str]:
-    """The names a row answers to: its own with and without what stands in parentheses, each
-    alternative of "A / B" and "A1,A2"."""
+    """Return the names that match a row.
+
+    They are its own name with and without the text in parentheses, and each alternative of "A / B"
+    and "A1,A2".
+    """
     bare = re.sub(r"\([^)]*\)", " ", row.name)
     aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names]
     if row.bandwidth_gbps:
         aliases += row.cpu
-    if row.kind == "unified":  # "(Strix Point)", "(Phoenix/Hawk Point)"
+    if row.kind == "unified":  # Code names such as "(Strix Point)" and "(Phoenix/Hawk Point)".
         aliases += re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+(?=[)/])", row.name)
     for part in bare.split("/"):
         alias = part.strip()
@@ -54,15 +59,15 @@ def _aliases(row: DeviceRow) -> list[str]:
     return aliases
 
 
-# Words of parts' names that tell nothing of a part they stand beside.
+# Words that identify no part.
 SAY_NOTHING = {"laptop", *typed.DECORATIONS, *map(str, range(10))}
-# Makers of cards that are words of machines too.
+# Vendors of cards that are also words in machines' names.
 MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 
 
 @cache
 def _listed_nicknames() -> dict[str, str]:
-    """The name that each nickname stands for. Package data: read once per process."""
+    """The full name of each nickname. Package data, read once per process."""
     return tomllib.loads(_NICKNAMES_FILE.read_text(encoding="utf-8"))
 
 
@@ -76,16 +81,18 @@ def _nicknames() -> dict[frozenset[str], frozenset[str]]:
 
 @cache
 def _known() -> frozenset[str]:
-    """Every word of a part's name."""
+    """Every word that occurs in a part's name."""
     return frozenset().union(*_index(), *_nicknames())
 
 
 def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
-    """Rows that a part's words name, and the part as it was read then: a bare number at its end may
-    be memory, and words of shops and makers of boards say nothing. No rows where it names none, or
-    several that are not the same part."""
+    """Return the rows that a part's words name, and the part as it was interpreted.
+
+    A bare number at the end may be a memory size. Words of shops and board vendors are ignored.
+    Returns no rows if the words name no part, or several different parts.
+    """
     rows, found = _found(part)
-    if not rows and part.count > 1:  # "evo x2" is one
+    if not rows and part.count > 1:  # "evo x2" is one machine.
         rows, found = _found(replace(part, words=typed.words(part.text), count=1))
     if not rows:
         return (), part
@@ -109,8 +116,11 @@ def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
 
 
 def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
-    """Rows that the longest run of a part's words names, and the part with the others as its
-    `rest`. None where a word beside the run could make it another part."""
+    """Return the rows that the longest run of a part's words names.
+
+    The part is returned with the remaining words as its `rest`. Returns no rows if a word next to
+    the run could make it another part.
+    """
     words = part.words
     spans = sorted(combinations(range(len(words) + 1), 2), key=lambda span: span[0] - span[1])
     for start, end in spans[1:]:
@@ -128,15 +138,18 @@ def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     return (), part
 
 
-# Behind these words stands a card's number, and no machine's.
+# A number after these words belongs to a card, not to a machine.
 _CARDS = re.compile(
     r"\b(?:geforce|radeon|tesla|instinct|quadro|titan|arc|[rg]tx|rx)\s+(?=([a-z0-9]+))"
 )
 
 
 def is_machine(part: Typed) -> bool:
-    """Whether words that name no part can be a machine's own name: letters and then a number
-    ("p620", "dl380"), or a number behind a word that no part has ("supermicro 4028gr")."""
+    """Return True if words that name no part can be a machine's own name.
+
+    Such a name is letters with a number ("p620", "dl380"), or a number after a word that is in no
+    part's name ("supermicro 4028gr").
+    """
     words = part.words
     if not set(_CARDS.findall(part.text)).isdisjoint(words):
         return False
@@ -147,8 +160,10 @@ def is_machine(part: Typed) -> bool:
 
 
 def called(name: str) -> DeviceRow | None:
-    """The row that a typed name is letter by letter; of a kind of system memory, that it begins
-    with ("DDR5-5600 dual-channel")."""
+    """Return the row whose name was typed exactly.
+
+    For a kind of system memory, the name may continue ("DDR5-5600 dual-channel").
+    """
     text = _spelled(name)
     begun = []
     for row in table.rows():
@@ -161,8 +176,7 @@ def called(name: str) -> DeviceRow | None:
 
 
 def line(words: tuple[str, ...]) -> DeviceRow | None:
-    """The slowest kind of system memory that a line of processors is named with ("EPYC 9005",
-    "Xeon")."""
+    """Return the slowest kind of system memory for a processor series ("EPYC 9005", "Xeon")."""
     wanted = set(words)
     if not any(len(word) > 3 and word.isalpha() for word in wanted):
         return None
@@ -179,8 +193,10 @@ def _spelled(name: str) -> str:
 
 
 def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[DeviceRow, ...]:
-    """Rows named by exactly these words, through a nickname if need be; else the one name that has
-    besides them only words that tell nothing apart."""
+    """Return the rows named by exactly these words, or by the nickname that they are.
+
+    Otherwise, return the rows of the one name that adds only words that do not distinguish parts.
+    """
     wanted = frozenset(words)
     meant = _nicknames().get(wanted)
     if meant is not None:
@@ -191,21 +207,21 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
         wanted = meant
     exact = _index().get(wanted, ())
     if exact:
-        # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is
+        # A driver's name can match several rows (3060 Ti GDDR6X). The row with exactly this name is
         # meant.
         return tuple(row for row in exact if _own_words(row) == wanted) or exact
     return _nearly_named(wanted)
 
 
 def _own_words(row: DeviceRow) -> frozenset[str]:
-    """The words of a row's own name; of a Mac's, those of its chip."""
+    """Return the words of a row's own name, or of the chip's name for a Mac."""
     name = row.chip if row.vendor == "Apple" else row.name
     return frozenset(typed.read(name).words)
 
 
 def _nearly_named(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
-    """Rows of the one name that has few words more than these, none of which tells parts apart."""
-    # "rtx" or "ryzen" names a shelf, not a machine.
+    """Return the rows of the one closest name that adds only words that do not distinguish parts."""
+    # "rtx" or "ryzen" names a product line, not a machine.
     if len(wanted) < 2 and not any(c.isdigit() for c in "".join(wanted)):
         return ()
     near = {
@@ -223,24 +239,28 @@ def _nearly_named(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
 def _of_memory(
     wanted: frozenset[str], meant: frozenset[str], memory_gb: float
 ) -> tuple[DeviceRow, ...]:
-    """What a nickname is itself, where what it usually means is not sold with so much memory: "A100
-    40GB" is not the 80 GB one its short name usually means, "Jetson Orin Nano 4GB" not the 8 GB
-    Super."""
+    """Return the literal part of a nickname, if the usual one is not sold with this memory size.
+
+    "A100 40GB" is not the 80 GB card that "A100" usually means. "Jetson Orin Nano 4GB" is not the 8
+    GB Super.
+    """
     if any(memory_gb in row.memory_gb for row in _index().get(meant, ())):
         return ()
-    # They differ by their board alone.
+    # These rows differ only in their form (the board).
     forms = [rows for key, rows in _index().items() if wanted < key and key - wanted <= FORMS]
     sold = tuple(row for row in chain.from_iterable(forms) if memory_gb in row.memory_gb)
     return sold or _index().get(wanted, ())
 
 
-# What stands between a processor's brand and its number.
+# Tier number between a processor's brand and its model number.
 _TIERS = {"3", "5", "7", "9"}
 
 
 def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
-    """True where a name that has these words more is the same part: a brand, a maker, or what only
-    one part is called with."""
+    """Return True if a name with these extra words is the same part.
+
+    The extra words are a brand, a vendor, or words that only one such part has.
+    """
     words = set(extra)
     if any(typed.is_number(word) for word in wanted):
         words -= _TIERS
@@ -250,7 +270,7 @@ def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
 
 
 def _is_implied(suffix: str, wanted: frozenset[str]) -> bool:
-    """True if the part that these words name has no other form than that with the suffix."""
+    """Return True if the part that these words name exists only with this suffix."""
     if suffix == "blackwell":
         return "pro" in wanted
     if suffix == "pro":
@@ -259,7 +279,7 @@ def _is_implied(suffix: str, wanted: frozenset[str]) -> bool:
 
 
 def longer(part: Typed) -> list[str]:
-    """Names of parts that a part's words are a piece of."""
+    """Return the names of parts whose words include all words of `part` and more."""
     wanted = frozenset(part.words)
     found = [rows for key, rows in _index().items() if wanted and wanted < key]
     return list(dict.fromkeys(_short(row) for row in chain.from_iterable(found)))
@@ -279,7 +299,7 @@ def _spellings() -> dict[str, str]:
 
 
 def nearest(name: str, count: int = 3) -> list[str]:
-    """The names in the table that are most like `name`, as far as any is like it."""
+    """Return up to `count` names of the table that are similar to `name`."""
     wanted = [word for word in typed.words(name) if word not in MAKERS | {"laptop"}]
     close = difflib.get_close_matches(" ".join(wanted), _spellings(), n=2 * count, cutoff=0.5)
     return list(dict.fromkeys(_spellings()[spelled] for spelled in close))[:count]

@@ -1,4 +1,4 @@
-"""Any machine by name, the way people type it: "M4 Max 128GB", "dgx spark", "2x 3090 + 64GB DDR4",
+"""Parse machine names as people type them: "M4 Max 128GB", "dgx spark", "2x 3090 + 64GB DDR4",
 "i9-13900k + rtx 4090"."""
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from localllm.errors import UsageError
 def resolve(
     name: str, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None
 ) -> Device:
-    """A simulated Device for a name as people type it; `memory_gb` (GiB as sold) and
-    `bandwidth_gbps` override.
+    """Return a simulated Device for a name as people type it.
 
-    Raises DeviceNotFoundError with the nearest names for an unknown one (unless both overrides
-    describe it anyway), and UsageError for overrides that are not positive. What a plus or a comma
-    joins are cards, their processor, and the memory of the computer they are in.
+    `memory_gb` (GiB as sold) and `bandwidth_gbps` override the table. Parts joined by a plus or a
+    comma are cards, their processor, and the computer's memory.
+
+    Raises DeviceNotFoundError with the nearest names for an unknown name, unless both overrides are
+    given. Raises UsageError for overrides that are not positive.
     """
     check_overrides(memory_gb, bandwidth_gbps)
     found = _resolved(name, memory_gb, bandwidth_gbps)
@@ -86,7 +87,7 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
 
 
 def _without_graphics(devices: list[Device]) -> list[Device]:
-    """Without a processor's graphics, where there are cards."""
+    """Remove a processor's integrated graphics if there are cards."""
     cards_ = [device for device in devices if device.kind == "discrete"]
     machines = [
         device
@@ -99,7 +100,10 @@ def _without_graphics(devices: list[Device]) -> list[Device]:
 
 
 def _read(name: str) -> Computer:
-    """Which rows the parts of a name are; raises DeviceNotFoundError for one that is none."""
+    """Parse a name into table rows, processor and memory.
+
+    Raises DeviceNotFoundError if a part of the name is unknown.
+    """
     computer = Computer([])
     called = lookup.called(name)
     if called is not None:
@@ -120,13 +124,15 @@ def _read(name: str) -> Computer:
 
 
 def _add_part(computer: Computer, text: str, part: Typed) -> None:
-    """The parts that words name, one after the other. Raises DeviceNotFoundError where they name
-    none, or a number among them names nothing."""
+    """Add the parts that the words name, one after the other.
+
+    Raises DeviceNotFoundError if they name no part, or if a number among them is not recognised.
+    """
     n_parts = len(computer.parts)
     rows, found = lookup.find(part)
     if not rows:
         rows, found = _processor_or_run(computer, text, part)
-    if rows:  # "framework desktop 395": what the row is called is read
+    if rows:  # "framework desktop 395": words in the row's own name are not left over.
         called = typed.words(rows[0].name)
         found = replace(found, rest=tuple(word for word in found.rest if word not in called))
     _add_rest(computer, text, part, rows, found)
@@ -141,8 +147,10 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
 def _add_rest(
     computer: Computer, text: str, part: Typed, rows: tuple[DeviceRow, ...], found: Typed
 ) -> None:
-    """The part that the other words name, if there is a number among them; else a finding with
-    those that say nothing."""
+    """Add the part named by the remaining words, if a number is among them.
+
+    Otherwise, add a finding with the words that were not recognised.
+    """
     if found.rest != part.words and any(typed.is_number(word) for word in found.rest):
         more = replace(found, words=found.rest, rest=(), count=1)
         if rows and rows[0].kind == "discrete":
@@ -156,15 +164,17 @@ def _add_rest(
 
 
 def _is_repeated(computer: Computer, rows: tuple[DeviceRow, ...]) -> bool:
-    """True for a processor's graphics that are named after it: "ryzen 7 7840hs, radeon 780m"."""
+    """Return True for graphics named after their processor: "ryzen 7 7840hs, radeon 780m"."""
     if computer.cpu is None or rows[0].kind != "unified":
         return False
     return any(rows == known for known, _ in computer.parts)
 
 
 def _system_size(part: Typed, computer: Computer) -> float | None:
-    """The size of a computer's memory that was said: terabytes are a disk's, unless the processor
-    is a server's."""
+    """Return the stated size of the computer's memory.
+
+    Sizes in terabytes belong to a disk, unless the processor is a server's.
+    """
     is_server = computer.cpu is not None and computer.cpu.channels >= _SERVER_CHANNELS
     if part.own_gb:
         return part.own_gb
@@ -178,8 +188,11 @@ _TERABYTE = 1024
 def _processor_or_run(
     computer: Computer, text: str, part: Typed
 ) -> tuple[tuple[DeviceRow, ...], Typed]:
-    """The processor among the words, with its graphics, or else the rows that a run of them names,
-    and the part with what is left. Raises DeviceNotFoundError where there is neither."""
+    """Find the processor among the words, with its graphics, or the rows named by a run of words.
+
+    Returns the rows and the part with the remaining words. Raises DeviceNotFoundError if the words
+    name no part.
+    """
     named = cpus.named(part.words)
     if named is not None:
         computer.cpu, rest = named
@@ -198,8 +211,10 @@ def _processor_or_run(
 
 
 def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
-    """The rows that a run of the words names, or a line of processors by its memory; none of a
-    machine's own name. Raises DeviceNotFoundError."""
+    """Return the rows named by a run of the words, or the memory kind of a processor series.
+
+    Returns no rows for a machine's own name. Raises DeviceNotFoundError for unknown words.
+    """
     whole = table.by_cpu(" ".join(part.words))
     if whole is not None:
         said = set(typed.words(" ".join((whole.name, *whole.cpu))))
@@ -215,7 +230,7 @@ def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     return (), replace(part, words=(), rest=part.words)
 
 
-# Words for a computer that say nothing of it.
+# General words for a computer that identify no part.
 _ANY_COMPUTER = {
     "laptop", "desktop", "pc", "computer", "machine", "box", "old", "new", "my", "office", "gaming",
     "home", "cheap", "x86", "cpu",
@@ -224,8 +239,10 @@ _ANY_COMPUTER = {
 
 
 def _add_size(computer: Computer, part: Typed, name: str) -> None:
-    """A size that stands apart is the computer's memory, unless a comma sets it off and the card is
-    sold with just that."""
+    """Add a size that is typed separately. It is the computer's memory, with one exception.
+
+    If only a comma separates it from a card that is sold with this size, it is the card's memory.
+    """
     if computer.parts and "+" not in name and part.ram is None:
         rows, card = computer.parts[-1]
         if card.memory_gb is None and any(part.memory_gb in row.memory_gb for row in rows):
@@ -255,20 +272,20 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     return DeviceNotFoundError(message, hint=hint, param="device")
 
 
-# GB that no computer with a card has less of.
+# Smallest RAM in GB of a computer with a card.
 _LEAST_RAM = 4
-# What is sold again with twice the memory: 4090 with 48 GB, 2080 Ti with 22.
+# Cards are resold with twice their memory: the 4090 with 48 GB, the 2080 Ti with 22 GB.
 _MODDED = 2
 
 
-# The sizes of disks, in GB as they are sold.
+# Sizes of disks in GB, as sold.
 _DISKS = {128, 256, 500, 512, 1000, 1024, 2000, 2048, 4096, 8192}
-# More memory than any machine has that is sold with what its buyer chooses, and no server.
+# Largest memory in GB of configurable machines other than servers.
 _MOST_MEMORY = 256.0
 
 
 def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> Typed:
-    """`part` without the sizes that are a disk's, which is said."""
+    """Return `part` without the sizes that belong to a disk, and add a finding for each."""
     row = rows[0]
     if row.kind == "system":
         return part
@@ -277,7 +294,7 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
     if row.kind == "unified":
         sold = set(chain.from_iterable(row.memory_gb for row in rows))
         largest = max(sold, default=_MOST_MEMORY)
-        # A box that is sold in one size has that.
+        # A machine that is sold with only one memory size has that size.
         is_fixed = row.vendor.startswith("NVIDIA") and len(sold) == 1
     kept = []
     for size in part.sizes_gb:
@@ -290,8 +307,11 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
 
 
 def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> float | None:
-    """The size that is the part's own; what else was said is the computer's memory, as is of a card
-    what none is sold with. Of several cards it may be what they have together ("4x 3090 96gb")."""
+    """Return the memory size of the part itself.
+
+    Other sizes are the computer's memory, such as sizes with which no such card is sold. For
+    several cards, the size may be their total ("4x 3090 96gb").
+    """
     if rows[0].kind != "discrete":
         return part.memory_gb or computer.ram.size_gb
     sold = {*chain.from_iterable((*row.memory_gb, *row.resold_gb) for row in rows)}
@@ -307,8 +327,11 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
 
 
 def _sold_size(sold: set[float], part: Typed) -> float | None:
-    """The size that was said of those which a card is sold with, several have together, or one has
-    after somebody soldered more memory on it."""
+    """Return the stated size that belongs to a card.
+
+    It is a size the card is sold with, the total of several cards, or the size of a modified card
+    with added memory.
+    """
     for size in part.sizes_gb:
         if size in sold:
             return size
@@ -327,8 +350,10 @@ def _sold_size(sold: set[float], part: Typed) -> float | None:
 def _choose(
     found: Sequence[DeviceRow], part: Typed, own_gb: float | None, memory_gb: float | None
 ) -> tuple[DeviceRow, float | None, list[Finding]]:
-    """One row and a memory size (GiB) of those the name fits; what was not said is chosen and
-    stated."""
+    """Choose one row and a memory size (GiB) from the rows that match the name.
+
+    Findings list what was not stated and had to be chosen.
+    """
     wanted = memory_gb if memory_gb is not None else own_gb
     rows = _of_size(found, part, wanted)
     row = max(rows, key=_largest)
@@ -352,15 +377,17 @@ def _choose(
 
 
 def _largest(row: DeviceRow) -> tuple[float, float, int]:
-    """What people mean by a bare name: the larger bin with its largest memory."""
+    """Sort key for bare names: the larger bin with its largest memory is meant."""
     return max(row.memory_gb, default=0.0), row.bandwidth_gbps or 0.0, row.compute_units
 
 
 def _of_size(
     found: Sequence[DeviceRow], part: Typed, wanted_gb: float | None
 ) -> Sequence[DeviceRow]:
-    """Those of the rows that have the GPU cores and the memory which were said, as far as any
-    has; where no size was, "RTX 3080" is the card called just that, not "RTX 3080 12 GB"."""
+    """Return the rows that best match the stated GPU cores and memory.
+
+    Without a stated size, "RTX 3080" is the card with exactly this name, not "RTX 3080 12 GB".
+    """
     is_sized = wanted_gb is not None
     sizes = ((2, wanted_gb), (1, (wanted_gb or 0.0) / _MODDED))
 
@@ -374,7 +401,7 @@ def _of_size(
 
 
 def everything() -> list[Device]:
-    """Every machine of the table, once for each memory size it is sold with."""
+    """Return every machine of the table, once for each memory size it is sold with."""
     devices: list[Device] = []
     for row in table.rows():
         devices += [simulate(row, size, []) for size in sorted(row.memory_gb)]
