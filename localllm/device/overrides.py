@@ -1,5 +1,4 @@
-"""A device with what is said of it otherwise: another memory or bandwidth, and how much is left to
-others."""
+"""Override a device's memory, its bandwidth, or the memory kept free for other programs."""
 
 from __future__ import annotations
 
@@ -20,8 +19,12 @@ def with_memory(
     vram_headroom_gb: float | None = None,
     headroom_gb: float | None = None,
 ) -> Device:
-    """`device` beside so much system memory (GiB as sold), and with so much (GB) of its own, and of
-    the system's, left to others, instead of what is assumed. Raises UsageError."""
+    """Return `device` with other system memory or other headroom than assumed.
+
+    `ram_gb` is the size of system memory (GiB as sold). The headrooms (GB) are kept free for other
+    programs, on the cards and in system memory. Raises UsageError if a value does not fit the
+    device.
+    """
     if ram_gb is not None:
         if device.kind != "discrete":
             maker, _, _ = device.name.partition(" ")
@@ -45,13 +48,16 @@ def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
     kept = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
     if device.accelerator != "metal":
         return kept
-    limit = min(pool.limit_bytes, kept.limit_bytes)  # what macOS gives the GPU stays its own affair
+    # macOS decides how much the GPU gets, so the limit is never raised.
+    limit = min(pool.limit_bytes, kept.limit_bytes)
     return replace(kept, limit_bytes=limit, available_bytes=min(kept.available_bytes, limit))
 
 
 def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
-    """Of several cards each keeps its part. What a described card's screens would take is in what
-    is said."""
+    """Keep `headroom_gb` free on the cards, divided among several cards by their memory.
+
+    On a described card, the desktop's assumed use is part of the headroom.
+    """
     keep = int(headroom_gb * 1e9)
     whole = device.memory
     if keep >= whole.limit_bytes:
@@ -74,8 +80,10 @@ def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
 def overridden(
     device: Device, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None
 ) -> Device:
-    """`device` planned as if it had this much usable memory (GiB) or this bandwidth; unchanged
-    without either."""
+    """Return `device` as if it had this much usable memory (GiB) or this bandwidth.
+
+    Returns it unchanged without either. Raises UsageError for values that are not positive.
+    """
     check_overrides(memory_gb, bandwidth_gbps)
     if device.accelerator == "cpu" and (memory_gb, bandwidth_gbps) != (None, None):
         told = f"planned with this machine's processor, of {device.n_cpu_cores} cores"
@@ -92,8 +100,8 @@ def overridden(
         device = replace(device, memory=replace(memory, basis="given"), simulated=True, cards=())
     if bandwidth_gbps is not None:
         figure = Figure(bandwidth_gbps, "given", "--bandwidth")
-        # Another memory is another machine: what this one's processor was timed at says nothing of
-        # it.
+        # A different bandwidth means a different machine. The rates measured on this processor do
+        # not apply to it.
         left = tuple(finding for finding in device.findings if "assumed" not in finding.message)
         device = replace(
             device, bandwidth_gbps=figure, simulated=True, matrix_rates=(), findings=left

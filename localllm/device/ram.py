@@ -1,4 +1,4 @@
-"""System memory by its kind: what its channels give, of what was said or what a part is made for."""
+"""Bandwidth of system memory, from a stated kind or from the kinds that a processor takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from localllm.device.types import Basis, Figure
 
-# Where a kind was said and no speed: JEDEC's usual ones.
+# MT/s if only the kind was stated: JEDEC's usual rates.
 _USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800, "lpddr4x": 4267, "lpddr5": 6400}
 _USUAL_RATES["lpddr5x"] = 7500
 _CHANNEL_BYTES = 8
@@ -15,8 +15,13 @@ _CHANNEL_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StatedRam:
-    """System memory as said: GiB (None: its kind alone was said), its kind ("ddr5", "" = not said),
-    its MT/s and channels of 64 bits (0 = not said)."""
+    """System memory as stated.
+
+    - `size_gb`: GiB, or None if only the kind was stated.
+    - `kind`: for example "ddr5" ("" = not stated).
+    - `rate`: MT/s (0 = not stated).
+    - `channels`: number of 64-bit channels (0 = not stated).
+    """
 
     size_gb: float | None
     kind: str = ""
@@ -24,7 +29,7 @@ class StatedRam:
     channels: int = 0
 
     def with_more(self, more: StatedRam) -> StatedRam:
-        """What was said of one memory in two places."""
+        """Merge two statements about the same memory."""
         return StatedRam(
             self.size_gb or more.size_gb,
             more.kind or self.kind,
@@ -33,9 +38,12 @@ class StatedRam:
         )
 
     def bandwidth(self, kinds: Sequence[str], channels: int, *, known: bool = True) -> Figure:
-        """Peak GB/s of this memory on a part of so many `channels` that takes these `kinds`
-        ("DDR5-5600", the usual first). Derived where a `known` part leaves no choice; else assumed,
-        with what the other kinds would give."""
+        """Return the peak GB/s of this memory on a part with `channels` channels.
+
+        `kinds` are the memory kinds that the part takes ("DDR5-5600"), the usual one first. The
+        basis is "derived" if a `known` part leaves no choice. Otherwise it is "assumed", and the
+        source lists the rates of the other kinds.
+        """
         rest = f"{self.kind}-{_USUAL_RATES.get(self.kind, _OLDEST_RATE)}"
         begins = f"{self.kind}-" if self.kind else ""
         usual = next((kind for kind in kinds if kind.lower().startswith(begins)), rest)
@@ -65,5 +73,5 @@ def _gbps(rate: int, channels: int) -> float:
     return round(rate * channels * _CHANNEL_BYTES / 1000, 3)
 
 
-# Where nothing was said of system memory.
+# No statement about system memory.
 NO_RAM = StatedRam(None)

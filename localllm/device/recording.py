@@ -1,5 +1,4 @@
-"""A machine's readings as one text, for an issue: what its probes read, in the form of
-tests/device/recorded."""
+"""Format a machine's readings as text for an issue, in the format of tests/device/recorded."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ from collections.abc import Sequence
 
 from localllm.device.types import Readings
 
-# Numbers that name one copy of a part say nothing of what it can do.
+# Serial numbers and other identifiers of a single unit do not affect what it can do.
 _NUMBERS_OF_ONE = re.compile(r"""(?i)((?:serial|uuid|asset_tag)[\w-]*"?\s*[=:]\s*"?)[^"\n,}]+""")
 
 
 def recorded(readings: Readings, machine: str, source: str, checks: Sequence[str] = ()) -> str:
-    """The text; `checks`: what `doctor` says of the machine, among the comments."""
+    """Return the text. `checks` are lines from `doctor`, added as comments."""
     head = [
         f"# machine: {machine}",
         f"# source: {source}",

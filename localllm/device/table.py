@@ -1,4 +1,4 @@
-"""The table of known parts (devices.toml) and how a reported name finds its row."""
+"""The table of known parts (devices.toml), and the search for the row of a reported name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import GIB, Accelerator, Basis, DeviceKind, Figure
 
-# The words a driver, a shop or a person adds or leaves out around the same part number.
+# Words that drivers, shops or people add to a part's name or leave out.
 _NOISE = re.compile(
     r"\((?:tm|r|c)\)|™|®|\bnvidia\b|\bamd\b|\bintel\b|\bgraphics\b|\bgpu\b", re.IGNORECASE
 )
@@ -23,11 +23,15 @@ _NOISE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One row of devices.toml: a chip bin, a card or a memory configuration, with the page its
-    figures come from.
+    """One row of devices.toml: a chip bin, a card or a memory configuration.
 
-    `memory_gb` lists the sizes sold, in GiB as the maker counts (`resold_gb`: with more soldered on); bandwidth in decimal GB/s, where it
-    is the maker's choice as `memory` on two channels gives it; compute in dense TFLOP/s.
+    - `source`: the page that its figures come from.
+    - `memory_gb`: sizes sold, in GiB as the vendor counts.
+    - `resold_gb`: sizes with more memory soldered on.
+    - `bandwidth_gbps`: decimal GB/s.
+    - `memory`: memory kinds if the computer's vendor chooses the memory. The bandwidth is then that
+      of two channels.
+    - `fp16_tflops`, `fp8_tflops`, `fp4_tflops`: dense TFLOP/s.
     """
 
     name: str
@@ -57,8 +61,10 @@ class DeviceRow:
     rare: bool = False
 
     def bandwidth(self, ram: StatedRam = NO_RAM) -> Figure:
-        """Peak memory bandwidth (decimal GB/s) with its source: the maker's figure, else of the
-        memory that was said, else of what goes there."""
+        """Return the peak memory bandwidth (decimal GB/s) with its source.
+
+        It is the vendor's figure, or that of the stated memory, or that of the usual memory.
+        """
         if self.memory and (ram.kind or ram.rate or self.bandwidth_gbps is None):
             return ram.bandwidth(self.memory, 2)
         return Figure(self.bandwidth_gbps or 0.0, self.bandwidth_basis, self.source)
@@ -74,8 +80,10 @@ def rows() -> tuple[DeviceRow, ...]:
 
 @cache
 def _with_cpu() -> tuple[DeviceRow, ...]:
-    """The rows that name processors, in file order: a tenth of the table, and of the time to read
-    it."""
+    """Return the rows that name processors, in file order.
+
+    They are a tenth of the table and take a tenth of the time to parse.
+    """
     wanted = [part for part in _text().split(_HEAD)[1:] if "\ncpu = " in part]
     text = "".join(_HEAD + part for part in wanted)
     return tuple(map(_row, tomllib.loads(text)["device"]))
@@ -97,23 +105,27 @@ def _row(entry: dict[str, Any]) -> DeviceRow:
 
 
 def plain(name: str) -> str:
-    """A reported name without vendor, trademark signs and case, so that two drivers' spellings
-    compare equal."""
+    """Normalise a reported name, so that the spellings of two drivers compare equal.
+
+    Vendor, trademark signs and case are removed.
+    """
     return " ".join(_NOISE.sub(" ", name.lower()).replace("-", " ").split())
 
 
 def by_gpu_name(
     name: str, memory_bytes: int | None = None, bandwidth_gbps: float | None = None
 ) -> DeviceRow | None:
-    """The row of a GPU as its driver calls it; among cards of one name, the one whose memory is
-    nearest (within 10 %) and, where sizes agree too (3060 Ti GDDR6 and GDDR6X), the one whose
-    bandwidth is nearest to the reported clocks'.
+    """Return the row of a GPU by its driver's name.
 
-    Longest match wins, on word ends: "RTX 5090" is inside "RTX 5090 Laptop GPU", whose bandwidth is
-    half.
+    Among cards with the same name, the one with the nearest memory size (within 10 %) is meant. If
+    the sizes are equal too (3060 Ti GDDR6 and GDDR6X), the bandwidth nearest to the reported clocks
+    decides.
+
+    The longest match on word boundaries wins. "RTX 5090" is inside "RTX 5090 Laptop GPU", which has
+    half the bandwidth.
     """
     wanted = plain(name)
-    # cut off by nvidia-smi's table: a laptop's GPU or a desktop's, nobody can tell
+    # nvidia-smi's table truncates names, so a laptop's GPU looks like a desktop's.
     if wanted.endswith("..."):
         return None
     found: list[tuple[str, DeviceRow]] = []
@@ -130,14 +142,17 @@ def by_gpu_name(
 
 
 def _is_in(key: str, wanted: str) -> bool:
-    """Whether a name is in a reported one, on word ends; a laptop's part is none of a desktop's."""
+    """Return True if a name is in a reported name, on word boundaries.
+
+    A desktop GPU's name never matches a laptop GPU.
+    """
     if not key or not re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", wanted):
         return False
     return "laptop" in key.split() or "laptop" not in wanted.split()
 
 
-# A known name inside a longer one is another part when one of these words follows ("RTX 4070" in
-# "RTX 4070 Ti").
+# If one of these words follows a known name, the longer name is another part ("RTX 4070" in "RTX
+# 4070 Ti").
 _OTHER_PART = {
     "ti",
     "super",
@@ -157,8 +172,10 @@ _OTHER_PART = {
 
 
 def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> DeviceRow | None:
-    """Of rows sharing a name the one of nearest memory; None if memory is known and none is within
-    10 %."""
+    """Return the row with the nearest memory size, from rows with the same name.
+
+    Returns None if `memory_bytes` is known and no row is within 10 %.
+    """
     candidates = list(found)
     if not candidates:
         return None
@@ -176,19 +193,18 @@ def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> Devi
 
 
 def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> DeviceRow | None:
-    """The row of an Apple chip's bin: brand string plus GPU cores, then memory where cores don't
-    decide (M6).
+    """Return the row of an Apple chip's bin by its brand string and GPU cores.
 
-    With unknown cores, the bin sold with that much memory; if several are, the one with the lowest
-    bandwidth.
+    Memory decides if several bins have the same cores (M6). If the cores are unknown, the bin sold
+    with that much memory is chosen. If several bins are, the one with the lowest bandwidth is
+    chosen.
     """
     found = [row for row in rows() if row.chip == chip]
     exact = [row for row in found if row.compute_units == gpu_cores]
     if exact:
         return nearest_memory(exact, memory_bytes) or exact[0]
     if gpu_cores is not None:
-        # An unlisted bin: all bins of one chip below the listed one share its row only if bandwidth
-        # is the same.
+        # This bin is not listed. All bins of the chip must have the same bandwidth to use a row.
         if len({row.bandwidth_gbps for row in found}) == 1:
             return found[0]
         return None
@@ -199,8 +215,10 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
 
 @cache
 def by_cpu(cpu: str) -> DeviceRow | None:
-    """The row of a processor whose graphics share its memory, by a part of the CPU's name (any
-    case)."""
+    """Return the row of a processor with integrated graphics, by a part of the CPU's name.
+
+    The comparison ignores case.
+    """
     wanted = " ".join(cpu.lower().split())
     found: list[tuple[int, DeviceRow]] = []
     for row in _with_cpu():
@@ -212,11 +230,12 @@ def by_cpu(cpu: str) -> DeviceRow | None:
 
 
 def _cpu_part(part: str, wanted: str) -> bool:
-    # Windows leaves the dashes out: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R)
-    # Oryon(TM) CPU".
+    # Windows omits the dashes: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM)
+    # CPU".
     for dash in ("-", "", " "):
         known = part.lower().replace("-", dash)
-        # Most are not in the name at all, which is found out faster than by a pattern.
+        # Most parts are not in the name at all. The `in` check finds that out faster than a
+        # pattern.
         if known in wanted and re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted):
             return True
     return False
@@ -225,8 +244,10 @@ def _cpu_part(part: str, wanted: str) -> bool:
 def by_pci(
     vendor: str, device: str, revision: str = "", memory_bytes: int | None = None
 ) -> DeviceRow | None:
-    """The row of a PCI device by its hexadecimal ids; a row that names a revision needs that
-    revision."""
+    """Return the row of a PCI device by its hexadecimal ids.
+
+    A row with a revision matches only that revision.
+    """
     full = f"{vendor}:{device}:{revision}".lower()
     short = f"{vendor}:{device}".lower()
     found = [row for row in rows() if full in row.pci or short in row.pci]
@@ -236,9 +257,11 @@ def by_pci(
 
 
 def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
-    """The bandwidth of a card that nobody knows: the least of what its maker's cards of the
-    nearest size have ("" = nobody knows which), of its generation where that is known ("8.6" is
-    one with "8.9")."""
+    """Return an assumed bandwidth for an unknown card.
+
+    It is the lowest among cards of the nearest memory size from this vendor ("" = any). If the
+    architecture is known, only cards of its generation count ("8.6" and "8.9" are the same one).
+    """
     cards = [row for row in rows() if row.kind == "discrete" and vendor in (row.vendor, "")]
     generation = architecture[:-1]
     if "." in architecture:
@@ -259,23 +282,24 @@ def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
 
 
 def slowest(found: Iterable[DeviceRow]) -> Figure:
-    """The least bandwidth of these rows, for a machine that is like them and none of them."""
+    """Return the lowest bandwidth of these rows, for an unlisted machine of the same kind."""
     row = min(found, key=lambda row: row.bandwidth().value)
     return replace(row.bandwidth(), basis="assumed", source=f"what the slowest has: {row.name}")
 
 
-# Two sizes are one where a driver shows so much (e to this power) less of one.
+# Tolerance for equal sizes, as a power of e, because a driver may show less memory than there is.
 _NEAR = 0.1
 
 
 def facts(row: DeviceRow | None) -> dict[str, Any]:
-    """What a Device takes from its row as it stands there: dense FP16, FP8 and FP4 TFLOP/s, compute
-    units, and the row's name.
+    """Return the Device fields that come unchanged from its row.
 
-    A missing FP16 figure is derived from the same family's published one, in proportion to compute
-    units: chips of one Apple generation and cards of one GeForce generation differ by clock within
-    about a tenth. GB10's FP16 and FP8 come from its FP4 figure, halved for each doubling of the
-    operand, as B200's published 9000/4500/2250 are
+    They are dense FP16, FP8 and FP4 TFLOP/s, the compute units, and the row's name.
+
+    A missing FP16 figure is derived from a published one of the same family, in proportion to
+    compute units. Chips of one Apple generation and cards of one GeForce generation differ in clock
+    by at most about 10 %. GB10's FP16 and FP8 come from its FP4 figure, halved for each doubling of
+    the operand. B200's published figures have the same ratio, 9000/4500/2250
     (https://glennklockwood.com/garden/processors/B200).
     """
     if row is None:
@@ -304,8 +328,10 @@ def _listed(row: DeviceRow, tflops: float | None) -> Figure | None:
 
 
 def _in_proportion(row: DeviceRow) -> Figure | None:
-    """FP16 of the largest of the family that is published, by compute units; None where its chips
-    are not of one architecture."""
+    """Scale the published FP16 rate of the family's largest part by compute units.
+
+    Returns None if the family's chips do not have the same architecture.
+    """
     if not row.compute_units or row.family not in _ONE_ARCHITECTURE:
         return None
     published = [r for r in rows() if r.family == row.family and r.fp16_tflops and r.compute_units]

@@ -1,8 +1,7 @@
-"""What people type for a machine, taken apart: words, how many of it, sizes of memory, GPU cores,
-the computer around it.
+"""Split a typed machine name into words, count, memory sizes, GPU cores and the computer's parts.
 
-The words are brand, series, number and suffix ("rtx 4070 ti super"). Letters that are glued to a
-number come apart, and what drivers, shops and PCI lists call a laptop's part is one word.
+The words are brand, series, number and suffix ("rtx 4070 ti super"). Letters attached to a number
+are separated. The variants that drivers, shops and PCI lists use for a laptop GPU become one word.
 """
 
 from __future__ import annotations
@@ -18,9 +17,17 @@ from localllm.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """One part of a typed name: its words, how many of it, the sizes of memory it says (GB) and
-    which of them is called the card's own, GPU cores, the system memory that is said with it, its
-    `text`, sizes left out, and the `rest` of the words, that name nothing."""
+    """One part of a typed name.
+
+    - `words`: the words that identify it.
+    - `sizes_gb`: the stated memory sizes (GB).
+    - `own_gb`: the size that is called the card's own.
+    - `cores`: GPU cores.
+    - `count`: how many of it.
+    - `ram`: system memory stated with it.
+    - `text`: its text without sizes.
+    - `rest`: words that identify no part.
+    """
 
     words: tuple[str, ...]
     sizes_gb: tuple[float, ...] = ()
@@ -33,7 +40,7 @@ class Typed:
 
     @property
     def memory_gb(self) -> float | None:
-        """The size that is the part's own as far as the words tell."""
+        """The memory size of the part itself, as far as the words show."""
         if self.own_gb is not None:
             return self.own_gb
         if self.sizes_gb:
@@ -42,8 +49,10 @@ class Typed:
 
 
 def split(name: str) -> list[str]:
-    """The parts that a name joins: with a plus or a comma, or with "and" where another machine or a
-    size of memory follows."""
+    """Split a name into its parts.
+
+    Parts are joined by a plus or a comma, or by "and" if another machine or a memory size follows.
+    """
     text = re.sub(r"(?<=gb )\([1-8]\s?[x×]\s?[0-9]{1,3}(?:\s?gb)?\)", " ", name, flags=re.I)
     text = _STICKS.sub(lambda found: f"{int(found[1]) * int(found[2])}gb", text)
     text = re.sub(r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+", "max ", text, flags=re.I)
@@ -51,7 +60,7 @@ def split(name: str) -> list[str]:
     text = re.sub(r"(?<=[0-9])\+(?=\s|$)(?!\s*\S)", " ", text)
     parts: list[str] = []
     for part in filter(None, map(str.strip, _JOINED.split(text))):
-        # "Mac Studio with M2 Ultra": what has no number is no part of its own.
+        # "Mac Studio with M2 Ultra": text without a number is not a part of its own.
         if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
             if re.match(_MANY, part, re.I):
                 part = f"{part} {parts.pop()}"
@@ -61,13 +70,14 @@ def split(name: str) -> list[str]:
     return parts
 
 
-# How many of something, and the brands that may stand between that and its number.
+# A count, and the brands that may come between it and the number.
 _MANY = r"(?:(?:[1-9]|1[0-6])\s?[x×*]|(?:dual|two|triple|three|quad|four)\b)\s?"
 _BRANDS = (
     r"(?:(?:nvidia|amd|intel|tesla|quadro|geforce|radeon|instinct|rtx|gtx|rx|arc|pro|ai|xeon|epyc|"
     r"gold|silver|platinum)\s?)*"
 )
-# Commas inside parentheses join nothing, nor do those of a table's own names ("7840U,8840U").
+# Commas inside parentheses do not separate parts. Neither do those in the table's own names
+# ("7840U,8840U").
 _JOINED = re.compile(
     r"\s*\+\s*|\s*,\s+(?![^(]*\))"
     r"|(?:(?<=[0-9]{4})|(?<=[0-9] ti)|(?<=[0-9]ti)|(?<=super)|(?<=xt)|(?<=xtx))\s*/\s*(?=[0-9]{4})"
@@ -76,14 +86,14 @@ _JOINED = re.compile(
     rf"(?={_BRANDS}\S*[0-9])",
     re.I,
 )
-# Modules of memory: "2x48gb"; behind a size in parentheses they say it again.
+# Memory modules: "2x48gb". In parentheses after a size, they repeat it.
 _STICKS = re.compile(r"\b([1-9]|1[0-6])\s?[x×*]\s?([0-9]{1,3})\s?gb\b", re.I)
 
 
-# "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
+# "24g" and "24gb". A four-digit number with a "G" is a part number (Ryzen 7 5750G).
 _SIZE = r"(?P<number>[0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*(?P<unit>gb|gib|g|tb|mib)\b"
 _KIND = r"(?P<kind>lpddr[3-5]x?|ddr[2-5])"
-# A card's number may stand behind a kind of memory.
+# A card's number may follow a kind of memory.
 _RATE = r"(?:[\s-]*(?P<rate>(?![2-5]0[5-9]0\b)[0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*(?:g|xt|gre)))"
 _RAM = [
     re.compile(rf"{_SIZE}\s*(?:of\s+)?{_KIND}{_RATE}?(?:\s+ram)?"),
@@ -113,7 +123,7 @@ _BEHIND = re.compile(
 )
 
 
-# Lines of laptops, and what stands between such a name and a part's.
+# Laptop series, and words between such a name and a part's name.
 _LAPTOP_LINES = (
     "legion(?! go)", "thinkpad", "ideapad", "yoga", "zenbook", "vivobook", "zephyrus", "scar", "tuf gaming",
     "omen", "victus", "elitebook", "probook", "zbook(?! ultra)", "spectre", "envy", "pavilion", "xps",
@@ -124,7 +134,7 @@ _LAPTOP_MODEL = (
     r"(?:[\s-]+(?:pro|slim|air|studio|carbon|extreme|plus|flip|gen|laptop|book|"
     r"(?!(?:i[3579]|[mz][1-9])\b)[a-z]{0,2}[0-9]{1,2}[a-z]?)\b(?!\s*(?:gb|tb)))*"
 )
-# How one thing is written in several ways, in the order in which they are made one.
+# Unifies different spellings, in this order.
 _SAID_OTHERWISE = [
     (re.compile(pattern), instead)
     for pattern, instead in (
@@ -137,17 +147,17 @@ _SAID_OTHERWISE = [
         (r"^((?:nvidia |geforce )*[rg]tx\s?(?:16[56]0|20[678]0|40[78]0))s\b", r"\1 super"),
         (r"\b(40[78]0\s?ti)\s?s\b", r"\1 super"),
         (r"\b(?:xeon )?w-(?=2[12][0-9]{2}\b)", "xeon "),
-        # what it draws and costs
+        # Power draw and price.
         (r"@?\s*\b[0-9.]+\s*(?:k?w|watts?|tops)\b|[$€]\s?[0-9.,]+k?\b", " "),
         (r"(?<=[a-z])(?=[0-9]{2,3}gb\b)", " "),
         (r"\b(hx|ultra)(?=[0-9]{3}[a-z]{0,2}\b)", r"\1 "),
-        # lines of desktops and servers with bare numbers, which cards have too
+        # Series of desktops and servers with plain numbers, which cards have too.
         (
             r"\b(precision|optiplex|elitedesk|prodesk|thinkcentre|supermicro|esprimo|celsius|vostro)"
             r"[\s-]+(?=[0-9]{3,4}[a-z]{0,2}\b(?!\s?(?:gb|tb)))",
             r"\1",
         ),
-        # memory and disk: "16/256", "16gb/1tb"
+        # Memory and disk: "16/256", "16gb/1tb".
         (
             r"\b([0-9]{1,3})(?:\s*gb)?\s*/\s*(?:(?:128|256|512|1024|2048)(?:\s*gb)?|[1-8]\s*tb)\b",
             r"\1gb",
@@ -162,13 +172,13 @@ _SAID_OTHERWISE = [
 
 
 def read(part: str) -> Typed:
-    """One part taken apart."""
+    """Parse one part of a name."""
     text = _rewritten(part.lower().strip(), _SAID_OTHERWISE)
     whole = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
     count, text = _counted(text)
     ram, text = _ram(text)
     own = None
-    # "A100-SXM4-40GB" is what a driver calls it.
+    # Drivers print "A100-SXM4-40GB".
     found = re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text)
     if found:
         own = _gigabytes(found[1], found[2])
@@ -193,8 +203,10 @@ def _rewritten(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
 
 
 def _gigabytes(number: str, unit: str) -> float:
-    """GB as sold. Of MiB, as drivers print them, a part is not shown: 32607 are 32, 23034 are
-    24."""
+    """Return GB as sold.
+
+    Drivers print MiB and omit a small part: 32607 MiB are 32 GB, 23034 MiB are 24 GB.
+    """
     if unit == "mib":
         shown = float(number) / 1024
         if shown.is_integer():
@@ -206,12 +218,13 @@ def _gigabytes(number: str, unit: str) -> float:
 
 
 def _without(found: re.Match[str]) -> str:
-    """The text that was searched, a blank in place of what was found."""
+    """Return the searched text with the match replaced by a blank."""
     return f"{found.string[: found.start()]} {found.string[found.end() :]}"
 
 
 def _counted(text: str) -> tuple[int, str]:
-    """How many of what: "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090 x2", "3090x2"."""
+    """Return the count and the remaining text: "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090
+    x2", "3090x2"."""
     before = _BEFORE.match(text)
     if before:
         digits, word = before.groups()
@@ -247,7 +260,10 @@ def _ram(text: str) -> tuple[StatedRam | None, str]:
 
 
 def _cores(text: str) -> tuple[int | None, float | None, str]:
-    """(GPU cores, GB, the rest): "30-core GPU", "16c/40c" and Apple's "12/19/32" (CPU, GPU, GB)."""
+    """Return GPU cores, memory in GB and the remaining text.
+
+    Formats are "30-core GPU", "16c/40c" and Apple's "12/19/32" (CPU, GPU, GB).
+    """
     found = re.search(r"\(?\b([0-9]{1,2})/([0-9]{1,2})(?:/([0-9]{1,3}))?\b\)?", text)
     if found:
         memory = float(found[3]) if found[3] else None
@@ -261,7 +277,7 @@ def _cores(text: str) -> tuple[int | None, float | None, str]:
     return cores[-1] if cores else None, None, rest
 
 
-# What stands around a Mac's chip: its body, the inches of one that has a screen, and the year.
+# Words around a Mac's chip: the model, the screen size in inches, and the year.
 _INCHES = r"(?:\.[0-9])?(?:[\s-]*(?:inch|in|\"))?(?=\s|$)"
 _MAC = (
     rf"\b(?:mac\s?book\s?air|mba)\b(?:[\s,]*1[135]{_INCHES})?"
@@ -270,7 +286,7 @@ _MAC = (
     r"|\bmac\s?(?:studio|mini|pro)\b|\b(?:mac|mini|studio)\b"
 )
 _WHEN = r"\b(?:(?:early|mid|late|jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)\w*\s+)?20[12][0-9]\b|\b1[1-9][\s-]*(?:inch|in)\b"
-# What drivers, shops and PCI lists write otherwise, in the order in which it is made one.
+# Unifies the spellings of drivers, shops and PCI lists, in this order.
 _SPELLED_OTHERWISE = [
     (re.compile(pattern), instead)
     for pattern, instead in (
@@ -290,13 +306,14 @@ _SPELLED_OTHERWISE = [
             r"\1 \2",
         ),
         (r"\b(orin)(nano|nx)", r"\1 \2"),
-        # NVIDIA calls no part "Max-Q" since its 30 series: what people still call so is the laptop's.
+        # NVIDIA has not used "Max-Q" in names since the 30 series. People who use it mean the
+        # laptop GPU.
         (r"\b([345]0[5-9]0\b.*)\bmaxq\b", r"\1laptop"),
     )
 ]
 _LAPTOP = re.compile(r"\bmax[\s-]?q\s*/\s*mobile\b|\b(?:mobile|notebook|laptop)(?:\s+gpu)?\b")
 
-# Words that neither name a part nor tell two apart: makers, and what shops and drivers put around a
+# Words that neither name nor distinguish parts: vendors, and words that shops and drivers add to a
 # number.
 IGNORED = {
     "nvidia", "amd", "intel", "apple", "qualcomm", "geforce", "radeon", "gpu", "gpus", "graphics",
@@ -306,7 +323,7 @@ IGNORED = {
     "generation", "design", "mac", "macbook", "mini", "imac", "air", "core", "channel", "nvlink",
     "sli",
 }  # fmt: skip
-# Words of which one more or less is another part.
+# If a name gains or loses one of these words, it is another part.
 SUFFIXES = {
     "ti", "super", "xt", "xtx", "gre", "d", "v2", "laptop", "maxq", "max", "pro", "plus", "ultra",
     "ada", "server", "orin",
@@ -316,9 +333,9 @@ SUFFIXES = {
     "blackwell", "turing",
     "ampere", "titan", "ipad", "iphone", "raspberry",
 }  # fmt: skip
-# The same chip on another board or with more memory: the size tells which.
+# The same chip on another board or with more memory. The size decides which.
 FORMS = {"pcie", "sxm", "nvl"}
-# What makers of boards and shops say of a card directly behind its number.
+# Words that board vendors and shops put directly after a card's number.
 DECORATIONS = {
     "oc", "fe", "lhr", "gaming", "trio", "windforce", "eagle", "ventus", "suprim", "tuf", "rog",
     "strix", "aorus", "ftw3", "dual",
@@ -328,8 +345,11 @@ DECORATIONS = {
 
 
 def words(text: str, *, several: bool = False) -> tuple[str, ...]:
-    """Comparable words: "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max;
-    `several`: a plural may stand."""
+    """Normalise text into comparable words.
+
+    "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max. If `several`, a plural is
+    accepted.
+    """
     text = re.sub(r"\bmax[\s-]?q\b", " maxq ", _LAPTOP.sub(" laptop ", text.lower()))
     if several:
         text = re.sub(r"\b([0-9]{4}|[ahvp][0-9]{2,3}|mi[0-9]{2,3})s\b", r"\1", text)
@@ -342,18 +362,17 @@ def words(text: str, *, several: bool = False) -> tuple[str, ...]:
     return tuple(found)
 
 
-# A word behind a number that nobody knows may make another part of it, if it is as short as those
-# are that makers use.
+# An unknown word after a number may make it another part, if it is as short as vendors' suffixes.
 _LONGEST_SUFFIX = 4
 
 
 def is_number(word: str) -> bool:
-    """A word that could be a part's number: three digits or more."""
+    """Return True for a word that could be a part's number: three digits or more."""
     return sum(c.isdigit() for c in word) >= 3
 
 
 def is_apart(before: Sequence[str], after: Sequence[str]) -> bool:
-    """False where the word before a part's name, or after it, could make it another part."""
+    """Return False if the word before or after a part's name could make it another part."""
     last = "".join(before[-1:])
     following = "".join(after[:1])
     is_short = following.isalpha() and len(following) <= _LONGEST_SUFFIX
@@ -362,8 +381,10 @@ def is_apart(before: Sequence[str], after: Sequence[str]) -> bool:
 
 
 def without_number(typed: Typed) -> Typed | None:
-    """`typed` with a bare number at its end read as memory ("M3 Ultra 512"); None where there is
-    none or a size was said."""
+    """Return `typed` with a bare number at its end read as memory ("M3 Ultra 512").
+
+    Returns None if there is no such number or a size was stated.
+    """
     last = typed.words[-1] if typed.words else ""
     if typed.sizes_gb or not last.isdecimal() or len(last) > 4:
         return None

@@ -1,5 +1,4 @@
-"""Device: what a machine offers, the readings it is identified from, and its JSON. Every number
-carries its basis."""
+"""Device, the readings it is identified from, and its JSON. Every number carries its basis."""
 
 from __future__ import annotations
 
@@ -19,11 +18,13 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number and how it is known: `measured` here, `reported` by the system, from a `datasheet`,
-    `derived` from other figures, `assumed`, or `given` on the command line.
-    `source` names the probe, page or rule.
-    `busy`: measured while other programs had much of the processor, so that the machine may give
-    more."""
+    """A number and its basis.
+
+    - `basis`: `measured` here, `reported` by the system, from a `datasheet`, `derived` from other
+      figures, `assumed`, or `given` on the command line.
+    - `source`: the probe, page or rule.
+    - `busy`: measured while other programs used much of the processor. The machine may give more.
+    """
 
     value: float
     basis: Basis
@@ -33,7 +34,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something worth telling the user about this machine, with the exact command that fixes it (or
+    """A fact about this machine that the user should know, with the exact command that fixes it (or
     "")."""
 
     level: Literal["info", "warning", "error"]
@@ -43,9 +44,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRates:
-    """TFLOP/s (two operations per weight and token) at which matrices are multiplied: with a
-    prompt's tokens at once, the same where each is sent to experts of its own, and with one
-    token's."""
+    """Rates of matrix products in TFLOP/s (two operations per weight and token).
+
+    - `prompt_tflops`: with a prompt's tokens at once.
+    - `experts_tflops`: the same, with each token sent to experts of its own.
+    - `token_tflops`: with one token.
+    """
 
     prompt_tflops: Figure
     experts_tflops: Figure
@@ -54,8 +58,11 @@ class MatrixRates:
 
 @dataclass(frozen=True, slots=True)
 class TypeRates:
-    """What a processor makes of matrices of one type of number ("Q4_K"), with the weights as they
-    are stored, and as the engine lays them out anew (None: it has no layout for them)."""
+    """A processor's rates for matrices of one number type ("Q4_K").
+
+    `stored` uses the weights as stored. `laid_out` uses the layout into which the engine repacks
+    them, or is None if it has no such layout.
+    """
 
     type: str
     stored: MatrixRates
@@ -63,24 +70,26 @@ class TypeRates:
 
     @property
     def usual(self) -> MatrixRates:
-        """As the engine would have it: laid out anew where it can."""
+        """The rates that the engine reaches: repacked if possible."""
         return self.laid_out or self.stored
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One machine as a place to run one model.
+    """One machine on which one model can run.
 
-    `memory` is the pool weights and KV live in;
-    `host` the system memory beside a discrete GPU (None where it is the same pool). Bandwidths are
-    decimal GB/s, compute dense TFLOP/s by precision;
-    `matrix_rates` are what a processor makes of matrices with the installed llama.cpp, as far as
-    that was timed (none of a GPU).
-    `match` is the devices.toml row, `cpu_vectors` the widest vectors the processor computes with
-    ("AVX-512", "" = not known).
-    `n_gpus` cards can share a model layer by layer: `memory` is their sum, compute is one card's;
-    `cards` is each of several by itself (empty: not known apart), and `number` a card's place among
-    the accelerators, by PCI address.
+    - `memory`: the memory that holds weights and KV.
+    - `host`: system memory next to a discrete GPU (None if both are the same memory).
+    - `bandwidth_gbps`, `host_bandwidth_gbps`: decimal GB/s.
+    - `fp16_tflops`, `fp8_tflops`, `fp4_tflops`: dense TFLOP/s.
+    - `matrix_rates`: measured rates of the processor's matrix products with the installed
+      llama.cpp. Empty for GPUs and for types not measured.
+    - `match`: name of the devices.toml row.
+    - `cpu_vectors`: widest vectors of the processor ("AVX-512", "" = unknown).
+    - `n_gpus`: cards that can share a model layer by layer. `memory` is their sum, compute is one
+      card's.
+    - `cards`: each of several cards by itself (empty if they are not known separately).
+    - `number`: a card's index among the accelerators, by PCI address.
     """
 
     name: str
@@ -107,21 +116,26 @@ class Device:
     cards: tuple[Device, ...] = ()
     number: int = 0
     findings: tuple[Finding, ...] = ()
-    __hash__ = object.__hash__  # by identity: what is asked of a machine again and again is kept
+    __hash__ = object.__hash__  # Hashed by identity, because results for a machine are cached.
 
     @property
     def room_bytes(self) -> int:
-        """What a plan may take of `memory`, in bytes: of a card what is free now, as it ends in an
-        error or, on Windows, in the slow system-memory fallback; of memory that the system lives in
-        too its limit, as others can give way."""
+        """Bytes of `memory` that a plan may take.
+
+        On a card, these are the bytes free now. If a plan took more, it would fail or, on Windows,
+        fall back to slow system memory. In memory shared with the system it is the limit, because
+        other programs can give memory back.
+        """
         if self.kind == "discrete":
             return self.memory.loadable_bytes
         return self.memory.limit_bytes
 
     @property
     def accounts(self) -> list[str]:
-        """The account of each place that a plan is held against, a line each: every card, and
-        system memory beside them."""
+        """Memory account of each pool that a plan uses, one line each.
+
+        The pools are every card, and the system memory in addition to the cards.
+        """
         here = "this GPU" if self.kind == "discrete" else "this machine"
         places = [(card.name, card.memory) for card in self.cards] or [(here, self.memory)]
         if self.kind == "discrete" and self.host is not None:
@@ -137,7 +151,7 @@ class DeviceUnreadableError(
     code="device_unreadable",
     default_hint="describe the machine yourself: --device NAME --memory GB --bandwidth GBPS",
 ):
-    """The system did not say what every Device needs: how much memory there is."""
+    """The system did not report how much memory it has, which every Device needs."""
 
 
 class DeviceNotFoundError(
@@ -147,7 +161,7 @@ class DeviceNotFoundError(
         "give --memory GB and --bandwidth GBPS to describe a machine that is not in the table"
     ),
 ):
-    """No device of that name in the table. The hint names the nearest ones."""
+    """No device in the table has this name. The hint lists the nearest names."""
 
 
 System = Literal["linux", "macos", "windows"]
@@ -155,10 +169,10 @@ System = Literal["linux", "macos", "windows"]
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What one machine said. `files` maps a path to its text, `outputs` a probe or command to what
-    it printed.
+    """Readings of one machine.
 
-    Anything that could not be read is simply absent: no reading is ever invented.
+    `files` maps a path to its text. `outputs` maps a probe or command to its output. Data that
+    could not be read is absent: readings are never invented.
     """
 
     system: System
@@ -167,7 +181,7 @@ class Readings:
     outputs: Mapping[str, str] = field(default_factory=dict)
 
     def file(self, path: str) -> str:
-        """The file's text without surrounding blanks and NULs, "" if it was not there."""
+        """Return the file's text without surrounding blanks and NULs, or "" if it was not read."""
         return self.files.get(path, "").strip("\x00 \t\r\n")
 
     def output(self, name: str) -> str:
@@ -178,8 +192,10 @@ class Readings:
 
 
 def device_to_json(device: Device) -> dict[str, Any]:
-    """The published shape of a Device: bytes as integers, GB/s and TFLOP/s as {value, basis,
-    source} or null."""
+    """Return the published JSON form of a Device.
+
+    Bytes are integers. GB/s and TFLOP/s are {value, basis, source} or null.
+    """
     matrix_rates = [
         {"type": rates.type, "stored": _rates(rates.stored), "laid_out": _rates(rates.laid_out)}
         for rates in device.matrix_rates

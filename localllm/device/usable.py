@@ -1,5 +1,7 @@
-"""Usable memory, not installed memory: how many bytes a model may take, by kind of machine. Pure
-rules."""
+"""Compute usable memory: how many bytes a model may take, by kind of machine.
+
+These functions do no I/O.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,23 @@ from localllm.memory.account import headroom_bytes
 
 MIB = 1 << 20
 
-# Of a card, what its driver, other programs' next window and our own estimate may take beyond what
-# is seen: llama-server's `--fit` keeps 1 GiB of each; we know a plan's bytes to about 2 %.
+# Margin on a card for its driver, new windows of other programs, and errors of our estimate.
+# llama-server's `--fit` keeps 1 GiB on each card. Our plans know their bytes to about 2 %.
 _MARGIN_SHARE = 0.02
 _LEAST_MARGIN = 256 * MIB
 
-# The part of physical RAM that macOS up to 15 gave the GPU by default; newer versions give more
+# Share of physical RAM that macOS up to 15 gave the GPU by default. Newer versions give more
 # (0.74-0.84 were seen: https://github.com/antirez/ds4/pull/893,
-# https://github.com/AlexsJones/llmfit/pull/754). The older, smaller fraction is the one that is
-# safe to assume where Metal can't be asked.
+# https://github.com/AlexsJones/llmfit/pull/754). If Metal cannot be queried, the older and smaller
+# share is the safe assumption.
 _MAC_SMALL = 2 / 3
 _MAC_LARGE = 3 / 4
 _MAC_SMALL_UP_TO = 36 * GIB
 
 
-# What an idle system has of its own, beside the headroom, and a desktop of the card that drives its
-# screens: assumed, by what people's machines show (a Windows 11 desktop 3 to 5 GB, Linux 1 to 2; of
-# cards 0.5 to 1 GB with a browser open).
+# Memory that an idle system uses in addition to the headroom, and that a desktop uses on the card
+# of its screens. The values are assumed from people's machines: 3 to 5 GB for a Windows 11 desktop,
+# 1 to 2 GB for Linux, and 0.5 to 1 GB on a card with a browser open.
 _IDLE_BYTES = {"Windows": 4 * GIB}
 _USUAL_IDLE_BYTES = 2 * GIB
 _IDLE_SHARE = 1 / 8
@@ -38,8 +40,10 @@ _DESKTOP_SHARE = 1 / 16
 def described_pool(
     total_bytes: int, source: str, os: str = "", *, headless: bool = False
 ) -> Memory:
-    """System memory of a machine that is only described: all but the headroom and, where it has a
-    desktop, what an idle system of this `os` has."""
+    """Return the system memory of a described machine.
+
+    The headroom is kept free. A machine with a desktop also keeps the memory of an idle `os`.
+    """
     keep = headroom_bytes(total_bytes)
     if not headless:
         keep += min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
@@ -48,8 +52,10 @@ def described_pool(
 
 
 def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
-    """A card of a machine that is only described: all but the margin, and a desktop's part where it
-    drives `screens`."""
+    """Return the memory of a described card, without the margin.
+
+    A card that drives `screens` also keeps memory for a desktop.
+    """
     desktop = 0
     if screens:
         desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes))
@@ -57,15 +63,17 @@ def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
 
 
 def margin_bytes(total_bytes: int) -> int:
-    """Bytes of a card that a plan leaves free: 2 % of it, at least 256 MiB, at most an eighth."""
+    """Return the bytes of a card that a plan leaves free: 2 %, at least 256 MiB, at most an eighth."""
     return int(min(max(_MARGIN_SHARE * total_bytes, _LEAST_MARGIN), total_bytes / 8))
 
 
 def vram(total_bytes: int, used_bytes: int, reserved_bytes: int, source: str) -> Memory:
-    """A discrete card: its memory less the driver's own part; now, less what is in use by anyone;
-    and the margin is kept.
+    """Return the memory of a discrete card.
 
-    `used_bytes` may hold the driver's part or not (NVML's versions differ): it is never counted
+    The limit is its memory without the driver's own part. The memory available now also excludes
+    what all programs use. The margin is recorded as kept.
+
+    `used_bytes` may include the driver's part or not (NVML's versions differ). It is never counted
     twice.
     """
     limit = max(total_bytes - reserved_bytes, 0)
@@ -88,12 +96,14 @@ def mac(
     free: int | None,
     to_be_had: int | None = None,
 ) -> Memory:
-    """A Mac's GPU budget: Metal's recommendedMaxWorkingSetSize, which follows iogpu.wired_limit_mb.
+    """Return a Mac's GPU memory: Metal's recommendedMaxWorkingSetSize.
 
-    A wired limit may be set above physical RAM and Metal repeats it: clamped. A limit of 0 means
-    macOS' default, not "no limit". What may be taken now is what is `to_be_had` less the headroom,
-    as the memory guard has it: past what is `free` macOS compresses other apps' pages
-    (https://github.com/unslothai/unsloth/pull/10804). `free` counts where that is unknown.
+    This size follows iogpu.wired_limit_mb. A wired limit may be set above physical RAM, and Metal
+    repeats it, so it is clamped. A limit of 0 means macOS' default, not "no limit".
+
+    The memory available now is `to_be_had` less the headroom, as in the memory guard. If a model
+    takes more than `free`, macOS compresses pages of other apps
+    (https://github.com/unslothai/unsloth/pull/10804). `free` is used if `to_be_had` is unknown.
     """
     basis: Basis = "reported"
     if working_set:
@@ -118,17 +128,19 @@ def mac(
 
 
 def mac_default(memory_bytes: int) -> int:
-    """Bytes macOS gives the GPU where neither Metal nor the wired limit can be asked: the older
-    rule, a floor."""
+    """Return the bytes that macOS gives the GPU if neither Metal nor the wired limit can be read.
+
+    This is the older rule, a lower bound.
+    """
     share = _MAC_SMALL if memory_bytes <= _MAC_SMALL_UP_TO else _MAC_LARGE
     return int(memory_bytes * share)
 
 
 def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
-    """A Radeon inside a processor: its BIOS carve-out plus the GTT, which is ordinary RAM it may
-    map, as Vulkan sees both.
+    """Return the memory of an integrated Radeon as Vulkan sees it: the BIOS carve-out plus the GTT.
 
-    The carve-out is missing from MemTotal, the GTT is inside it: they are never counted twice.
+    The GTT is ordinary RAM that the GPU may map. MemTotal excludes the carve-out and includes the
+    GTT, so neither is counted twice.
     """
     keep = headroom_bytes(total_bytes)
     carve_out = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
@@ -150,8 +162,10 @@ def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
 
 
 def rocm_alone(gpu: AmdGpu, ram: Memory) -> Memory:
-    """What of `apu` ROCm has: the carve-out, beside which none of the RAM is used, or the GTT where
-    that is larger, and nothing of the carve-out."""
+    """Return the part of `apu`'s memory that ROCm can use.
+
+    It is the carve-out without any other RAM, or the GTT alone if that is larger.
+    """
     if gpu.vram_total_bytes >= gpu.gtt_total_bytes:
         free = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
         return _carve_out(gpu.vram_total_bytes, free, ram, "amdgpu VRAM, as ROCm has it")
@@ -177,9 +191,11 @@ def _carve_out(total_bytes: int, free_bytes: int, ram: Memory, source: str) -> M
 
 
 def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memory:
-    """A processor's graphics' `memory` beside `ram` as a build that sees `total_bytes` of it has
-    it: ROCm either the carve-out or the GTT, Vulkan both (96.0 and 111.5 GiB on one Strix Halo:
-    https://github.com/ollama/ollama/issues/13196)."""
+    """Return the `memory` of integrated graphics as a build sees it that reports `total_bytes`.
+
+    `ram` is the system memory. ROCm sees either the carve-out or the GTT, Vulkan both (96.0 and
+    111.5 GiB on one Strix Halo: https://github.com/ollama/ollama/issues/13196).
+    """
     carve_out = memory.total_bytes - ram.total_bytes
     free = memory.carve_out_bytes
     if 0 < total_bytes <= carve_out and free:
@@ -208,8 +224,11 @@ def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memor
 
 
 def gtt_pages_advised(installed_bytes: int) -> int:
-    """`ttm.pages_limit` (4 KiB pages) that leaves the system 4 GiB: 32505856 on a 128 GB machine,
-    the value https://github.com/kyuz0/amd-strix-halo-toolboxes documents. Installed size is rounded
-    up to the 8 GiB sold."""
+    """Return the `ttm.pages_limit` (4 KiB pages) that leaves the system 4 GiB.
+
+    It is 32505856 on a 128 GB machine, the value documented by
+    https://github.com/kyuz0/amd-strix-halo-toolboxes. The installed size is rounded up to a
+    multiple of 8 GiB, as sold.
+    """
     sold = -(-installed_bytes // (8 * GIB)) * 8
     return max(sold - 4, sold // 2) * GIB // 4096

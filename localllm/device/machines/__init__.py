@@ -1,4 +1,7 @@
-"""Readings of one machine to its Device: pure, one module per operating system."""
+"""Turn the readings of one machine into its Device, with one module per operating system.
+
+These modules do no I/O.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from localllm.device.types import Device, Figure, Finding, Readings
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
-    """The Device these readings describe. `ram_bandwidth` is this machine's measured memory
-    bandwidth, if known.
+    """Return the Device that these readings describe.
 
-    Raises DeviceUnreadableError when the system did not even say how much memory there is.
+    `ram_bandwidth` is the measured memory bandwidth of this machine, if known. Raises
+    DeviceUnreadableError if the system did not report how much memory there is.
     """
-    # Of three systems only the one that is needed is read.
+    # Of the three systems' modules, only the needed one is imported.
     machine = import_module(f"{__name__}.{readings.system}")
     device: Device = machine.identify(readings, ram_bandwidth)
     figure = device.bandwidth_gbps

@@ -1,4 +1,4 @@
-"""What the systems share: discrete NVIDIA cards to one pool, host memory, RAM bandwidth."""
+"""Code shared by the systems: discrete cards, host memory and RAM bandwidth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.device.parsers.sticks import Ram
 from localllm.device.table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Memory, Readings
 
-# What drives the cards of a maker, as far as its builds have code of them.
+# Preferred accelerator for each vendor's cards, as long as its builds support them.
 _OWN_KIND: dict[str, Accelerator] = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "vulkan"}
 
 
@@ -29,9 +29,12 @@ def card_of(
     units: int = 0,
     told: Figure | None = None,
 ) -> Device:
-    """A card of a `maker`, by itself. Its bandwidth is the table's figure, or what its clock and width come to
-    (`told`) where that is another by a tenth or the table has none, else what cards like it
-    have."""
+    """Return the Device of a single card from vendor `maker`.
+
+    Its bandwidth is the table's figure. If the card's clock and bus width give another value
+    (`told`) that differs by more than 10 %, or if the table has no figure, `told` is used. Without
+    either, the bandwidth is that of similar cards.
+    """
     facts = table.facts(row)
     facts["compute_units"] = units or facts["compute_units"]
     if row is None:
@@ -68,7 +71,7 @@ def card_of(
 def _card_bandwidth(
     name: str, row: DeviceRow, derived: Figure | None
 ) -> tuple[Figure, list[Finding]]:
-    """The table's bandwidth, unless the card's clock and width come to another by a tenth."""
+    """Return the table's bandwidth, or the derived one if they differ by more than 10 %."""
     listed = row.bandwidth()
     if derived is None or abs(derived.value - listed.value) <= 0.1 * listed.value:
         return listed, []
@@ -76,14 +79,13 @@ def _card_bandwidth(
     return derived, [Finding("warning", f"{name}: {figures}; took its clocks")]
 
 
-# Programs read 60 to 90 % of what memory modules are made for; less than half means that one of the
-# two figures is wrong.
+# Programs reach 60 to 90 % of the modules' peak bandwidth. If the measured and the derived figure
+# differ by this factor or more, one of them is wrong.
 _DISAGREE = 2.0
 
 
 def ram_disagrees(measured: Figure | None, told: Figure | None) -> list[Finding]:
-    """A finding if the measured bandwidth of system memory is far from the one that its modules are
-    made for."""
+    """Return a finding if the measured bandwidth is far from the modules' peak bandwidth."""
     if measured is None or told is None:
         return []
     if 1 / _DISAGREE <= measured.value / told.value <= _DISAGREE:
@@ -96,8 +98,10 @@ def ram_disagrees(measured: Figure | None, told: Figure | None) -> list[Finding]
 
 
 def modules_bandwidth(modules: Ram | None, source: str) -> Figure | None:
-    """What the fitted memory modules come to, as `source` lists them; None in most virtual
-    machines."""
+    """Return the bandwidth of the installed memory modules, as listed by `source`.
+
+    Returns None in most virtual machines.
+    """
     if modules is None:
         return None
     rate = f"{modules.bus_bits} bit at {modules.megatransfers_s} MT/s"
@@ -106,8 +110,11 @@ def modules_bandwidth(modules: Ram | None, source: str) -> Figure | None:
 
 
 def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vectors: str) -> Figure:
-    """The system memory's: as measured, else as its modules are made (`told`), else as goes with
-    the processor."""
+    """Return the bandwidth of system memory.
+
+    The measured figure is used first, then the modules' peak (`told`), then the usual memory of the
+    processor.
+    """
     known = measured or told
     if known is not None:
         return known
@@ -118,8 +125,12 @@ def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vector
 
 
 def shared_bandwidth(row: DeviceRow | None, told: Figure | None, base: Device) -> Figure:
-    """Of graphics in a processor: soldered memory is the table's; socketed memory is whatever is
-    fitted, so the modules go first. What the processor's cores measured is a floor."""
+    """Return the memory bandwidth of integrated graphics.
+
+    The table gives the bandwidth of soldered memory. Socketed memory varies, so the installed
+    modules take precedence over the table. The figure measured by the processor's cores is a lower
+    bound.
+    """
     known = row.bandwidth() if row else base.bandwidth_gbps
     if told is None or (row is not None and "Halo" in row.family):
         told = known
@@ -133,7 +144,7 @@ def with_findings(device: Device, findings: Sequence[Finding]) -> Device:
 
 
 def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
-    """The NVIDIA GPUs that programs started here see, and what hides others."""
+    """Return the NVIDIA GPUs visible to programs started here, and a finding if some are hidden."""
     gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
     said = environment(readings).get("CUDA_VISIBLE_DEVICES")
     left = visible(said, [gpu.uuid for gpu in gpus])
@@ -148,16 +159,18 @@ def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
     return [gpus[i] for i in left], [Finding("info", told)]
 
 
-# Families whose cards are cut into slices (MIG, vGPU): one that does not say its size may be a
-# slice of any.
+# Families with cards that can be divided (MIG, vGPU). A card of these that does not report its size
+# may be a slice of any size.
 _SLICED = "workstation/datacenter"
-# A MIG device or a vGPU by its name: "A100-SXM4-40GB MIG 3g.20gb", "GRID P40-24Q".
+# Names of MIG devices and vGPUs: "A100-SXM4-40GB MIG 3g.20gb", "GRID P40-24Q".
 _SLICE = re.compile(r" MIG |\bGRID\b|\bvGPU\b|-[0-9]{1,3}[QCAB]$")
 
 
 def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
-    """A discrete NVIDIA card; None when neither the driver nor the table says how much memory it
-    has."""
+    """Return the Device of a discrete NVIDIA card, and findings.
+
+    The Device is None if neither the driver nor the table gives its memory size.
+    """
     is_slice = gpu.is_mig or _SLICE.search(gpu.name) is not None
     derived = gpu.derived_bandwidth_gbps
     row = None
@@ -181,7 +194,7 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
 
 
 def nvidia_cards(gpus: Sequence[NvidiaGpu]) -> tuple[list[Device], list[Finding]]:
-    """The NVIDIA cards that can be planned with, and what there is to say of the others."""
+    """Return the NVIDIA cards that plans can use, and findings on all of them."""
     told = [nvidia_card(gpu) for gpu in gpus]
     findings = chain.from_iterable(said for _, said in told)
     return [card for card, _ in told if card is not None], list(findings)
@@ -193,7 +206,7 @@ def no_driver(fix: str) -> Finding:
 
 
 def as_processor(base: Device) -> Device:
-    """A machine without an accelerator, with the row of its processor if the table has it."""
+    """Return a machine without an accelerator, with its processor's table row if there is one."""
     row = table.by_cpu(base.cpu)
     if row is None:
         return base
@@ -203,7 +216,7 @@ def as_processor(base: Device) -> Device:
 
 
 def _share_of_whole(name: str, memory_bytes: int) -> Figure | None:
-    """What a slice has of its card's bandwidth: as much as of its memory."""
+    """Return a slice's bandwidth: the same share of its card's bandwidth as of its memory."""
     whole = table.by_gpu_name(re.sub(r" MIG .*|-[0-9]{1,3}[QCAB]$", "", name))
     if whole is None:
         return None
@@ -215,10 +228,13 @@ def _share_of_whole(name: str, memory_bytes: int) -> Figure | None:
 def _nvidia_memory(
     gpu: NvidiaGpu, row: DeviceRow | None, *, is_slice: bool
 ) -> tuple[Memory | None, list[Finding]]:
-    """By the driver, else by the table where a card of that name has but one size."""
+    """Return the memory by the driver, or by the table if the driver gives no size.
+
+    The table is used only for cards that cannot be slices.
+    """
     if gpu.total_bytes is not None:
-        # What is free is less than what nobody uses: the driver keeps a part, which `used` holds or
-        # not.
+        # `free` may be less than `total` - `used`, because the driver keeps a part. NVML's versions
+        # differ in whether `used` includes that part.
         used = gpu.used_bytes or 0
         if gpu.free_bytes is not None:
             used = gpu.total_bytes - gpu.free_bytes
@@ -240,8 +256,10 @@ def _nvidia_memory(
 
 
 def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Finding:
-    """Cards beside those that are used: one engine runs a model, with the devices it has kernels
-    for."""
+    """Return a finding on cards that are left unused.
+
+    One engine runs a model, and it uses only the devices it has kernels for.
+    """
     idle = f"{KINDS[accelerator].label} leaves it idle, a Vulkan build would use all cards"
     told = f"{', '.join(names)} are here too: {idle}"
     if len(names) == 1:
@@ -250,8 +268,11 @@ def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Findin
 
 
 def one_machine(found: Sequence[Device], base: Device) -> Device:
-    """Discrete cards as one Device, in the order of their PCI addresses, beside the memory of the
-    system that is `base`. One build drives them: what it has no code of is left idle."""
+    """Combine discrete cards into one Device in the order of their PCI addresses.
+
+    `base` is the system, whose memory becomes the host memory. One build drives the cards. Cards
+    that it cannot drive are left unused.
+    """
     rooms: Counter[Accelerator] = Counter()
     for card in found:
         rooms[card.accelerator] += card.memory.total_bytes
@@ -272,8 +293,10 @@ def one_machine(found: Sequence[Device], base: Device) -> Device:
 
 
 def _beside(base: Device, card: Device) -> Device:
-    """A card in the computer `base`; it is no slower than the system's memory only for want of
-    knowledge."""
+    """Return a card in the computer `base`.
+
+    A card's assumed bandwidth is raised to that of system memory if it is lower.
+    """
     figure = card.bandwidth_gbps
     system = base.bandwidth_gbps
     if figure.basis == "assumed" and system.value > figure.value:
@@ -284,5 +307,5 @@ def _beside(base: Device, card: Device) -> Device:
     )
 
 
-# What a Device says of the computer around its accelerator.
+# Device fields that describe the computer around its accelerator.
 _OF_COMPUTER = ("os", "cpu", "n_cpu_cores", "cpu_vectors", "findings")

@@ -1,5 +1,8 @@
-"""A Linux machine's readings to its Device: NVIDIA (discrete or one pool), AMD (discrete or APU),
-Intel, CPU only."""
+"""Turn a Linux machine's readings into its Device.
+
+It covers NVIDIA (discrete or unified memory), AMD (discrete or APU), Intel, and machines without a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from localllm.device.table import DeviceRow
 from localllm.device.types import GIB, Device, Figure, Finding, Readings
 
 _ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
-# A display controller's PCI class; a GPU without a file that says its class is taken for one.
+# A display controller's PCI class. A GPU without a class file counts as one.
 _DISPLAY = 0x030000
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
-    """The Device of these readings; raises DeviceUnreadableError without a MemTotal."""
+    """Return the Device of these readings. Raises DeviceUnreadableError without a MemTotal."""
     system = read_system(readings, ram_bandwidth)
     gpus, hidden = nvidia_gpus(readings)
     system = noted(system, hidden)
@@ -57,9 +60,11 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
 
 def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> DeviceRow | None:
-    """The row of a GPU that shares the system's memory, by its name or PCI id; the board decides
-    among siblings."""
-    # a container without the driver's name table says "Device [10de:2e12]"
+    """Return the row of a GPU that shares the system's memory, by its name or PCI id.
+
+    The board decides between rows of one family.
+    """
+    # A container without the driver's name table reports "Device [10de:2e12]".
     if "10de:2e12" in gpu.name.lower():
         return table.by_gpu_name("NVIDIA GB10")
     row = table.by_gpu_name(gpu.name)
@@ -72,10 +77,10 @@ def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> De
 
 
 def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> bool:
-    """True for a part the table does not know that has no memory of its own.
+    """Return True for an unlisted GPU that has no memory of its own.
 
-    The table goes first and x86 never qualifies: a 32 GB card beside 32 GB of RAM is not unified
-    memory.
+    GPUs in the table are excluded. x86 machines are excluded too: a 32 GB card with 32 GB of RAM is
+    not unified memory.
     """
     if table.by_gpu_name(gpu.name) is not None or readings.architecture not in ("aarch64", "arm64"):
         return False
@@ -86,7 +91,10 @@ def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -
 
 
 def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRow | None:
-    """The Jetson module by the board's model, its memory, and for the Orin Nano its power mode."""
+    """Return the row of a Jetson module.
+
+    It is found by the board's model and memory, and for the Orin Nano also by its power mode.
+    """
     low = board.lower()
     kind = next(
         (k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None
@@ -98,7 +106,8 @@ def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRo
         for row in table.rows()
         if row.family == "Jetson" and row.memory_gb and kind in row.name.lower()
     ]
-    # A module shows a few per cent less than it has: the smallest size that holds MemTotal.
+    # A module reports a few per cent less than its memory. The smallest size that holds MemTotal is
+    # meant.
     fitting = [row for row in found if row.memory_gb[0] * GIB >= system.machine.total_bytes]
     size = min((row.memory_gb[0] for row in fitting), default=0.0)
     fitting = [row for row in fitting if row.memory_gb[0] == size and row.bandwidth_gbps]
@@ -111,8 +120,10 @@ def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRo
 def _one_pool(
     readings: Readings, system: LinuxSystem, gpu: NvidiaGpu, row: DeviceRow | None
 ) -> Device:
-    """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML
-    or CUDA say."""
+    """Return the Device of a GPU that shares MemTotal with the CPU.
+
+    Free memory is MemAvailable, page cache included, regardless of NVML and CUDA.
+    """
     findings = system.base.findings
     if row is not None and row.family == "Jetson":
         told = (
@@ -121,7 +132,7 @@ def _one_pool(
         findings = (*findings, Finding("info", told))
     memory = system.base.memory
     if system.machine.huge_free_bytes is not None:
-        # Only reserved pages can hold a model here:
+        # Here, only reserved pages can hold a model:
         # https://github.com/ggml-org/llama.cpp/pull/17368
         memory, _ = system_pool(system.memory, system.machine.huge_free_bytes)
     capability = gpu.compute_capability
@@ -147,14 +158,16 @@ def _one_pool(
 
 
 def _unknown_pool(capability: str) -> Figure:
-    """What a part that shares the system's memory and is in no table has: as others do, of its
-    capability if there are any."""
+    """Return an assumed bandwidth for an unlisted GPU that shares the system's memory.
+
+    It is the lowest among such GPUs of the same compute capability, or among all of them.
+    """
     pools = [row for row in table.rows() if row.family in _ONE_POOL_FAMILIES]
     return table.slowest([row for row in pools if row.compute_capability == capability] or pools)
 
 
 def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
-    """A Jetson's board, or a GB10 with the box that it is in; "" of any other."""
+    """Return a Jetson's board name, or a GB10 with its product name, or "" for other machines."""
     if row is not None and row.family == "Jetson":
         return readings.file("/proc/device-tree/model")[:80]
     product = " ".join(readings.file("/sys/class/dmi/id/product_name").replace("_", " ").split())[
@@ -168,7 +181,7 @@ def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
 
 
 def _driver_fix(readings: Readings) -> str:
-    """What makes an NVIDIA GPU's driver answer here."""
+    """Return the fix that makes an NVIDIA GPU's driver answer on this system."""
     fixes = (
         (
             linux.is_wsl(readings),

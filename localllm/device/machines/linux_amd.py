@@ -1,4 +1,4 @@
-"""AMD's cards and integrated GPUs on Linux, as amdgpu tells of them."""
+"""Identify AMD's cards and integrated GPUs on Linux from amdgpu's readings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from localllm.device.parsers.gpus import AmdGpu, amd_gpus, environment, marketin
 from localllm.device.table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Readings
 
-# Graphics of two compute units (Raphael and what came after it, Mendocino): the cores beside them
-# compute as much.
+# Graphics with two compute units (Raphael and its successors, Mendocino). The CPU cores compute as
+# fast.
 _FOR_SCREENS = ("gfx1036", "gfx1037")
 
 
 def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
-    """The machine by its cards, else by its integrated GPU; None without either."""
+    """Return the machine by its cards, or by its integrated GPU, or None without either."""
     gpus = [gpu for gpu in amd_gpus(readings) if gpu.gfx not in _FOR_SCREENS]
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         said = environment(readings).get(name)
@@ -39,13 +39,13 @@ def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
 
 
 def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Device]:
-    """Those of the GPUs that have memory of their own."""
+    """Return the GPUs that have memory of their own, as Devices."""
     return [_amd_card(readings, gpu) for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
 
 
 def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Device:
     gpu = max(gpus, key=_reach)
-    # The processor's name tells the SKU.
+    # The processor's name identifies the SKU.
     row = table.by_cpu(system.cpu.name) or _by_pci(gpu)
     if row is None and gpu.gfx:
         row = next((r for r in table.rows() if r.compute_capability == gpu.gfx), None)
@@ -74,7 +74,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
 
 
 def _reach(gpu: AmdGpu) -> int:
-    """Bytes that the GPU may use."""
+    """Return the bytes that the GPU may use."""
     return gpu.vram_total_bytes + gpu.gtt_total_bytes
 
 
@@ -108,7 +108,7 @@ def _amd_card(readings: Readings, gpu: AmdGpu) -> Device:
 
 
 def _gtt_findings(gpu: AmdGpu, system: LinuxSystem) -> list[Finding]:
-    """Advice if the kernel lets the GPU map much less RAM than there is."""
+    """Return advice if the kernel lets the GPU map much less RAM than there is."""
     findings = []
     installed = system.machine.total_bytes + gpu.vram_total_bytes
     if _reach(gpu) < 0.75 * installed and installed >= 24 * GIB:

@@ -1,5 +1,4 @@
-"""Intel's cards and integrated GPUs on Linux, as i915, the Vulkan driver or the table tells of
-them."""
+"""Identify Intel's cards and integrated GPUs on Linux from i915, the Vulkan driver or the table."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _INTEL_VENDOR = 0x8086
 
 
 def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
-    """Intel's Arc: discrete cards, and the integrated ones the table knows."""
+    """Return the machine by its Arc cards, or by an integrated GPU in the table, or None."""
     cards = arcs(readings)
     left = visible(environment(readings).get("GGML_VK_VISIBLE_DEVICES"), [""] * len(cards))
     if left:
@@ -59,7 +58,7 @@ def _device_id(readings: Readings, folder: str) -> str:
 
 
 def arcs(readings: Readings) -> list[Device]:
-    """Intel's discrete cards, as i915 or the table says their memory."""
+    """Return Intel's discrete cards. Their memory sizes come from i915 or the table."""
     names = [
         name
         for name, kind, vendor in vulkaninfo(readings.output("vulkaninfo"))
@@ -74,9 +73,12 @@ def arcs(readings: Readings) -> list[Device]:
 
 
 def _arc(readings: Readings, folder: str, names: list[str]) -> Device | None:
-    """A card by its PCI id, else, where it is on a bus of its own, by the next of the `names` that
-    the Vulkan driver has for cards; None where it is none, or nobody says how much memory it
-    has."""
+    """Return the Device of a card in a sysfs folder.
+
+    The card is found by its PCI id. If it is on its own bus, it may also take the next of the
+    `names` that the Vulkan driver has for cards. Returns None if it is not a card, or if its memory
+    size is unknown.
+    """
     total = integer(readings.file(f"{folder}/lmem_total_bytes")) or None
     row = _by_pci(readings, folder, total)
     name = f"Intel GPU 8086:{_device_id(readings, folder)}"

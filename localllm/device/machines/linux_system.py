@@ -1,4 +1,4 @@
-"""What every Linux Device starts from: the system's own memory and processor."""
+"""The base of every Linux Device: the system's memory and processor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from localllm.memory.linux import LinuxMemory, MemInfo
 
 @dataclass(frozen=True, slots=True)
 class LinuxSystem:
-    """What every Linux Device starts from: the system's own memory and processor."""
+    """The base of every Linux Device: the system's memory and processor."""
 
     memory: LinuxMemory
     machine: MemInfo
@@ -38,7 +38,7 @@ class LinuxSystem:
 
 
 def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
-    """The system of these readings; raises DeviceUnreadableError without a MemTotal."""
+    """Return the system of these readings. Raises DeviceUnreadableError without a MemTotal."""
     memory = LinuxMemory(readings.file)
     machine = memory.machine()
     if machine is None:
@@ -56,7 +56,8 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
     if records:
         modules = linux.udev_memory(records, cpus.channels(cpu.name))
     told = modules_bandwidth(modules, "udev")
-    # A board, or Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook Air (M1, 2020)".
+    # The name of a board or of Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook
+    # Air (M1, 2020)".
     board = readings.file("/proc/device-tree/model")[:80]
     if "model name" in readings.file("/proc/cpuinfo"):
         board = ""
@@ -84,8 +85,10 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
 
 
 def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> list[Finding]:
-    """What a container or WSL shows of the machine's memory. `container`: the pool of one whose
-    limit is smaller."""
+    """Return findings if a container or WSL shows only a part of the machine's memory.
+
+    `container` is the memory of a container with a smaller limit.
+    """
     findings = []
     total = f"{total_bytes / GIB:.1f} GiB"
     if container is not None:
@@ -100,10 +103,14 @@ def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> l
 
 
 def _board_row(board: str) -> DeviceRow | None:
-    """The row of that name, of several the slowest: its memory is the processor's too."""
+    """Return the row with the board's name, or the slowest of several.
+
+    The row's bandwidth is also that of the processor.
+    """
     if not board:
         return None
-    from localllm.device import lookup, typed  # names of all rows: on boards alone
+    # Imported here because it indexes all rows' names, which only boards need.
+    from localllm.device import lookup, typed
 
     named = typed.read(board)
     rows, _ = lookup.find(named)
@@ -113,9 +120,11 @@ def _board_row(board: str) -> DeviceRow | None:
 
 
 def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tuple[Memory, bool]:
-    """The account of system memory, and whether a container's limit makes it smaller: /proc/meminfo
-    shows the host's. Where huge pages are reserved (`huge_free_bytes`), those alone can hold a
-    model on some boards."""
+    """Return the account of system memory, and whether a container's limit makes it smaller.
+
+    /proc/meminfo shows the host's memory even in a container. On some boards with reserved huge
+    pages (`huge_free_bytes`), only those pages can hold a model.
+    """
     smallest = memory.smallest_limit()
     source = "/proc/meminfo MemAvailable"
     if huge_free_bytes is not None:
@@ -127,5 +136,5 @@ def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tupl
 
 
 def noted(system: LinuxSystem, findings: list[Finding]) -> LinuxSystem:
-    """`system` with what else there is to say of it."""
+    """Return `system` with more findings."""
     return replace(system, base=with_findings(system.base, findings))

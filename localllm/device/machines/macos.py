@@ -1,5 +1,7 @@
-"""A Mac's readings to its Device: Metal's budget, the chip's bin, nothing multiplied that can be
-asked."""
+"""Turn a Mac's readings into its Device: Metal's memory limit and the chip's bin.
+
+Values that can be queried are not computed.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from localllm.memory.account import shared_pool
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
-    """The Mac of these readings. A CPU measurement is not its bandwidth: the CPU cores can't pull
-    the SoC's full rate, so `ram_bandwidth` counts only on machines without Apple's GPU (Intel Macs,
-    virtual machines)."""
+    """Return the Device of a Mac.
+
+    `ram_bandwidth` is used only on machines without Apple's GPU (Intel Macs, virtual machines). On
+    others, a CPU measurement is too low, because the CPU cores cannot reach the SoC's full rate.
+    """
     mac = macos.sysctl(readings.output("sysctl"))
     if mac.memory_bytes is None:
         raise DeviceUnreadableError(
@@ -69,17 +73,21 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
 
 def _of_unlisted(chip: str) -> Figure:
-    """The bandwidth of a chip, or a bin of one, that is not in the table: of its other bins, else
-    of its tier ("Pro", "Max") in other generations."""
+    """Return an assumed bandwidth for an unlisted chip, or an unlisted bin of a chip.
+
+    It comes from the chip's other bins, or from its tier ("Pro", "Max") in other generations.
+    """
     macs = [row for row in table.rows() if row.vendor == "Apple"]
     tier = [row for row in macs if row.chip.split()[2:] == chip.split()[2:]]
     return table.slowest([row for row in macs if row.chip == chip] or tier or macs)
 
 
 def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings) -> str:
-    """What keeps this process from an Apple GPU; "" where one is there. (Under Rosetta the
-    processor calls itself VirtualApple. A virtual machine has a paravirtual GPU, whose Metal
-    computes no matrices, and no AGX accelerator.)"""
+    """Return the reason why this process cannot use an Apple GPU, or "" if it can.
+
+    Under Rosetta, the processor calls itself VirtualApple. A virtual machine has a paravirtual GPU
+    without an AGX accelerator, and Metal on it cannot compute matrices.
+    """
     profile = readings.output("system_profiler")
     virtual = "a virtual machine"
     if mac.translated:

@@ -1,5 +1,7 @@
-"""A Windows machine's readings to its Device: NVIDIA through NVML, other cards through the
-registry, else the CPU."""
+"""Turn a Windows machine's readings into its Device.
+
+NVIDIA cards come from NVML, other cards from the registry. Without a card, the Device is the CPU.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ from localllm.device.types import (
 )
 from localllm.memory.account import shared_pool
 
-# What Windows lets an integrated GPU borrow of the RAM it sees: half (DXGI's SharedSystemMemory).
+# Share of visible RAM that Windows lets an integrated GPU borrow: half (DXGI's SharedSystemMemory).
 _SHARED_WITH_GPU = 0.5
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
-    """The Device of these readings; raises DeviceUnreadableError if Windows did not report its
-    memory."""
+    """Return the Device of these readings.
+
+    Raises DeviceUnreadableError if Windows did not report its memory.
+    """
     status = windows.memory_status(readings.output("memory-status"))
     if status is None:
         raise DeviceUnreadableError("Windows did not report its memory (GlobalMemoryStatusEx)")
@@ -87,13 +91,16 @@ def _emulation(readings: Readings) -> tuple[Finding, ...]:
     return (Finding("warning", told, "install the ARM64 Python"),)
 
 
-# The makers whose cards are looked for in the registry; NVIDIA's driver tells of its own.
+# Vendors whose cards are read from the registry. NVIDIA's driver reports its own cards.
 _MAKERS = {"1002": "AMD", "8086": "Intel"}
 
 
 def _cards(adapters: list[windows.Adapter]) -> list[Device]:
-    """Discrete cards that are not NVIDIA's: what the table has, and what has so much memory of its
-    own as no graphics in a processor."""
+    """Return discrete cards of other vendors than NVIDIA.
+
+    These are the cards in the table, and cards with more memory of their own than integrated
+    graphics have.
+    """
     cards = []
     for adapter in adapters:
         row = table.by_gpu_name(adapter.name, adapter.memory_bytes or None)
@@ -117,8 +124,11 @@ def _cards(adapters: list[windows.Adapter]) -> list[Device]:
 
 
 def _is_unknown_card(adapter: windows.Adapter) -> bool:
-    """By a card's series in its name, and more memory than graphics in a processor of such names
-    ("RX Vega 11") are given."""
+    """Return True for an unlisted adapter that must be a card.
+
+    Its name has a card's series, and it has more memory than integrated graphics with similar names
+    ("RX Vega 11") get.
+    """
     series = re.search(r"\b(?:RX|(?:WX?|V|MI|[AB])[0-9]{2})", adapter.name)
     return series is not None and adapter.memory_bytes >= 3 * GIB
 
@@ -134,9 +144,11 @@ def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
 def _integrated(
     adapters: list[windows.Adapter], base: Device, available_bytes: int, told: Figure | None
 ) -> Device | None:
-    """A known APU: what its BIOS gave it (missing from the RAM Windows sees) plus half of the rest.
+    """Return the Device of a known APU.
 
-    Left to a discrete card where there is one: an APU's share is never added to a card's memory.
+    Its memory is the part given by the BIOS, which the RAM that Windows sees excludes, plus half of
+    the rest. Returns None if there is a discrete card: an APU's share is never added to a card's
+    memory.
     """
     by_cpu = table.by_cpu(base.cpu)
     found = [(adapter, table.by_gpu_name(adapter.name) or by_cpu) for adapter in adapters]

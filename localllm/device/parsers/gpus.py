@@ -1,5 +1,7 @@
-"""NVML, nvidia-smi, amdgpu's sysfs and KFD, and vulkaninfo to facts about GPUs: memory in bytes,
-PCI identity, compute units."""
+"""Parse GPU facts from NVML, nvidia-smi, amdgpu's sysfs, KFD and vulkaninfo.
+
+Facts are memory in bytes, PCI identity and compute units.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from localllm.device.types import Readings
 
 AMD_VENDOR = 0x1002
 
-# Radeons inside a processor: (device id → gfx), from
-# https://gitlab.freedesktop.org/mesa/libdrm/-/blob/main/data/amdgpu.ids and, for the gfx names,
+# Integrated Radeons (device id → gfx). Ids are from
+# https://gitlab.freedesktop.org/mesa/libdrm/-/blob/main/data/amdgpu.ids, and gfx names from
 # https://rocm.docs.amd.com/en/latest/reference/gpu-arch-specs.html.
 APU_DEVICES = {
     0x1586: "gfx1151", 0x150E: "gfx1150", 0x1114: "gfx1152", 0x15BF: "gfx1103", 0x15C8: "gfx1103",
@@ -31,8 +33,10 @@ _APU_GFX = set(APU_DEVICES.values())
 
 @dataclass(frozen=True, slots=True)
 class AmdGpu:
-    """One AMD GPU. Bytes; ids are numbers; `gfx` is "gfx1151" or "" (unknown); compute units 0 =
-    unknown."""
+    """One AMD GPU. Sizes are in bytes, and ids are numbers.
+
+    `gfx` is, for example, "gfx1151" ("" = unknown). 0 compute units mean unknown.
+    """
 
     device_id: int
     revision: int
@@ -47,9 +51,9 @@ class AmdGpu:
     bandwidth_gbps: float = 0.0
 
 
-# Transfers in one clock of the memory, as amdgpu counts it, by how an architecture begins: HBM3 on
-# Instincts from the 300 series on, GDDR5, HBM2, and GDDR6 of every Radeon since. (RX 6800 XT: 1000
-# MHz, 256 bit, 512 GB/s; RX 580: 2000, 256, 256; MI50: 1000, 4096, 1024.)
+# Transfers per memory clock as amdgpu counts it, by prefix of the architecture: HBM3 on Instincts
+# from the 300 series on, GDDR5, HBM2, and GDDR6 on every Radeon since. Examples (MHz, bits, GB/s):
+# RX 6800 XT 1000, 256, 512; RX 580 2000, 256, 256; MI50 1000, 4096, 1024.
 _TRANSFERS = {"gfx94": 4, "gfx95": 4, "gfx8": 4, "gfx9": 2, "gfx1": 16}
 
 
@@ -58,11 +62,10 @@ def _kfd_values(text: str) -> dict[str, int]:
 
 
 def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
-    """Fields of an `AmdGpu` from the GPU nodes of /sys/class/kfd, by PCI device id (a CPU node has
-    no SIMDs).
+    """Return `AmdGpu` fields from the GPU nodes of /sys/class/kfd, by PCI device id.
 
-    gfx_target_version is major × 10000 + minor × 100 + step. RDNA has two SIMD32 per CU, GCN/CDNA
-    four.
+    A CPU node has no SIMDs. gfx_target_version is major × 10000 + minor × 100 + step. RDNA has two
+    SIMD32 per CU, GCN/CDNA four.
     """
     nodes: dict[int, dict[str, Any]] = {}
     for path in readings.matching("/sys/class/kfd/kfd/topology/nodes/*/properties"):
@@ -87,7 +90,7 @@ def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
 
 
 def _bank_gbps(bank: Mapping[str, int], gfx: str) -> float:
-    """GB/s of a memory bank; 0.0 if that is unknown, or can't be right."""
+    """Return the GB/s of a memory bank, or 0.0 if it is unknown or implausible."""
     transfers = next((n for begin, n in _TRANSFERS.items() if gfx.startswith(begin)), 0)
     gbps = bank.get("width", 0) / 8 * bank.get("mem_clk_max", 0) * transfers / 1000
     return gbps if 10 <= gbps <= 50_000 else 0.0
@@ -97,7 +100,7 @@ DRM_CARDS = "/sys/class/drm/card*/device"
 
 
 def pci_folders(readings: Readings, pattern: str, vendor: int) -> list[str]:
-    """The folders of this pattern in sysfs that are of a maker's devices."""
+    """Return the sysfs folders that match the pattern and belong to a vendor's devices."""
     return [
         path.removesuffix("/vendor")
         for path in readings.matching(f"{pattern}/vendor")
@@ -106,7 +109,7 @@ def pci_folders(readings: Readings, pattern: str, vendor: int) -> list[str]:
 
 
 def amd_gpus(readings: Readings) -> list[AmdGpu]:
-    """Every amdgpu card of /sys/class/drm, joined with its KFD node by PCI device id."""
+    """Return every amdgpu card of /sys/class/drm, joined with its KFD node by PCI device id."""
     nodes = kfd_nodes(readings)
     found = []
     for folder in pci_folders(readings, DRM_CARDS, AMD_VENDOR):
@@ -130,16 +133,16 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
 
 
 def _size(readings: Readings, folder: str, name: str) -> int:
-    """Bytes that amdgpu reports in a card's folder; 0 if it does not."""
+    """Return the bytes that amdgpu reports in a card's folder, or 0 without a report."""
     return max(integer(readings.file(f"{folder}/mem_info_{name}")) or 0, 0)
 
 
 def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bool:
-    """An APU by its PCI id or gfx; the size of its carve-out says nothing (a BIOS can give it 96
-    GB).
+    """Return True for an APU, by its PCI id or gfx.
 
-    board_info and the name of a maker in mem_info_vram_vendor ("unknown" of an APU) are only where
-    a card has memory chips of its own; and no card has less than a GiB of them beside more GTT.
+    The size of the carve-out does not tell, because a BIOS can give it 96 GB. Only cards with their
+    own memory chips have board_info and a vendor's name in mem_info_vram_vendor ("unknown" on an
+    APU). No card has less than a GiB of its own memory and more than that of GTT.
     """
     vram = integer(readings.file(f"{folder}/mem_info_vram_total")) or 0
     gtt = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0
@@ -152,8 +155,10 @@ def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bo
 
 
 def marketing_name(ids_file: str, device_id: int, revision: int) -> str:
-    """The product's name from libdrm's amdgpu.ids ("744C,\\tC8,\\tAMD Radeon RX 7900 XTX"), or
-    ""."""
+    """Return the product name from libdrm's amdgpu.ids, or "".
+
+    A line is "744C,\\tC8,\\tAMD Radeon RX 7900 XTX".
+    """
     for line in ids_file.splitlines():
         parts = line.split(",", 2)
         if len(parts) != 3:
@@ -169,11 +174,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class NvidiaGpu:
-    """One GPU. Bytes; MHz; None where the driver said N/A, NOT_SUPPORTED or nothing at all.
+    """One NVIDIA GPU. Sizes are in bytes, clocks in MHz.
 
-    `is_mig`: cut into MIG slices, of which a program is given one; sizes are then that one's.
-    `addressing` is "none", "hmm", "ats" or "": ATS means CPU and GPU share page tables (GB10, Thor,
-    Grace).
+    A field is None if the driver reported N/A, NOT_SUPPORTED or no value.
+
+    - `is_mig`: divided into MIG slices, of which a program gets one. Sizes are then that slice's.
+    - `addressing`: "none", "hmm", "ats" or "". ATS means that CPU and GPU share page tables (GB10,
+      Thor, Grace).
     """
 
     name: str
@@ -192,11 +199,10 @@ class NvidiaGpu:
 
     @property
     def derived_bandwidth_gbps(self) -> float | None:
-        """2 × maximum memory clock × bus width ÷ 8 (decimal GB/s): a double data rate on what NVML
-        calls the clock.
+        """2 × maximum memory clock × bus width ÷ 8, in decimal GB/s.
 
-        Agrees with the datasheets of RTX 4090 (10501 MHz × 384 bit → 1008) and 5090 (14001 × 512 →
-        1792).
+        The factor 2 is the double data rate on the clock that NVML reports. The result agrees with
+        the datasheets of RTX 4090 (10501 MHz × 384 bit → 1008) and 5090 (14001 × 512 → 1792).
         """
         if not self.bus_bits or not self.max_memory_mhz:
             return None
@@ -207,8 +213,10 @@ class NvidiaGpu:
 
 
 def nvml(text: str) -> list[NvidiaGpu]:
-    """The NVML probe's JSON: one object per GPU, each field a value or absent where the call
-    raised."""
+    """Parse the NVML probe's JSON: one object per GPU.
+
+    A field is absent if its NVML call raised.
+    """
     listed = from_json(text)
     if not isinstance(listed, list):
         return []
@@ -233,7 +241,7 @@ def _watts(entry: Mapping[str, Any], key: str) -> float | None:
     return milliwatts / 1000
 
 
-# What NVML's addressing mode says of page tables.
+# Page-table sharing by NVML's addressing mode.
 _ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
 
 
@@ -275,7 +283,7 @@ def _addressing(entry: Mapping[str, Any]) -> str:
 
 
 def _slice_bytes(entry: Mapping[str, Any]) -> int | None:
-    """Bytes of the MIG slice that a program is given: the first of those that are listed."""
+    """Return the bytes of the MIG slice that a program gets: the first in the list."""
     slices = entry.get("slices")
     if not isinstance(slices, list):
         return None
@@ -283,14 +291,17 @@ def _slice_bytes(entry: Mapping[str, Any]) -> int | None:
 
 
 def environment(readings: Readings) -> dict[str, str]:
-    """The variables that choose GPUs, as the probe noted them."""
+    """Return the environment variables that select GPUs, as recorded by the probe."""
     return key_values(readings.output("environment"), "=")
 
 
 def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
-    """Which of the GPUs with these ids (in the order of PCI addresses) a list of indices or ids
-    such as "0,GPU-8a2f" leaves, in that order; all for None. As CUDA has it, what is no GPU ends
-    the list, and one named twice leaves none."""
+    """Return the indices of the GPUs that a selection such as "0,GPU-8a2f" leaves, in ascending
+    order.
+
+    `uuids` are the GPUs' ids in the order of PCI addresses. None selects all. As in CUDA, an
+    invalid entry ends the list, and a GPU listed twice leaves no GPUs.
+    """
     if said is None:
         return list(range(len(uuids)))
     found: list[int] = []
@@ -305,7 +316,7 @@ def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
-    """The GPUs that an index means, or an id or its beginning."""
+    """Return the GPUs that match an index, an id or the beginning of an id."""
     if word.isdecimal() and int(word) < len(uuids):
         return [int(word)]
     parent = word
@@ -320,17 +331,16 @@ def _begins_alike(one: str, other: str) -> bool:
     return one.startswith(other) or other.startswith(one)
 
 
-# Column names nvidia-smi prints in its CSV header, as --help-query-gpu documents them.
+# Column names in nvidia-smi's CSV header, documented by --help-query-gpu.
 SMI_FIELDS = (
     "name,uuid,memory.total,memory.used,memory.free,compute_cap,clocks.max.memory,power.limit"
 )
 
 
 def smi(text: str) -> list[NvidiaGpu]:
-    """`nvidia-smi --query-gpu=… --format=csv` with its header line, whatever columns were asked
-    for.
+    """Parse `nvidia-smi --query-gpu=… --format=csv` with its header line and any columns.
 
-    "[N/A]", "[Not Supported]" and errors in place of a number mean: unknown.
+    "[N/A]", "[Not Supported]" and errors in place of a number mean unknown.
     """
     lines = iter([line for line in text.splitlines() if line.strip()])
     first = next((line for line in lines if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None)
@@ -382,8 +392,11 @@ _VULKAN_KINDS = {
 
 
 def vulkaninfo(text: str) -> list[tuple[str, str, int]]:
-    """GPUs of `vulkaninfo --summary`: name, "integrated" or "discrete", and the PCI vendor id (0 =
-    unknown); software renderers (llvmpipe, PHYSICAL_DEVICE_TYPE_CPU) are left out."""
+    """Return the GPUs of `vulkaninfo --summary`.
+
+    Each has a name, "integrated" or "discrete", and the PCI vendor id (0 = unknown). Software
+    renderers (llvmpipe, PHYSICAL_DEVICE_TYPE_CPU) are left out.
+    """
     found = []
     for block in re.split(r"(?m)^GPU[0-9]+:", text)[1:]:
         values = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*(.*?)\s*$", block))

@@ -1,4 +1,4 @@
-"""Linux's own files to facts: processor, memory modules from udev, WSL, board."""
+"""Parse Linux's own files: processor, memory modules from udev, WSL and board."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from localllm.device.types import Readings
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """The processor's name, cores this process may use (0 = unknown), whether it is Apple's, and
-    the widest vectors ("" = unknown)."""
+    """The processor according to /proc/cpuinfo.
+
+    - `cores`: cores this process may use (0 = unknown).
+    - `apple`: True for Apple's processors.
+    - `vectors`: widest vectors ("" = unknown).
+    """
 
     name: str
     cores: int
@@ -22,9 +26,8 @@ class CpuInfo:
     vectors: str = ""
 
 
-# ARM's /proc/cpuinfo has no name: implementer and part numbers
-# (https://github.com/util-linux/util-linux, sys-utils/lscpu-arm.c) of the cores in the machines of
-# the table.
+# ARM's /proc/cpuinfo has no name. These are implementer and part numbers of the cores in the
+# table's machines (https://github.com/util-linux/util-linux, sys-utils/lscpu-arm.c).
 _ARM_PARTS = {
     ("0x41", "0xd42"): "Cortex-A78AE", ("0x41", "0xd85"): "Cortex-X925",
     ("0x41", "0xd87"): "Cortex-A725",
@@ -38,8 +41,11 @@ _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE"}
 
 
 def cpuinfo(text: str) -> CpuInfo:
-    """/proc/cpuinfo: name from "model name", or ARM part numbers (the fastest kind listed last
-    names the machine)."""
+    """Parse /proc/cpuinfo.
+
+    The name comes from "model name" or from ARM part numbers. Up to three kinds of core are listed,
+    joined by " + ".
+    """
     processors = [key_values(block) for block in re.split(r"\n\s*\n", text)]
     kinds: list[str] = []
     flags: list[str] = []
@@ -72,10 +78,10 @@ def _cores(processors: Sequence[Mapping[str, str]], text: str) -> int:
 
 
 def udev_memory(text: str, channels: int = 0) -> Ram | None:
-    """udev's copy of the SMBIOS memory records (/run/udev/data/+dmi:id, systemd ≥ 248); None if
-    unusable. `channels`: as ram_of.
+    """Parse udev's copy of the SMBIOS memory records (/run/udev/data/+dmi:id, systemd ≥ 248).
 
-    The configured speed counts, not the rated one (https://github.com/systemd/systemd/pull/17837).
+    Returns None if they are unusable. `channels` is passed to ram_of. The configured speed counts,
+    not the rated one (https://github.com/systemd/systemd/pull/17837).
     """
     devices: dict[int, dict[str, str]] = {}
     for index, key, value in re.findall(r"MEMORY_DEVICE_([0-9]{1,4})_([A-Z_0-9]+)=(.*)", text):
@@ -92,13 +98,12 @@ def udev_memory(text: str, channels: int = 0) -> Ram | None:
 
 
 def is_wsl(readings: Readings) -> bool:
-    """True inside Windows' Linux: its kernel names Microsoft, whatever the environment says."""
+    """Return True inside WSL: its kernel names Microsoft, regardless of the environment."""
     return "microsoft" in readings.file("/proc/version").lower()
 
 
 def last_level_cache_bytes(readings: Readings) -> int:
-    """The largest cache level in bytes summed over its instances as seen from cpu0 (0 =
-    unknown)."""
+    """Return the size in bytes of the largest cache among the readings (0 = unknown)."""
     units = {"K": 1024, "M": 1 << 20, "G": 1 << 30}
     largest = 0
     for path in readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size"):

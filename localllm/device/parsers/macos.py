@@ -1,4 +1,4 @@
-"""macOS's sysctl, ioreg, Metal and vm_stat to facts about an Apple Silicon Mac."""
+"""Parse facts about an Apple Silicon Mac from sysctl, ioreg, Metal and vm_stat."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from localllm.memory.macos import available_bytes
 
 @dataclass(frozen=True, slots=True)
 class Mac:
-    """A Mac by sysctl. `wired_limit_mb` 0 = macOS' own default (not "no limit"), None = not
-    readable."""
+    """A Mac according to sysctl.
+
+    `wired_limit_mb` 0 means macOS' own default (not "no limit"). None means that it is not
+    readable.
+    """
 
     chip: str
     model: str
@@ -24,7 +27,7 @@ class Mac:
 
 
 def sysctl(text: str) -> Mac:
-    """`sysctl machdep.cpu.brand_string hw.model hw.memsize …`: "key: value" lines."""
+    """Parse "key: value" lines of `sysctl machdep.cpu.brand_string hw.model hw.memsize …`."""
     values = key_values(text)
     memory = integer(values.get("hw.memsize"))
     if memory is not None and not 0 < memory < 1 << 50:
@@ -43,8 +46,10 @@ def sysctl(text: str) -> Mac:
 
 
 def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
-    """GPU cores from `ioreg -rc AGXAccelerator -d1` ("gpu-core-count" = 40), else system_profiler's
-    sppci_cores."""
+    """Return GPU cores from `ioreg -rc AGXAccelerator -d1` ("gpu-core-count" = 40).
+
+    Falls back to system_profiler's sppci_cores.
+    """
     found = re.search(r'"gpu-core-count"\s*=\s*(0x[0-9a-fA-F]{1,8}|[0-9]{1,6})', ioreg)
     if found is None:
         _, cores = displays(system_profiler)
@@ -58,7 +63,7 @@ def _plausible(cores: int) -> int | None:
 
 
 def displays(system_profiler: str) -> tuple[str, int | None]:
-    """Chip name and GPU cores from `system_profiler SPDisplaysDataType -json`."""
+    """Return chip name and GPU cores from `system_profiler SPDisplaysDataType -json`."""
     data = from_json(system_profiler)
     if not isinstance(data, dict):
         return "", None
@@ -75,8 +80,10 @@ def displays(system_profiler: str) -> tuple[str, int | None]:
 
 
 def metal_working_set(text: str) -> int | None:
-    """Bytes of Metal's recommendedMaxWorkingSetSize, as our probe says them ("… = 115964116992
-    bytes")."""
+    """Return the bytes of Metal's recommendedMaxWorkingSetSize.
+
+    Our probe prints them as "… = 115964116992 bytes".
+    """
     found = re.search(r"recommendedMaxWorkingSetSize = ([0-9]{1,15}) bytes", text)
     if found:
         return int(found[1]) or None
@@ -84,16 +91,16 @@ def metal_working_set(text: str) -> int | None:
 
 
 _FREE = ("free", "inactive", "speculative", "purgeable")
-# xnu's AVAILABLE_NON_COMPRESSED_MEMORY (osfmk/vm/vm_pageout.h), of which kern.memorystatus_level is
-# the percentage.
+# xnu's AVAILABLE_NON_COMPRESSED_MEMORY (osfmk/vm/vm_pageout.h). kern.memorystatus_level is its
+# percentage.
 _TO_BE_HAD = ("free", "active", "inactive", "speculative")
 
 
 def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
-    """Bytes of pages of these kinds in `vm_stat`: those that macOS can hand out without swapping
-    unless told otherwise.
+    """Return the bytes in pages of these kinds in `vm_stat`.
 
-    The page size is read from the header: 16 KiB on Apple Silicon, not 4.
+    The default kinds are those that macOS can provide without swapping. The page size is read from
+    the header: it is 16 KiB on Apple Silicon, not 4.
     """
     page = re.search(r"page size of ([0-9]{1,8}) bytes", text)
     values = key_values(text)
@@ -104,10 +111,12 @@ def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
 
 
 def memory(total_bytes: int, sysctl: str, pages: str) -> tuple[int | None, int | None]:
-    """Bytes of `total_bytes` that are free without swapping (free, inactive, speculative and
-    purgeable pages), and all that can be had, with what macOS compresses for others: by
-    kern.memorystatus_level, else by the `pages` of vm_stat that it is counted from; None where it
-    is unknown."""
+    """Return the bytes that are free without swapping, and all bytes that can be had.
+
+    Free pages are free, inactive, speculative and purgeable ones. The second figure includes memory
+    that macOS frees by compressing other programs' pages. It comes from kern.memorystatus_level, or
+    from the same page kinds in vm_stat's output `pages`. A figure is None if it is unknown.
+    """
     level = integer(key_values(sysctl).get("kern.memorystatus_level"))
     to_be_had = available_bytes(total_bytes, level)
     counted = vm_stat(pages, _TO_BE_HAD)

@@ -1,4 +1,4 @@
-"""What energy counters say to joules."""
+"""Convert readings of energy counters to joules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.device.parsers import decimal
 
 @dataclass(frozen=True, slots=True)
 class EnergyCounter:
-    """A RAPL zone or a GPU: joules since some time, which begin anew at `range_j`."""
+    """A RAPL zone or a GPU: joules since some time. The counter restarts at `range_j`."""
 
     name: str
     joules: float
@@ -18,12 +18,12 @@ class EnergyCounter:
 
 
 def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list[EnergyCounter]:
-    """The zones that add up to the machine, of (name, energy_uj, max_energy_range_uj) by their
-    folders' names.
+    """Return the zones that add up to the machine's energy.
 
-    `psys` counts the whole platform; else the packages, and DRAM, which is beside them and not in
-    them (https://docs.kernel.org/power/powercap/powercap.html). What can't be read is left out:
-    energy_uj is root's alone since CVE-2020-8694.
+    `zones` maps folder names to (name, energy_uj, max_energy_range_uj). `psys` counts the whole
+    platform. Without it, the packages and DRAM are added. DRAM is separate from the packages
+    (https://docs.kernel.org/power/powercap/powercap.html). Unreadable zones are left out: only root
+    can read energy_uj since CVE-2020-8694.
     """
     found = []
     for name, energy, most in zones.values():
@@ -36,8 +36,10 @@ def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list
 
 
 def used_j(before: Sequence[EnergyCounter], after: Sequence[EnergyCounter]) -> float | None:
-    """Joules between two readings of the same zones; a counter that is less began anew. None where
-    they differ."""
+    """Return the joules between two readings of the same zones, or None if the zones differ.
+
+    A counter that decreased has restarted.
+    """
     if not before or [zone.name for zone in before] != [zone.name for zone in after]:
         return None
     return sum(

@@ -1,4 +1,4 @@
-"""Windows' registry, GlobalMemoryStatusEx and CIM, as text, to facts."""
+"""Parse text from Windows' registry, GlobalMemoryStatusEx and CIM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from localllm.device.parsers.sticks import Ram, Stick, ram_of
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A display adapter of the registry: the driver's name, its own memory in bytes, its maker's
-    PCI id ("" = not PCI)."""
+    """A display adapter from the registry.
+
+    - `name`: the driver's name for it.
+    - `memory_bytes`: its own memory.
+    - `vendor`: the vendor's PCI id ("" = not PCI).
+    """
 
     name: str
     memory_bytes: int
@@ -23,11 +27,11 @@ _CLASS = "{4d36e968-e325-11ce-bfc1-08002be10318}"
 
 
 def adapters(text: str) -> list[Adapter]:
-    """`reg query` of the display class: DriverDesc, HardwareInformation.qwMemorySize and
-    MatchingDeviceId per subkey.
+    """Parse `reg query` of the display class.
 
-    Not Win32_VideoController.AdapterRAM, a uint32 that stops at 4 GB. Two identical entries are two
-    cards; a removed card's may be among them, as its key stays.
+    Each subkey gives DriverDesc, HardwareInformation.qwMemorySize and MatchingDeviceId.
+    Win32_VideoController.AdapterRAM is not used: it is a uint32 and stops at 4 GB. Two identical
+    entries are two cards. A removed card may still be listed, because its key stays.
     """
     found: list[Adapter] = []
     for block in re.split(r"(?m)^HKEY_LOCAL_MACHINE", text):
@@ -47,8 +51,10 @@ def adapters(text: str) -> list[Adapter]:
 
 
 def _registry_number(value: str | None) -> int:
-    """A REG_QWORD (0x5fee00000) or a little-endian REG_BINARY of up to eight bytes; 0 if
-    neither."""
+    """Parse a REG_QWORD (0x5fee00000) or a little-endian REG_BINARY of up to eight bytes.
+
+    Returns 0 for anything else.
+    """
     text = (value or "").lower()
     if re.fullmatch(r"0x[0-9a-f]{1,16}", text):
         return int(text, 16)
@@ -58,7 +64,7 @@ def _registry_number(value: str | None) -> int:
 
 
 def processor(text: str) -> str:
-    """ProcessorNameString of the registry's CentralProcessor key."""
+    """Return ProcessorNameString of the registry's CentralProcessor key."""
     found = re.search(r"ProcessorNameString\s+REG_SZ\s+(.+)", text)
     if found:
         return " ".join(found.group(1).split())[:120]
@@ -66,7 +72,8 @@ def processor(text: str) -> str:
 
 
 def memory_status(text: str) -> tuple[int, int] | None:
-    """(total, available) bytes from our GlobalMemoryStatusEx probe's "ullTotalPhys: N" lines."""
+    """Return (total, available) bytes from our GlobalMemoryStatusEx probe's "ullTotalPhys: N"
+    lines."""
     values = key_values(text)
     total = integer(values.get("ullTotalPhys"))
     available = integer(values.get("ullAvailPhys"))
@@ -76,8 +83,10 @@ def memory_status(text: str) -> tuple[int, int] | None:
 
 
 def physical_memory(text: str, channels: int = 0) -> Ram | None:
-    """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or
-    one alone. `channels`: as ram_of."""
+    """Parse `Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`.
+
+    It prints a list with one object per stick, or a single object. `channels` is passed to ram_of.
+    """
     data = from_json(text)
     if not isinstance(data, list):
         data = [data]

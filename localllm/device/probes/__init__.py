@@ -1,5 +1,7 @@
-"""All that asks this machine anything: I/O and no judgement. Here, a command's output or a file: an
-absent tool is an absent reading."""
+"""Probe this machine. Probes do I/O and do not interpret the results.
+
+The functions here read a command's output or a file. If a tool is absent, its reading is absent.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from pathlib import Path
 
 
 def run(*command: str, timeout_s: float = 5.0) -> str:
-    """What `command` printed on stdout, "" if it is missing, hangs or cannot start (its exit status
-    is ignored)."""
+    """Return stdout of `command`, or "" if it is missing, hangs or cannot start.
+
+    Its exit status is ignored.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
@@ -21,7 +25,7 @@ def run(*command: str, timeout_s: float = 5.0) -> str:
 
 
 def read_text(path: str, limit_bytes: int = 1 << 20) -> str | None:
-    """The first `limit_bytes` of a file as text, None if it can't be read."""
+    """Return the first `limit_bytes` of a file as text, or None if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return file.read(limit_bytes).decode("utf-8", "replace")
@@ -30,8 +34,10 @@ def read_text(path: str, limit_bytes: int = 1 << 20) -> str | None:
 
 
 def llama_cpp_folder() -> Path | None:
-    """Where the installed llama_cpp package has its libraries, without importing it; None if it is
-    not installed."""
+    """Return the library folder of the installed llama_cpp package without importing it.
+
+    Returns None if it is not installed.
+    """
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,4 +1,4 @@
-"""Read what `doctor` judges beyond the Device: the installed engine, disk, limits, power, swap."""
+"""Read the facts for `doctor` beyond the Device: the engine, disk, limits, power and swap."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from localllm.device.probes import llama_cpp_folder, read_text, run
 
 
 def read(cache: Path, data: Path) -> HealthFacts:
-    """What `health.judge` needs but the build's own word on its devices (in_use.py); what could not
-    be read stays None, so that it is reported as not checked."""
+    """Return the facts for `health.judge`, except the build's own device list (see in_use.py).
+
+    Facts that could not be read stay None, so that they are reported as not checked.
+    """
     if sys.platform == "darwin":
         power = run("/usr/bin/pmset", "-g", "custom")
     else:
@@ -36,8 +38,10 @@ def read(cache: Path, data: Path) -> HealthFacts:
 
 
 def llama_cpp_build() -> BuildFacts | None:
-    """The installed llama_cpp package by its files, without importing (and so loading) it; None if
-    not installed."""
+    """Return the installed llama_cpp package from its files, or None if it is not installed.
+
+    The package is not imported, because an import would load it.
+    """
     folder = llama_cpp_folder()
     if folder is None:
         return None
@@ -52,8 +56,10 @@ def llama_cpp_build() -> BuildFacts | None:
 
 
 def _cuda_architectures(library: Path) -> tuple[int, ...]:
-    """Compute capabilities × 10 by the names inside libggml-cuda: its ARCHS list ("750,860,1200")
-    and sm_/compute_ names of its code."""
+    """Return the compute capabilities × 10 found inside libggml-cuda.
+
+    They come from its ARCHS list ("750,860,1200") and from sm_/compute_ names in its code.
+    """
     pattern = rb"\x00([0-9]{3,4}(?:,[0-9]{3,4})*)\x00|(?:sm|compute)_([0-9]{2,3})[af]?\b"
     try:
         with (
@@ -92,7 +98,7 @@ def _free(path: Path) -> int | None:
 def _open_files() -> int | None:
     try:
         import resource
-    except ImportError:  # Windows has no such limit
+    except ImportError:  # Windows has no such limit.
         return None
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
@@ -108,7 +114,7 @@ def _swap() -> tuple[int, int] | None:
 
 
 def _on_battery() -> bool | None:
-    """Whether this machine runs on its battery; None where it does not say."""
+    """Return True if this machine runs on its battery, or None if it does not report that."""
     import psutil
 
     try:

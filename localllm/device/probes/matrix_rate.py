@@ -1,5 +1,7 @@
-"""Time the processor's matrix kernels of the installed llama.cpp, in a process of its own: see the
-program it runs."""
+"""Time the matrix kernels of the installed llama.cpp on the CPU, in a child process.
+
+See llamacpp/matrix_rate.py in localllm_backends.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from localllm.device.kept import FigureFile, Measurement, ProcessorTimes
 from localllm.device.probes import programs
 from localllm.device.types import Figure, MatrixRates, TypeRates
 
-# The types that most published files are of: what is worth knowing before anybody has chosen one.
-# (Q4_K first: what other types' rates are shares of.)
+# Types of most published files, so that rates are known before a model is chosen. Q4_K is first,
+# because the rates of other types are expressed as shares of it.
 TYPES = (
     "Q4_K",
     "Q6_K",
@@ -29,19 +31,21 @@ TYPES = (
     "F16",
     "BF16",
 )
-# TFLOP/s of a machine, a build, a type, a layout and a kind of product: see kept.py.
+# TFLOP/s by machine, build, type, layout and kind of product: see kept.py.
 _SHELF = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
 _KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
 _LAYOUTS = ("stored", "laid_out")
 
 
-# Of each type, layout ("stored", and "laid_out" where there is one) and kind of product.
+# Keys are type, layout ("stored", and "laid_out" if there is one) and kind of product.
 Measurements = Mapping[tuple[str, str, str], Measurement]
 
 
 def measure(types: Sequence[str]) -> Measurements | None:
-    """Ask the build that a worker would run (half a second a type); None where it gives no answer:
-    plans then assume a rate."""
+    """Measure the build that a worker would run, in about half a second a type.
+
+    Returns None if it does not answer. Plans then assume a rate.
+    """
     before = ProcessorTimes.now()
     asked = programs.ask("llamacpp.matrix_rate", *types)
     try:
@@ -61,8 +65,10 @@ def measure(types: Sequence[str]) -> Measurements | None:
 
 
 def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
-    """Those of `types` that were not measured of `machine` (with its build), or only while it was
-    busy."""
+    """Return the `types` that need a measurement on `machine` (with its build).
+
+    They were not measured yet, or only while it was busy.
+    """
     return [name for name in types if _SHELF.due(folder, _key(machine, name, "stored", _KINDS[0]))]
 
 
@@ -71,14 +77,14 @@ def keep(folder: Path, machine: str, taken: Measurements) -> None:
 
 
 def _flat(rates: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Any]]:
-    """Each rate that the program printed with its type, layout and kind."""
+    """Yield each rate that the program printed, with its type, layout and kind."""
     for name, layouts in rates.items():
         for layout, kind in product(layouts, _KINDS):
             yield (name, layout, kind), layouts[layout][kind]
 
 
 def reliable(folder: Path, machine: str) -> tuple[TypeRates, ...]:
-    """The rates kept for `machine` (with its build) that later ones won't better."""
+    """Return the rates cached for `machine` (with its build) that need no other measurement."""
     known = _SHELF.reliable_of(folder, f"{machine} | ")
     found: list[TypeRates] = []
     for name in dict.fromkeys(key.split()[0] for key in known):

@@ -1,5 +1,7 @@
-"""NVML through nvidia-ml-py, each call on its own because any of them may fail; nvidia-smi where
-NVML is not there."""
+"""Read NVIDIA GPUs through nvidia-ml-py, or nvidia-smi if NVML is missing.
+
+Each NVML call is made separately, because any of them may fail.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _WSL = "/usr/lib/wsl/lib"
 
 
 def outputs() -> dict[str, str]:
-    """What NVML says, or nvidia-smi where that is not there, by its name."""
+    """Return the output of NVML, or of nvidia-smi if NVML gives no output, by name."""
     said = {"nvml": nvml()}
     if not said["nvml"]:
         said = {"nvidia-smi": smi()}
@@ -27,8 +29,10 @@ def outputs() -> dict[str, str]:
 
 
 def nvml() -> str:
-    """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would
-    cost memory)."""
+    """Return every GPU as JSON, or "" if NVML cannot be loaded or started.
+
+    No CUDA context is opened, because that would cost memory.
+    """
     found: list[dict[str, Any]] | None = None
     with session() as api:
         if api is not None:
@@ -40,15 +44,17 @@ def nvml() -> str:
 
 @contextlib.contextmanager
 def session() -> Iterator[Any]:
-    """NVML's functions for as long as the block runs; None where there is no NVIDIA driver. What
-    fails within ends the block, and nothing else."""
-    # before the module is read: it is 10 ms of every start
+    """Provide NVML's functions for the block, or None without an NVIDIA driver.
+
+    An NVML error inside the block ends the block and is not raised.
+    """
+    # Checked before the import, which would take 10 ms of every start.
     if sys.platform == "linux" and "pynvml" not in sys.modules and not _has_driver():
         yield None
         return
     import pynvml as api
 
-    # WSL keeps the library off the loader's path; once loaded it is found by name
+    # WSL keeps the library outside the loader's path. After this load, it is found by name.
     with contextlib.suppress(OSError):
         ctypes.CDLL(f"{_WSL}/libnvidia-ml.so.1", mode=ctypes.RTLD_GLOBAL)
     try:
@@ -71,8 +77,10 @@ def text(value: str | bytes) -> str:
 
 
 def _has_driver() -> bool:
-    """Whether the driver's library is to be found, as `pynvml` looks for it or where WSL keeps
-    it."""
+    """Return True if the driver's library can be loaded.
+
+    It is searched by the name that `pynvml` uses, and in WSL's folder.
+    """
     for name in ("libnvidia-ml.so.1", f"{_WSL}/libnvidia-ml.so.1"):
         with contextlib.suppress(OSError):
             ctypes.CDLL(name)
@@ -85,11 +93,11 @@ def _bus_id(info: Any) -> str:
 
 
 def _current_mode(modes: Sequence[int]) -> int:
-    """The first of a pair of the current mode and the pending one."""
+    """Return the current mode of a pair of current and pending mode."""
     return int(modes[0])
 
 
-# What is asked of each GPU, by our names: NVML's function, and what is taken of its answer.
+# Queries for each GPU: our name, NVML's function, and the conversion of its answer.
 _ASKED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "name": ("nvmlDeviceGetName", text),
     "uuid": ("nvmlDeviceGetUUID", text),
@@ -105,11 +113,11 @@ _ASKED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 def _gpu(api: Any, index: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    # AttributeError: a driver or nvidia-ml-py too old for the call.
+    # AttributeError: the driver or nvidia-ml-py is too old for the call.
     refused = (api.NVMLError, AttributeError, ValueError)
     try:
         handle = api.nvmlDeviceGetHandleByIndex(index)
-    except api.NVMLError:  # lost or excluded: the others still count
+    except api.NVMLError:  # The GPU is lost or excluded. The others still count.
         return found
     for key, (name, taken) in _ASKED.items():
         with contextlib.suppress(*refused):
@@ -131,7 +139,7 @@ def _gpu(api: Any, index: int) -> dict[str, Any]:
 
 
 def _slices(api: Any, handle: Any) -> list[int]:
-    """Bytes of memory of each MIG device, as far as they may be asked."""
+    """Return the memory bytes of each MIG device, as far as they can be read."""
     sizes: list[int] = []
     with contextlib.suppress(api.NVMLError, AttributeError):
         for index in range(int(api.nvmlDeviceGetMaxMigDeviceCount(handle))):
@@ -142,7 +150,7 @@ def _slices(api: Any, handle: Any) -> list[int]:
 
 
 def energy() -> list[tuple[str, float]]:
-    """The joules that each GPU says it has used since its driver was loaded, by a name for it."""
+    """Return the joules used by each GPU since its driver was loaded, with a name for the GPU."""
     found: list[tuple[str, float]] = []
     with session() as api:
         for index in range(api.nvmlDeviceGetCount() if api is not None else 0):
@@ -154,7 +162,7 @@ def energy() -> list[tuple[str, float]]:
 
 
 def smi() -> str:
-    """nvidia-smi's CSV with its header; "" where there is none."""
+    """Return nvidia-smi's CSV with its header, or "" without nvidia-smi."""
     program = shutil.which("nvidia-smi") or f"{_WSL}/nvidia-smi"
     if not Path(program).exists():
         return ""

@@ -1,4 +1,4 @@
-"""Joules while something runs: read from RAPL and NVML, whichever says."""
+"""Measure energy in joules with RAPL and NVML, as far as they are available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from localllm.device.probes import nvidia, read_text
 
 @dataclass(frozen=True, slots=True)
 class PowerUse:
-    """Joules in `seconds`, and whose they are: all that the source counts, other programs' too."""
+    """Joules in `seconds`, and their source.
+
+    They include the use of other programs.
+    """
 
     joules: float
     seconds: float
@@ -25,7 +28,7 @@ class PowerUse:
 
 
 def counters() -> list[power.EnergyCounter]:
-    """The machine's energy counters, of its processors and GPUs; none where they can't be read."""
+    """Return the energy counters of processors and GPUs, or an empty list if they cannot be read."""
     folders = sorted(glob.glob("/sys/class/powercap/intel-rapl*:*"))
     read = {}
     for folder in folders:
@@ -39,8 +42,7 @@ def counters() -> list[power.EnergyCounter]:
 
 
 def power_figures() -> dict[str, float]:
-    """What a monitor wants to know, by Prometheus' names: joules of each counter. Nothing where
-    nothing says."""
+    """Return the joules of each counter by its Prometheus name, or {} without counters."""
     return {
         f"localllm_energy_{re.sub(r'[^a-z0-9]', '_', zone.name)}_{n}_joules_total": zone.joules
         for n, zone in enumerate(counters())
@@ -48,7 +50,10 @@ def power_figures() -> dict[str, float]:
 
 
 class PowerMeter:
-    """Measures what is used while it is entered: `use` afterwards, None where nothing says."""
+    """Measure the energy used inside a `with` block.
+
+    `use` is the result after the block, or None if no counter could be read.
+    """
 
     use: PowerUse | None = None
 

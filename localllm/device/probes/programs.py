@@ -1,5 +1,7 @@
-"""Asks programs of the backends (localllm_backends/program.py) in processes of their own: a library
-that is broken may crash or hang there."""
+"""Run programs of the backends (localllm_backends/program.py) in child processes.
+
+A broken library may crash or hang there.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ProgramAnswers:
-    """What a program printed: its `answers`, the lines of its standard error, and one sentence where
-    it failed ("": it ended well, with an answer)."""
+    """Output of a program.
+
+    - `answers`: the JSON objects it printed.
+    - `stderr_lines`: the lines of its standard error.
+    - `failure`: one sentence if it failed ("" = it ended well, with an answer).
+    """
 
     answers: tuple[dict[str, Any], ...] = ()
     stderr_lines: tuple[str, ...] = ()
@@ -30,8 +36,10 @@ def ask(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
 ) -> ProgramAnswers:
-    """What the module `program` answers with this environment (None: this process's). Never
-    raises."""
+    """Run the module `program` with this environment (None: this process's) and return its output.
+
+    Never raises.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-m", f"localllm_backends.{program}", *arguments],
@@ -59,7 +67,7 @@ def ask(
 
 
 def _answers(printed: bytes | None) -> tuple[dict[str, Any], ...]:
-    """The JSON objects among the lines: drivers print to standard output at times."""
+    """Return the JSON objects among the lines. Drivers sometimes print to standard output too."""
     found = []
     for line in (printed or b"").splitlines():
         with suppress(ValueError):
@@ -68,7 +76,7 @@ def _answers(printed: bytes | None) -> tuple[dict[str, Any], ...]:
 
 
 def _ending(code: int) -> str:
-    """How a process ended, by its exit status."""
+    """Describe how a process ended, by its exit status."""
     known = {int(one): one.name for one in signal.Signals}
     if code < 0:
         return f"signal {known.get(-code, -code)}"

@@ -1,4 +1,4 @@
-"""Reads a machine once, by its system: no root, no torch, no CUDA context."""
+"""Read a machine once, by its operating system, without root, torch or a CUDA context."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from localllm.device.types import DeviceUnreadableError, Readings
 from localllm.memory.linux import files_to_read
 from localllm.memory.system import SystemMemory
 
-# What hides GPUs from the programs that are started here, and how CUDA counts them.
+# Variables that hide GPUs from programs started here, and CUDA's order of GPUs.
 _ENVIRONMENT = (*HIDING_VARIABLES, "CUDA_DEVICE_ORDER")
 
 
 def environment() -> dict[str, str]:
-    """Variables that choose GPUs, as lines "NAME=value"; nothing where none is set."""
+    """Return the variables that select GPUs as lines "NAME=value", or {} if none are set."""
     said = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ]
     if said:
         return {"environment": "\n".join(said)}
@@ -50,7 +50,7 @@ _CARD_FILES = (
 
 
 def linux_readings(architecture: str) -> Readings:
-    """Everything a Linux Device is identified from."""
+    """Return all readings needed to identify a Linux machine."""
     files = _read_all(_paths())
     files |= _read_all(files_to_read(files.get("/proc/self/cgroup", "")))
     vendors = {text.strip() for path, text in files.items() if path.endswith("/vendor")}
@@ -59,15 +59,15 @@ def linux_readings(architecture: str) -> Readings:
     if "0x1002" in vendors:
         files |= _read_all(["/usr/share/libdrm/amdgpu.ids"])
         outputs["render-access"] = _render_access()
-    # vulkaninfo loads every driver (100 ms and more): only where it can name a card that nothing
-    # else names.
+    # vulkaninfo loads every driver (100 ms or more). It runs only for Intel GPUs without NVML, when
+    # it may be the only source of a card's name.
     if "0x8086" in vendors and "nvml" not in outputs and shutil.which("vulkaninfo"):
         outputs["vulkaninfo"] = run("vulkaninfo", "--summary", timeout_s=2.0)
     return Readings("linux", architecture, files, outputs)
 
 
 def _read_all(paths: Iterable[str]) -> dict[str, str]:
-    """The text of those of the files that can be read."""
+    """Return the text of the files that can be read."""
     read = {path: read_text(path) for path in paths}
     return {path: text for path, text in read.items() if text is not None}
 
@@ -77,15 +77,15 @@ def _paths() -> Iterator[str]:
     for pattern in _PATTERNS:
         yield from glob.glob(pattern)
     for card in glob.glob("/sys/class/drm/card[0-9]*/device"):
-        if "-" not in card.split("/")[4]:  # card0-DP-1 is a connector
+        if "-" not in card.split("/")[4]:  # card0-DP-1 is a connector.
             yield from (f"{card}/{name}" for name in _CARD_FILES)
     for device in glob.glob("/sys/bus/pci/devices/*"):
         yield from (f"{device}/vendor", f"{device}/class")
 
 
 def _render_access() -> str:
-    """ "denied" when no render node may be opened by this user, "" when one may or there is
-    none."""
+    """Return "denied" if this user may open no render node, or "" if one may be opened or none
+    exist."""
     nodes = glob.glob("/dev/dri/renderD*")
     if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
         return "denied"
@@ -102,8 +102,10 @@ _SYSCTL_KEYS = (
 
 
 def macos_outputs() -> dict[str, str]:
-    """Everything a Mac is identified from. system_profiler (about 260 ms) only where ioreg gives no
-    core count."""
+    """Return all outputs needed to identify a Mac.
+
+    system_profiler (about 260 ms) runs only if ioreg gives no core count.
+    """
     found = {
         "sysctl": run("/usr/sbin/sysctl", *_SYSCTL_KEYS),
         "ioreg": run("/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d1"),
@@ -118,14 +120,15 @@ def macos_outputs() -> dict[str, str]:
 
 
 def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
-    """Metal's budget as "recommendedMaxWorkingSetSize = N bytes", "" where there is no Metal device
-    (a VM).
+    """Return Metal's memory limit as "recommendedMaxWorkingSetSize = N bytes".
 
-    Only Metal knows the default budget: no sysctl and no system_profiler key has it.
-    MTLCreateSystemDefaultDevice gives nil to a program that links no CoreGraphics (Apple's
-    documentation of it says so), so that is loaded first; where there still is no default (over
-    ssh), MTLCopyAllDevices lists what there is. On arm64 objc_msgSend must be called through an
-    exact prototype.
+    Returns "" without a Metal device (a VM). Only Metal knows the default limit: no key of sysctl
+    or system_profiler has it.
+
+    MTLCreateSystemDefaultDevice returns nil in a program that does not link CoreGraphics (according
+    to Apple's documentation), so CoreGraphics is loaded first. If there is still no default device
+    (over ssh), MTLCopyAllDevices lists the devices. On arm64, objc_msgSend must be called through
+    an exact prototype.
     """
     try:
         load("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")
@@ -176,7 +179,7 @@ _STICKS = (
 
 
 def windows_outputs() -> dict[str, str]:
-    """Everything a Windows machine is identified from, no administrator needed."""
+    """Return all outputs needed to identify a Windows machine. No administrator rights are needed."""
     memory = SystemMemory()
     found = {
         "memory-status": (
@@ -185,14 +188,17 @@ def windows_outputs() -> dict[str, str]:
         "display-class": run("reg", "query", _DISPLAY_CLASS, "/s"),
         "processor": run("reg", "query", _PROCESSOR, "/v", "ProcessorNameString"),
         "cores": str(os.cpu_count() or ""),
-        # Set only in an emulated process: what the machine really is.
+        # Set only in an emulated process, to the machine's real architecture.
         "native-architecture": os.environ.get("PROCESSOR_ARCHITEW6432", ""),
     }
     return environment() | nvidia.outputs() | {name: text for name, text in found.items() if text}
 
 
 def physical_memory() -> dict[str, str]:
-    """The memory sticks through CIM, as JSON (half a second: not part of `outputs`)."""
+    """Return the memory sticks through CIM, as JSON.
+
+    This takes half a second, so it is not part of `windows_outputs`.
+    """
     text = run("powershell", "-NoProfile", "-NonInteractive", "-Command", _STICKS, timeout_s=20.0)
     if text:
         return {"physical-memory": text}
@@ -200,9 +206,9 @@ def physical_memory() -> dict[str, str]:
 
 
 def read(*, slow: bool = False) -> Readings:
-    """Read this machine once: no root, no torch, no CUDA context; well under 300 ms.
+    """Read this machine once, in well under 300 ms, without root, torch or a CUDA context.
 
-    `slow` adds what takes longer: on Windows the memory sticks, through CIM.
+    `slow` adds readings that take longer: the memory sticks on Windows, through CIM.
     """
     architecture = platform.machine()
     if sys.platform == "darwin":
