@@ -45,9 +45,9 @@ def detect(*, measure: bool = False) -> Device:
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
     """Return this machine as a Device, regardless of the installed software, in well under 300 ms.
 
-    The table, the system or an earlier measurement may give the memory bandwidth. If none of them
-    does, `measure` measures it first (about a second) and caches it. `remeasure` always measures.
-    Raises DeviceUnreadableError on a system that does not report its memory.
+    The memory bandwidth comes from the table, the system or an earlier measurement. Otherwise,
+    `measure` measures it first (about a second) and caches it. `remeasure` always measures. Raises
+    DeviceUnreadableError on a system that does not report its memory.
     """
     return from_readings(read(slow=measure), measure=measure, remeasure=remeasure)
 

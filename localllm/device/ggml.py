@@ -53,7 +53,7 @@ class GgmlDevice:
 
 @dataclass(frozen=True, slots=True)
 class GgmlBuild:
-    """A build of llama.cpp and its devices. If it could not be queried, `failure` says why."""
+    """A build of llama.cpp and its devices. `failure` is the reason if the query failed."""
 
     version: str = ""
     folder: str = ""
@@ -73,7 +73,8 @@ class GgmlBuild:
 
     @property
     def kind(self) -> str:
-        """Its accelerators as one word: "cuda", "vulkan", or "cpu" if it has none."""
+        """Its accelerators as one word, such as "cuda" or "vulkan". It is "cpu" if it has no
+        accelerator."""
         return "+".join(self.accelerators) or "cpu"
 
 

@@ -27,9 +27,9 @@ _MAC_LARGE = 3 / 4
 _MAC_SMALL_UP_TO = 36 * GIB
 
 
-# Memory that an idle system uses in addition to the headroom, and that a desktop uses on the card
-# of its screens. The values are assumed from people's machines: 3 to 5 GB for a Windows 11 desktop,
-# 1 to 2 GB for Linux, and 0.5 to 1 GB on a card with a browser open.
+# Assumed memory of an idle system, in addition to the headroom, and of a desktop on the card of its
+# screens. The values come from people's machines. A Windows 11 desktop uses 3 to 5 GB and Linux 1
+# to 2 GB. With a browser open, 0.5 to 1 GB of a card are in use.
 _IDLE_BYTES = {"Windows": 4 * GIB}
 _USUAL_IDLE_BYTES = 2 * GIB
 _IDLE_SHARE = 1 / 8

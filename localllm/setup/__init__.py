@@ -1,2 +1,4 @@
-"""Builds of the engine for this machine's accelerator: which one (recipes), made (install), tried
-(trial), kept (builds)."""
+"""Set up engine builds for this machine's accelerator.
+
+recipes chooses a build, install makes it, trial tests it, and builds keeps it.
+"""

@@ -1,10 +1,12 @@
-"""The builds of llama.cpp on this disk, side by side, and which one runs.
+"""Manage the builds of llama.cpp on this disk, and choose which one runs.
 
-A build is a folder: `site/` holds the package llama_cpp, `toolkit/` libraries it needs,
-`build.json` what it is. That file is written last, after the trial: a folder without it is
-something unfinished, and is never run. "own" is the build that was installed beside localllm, which
-is always there. A build is run by standing before it on Python's path, in this process and in every
-child: nothing of the installation itself is changed, and going back is forgetting a name.
+A build is a folder. `site/` holds the package llama_cpp, `toolkit/` the libraries it needs, and
+`build.json` its description. That file is written last, after the trial. A folder without it is
+unfinished and is never run.
+
+"own" is the build that was installed with localllm. It is always available. A build runs because
+its folder comes first on Python's path, in this process and in every child. The installation itself
+is not changed, so going back only means choosing another name.
 """
 
 from __future__ import annotations
@@ -30,26 +32,29 @@ class SetupError(
     exit_code=6,
     default_hint="what ran before still runs; see the log named above",
 ):
-    """A build could not be made, or computes wrongly. Nothing was changed: what ran before still
-    runs."""
+    """A build could not be made, or computes wrong results. The previous build still runs."""
 
 
 class BuildNotFoundError(
     NotFoundError, code="build_not_found", default_hint="see `localllm setup --list`"
 ):
-    """No build of that name is installed."""
+    """No build with this name is installed."""
 
 
 OWN = "own"
-# Holds the name that `setup --use` chose.
+# File with the name that `setup --use` chose.
 _CHOICE = "in-use"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A finished build. `devices` and `trial` are what it said of itself when it was made, `made`
-    the day (ISO), `drivers` what `drivers_now` said when it was last tried."""
+    """A finished build.
+
+    - `devices`, `trial`: its devices and the result of its trial when it was made.
+    - `made`: the day it was made (ISO).
+    - `drivers`: result of `drivers_now` at its last trial.
+    """
 
     name: str
     backend: str
@@ -67,20 +72,22 @@ class Build:
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a build of that name, whether or not it exists. Raises UsageError for what is
-    no name."""
+    """Return the folder of a build with this name, whether or not it exists.
+
+    Raises UsageError for an invalid name.
+    """
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a name of a build", hint="see `localllm setup --list`")
     return _root() / name
 
 
 def _root() -> Path:
-    """Absolute: what stands on Python's path must mean the same in another folder."""
+    """Return the absolute path, because entries of Python's path must be valid from any folder."""
     return paths.builds_dir().absolute()
 
 
 def listed() -> list[Build]:
-    """Every finished build, by name; "own" is not among them."""
+    """Return every finished build except "own", sorted by name."""
     found = [read(file.parent, file.parent.name) for file in sorted(_root().glob("*/build.json"))]
     return [build for build in found if build is not None]
 
@@ -96,8 +103,11 @@ def named(name: str) -> Build:
 
 
 def read(folder: Path, name: str = "") -> Build | None:
-    """The finished build that `folder` holds, of this name, or whatever it is called ("") while
-    another of its name is made; None where it holds none."""
+    """Return the finished build in `folder`, or None if the folder has no finished build.
+
+    The build must have this `name`, unless it is "". While a build is made anew, the old one is in
+    a folder with another name.
+    """
     build = json_store.record(Build, json_store.read(folder / "build.json"))
     if build is None or name not in ("", build.name):
         return None
@@ -111,9 +121,12 @@ def finish(build: Build) -> None:
 
 
 def drivers_now(root: Path = Path("/")) -> str:
-    """The versions of this system's GPU drivers, as far as Linux says them: of kernel modules that
-    come on their own, the kernel's where they come with it, ROCm's, and when Vulkan's drivers were
-    installed. "" where there are none."""
+    """Return the versions of this system's GPU drivers, as far as Linux reports them.
+
+    These are the versions of kernel modules that are released separately, the kernel's version for
+    modules that are part of it, ROCm's version, and a digest of Vulkan's drivers. Returns ""
+    without any.
+    """
     modules = root / "sys/module"
     versions = {name: _line(modules / name / "version") for name in ("nvidia", *_WITH_KERNEL)}
     if any((modules / name).is_dir() for name in _WITH_KERNEL):
@@ -124,12 +137,12 @@ def drivers_now(root: Path = Path("/")) -> str:
     return "; ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
-# Drivers that come with the kernel, or on their own.
+# Drivers that are part of the kernel or released separately.
 _WITH_KERNEL = ("amdgpu", "i915", "xe")
 
 
 def _vulkan_drivers(root: Path) -> str:
-    """A digest of Vulkan's drivers and of when they were installed; "" without any."""
+    """Return a digest of Vulkan's drivers and their installation times, or "" without drivers."""
     folders = (root / "usr/share/vulkan/icd.d", root / "etc/vulkan/icd.d")
     files = chain.from_iterable(folder.glob("*.json") for folder in folders)
     drivers = sorted((file.name, file.stat().st_mtime_ns) for file in files if file.is_file())
@@ -143,8 +156,10 @@ def _line(file: Path) -> str:
 
 
 def stale(build: Build, drivers: str) -> str:
-    """One sentence where `drivers` are not those that `build` was tried with: it may compute
-    nonsense now, unnoticed."""
+    """Return one sentence if `drivers` differ from those in `build`'s last trial, or "".
+
+    With other drivers, a build may compute wrong results without an error.
+    """
     if not build.drivers or not drivers or build.drivers == drivers:
         return ""
     before = build.drivers.split("; ")
@@ -157,7 +172,10 @@ def stale(build: Build, drivers: str) -> str:
 
 
 def chosen() -> str:
-    """The name that `setup --use` chose; "own" where nobody chose or the file is damaged."""
+    """Return the name that `setup --use` chose.
+
+    Returns "own" if there was no choice or the file is damaged.
+    """
     name = _line(_root() / _CHOICE)
     if _NAME.fullmatch(name):
         return name
@@ -165,15 +183,17 @@ def chosen() -> str:
 
 
 def choose(name: str) -> None:
-    """Run `name` from the next start of a model on. Raises BuildNotFoundError."""
+    """Use the build `name` for models started from now on. Raises BuildNotFoundError."""
     if name != OWN:
         named(name)
     paths.write_private(paths.private_dir(_root()) / _CHOICE, name + "\n")
 
 
 def remove(name: str) -> None:
-    """Delete a build; if it was in use, "own" is. Raises BuildNotFoundError, and UsageError for
-    "own"."""
+    """Delete a build. If it was in use, "own" is used from now on.
+
+    Raises BuildNotFoundError, and UsageError for "own".
+    """
     if name == OWN:
         raise UsageError(
             "the build that came with localllm can't be removed", hint="localllm setup --list"
@@ -187,9 +207,11 @@ def remove(name: str) -> None:
 
 
 def apply(name: str, environment: MutableMapping[str, str], path: list[str] | None = None) -> None:
-    """Have processes with this environment, and this one where its `path` (sys.path) is given, run
-    the build `name`: its package and its libraries come first, and those of any other build leave.
-    Raises BuildNotFoundError."""
+    """Make processes with this environment run the build `name`.
+
+    The build's package and libraries are put first, and those of other builds are removed. If
+    `path` (sys.path) is given, this process also runs the build. Raises BuildNotFoundError.
+    """
     site: list[str] = []
     libraries: list[str] = []
     if name != OWN:
@@ -205,8 +227,7 @@ def apply(name: str, environment: MutableMapping[str, str], path: list[str] | No
 def with_folder(
     folder: Path, library_dirs: tuple[str, ...], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """`environment` for a build that is not finished yet: how it is tried before anything uses
-    it."""
+    """Return `environment` for a build that is not finished yet, to test it before use."""
     changed = dict(environment)
     _put_first(changed, "PYTHONPATH", [str(folder / "site")])
     _put_first(changed, library_variable(), _libraries(folder, library_dirs))
@@ -218,7 +239,7 @@ def _libraries(folder: Path, library_dirs: tuple[str, ...]) -> list[str]:
 
 
 def library_variable() -> str:
-    """The environment variable that says where this system's loader looks for shared libraries."""
+    """Return the environment variable with the search path of this system's library loader."""
     match sys.platform:
         case "darwin":
             return "DYLD_LIBRARY_PATH"

@@ -1,5 +1,4 @@
-"""Takes a machine's recipes one after the other until a build works, and says why each of those
-before it did not."""
+"""Try a machine's recipes in order until a build works, and report why the others failed."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ def settle(
     accept_slower: Callable[[str], bool] | None = None,
     run: Run | None = None,
 ) -> str:
-    """Have `recipe`, or what follows it, made, tried on `model` and chosen: the name of the build
-    that runs from now on.
+    """Make, test and choose a build from `recipe` or its alternatives, and return its name.
 
-    One that is there goes before those that would be made, but for `again`. One that is slower than
-    what runs now is taken only if `accept_slower`, which is given a sentence about it, returns
-    True. Raises SetupError with the reason of each if none works: what ran before still runs.
+    The build is tested on `model`. Existing builds are tried before new ones are made, unless
+    `again`. `accept_slower` receives a sentence if a build is slower than the current one. The
+    build is taken only if it returns True. Raises SetupError with the reason of each failure if no
+    build works. The previous build then still runs.
     """
     kept = [] if again else builds.listed()
     there = {builds.OWN, *(build.name for build in kept if build.version == host.version)}
@@ -76,7 +75,7 @@ def _all_of(wanted: Sequence[BuildRecipe], failures: Sequence[SetupError]) -> Se
 
 
 def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
-    """A build that is there, tried as a new one would be: drivers change, and machines."""
+    """Test an existing build as a new one would be tested, because drivers and machines change."""
     if recipe.name == builds.OWN and recipe.backend == "cpu":
         say(recipe.because)
         return

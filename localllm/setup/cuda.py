@@ -1,8 +1,13 @@
-"""NVIDIA: which ready-made wheel has code of every card here, and how the rest is compiled. Pure.
+"""Choose the ready-made CUDA wheel for all cards of a machine, or the steps to compile one.
 
-A wheel's code (November 2026; llama-cpp-python's build-wheels-cuda.yaml): CUDA 13's for 7.5 to 9.0,
-CUDA 12's for 6.0 to 9.0, both with PTX of 9.0, from which the driver makes code of any newer part
-at the first start; CUDA 11.8's for 6.0 to 8.9 without PTX.
+These functions do no I/O. The wheels contain this code (November 2026; llama-cpp-python's
+build-wheels-cuda.yaml):
+
+- CUDA 13: 7.5 to 9.0, with PTX of 9.0.
+- CUDA 12: 6.0 to 9.0, with PTX of 9.0.
+- CUDA 11.8: 6.0 to 8.9, without PTX.
+
+From PTX, the driver compiles code for any newer GPU at the first start.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ from localllm.setup.steps import (
 
 _CUDA_13 = f"{TOOLKIT}/nvidia/cu13"
 _CODE: tuple[Version, ...] = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0))
-# The compiler in the packages is complete for Linux from CUDA 13 on (CUDA 12's holds ptxas alone);
-# before 13.4 it does not take GCC 16, before 13.2 not the C library's 2.42 (crt/host_config.h and
+# The packages contain a complete compiler for Linux from CUDA 13 on (CUDA 12's contain only ptxas).
+# Before 13.4, it rejects GCC 16. Before 13.2, it rejects C library 2.42 (crt/host_config.h and
 # crt/math_functions.h; tests/setup/recorded/cuda_headers.txt).
 PACKAGED = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl,cublas]>=13.4,<14"
 _NEWEST_GCC: tuple[tuple[Version, int], ...] = (
@@ -44,8 +49,13 @@ _OLDEST_PACKAGED_CODE: Version = (7, 5)
 
 @dataclass(frozen=True, slots=True)
 class CudaWheel:
-    """One of the index's kinds: the CUDA it needs of the driver, the capabilities it has code of,
-    and the systems it is for."""
+    """One kind of wheel in the index.
+
+    - `cuda`: the CUDA version that the driver must support.
+    - `oldest`, `newest`: range of compute capabilities it has code for.
+    - `ptx`: whether it has PTX of `newest`.
+    - `systems`: the systems it is made for.
+    """
 
     cuda: Version
     oldest: Version
@@ -58,7 +68,7 @@ class CudaWheel:
         return f"cu{self.cuda[0]}{self.cuda[1]}"
 
     def has_code_of(self, capability: Version) -> bool:
-        """Code of a part runs on later ones of the same major number."""
+        """Return True for native code. Code for a GPU runs on later ones of the same major version."""
         codes = [code for code in _CODE if self.oldest <= code <= self.newest]
         return any(code[0] == capability[0] and code[1] <= capability[1] for code in codes)
 
@@ -73,7 +83,10 @@ WHEELS = (CudaWheel((13, 0), (7, 5)), *_CUDA_12, *_CUDA_12_LINUX, _CUDA_11)
 
 
 def capabilities(device: Device) -> tuple[Version, ...]:
-    """Of every card, each once, the oldest first; nothing where none is known."""
+    """Return the compute capabilities of all cards without duplicates, the oldest first.
+
+    Unknown ones are left out.
+    """
     known = {version_of(card.compute_capability) for card in device.cards or (device,)}
     return tuple(sorted(version for version in known if version is not None))
 
@@ -83,15 +96,19 @@ def dotted(version: Version) -> str:
 
 
 def needs_own_code(device: Device) -> bool:
-    """True for NVIDIA's newest, where an installed CUDA build may be one that was made for older
-    parts."""
+    """Return True for NVIDIA's newest GPUs.
+
+    An installed CUDA build may have been made for older GPUs.
+    """
     return device.accelerator == "cuda" and any(c > WHEELS[0].newest for c in capabilities(device))
 
 
 def recipe(device: Device, host: BuildHost) -> BuildRecipe:
-    """What runs on all cards of `device`: a wheel with code of each, else one compiled for them,
-    else a wheel from whose PTX the driver makes it. Raises SetupError where there is nothing of the
-    kind."""
+    """Return the recipe for a build that runs on all cards of `device`.
+
+    The order of preference is a wheel with code for each card, a build compiled for them, and a
+    wheel with PTX that the driver compiles. Raises SetupError if all are impossible.
+    """
     if device.accelerator != "cuda" and host.cuda_driver is None:
         raise SetupError(
             f"{device.name} has no NVIDIA GPU that a CUDA build could use",
@@ -113,7 +130,7 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
 
 
 def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> SetupError:
-    """Why there is no CUDA build, and what to do."""
+    """Return the error that explains why there is no CUDA build, and a fix."""
     if not cards:
         told = f"the compute capability of {device.name} is unknown"
         return SetupError(told, hint="update the NVIDIA driver")
@@ -128,7 +145,7 @@ def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> Setup
 
 
 def _wheels(host: BuildHost) -> list[CudaWheel]:
-    """The wheels for this system and its driver, the newest first."""
+    """Return the wheels for this system and its driver, the newest first."""
     if not is_x86(host):
         return []
     driver = host.cuda_driver or WHEELS[0].cuda
@@ -163,8 +180,11 @@ def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> 
 
 
 def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """CUDA's own libraries, which are not in the wheels: of the system where its toolkit is of that
-    CUDA, else of the packages; and where they then lie."""
+    """Return the steps that install CUDA's own libraries, and the folders with the libraries.
+
+    The wheels do not include them. They come from the system if its toolkit has the same major
+    version and is not older. Otherwise they come from packages.
+    """
     if host.cuda_libraries and host.nvcc:
         is_same_major = host.nvcc[0] == found.cuda[0]
         if is_same_major and host.nvcc >= found.cuda:
@@ -196,8 +216,10 @@ def _listed(versions: Sequence[Version]) -> str:
 def _compiled(
     device: Device, host: BuildHost, cards: Sequence[Version], ready: CudaWheel | None
 ) -> list[BuildRecipe]:
-    """Native code of every card: by this system's compiler where it can make it, and by the
-    packages' after it."""
+    """Return recipes that compile native code for every card.
+
+    The system's compiler is preferred if it is suitable, then the one from packages.
+    """
     if not cards:
         return []
     because = "code for exactly the cards that are here"
@@ -251,7 +273,7 @@ def _compile(
     needs: tuple[str, ...] = (),
     libraries: tuple[str, ...] = (),
 ) -> BuildRecipe:
-    """Native code alone."""
+    """Return a recipe with native code only, without PTX."""
     numbers = [f"{major}{minor}" for major, minor in cards]
     targets = ";".join(_target(card) for card in cards)
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={targets}", "-DLLAVA_BUILD=ON", *cmake]
@@ -268,7 +290,10 @@ def _compile(
 
 
 def _target(card: Version) -> str:
-    """CMake's name of a part. From 9.0 on "a" adds the instructions that only this very part has."""
+    """Return CMake's name of a compute capability.
+
+    From 9.0 on, "a" adds the instructions that only this GPU has.
+    """
     major, minor = card
     if card >= (9, 0):
         return f"{major}{minor}a-real"
@@ -276,8 +301,10 @@ def _target(card: Version) -> str:
 
 
 def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
-    """Why this system's nvcc can't compile for these cards here; "" where it can, or there is
-    none."""
+    """Return the reason why this system's nvcc cannot compile for these cards.
+
+    Returns "" if it can, or if there is no nvcc.
+    """
     nvcc = host.nvcc
     if nvcc is None:
         return ""
@@ -297,7 +324,7 @@ def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
 
 
 def _oldest_nvcc(capability: Version) -> Version:
-    """The first CUDA whose compiler knows the part as we compile for it."""
+    """Return the first CUDA version whose compiler supports the target that we compile for."""
     if capability > (12, 0) or capability[0] == 11:
         return 13, 0
     if capability >= (10, 0):

@@ -1,5 +1,7 @@
-"""What this machine has to build with: compilers, drivers' libraries, the installed build. Read
-once, never guessed."""
+"""Read the tools of this machine for builds: compilers, driver libraries, the installed build.
+
+They are read once and never guessed.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,23 @@ from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import Device
 
 Version = tuple[int, int]
-# Cores that compile, where a device's row does not say.
+# Cores for compilation, if a device's row does not list them.
 _USUAL_CORES = {"GB10": 20}
 
 
 @dataclass(frozen=True, slots=True)
 class BuildHost:
-    """`version` of the installed llama-cpp-python, which every other build must have too;
-    `own_backends` is what that one can drive.
-    `nvcc` None = no CUDA compiler, `cuda_libraries` the folder of its libraries ("" = not beside
-    it);
-    `cuda_driver` is the newest CUDA that the driver runs, `gcc` the C++ compiler's major number
-    where it is GCC, `glibc` the C library's version, `rocm` that of AMD's runtime; None = not here,
-    or not known."""
+    """The tools and libraries of a machine that affect its builds. None means absent or unknown.
+
+    - `version`: version of the installed llama-cpp-python. Every other build must have it too.
+    - `own_backends`: accelerators that the installed build can drive.
+    - `nvcc`: version of the CUDA compiler.
+    - `cuda_libraries`: folder of the compiler's libraries ("" = not found with it).
+    - `cuda_driver`: newest CUDA version that the driver supports.
+    - `gcc`: the C++ compiler's major version, if it is GCC.
+    - `glibc`: version of the C library.
+    - `rocm`: version of AMD's runtime.
+    """
 
     system: str
     architecture: str
@@ -48,8 +54,11 @@ class BuildHost:
 
 
 def read(own_backends: tuple[str, ...]) -> BuildHost:
-    """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where
-    nothing)."""
+    """Read this machine.
+
+    `own_backends` are the accelerators that the build installed with localllm can drive ("cpu"
+    without any).
+    """
     compilers = [shutil.which(name) for name in ("c++", "g++", "clang++", "cl")]
     loader = ctypes.util.find_library("vulkan")
     _, glibc = platform.libc_ver()
@@ -88,14 +97,14 @@ def _system() -> str:
 
 
 def _n_cores() -> int:
-    """The processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _nvcc_path() -> str:
-    """The CUDA compiler on the path, or where packages put it; "" without one."""
+    """Return the CUDA compiler from the path or from packages' usual folders, or ""."""
     found = shutil.which("nvcc")
     if found:
         return found
@@ -106,9 +115,11 @@ def _nvcc_path() -> str:
 
 
 def assumed(device: Device) -> BuildHost:
-    """An ordinary machine with that device: for showing what would be done on a machine that is not
-    this one. No CUDA compiler, every driver up to date, the build that `make chat` makes (Metal on
-    a Mac, the processor's elsewhere)."""
+    """Return an ordinary machine with this device, to show the setup of another machine.
+
+    It has no CUDA compiler, up-to-date drivers, and the build that `make chat` makes (Metal on a
+    Mac, the CPU elsewhere).
+    """
     version = installed_version() or "0.3.36"
     n_cores = device.n_cpu_cores or _USUAL_CORES.get(device.family, 8)
     if device.accelerator == "metal" or device.os == "macOS":
@@ -121,7 +132,7 @@ def assumed(device: Device) -> BuildHost:
 
 
 def installed_version() -> str:
-    """Version of llama-cpp-python beside localllm; "" where there is none."""
+    """Return the version of llama-cpp-python installed with localllm, or "" without one."""
     try:
         return importlib.metadata.version("llama-cpp-python")
     except importlib.metadata.PackageNotFoundError:
@@ -129,7 +140,7 @@ def installed_version() -> str:
 
 
 def version_of(text: str) -> Version | None:
-    """The first two numbers of "13.0.88"."""
+    """Return the first two numbers of a version such as "13.0.88"."""
     found = re.search(r"(\d+)\.(\d+)", text)
     if found is None:
         return None
@@ -137,8 +148,10 @@ def version_of(text: str) -> Version | None:
 
 
 def _cuda_libraries(nvcc_path: str, version: Version) -> str:
-    """Where CUDA's libraries of that compiler lie on Linux; "" where they do not lie beside it (it
-    may be a script)."""
+    """Return the folder of that compiler's CUDA libraries on Linux.
+
+    Returns "" if the libraries are not in its tree (the compiler may be a script).
+    """
     root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc_path)))
     wanted = [f"{name}.so.{version[0]}" for name in ("libcudart", "libcublas")]
     for folder in (
@@ -152,8 +165,11 @@ def _cuda_libraries(nvcc_path: str, version: Version) -> str:
 
 
 def _gcc() -> int | None:
-    """The major number of the g++ that nvcc takes, which these variables choose (Arch sets one);
-    None where there is none (on a Mac g++ is clang)."""
+    """Return the major version of the g++ that nvcc uses, or None.
+
+    Two environment variables can choose it (Arch sets one). On a Mac g++ is clang, so the result is
+    None.
+    """
     if not sys.platform.startswith("linux"):
         return None
     chosen = os.environ.get("CUDAHOSTCXX") or os.environ.get("NVCC_CCBIN") or "g++"
@@ -167,7 +183,10 @@ def _gcc() -> int | None:
 
 
 def _rocm() -> Version | None:
-    """AMD's runtime: what its packages say, else the major number in its library's name."""
+    """Return the version of AMD's runtime.
+
+    It comes from its packages, or from the major version in its library's name.
+    """
     found = version_of(read_text("/opt/rocm/.info/version") or "")
     if found:
         return found
@@ -180,7 +199,7 @@ def _rocm() -> Version | None:
 
 
 def _cuda_driver() -> Version | None:
-    """The newest CUDA that the NVIDIA driver runs, by NVML; None without one."""
+    """Return the newest CUDA version that the NVIDIA driver supports, read by NVML, or None."""
     number = 0
     with nvidia.session() as api:
         if api is not None:

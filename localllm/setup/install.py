@@ -1,8 +1,8 @@
-"""Makes a build by its recipe, tries it, and keeps it or takes everything back.
+"""Make a build from its recipe, test it, and keep it or undo everything.
 
-Steps are pip's, into the build's own folder, with all they print in a log that is kept. An older
-build of the same name stands aside until the new one has passed: whatever fails, or Ctrl-C, leaves
-what ran before.
+Steps are pip commands that install into the build's own folder. Their output goes to a log that is
+kept. An older build with the same name is moved away until the new one has passed. After a failure
+or Ctrl-C, the previous build is restored.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from localllm.setup.steps import FOLDER, MLX, BuildRecipe, Step
 Say = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]
 _TICK_S = 15.0
-# Two runs of one build on a machine that does nothing else are within a few per cent. Another
-# release of the same is held to less, with more runs of each.
+# Limits on the slowdown. Two runs of the same build on an idle machine differ by a few per cent. A
+# build of another release must stay closer, and is measured with more runs.
 _SLOWER = 1.1
 _TURNS = 2
 _SLOWER_RELEASE = 1.03
@@ -48,13 +48,14 @@ def make(
     *,
     accept_slower: Callable[[str], bool] | None = None,
 ) -> builds.Build:
-    """Make the recipe's build, and have it compute ten tokens of `model`. It is not chosen yet.
+    """Make the recipe's build and let it compute ten tokens of `model`. It is not chosen yet.
 
-    `say` hears what happens;
-    `run` runs a command with an environment and a log (default: subprocess).
-    `accept_slower` is asked, with a sentence, where the accelerated build that runs now is faster.
-    Raises SetupError, having put back what was there before; SlowerBuildError where it computes
-    well but was not accepted.
+    - `say` receives progress messages.
+    - `run` runs a command with an environment and a log (default: subprocess).
+    - `accept_slower` receives a sentence if the current accelerated build is faster.
+
+    Raises SetupError after it has restored the previous build. Raises SlowerBuildError if the new
+    build works but was not accepted.
     """
     log = _log_path(recipe.name)
     folder = builds.folder_of(recipe.name)
@@ -64,7 +65,7 @@ def make(
             say(f"{number} of {len(recipe.steps)}: {step.said}")
             _take(step, folder, log, say, run or _run)
         say("the trial: its devices, and ten tokens compared with the processor's")
-        # Held against what came with localllm, on the processor.
+        # The reference is the build that was installed with localllm, on the CPU.
         plain = dict(os.environ)
         builds.apply(builds.OWN, plain)
         expected = trial.reference(model, plain)
@@ -104,7 +105,7 @@ class SlowerBuildError(
     code="build_slower",
     default_hint="`localllm setup --again --keep` takes it all the same",
 ):
-    """A build works, and is slower than the one that runs, which goes on."""
+    """A build works but is slower than the current one, which stays in use."""
 
 
 def _judged(
@@ -115,8 +116,11 @@ def _judged(
     plain: Mapping[str, str],
     say: Say,
 ) -> trial.TrialVerdict:
-    """The trial; of a ready-made build with the processor's part of the build that was compiled
-    here, where that goes well."""
+    """Test the build.
+
+    A ready-made build is first tested with the CPU library of the build that was compiled here. If
+    that fails, its own CPU library is restored.
+    """
     package = folder / "site" / "llama_cpp"
     own = ""
     if any("--only-binary" in step.pip for step in recipe.steps):
@@ -137,10 +141,13 @@ def _judged(
 def _before(
     recipe: BuildRecipe, old: Path, host: BuildHost, plain: Mapping[str, str]
 ) -> Mapping[str, str] | None:
-    """The environment of the build that runs until now (`old`: where one of this recipe's name
-    stands aside). None where that one computes on the processor, which is no measure of a GPU (the
-    starter model is too small for one) and nothing that another build of the same release could
-    lose; another release could."""
+    """Return the environment of the current build, for a speed comparison, or None.
+
+    `old` is the folder of a current build that has this recipe's name and was moved away. A current
+    build that computes on the CPU is no standard for a GPU, because the starter model is too small
+    for one. Another build of the same release cannot be slower on the CPU either, so the result is
+    None. A build of another release can be slower, so it is compared.
+    """
     chosen = builds.chosen()
     on_processor = host.version != installed_version() and recipe.backend == "cpu"
     if chosen == builds.OWN:
@@ -157,14 +164,16 @@ def _before(
 def _slower(
     model: Path, before: Mapping[str, str], now: Mapping[str, str], say: Say, *, other_release: bool
 ) -> str:
-    """How much slower the new build is, measured in turns with the one before; "" where it is not,
-    or that one no longer runs."""
+    """Measure the new build and the previous one in turns, and describe the slowdown.
+
+    Returns "" if the new one is not slower, or if the previous one no longer runs.
+    """
     limit = _SLOWER_RELEASE if other_release else _SLOWER
     turns = _TURNS_RELEASE if other_release else _TURNS
     say(f"measured beside the build that runs now: a short turn, each {turns} times")
     old_s = new_s = math.inf
     for turn in range(turns):
-        # Each goes first in every second turn.
+        # The two builds alternate in going first.
         for is_new in (turn % 2 == 1, turn % 2 == 0):
             seconds = trial.turn_s(model, now if is_new else before)
             if seconds is None:
@@ -181,8 +190,7 @@ def _slower(
 
 
 def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -> None:
-    """Take steps that change the installation itself (MLX), and take them back where it then does
-    not compute."""
+    """Run steps that change the installation itself (MLX), and undo them if MLX then fails."""
     log = _log_path(recipe.name)
     before = importlib.util.find_spec(MLX.name) is not None
     for step in recipe.steps:
@@ -201,8 +209,10 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """One setup at a time: two would delete each other's folders. The system lets go of the lock of
-    one that was killed."""
+    """Allow only one setup at a time, because two would delete each other's folders.
+
+    If a setup is killed, the system releases its lock.
+    """
     from huggingface_hub.utils import WeakFileLock
 
     mark = paths.private_dir(paths.builds_dir()) / ".making"
@@ -216,11 +226,14 @@ def _one_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """A free place at `folder`; what was there, which the block is told the place of, comes back,
-    and what was made goes, unless the block ends well."""
+    """Clear `folder` for the block.
+
+    An earlier build in it is moved to the path that the block receives. If the block fails, the new
+    folder is deleted and the earlier build is restored.
+    """
     old = folder.with_name(f".{folder.name}.before")
     if old.exists() and not (folder / "build.json").exists():
-        # An earlier run was killed in the middle.
+        # An earlier run was killed before it finished.
         shutil.rmtree(folder, ignore_errors=True)
         old.replace(folder)
     shutil.rmtree(old, ignore_errors=True)
@@ -243,7 +256,7 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
         link_cuda(Path(step.links.replace(FOLDER, str(folder))))
         return
     environment = dict(os.environ)
-    # Another build that is in use is none of pip's business.
+    # pip must not see another build that is in use.
     builds.apply(builds.OWN, environment)
     for name, value in step.environment:
         environment[name] = _joined(name, value.replace(FOLDER, str(folder)))
@@ -259,7 +272,7 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
 
 
 def _joined(name: str, value: str) -> str:
-    """CMAKE_ARGS of the user's stand before ours; a number of jobs of theirs wins."""
+    """The user's CMAKE_ARGS come before ours. The user's number of jobs replaces ours."""
     theirs = os.environ.get(name, "")
     if name == "CMAKE_ARGS":
         return f"{theirs} {value}".strip()
@@ -267,9 +280,12 @@ def _joined(name: str, value: str) -> str:
 
 
 def link_cuda(toolkit: Path) -> None:
-    """The packages hold libcudart.so.13 and its like; linking asks for the names without a version,
-    nvcc for a folder lib64, and both for the driver's library, the one thing that is not in them: a
-    link to this machine's, or to a stub."""
+    """Create the links that CMake and nvcc need in the CUDA packages.
+
+    The packages contain libcudart.so.13 and similar names. The linker needs the names without a
+    version, and nvcc a folder lib64. Both need the driver's library, which is not in the packages,
+    so a link to this machine's library or to a stub is made.
+    """
     folder = toolkit / "lib"
     if not folder.is_dir():
         raise SetupError(
@@ -298,13 +314,15 @@ _DRIVER_PLACES = (
     "/usr/lib64/libcuda.so.1",
     "/usr/lib/libcuda.so.1",
     "/usr/lib/wsl/lib/libcuda.so.1",
-    "stubs/libcuda.so",  # in the packages themselves
+    "stubs/libcuda.so",  # This stub is in the packages.
 )
 
 
 def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
-    """Run `command` with its output appended to `log`; on a terminal a line says how long it has
-    been."""
+    """Run `command` with its output appended to `log`.
+
+    Progress lines with the elapsed time go to standard error.
+    """
     started = time.monotonic()
     with log.open("ab") as file:
         file.write(f"\n$ {' '.join(command)}\n".encode())

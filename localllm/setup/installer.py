@@ -1,5 +1,7 @@
-"""How packages get into this environment: by its pip, by uv where it has none, or by the pip that
-Python itself brings."""
+"""Install packages into this environment.
+
+The environment's pip is used, or uv if it has no pip, or the pip included in Python.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,22 @@ from localllm.setup.builds import SetupError
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """The command that does what `pip` would with these words, in this environment. Raises
-    SetupError where there is none.
+    """Return the command for these `pip` arguments in this environment.
 
-    The environments of `uv tool install` have no pip, and uv installs into them. Elsewhere
-    `ensurepip` brings one.
+    Environments made by `uv tool install` have no pip, so uv installs into them. In other
+    environments, `ensurepip` installs pip. Raises SetupError if that fails.
     """
     if importlib.util.find_spec("pip") is None:
         uv = _uv()
         if uv:
-            # Its pip takes the same words.
+            # uv's pip takes the same arguments.
             return [uv, "pip", words[0], "--python", sys.executable, *words[1:]]
         _bring_pip()
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
 
 
 def _uv() -> str | None:
-    """uv, in the folders that its installers use as well."""
+    """Find uv on the path or in the folders that its installers use."""
     folders = [
         os.environ.get("PATH", ""),
         str(Path.home() / ".local" / "bin"),

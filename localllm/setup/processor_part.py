@@ -1,9 +1,8 @@
-"""The processor's part of a ready-made build, exchanged for that of the build which was compiled
-here.
+"""Replace the CPU library of a ready-made build with that of the build compiled here.
 
-Ready-made wheels are built without OpenMP on Linux, ROCm's without AVX, CUDA's for whatever
-processor compiled them: where experts or layers lie in system memory, that part computes them. ggml
-keeps it in a library of its own, so it can be another's of the same version.
+Ready-made wheels are built without OpenMP on Linux, ROCm's without AVX, and CUDA's for the
+processor that compiled them. The CPU library computes experts or layers in system memory. ggml
+keeps it in a library of its own, so it can come from another build of the same version.
 """
 
 from __future__ import annotations
@@ -15,8 +14,11 @@ _ASIDE = "ready-made"
 
 
 def exchange(package: Path, own: Path) -> bool:
-    """Put `own`'s part in the place of `package`'s (both a folder llama_cpp), whose files stand
-    aside. False, and nothing done, where they are not of one version of ggml."""
+    """Replace `package`'s CPU library with `own`'s, and keep the replaced files.
+
+    Both are folders llama_cpp. If their versions of ggml differ, the function returns False and
+    changes no files.
+    """
     theirs = _libraries(package, "ggml-cpu")
     ours = _libraries(own, "ggml-cpu")
     versions = [_names(_libraries(folder, "ggml-base")) for folder in (package, own)]
@@ -39,7 +41,7 @@ def put_back(package: Path) -> None:
 
 
 def _libraries(package: Path, name: str) -> list[Path]:
-    """Its files, whatever the system and whether or not the version is in their names."""
+    """Return the files of a library on any system, with or without a version in their names."""
     folder = package / "lib"
     found = [
         *folder.glob(f"lib{name}.so*"),

@@ -1,7 +1,7 @@
-"""From a machine to the builds of llama.cpp that suit it, the best first: steps that can be shown
-before they are taken. Pure.
+"""Choose the builds of llama.cpp that suit a machine, the best first.
 
-The facts behind the choices: cuda.py for NVIDIA, and docs/accelerators.md at length.
+The result is a list of steps that can be shown before they run. These functions do no I/O. The
+choices are explained in cuda.py for NVIDIA, and at length in docs/accelerators.md.
 llama-cpp-python's own Vulkan and ROCm wheels are for x86-64 Linux and Windows.
 """
 
@@ -34,11 +34,13 @@ _SEE = "`localllm device` shows what was found, `localllm setup --dry-run` what 
 def recipes_for(
     device: Device, host: BuildHost, wanted: str = "", preferred: Preferred | None = None
 ) -> list[BuildRecipe]:
-    """What to make for `device`: one recipe with what follows where it fails, on a Mac also MLX's.
-    `wanted`: a backend of BACKENDS, which alone is made, in any case; "" = the best, which is the
-    installed build where that one can drive it.
+    """Return the recipes for `device`.
 
-    Raises SetupError where that can't be had on this machine at all.
+    The first recipe carries its alternatives for failures. On a Mac, MLX's recipe is added.
+
+    If `wanted` is a backend of BACKENDS, only that one is made, even if it is already installed. ""
+    selects the best, which is the installed build if it can drive that backend. Raises SetupError
+    if this machine cannot have any such build.
     """
     if wanted == MLX.name:
         return [_mlx(device, host)]
@@ -54,7 +56,7 @@ def recipes_for(
     if not made:
         raise SetupError("; ".join(refused), hint=_SEE)
     if preferred is not None and lacking:
-        # A build that can't run is no choice, but worth knowing.
+        # A build that cannot run is not a choice, but the user should know about it.
         note = f"ROCm would be faster ({preferred.because}). {lacking}"
         made[0] = replace(made[0], notes=(*made[0].notes, note))
     best = chain(*made)
@@ -66,8 +68,10 @@ def recipes_for(
 def _in_turn(
     device: Device, host: BuildHost, backends: Sequence[str], preferred: Preferred | None
 ) -> tuple[list[BuildRecipe], list[str]]:
-    """What can be made for each of `backends`, and why what comes last can't be. What could not be
-    had is a reason for what is made instead."""
+    """Return a recipe for each of `backends`, and the reasons for those that failed last.
+
+    If a backend is impossible, the reason becomes part of the next recipe's `because`.
+    """
     made: list[BuildRecipe] = []
     refused: list[str] = []
     for backend in backends:
@@ -86,8 +90,11 @@ def _in_turn(
 
 
 def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
-    """`recipe` for `host.version`, a release of llama-cpp-python that is not the installed one:
-    beside all others, by a name that says it."""
+    """Return `recipe` for `host.version`, another release of llama-cpp-python than the installed
+    one.
+
+    The release is part of its name, so the build does not replace others.
+    """
     made = recipe
     if recipe.name == "own":
         made = _RECIPES[recipe.backend](device, host)
@@ -97,8 +104,10 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
 
 
 def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
-    """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here.
-    Raises SetupError where that takes more than a C++ compiler and its recipe does not compile."""
+    """Return `recipe` with llama.cpp's RPC, compiled here because ready-made wheels lack it.
+
+    Raises SetupError if its recipe does not compile and a C++ compiler would not be enough.
+    """
     made = _compiled(recipe, host)
     name = recipe.backend if made.name == "own" else made.name
     return replace(
@@ -112,7 +121,10 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
 
 
 def _compiled(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
-    """`recipe` or what follows it on its backend that compiles, else one made from source."""
+    """Return the first of `recipe` and its alternatives on the same backend that is compiled.
+
+    If all are ready-made, return a new recipe that compiles from source.
+    """
     for made in (recipe, *recipe.otherwise):
         if made.backend == recipe.backend and _compiles(made):
             return made
@@ -140,8 +152,10 @@ def _plus_rpc(step: Step) -> Step:
 
 
 def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[str]:
-    """The backends that can drive `device`, in the order in which they are tried; nothing for the
-    processor alone."""
+    """Return the backends that can drive `device`, in the order to try them.
+
+    The list is empty for the CPU.
+    """
     if device.accelerator == "rocm":
         if preferred is not None and preferred.backend == "rocm":
             return ["rocm", "vulkan"]
@@ -155,7 +169,7 @@ def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[
 
 
 def _lacking(device: Device, host: BuildHost, preferred: Preferred | None) -> str:
-    """Why ROCm, where it is preferred, can't be had as this machine is; "" where it can."""
+    """Return the reason why a preferred ROCm build is impossible now, or ""."""
     if preferred is None or preferred.backend != "rocm":
         return ""
     try:
@@ -171,8 +185,11 @@ def _lacking(device: Device, host: BuildHost, preferred: Preferred | None) -> st
 
 
 def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
-    """llama.cpp's wheel for Vulkan, then one compiled here. Never refused for want of a row in the
-    table: the trial tells whether there is a device."""
+    """Return the recipe for llama.cpp's Vulkan wheel, then one compiled here.
+
+    A device missing from the table is not rejected, because the trial shows whether there is a
+    device.
+    """
     if host.system == "macos":
         hint = "the Metal build is the one: localllm setup"
         raise SetupError("there is no Vulkan build for a Mac", hint=hint)
@@ -201,7 +218,7 @@ def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
 
 
 def _vulkan_loader(host: BuildHost) -> tuple[str, ...]:
-    """The packages of Vulkan's loader, if it is missing."""
+    """Return the packages of Vulkan's loader, if it is missing."""
     if host.vulkan_loader:
         return ()
     packages = (
@@ -213,7 +230,7 @@ def _vulkan_loader(host: BuildHost) -> tuple[str, ...]:
     return (f"Vulkan's loader and a driver: {packages}",)
 
 
-# What the ROCm wheels have code of, by system (llama-cpp-python's build-wheels-rocm.yaml, November
+# Architectures in the ROCm wheels, by system (llama-cpp-python's build-wheels-rocm.yaml, November
 # 2026).
 ROCM_CODE = {
     "linux": (
@@ -294,7 +311,7 @@ def _version_text(version: Version) -> str:
 
 
 def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int) -> BuildRecipe:
-    """What takes a C++ compiler and, but for the processor, the flag that turns its backend on."""
+    """Return a recipe that needs only a C++ compiler and the backend's flag (no flag for the CPU)."""
     kind = KINDS[backend]
     flags = ["-DLLAVA_BUILD=ON"]
     if backend != "cpu":
@@ -370,13 +387,13 @@ BACKENDS = (*_RECIPES, MLX.name)
 
 
 def _own(device: Device, backend: str) -> BuildRecipe:
-    """The installed build."""
+    """Return the recipe for the installed build."""
     if backend != "cpu":
         label = KINDS[backend].label
         title = f"llama.cpp for {label}, as it is installed"
         because = f"the installed llama.cpp is made for {label} already"
         return BuildRecipe("own", backend, title, because)
-    # A finding with a flag for its fix is about plans.
+    # A finding whose fix is a flag concerns plans, not builds.
     wrong = [f for f in device.findings if f.level != "info" and not f.fix.startswith("--")]
     if wrong:
         return BuildRecipe("own", "cpu", "the processor's build goes on", wrong[0].message)

@@ -1,5 +1,7 @@
-"""What a build is made by: recipes, their steps, and the steps that several of them share. Pure, so
-they can be shown before."""
+"""Recipes of builds, their steps, and steps shared by several recipes.
+
+They do no I/O, so a recipe can be shown before it runs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from localllm.device.types import Accelerator
 from localllm.setup.host import BuildHost
 
-# Stands in a step for the folder of the build, which is known when it is made.
+# Placeholder for the build's folder, which is known only when the build is made.
 FOLDER = "{build}"
 TOOLKIT = f"{FOLDER}/toolkit"
 _WHEELS = "https://abetlen.github.io/llama-cpp-python/whl"
@@ -18,8 +20,11 @@ _WHEELS = "https://abetlen.github.io/llama-cpp-python/whl"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that is done: `pip` arguments with what is added to the environment, or (`links`)
-    the file names that CMake looks for in the toolkit's folder. `said` is for people."""
+    """One step of a recipe.
+
+    It either runs `pip` with these arguments and additions to the environment, or creates the file
+    names that CMake looks for in the folder `links`. `said` is the text shown to the user.
+    """
 
     said: str
     pip: tuple[str, ...] = ()
@@ -27,7 +32,7 @@ class Step:
     links: str = ""
 
     def command(self) -> str:
-        """The step as a line for a shell."""
+        """Return the step as a shell command."""
         if self.links:
             return f"link the CUDA libraries under the names CMake looks for, in {self.links}/lib"
         settings = [f'{name}="{value}"' for name, value in self.environment]
@@ -37,8 +42,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class InstalledEngine:
-    """An engine that is installed rather than built: the name it is asked for and imported by, its
-    distributions, and its requirements by the kind of device that computes."""
+    """An engine that is installed rather than built.
+
+    - `name`: its name for users and for import.
+    - `distributions`: its packages.
+    - `requirements`: its requirements by kind of accelerator.
+    """
 
     name: str
     distributions: list[str]
@@ -53,12 +62,14 @@ MLX = InstalledEngine(
 @dataclass(frozen=True, slots=True)
 class BuildRecipe:
     """A build for a machine.
-    `name` is its folder's, "own" where the installed one already is right.
-    `backend` is what the trial must find at work;
-    `needs` is what is missing here, each with how to get it;
-    `library_dirs` are searched for shared libraries when it runs.
-    `into_environment`: its steps change the installation itself (MLX).
-    `otherwise`: what is made where this one can't be or fails its trial, in this order."""
+
+    - `name`: its folder's name, or "own" if the installed build is already suitable.
+    - `backend`: the backend that must compute in the trial.
+    - `needs`: missing requirements, each with instructions to get it.
+    - `library_dirs`: folders searched for shared libraries when it runs.
+    - `into_environment`: its steps change the installation itself (MLX).
+    - `otherwise`: alternatives in order, if it cannot be made or fails its trial.
+    """
 
     name: str
     backend: str
@@ -75,21 +86,23 @@ class BuildRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Preferred:
-    """Which of several backends a machine runs faster with, and how that is known."""
+    """The faster of several backends on a machine, and the evidence for that."""
 
     backend: Accelerator
     because: str
 
 
 def chain(*recipes: BuildRecipe) -> BuildRecipe:
-    """The first of `recipes`, the others after it where it fails."""
+    """Return the first of `recipes` with the others as its alternatives."""
     first, *others = recipes
     return replace(first, otherwise=(*first.otherwise, *others))
 
 
 def wheel(host: BuildHost, index: str) -> Step:
-    """A wheel of llama-cpp-python's own index alone: the package index has the same version as a
-    source of the CPU build."""
+    """Return the step that installs a wheel from llama-cpp-python's own index only.
+
+    The package index has the same version as source of the CPU build.
+    """
     return Step(
         f"llama-cpp-python {host.version}, ready-made",
         (
@@ -127,7 +140,7 @@ def from_source(host: BuildHost, cmake: list[str]) -> Step:
 
 
 def compiler(host: BuildHost) -> list[str]:
-    """The compiler that is missing, with how to get it; nothing where one is here."""
+    """Return the missing compiler with instructions to get it, or an empty list."""
     if host.cxx:
         return []
     match host.system:
@@ -142,11 +155,11 @@ def compiler(host: BuildHost) -> list[str]:
 
 
 def minutes(host: BuildHost, cpu_minutes: int) -> str:
-    """The time that a compilation of so many minutes on one core takes here."""
+    """Return the time to compile here, as text, if one core takes `cpu_minutes`."""
     here = max(1, round(cpu_minutes / max(1, host.n_cores)))
     return f"about {here} min on {host.n_cores} cores"
 
 
 def is_x86(host: BuildHost) -> bool:
-    """Whether llama-cpp-python's index has wheels for this processor, but for Macs."""
+    """Return True if llama-cpp-python's index has wheels for this processor on Linux and Windows."""
     return host.architecture in ("x86_64", "AMD64")

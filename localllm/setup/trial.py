@@ -1,9 +1,11 @@
-"""Is a build fit to run? Its devices are listed and ten tokens computed in child processes, and
-compared with the CPU's.
+"""Test whether a build is fit to run.
 
-A token may differ where the CPU had two that were as good: what is asked of each step is how far
-behind its best the CPU's token was. Every way to fail ends in one sentence, whatever the build did:
-refuse to load, crash, hang, or compute nonsense.
+Its devices are listed and ten tokens are computed in child processes. The tokens are compared with
+the CPU's.
+
+A token may differ if two tokens were almost equally good on the CPU. So for each step, the test
+measures how far the logit of the CPU's token is below the build's highest one. A build may refuse
+to load, crash, hang or compute wrong results. Each failure is reported in one sentence.
 """
 
 from __future__ import annotations
@@ -25,21 +27,25 @@ from localllm.device.probes import programs
 from localllm.device.probes.programs import ProgramAnswers
 from localllm.device.types import Device
 
-# What builds are made of: whichever backend runs such files.
+# Builds run model files of this kind, regardless of the backend.
 ENGINE = "gguf"
-# Rounding moves a logit by up to 0.6 between kernels of one CPU (SmolLM2); a device that computes
-# wrongly is off by ten.
+# Rounding moves a logit by up to 0.6 between kernels on one CPU (SmolLM2). A device that computes
+# wrong results is off by ten.
 _NEAR_TIE = 1.0
-# The first start on a GPU may compile its shaders: minutes on slow drivers.
+# The first start on a GPU may compile its shaders. That takes minutes on slow drivers.
 _PATIENCE_S = 600.0
-# All checks together, on a device that is emulated.
+# Limit for all checks together on an emulated device.
 _CHECKS_PATIENCE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """`failure` is one sentence, "" where all is well. `devices` are the build's, as text; `said`
-    what was computed."""
+    """The result of a trial.
+
+    - `failure`: one sentence, or "" if the build passed.
+    - `devices`: the build's devices, as text.
+    - `said`: a description of the result.
+    """
 
     failure: str = ""
     devices: tuple[str, ...] = ()
@@ -48,8 +54,7 @@ class TrialVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """What the processor answers with the build that is installed: the tokens every other build is
-    held against."""
+    """The answer of the installed build on the CPU. Other builds are compared with its tokens."""
 
     model: Path
     tokens: tuple[int, ...]
@@ -60,7 +65,7 @@ class ReferenceAnswer:
 def reference(
     model: Path, environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
 ) -> ReferenceAnswer | str:
-    """The CPU's ten tokens, or one sentence why there are none."""
+    """Compute ten tokens on the CPU. Returns one sentence if that fails."""
     order = [ENGINE, "greedy", str(model), json.dumps({"layers": 0})]
     asked = run(order, environment, timeout_s=timeout_s)
     if asked.failure:
@@ -70,8 +75,10 @@ def reference(
 
 
 def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
-    """Seconds of a short turn with the build that `environment` runs, all its layers on the device;
-    None where it does not get that far."""
+    """Measure a short turn with the build in `environment`, with all layers on the device.
+
+    Returns the seconds, or None if the turn fails.
+    """
     asked = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
     if asked.failure:
         return None
@@ -79,8 +86,10 @@ def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
 
 
 def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
-    """Try the build that `environment` runs. `backend`: what must be among its devices and do the
-    work."""
+    """Test the build in `environment`.
+
+    `backend` must be among its devices and must do the computation.
+    """
     build = ask_build(environment)
     if build.failure:
         return TrialVerdict(f"it does not start: {build.failure}")
@@ -104,9 +113,11 @@ def computed(
     *,
     timeout_s: float = _PATIENCE_S,
 ) -> TrialVerdict:
-    """Whether the build that `environment` runs computes what is expected with so many layers on
-    its device (-1: all; 0: on the processor, which computes the layers and experts that no device
-    holds)."""
+    """Test whether the build in `environment` computes the expected tokens.
+
+    `layers` is the number of layers on its device: -1 for all, 0 for the CPU. The CPU computes the
+    layers and experts that are on no device.
+    """
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
     arguments = [ENGINE, "greedy", str(expected.model), order]
     asked = run(arguments, environment, timeout_s=timeout_s)
@@ -118,7 +129,7 @@ def computed(
 def compare(
     expected: ReferenceAnswer, answer: Mapping[str, Any], devices: tuple[str, ...] = ()
 ) -> TrialVerdict:
-    """Whether an answer of the trial program is the reference's, but for near ties."""
+    """Compare an answer of the trial program with the reference, allowing near ties."""
     gaps = [float(gap) for gap in answer["gaps"]]
     worst = max(gaps, default=math.inf)
     if any(math.isnan(gap) for gap in gaps):
@@ -133,7 +144,7 @@ def compare(
 
 
 def speed(answer: Mapping[str, Any]) -> str:
-    """How fast an answer of the trial program came, in words."""
+    """Return the speed of an answer of the trial program, as text."""
     if answer.get("decode_s"):
         return f"{1 / answer['decode_s']:.3g} tok/s"
     return "a token came"
@@ -142,8 +153,10 @@ def speed(answer: Mapping[str, Any]) -> str:
 def conformance(
     model: Path, backend: str, environment: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """The contract's checks on `model`: one answer for each that ended, and one sentence where the
-    process did not."""
+    """Run the contract's checks on `model`.
+
+    Returns the results of the completed checks, and one sentence if the process failed.
+    """
     layers = 0 if backend == "cpu" else -1
     order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
     asked = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
@@ -158,8 +171,8 @@ def conformance(
 def run(
     arguments: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
 ) -> ProgramAnswers:
-    """What the trial program answers."""
-    # Threads that spin for each other are ruinous beside anything else that runs
+    """Run the trial program and return its answers."""
+    # If other programs are running, threads that spin while they wait for each other are very slow
     # (engine/worker/supervisor.py).
     changed = {"GOMP_SPINCOUNT": "1000", **environment}
     return programs.ask("trial", *arguments, environment=changed, timeout_s=timeout_s)
@@ -167,12 +180,14 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """A build examined on the real device, for a text file that anybody can send: no paths, model
-    names or environment in it.
+    """Results of testing a build on the real device, for a text file that users can send.
 
-    `layers` is what was asked for: the model on the device, or "cpu" where the build has none. Each
-    of `checks` is an answer of the trial program; `failures` are sentences, none where all is
-    well."""
+    The file contains no paths, model names or environment.
+
+    - `backend`: the accelerator under test, or "cpu" if the build has no accelerator.
+    - `checks`: results of the trial program.
+    - `failures`: sentences, empty if all checks passed.
+    """
 
     device: Device
     build: ggml.GgmlBuild
@@ -185,15 +200,17 @@ class SelfTest:
 def examine(
     device: Device, build: ggml.GgmlBuild, model: Path, environment: Mapping[str, str]
 ) -> SelfTest:
-    """Run everything on the build that `environment` runs: ten tokens, then the contract's checks.
-    Never raises: what crashes or hangs is a failure in it."""
+    """Run all tests on the build in `environment`: ten tokens, then the contract's checks.
+
+    Never raises: a crash or hang becomes one of its failures.
+    """
     if build.failure:
         verdict = TrialVerdict(f"it does not start: {build.failure}")
         return SelfTest(device, build, "", verdict, (), (verdict.failure,))
     driver = ggml.driven_by(device, build)
     if driver == "cpu" and build.accelerators:
-        # A device that the probes do not know (a software renderer): it is what runs, so it is what
-        # is tested.
+        # The probes do not know this device (a software renderer). The build runs on it, so it is
+        # tested.
         driver = build.accelerators[0]
     expected = reference(model, environment)
     if isinstance(expected, str):
@@ -213,7 +230,7 @@ def examine(
 
 
 def report(test: SelfTest) -> list[str]:
-    """The lines of the text file."""
+    """Return the lines of the text file."""
     result = "passed"
     if test.failures:
         result = f"{len(test.failures)} failure(s)"
@@ -274,5 +291,5 @@ def _device_line(seen: ggml.GgmlDevice) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without the folders of this disk, which are nobody's business."""
+    """Remove folder names of this disk, which are private."""
     return re.sub(r"(?<![\w.])/(?:[^\s/:']+/)+", "", text)

@@ -22,7 +22,7 @@ _ENVIRONMENT = (*HIDING_VARIABLES, "CUDA_DEVICE_ORDER")
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that select GPUs as lines "NAME=value", or {} if none are set."""
+    """Return the variables that select GPUs as lines "NAME=value", or {} if all are unset."""
     said = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ]
     if said:
         return {"environment": "\n".join(said)}
@@ -84,8 +84,7 @@ def _paths() -> Iterator[str]:
 
 
 def _render_access() -> str:
-    """Return "denied" if this user may open no render node, or "" if one may be opened or none
-    exist."""
+    """Return "denied" if there are render nodes but this user may open no one of them, else ""."""
     nodes = glob.glob("/dev/dri/renderD*")
     if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
         return "denied"
