@@ -13,8 +13,8 @@ removal is in cache/eviction.py. The files' time stamps record their last use by
 cache.
 
 The bytes written per day are limited too, because disks wear out (folder.py). A block that would
-exceed the limit stays in memory only. It is written when it is evicted from memory, if the day's limit
-allows it by then.
+exceed the limit stays in memory only. It is written when it is evicted from memory, if the day's
+limit allows it by then.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class DiskTier:
         return self._block(entry, kind, data, len(data))
 
     def wants(self, block: Block) -> bool:
-        """Is the block only in memory, and is it worth a try to write it?"""
+        """Is the block only in memory, and is it worth trying to write it?"""
         there = block.written or block.pending or block.failed or block.data is None
         return self.capacity_bytes > 0 and not there and not self.budget.known()[1]
 
@@ -339,7 +339,7 @@ class DiskTier:
         try:
             self._write_file(tokens, block, data, until_ns)
         except OSError:
-            # A full or read-only disk only loses us this block.
+            # On a full or read-only disk only this block is lost.
             with contextlib.suppress(OSError):
                 block.path.with_suffix(".part").unlink(missing_ok=True)
             return "failed"

@@ -2,12 +2,12 @@
 file.
 
 context   Finished sequences that are in the cache are evicted as soon as others run, and before a
-          prompt is read. If cells are needed, the oldest sequence is truncated, and its end is moved
-          to memory.
-memory    Blocks that the context also holds come first, if cells are needed. Then come the least
-          recently used blocks of all trees. A block with a copy on disk is demoted: it loses its
-          memory and keeps its place in the tree. A block without a copy is written first, if the
-          disk has room, and the eviction waits for that. Otherwise it is evicted. Locked blocks
+          prompt is read. If cells are needed, the oldest sequence is truncated, and its end is
+          moved to memory.
+memory    If cells are needed, blocks that the context also holds are evicted first. Then come the
+          least recently used blocks of all trees. A block with a copy on disk is demoted: it loses
+          its memory and keeps its place in the tree. A block without a copy is written first, if
+          the disk has room, and the eviction waits for that. Otherwise it is evicted. Locked blocks
           stay. No block is evicted for one that was used longer ago. No block used within the last
           hour is evicted for a sequence that could stay in the context.
 disk      The least recently used files of all models, but none for a block used longer ago. New
@@ -315,7 +315,8 @@ def surplus_states(points: Sequence[tuple[int, bool]], interval: int) -> set[int
     """The states of one sequence that are evicted before any others.
 
     `points` are (tokens, whether other sequences branch there). A state is surplus if it is less
-    than `interval` after the one before, is not among the newest, and no sequence branches there.
+    than `interval` after the previous kept state, is not among the newest, and no sequence branches
+    there.
     """
     surplus = set()
     before = 0

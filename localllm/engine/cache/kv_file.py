@@ -373,7 +373,7 @@ class ReadAhead:
         self.news.set()
 
     def came(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
-        """Account for a piece of it. If several threads read a file, each reports its own pieces."""
+        """Account for a piece of a file. Each of its reader threads reports its own pieces."""
         self.learn(n_bytes, took_s)
         wanted.left_bytes -= n_bytes
         self.rest(took_s)

@@ -86,7 +86,7 @@ class RestorePlan:
     The parts are either pieces of KV, or all the KV up to a state followed by that state.
 
         `held`: the tree and match of everything that must be locked for the parts.
-        `unread`: tokens that are also on disk, but faster to compute.
+        `unread`: tokens that are held on disk, but are faster to compute.
         `known`: how far the prompt matched any sequence.
     """
 

@@ -173,7 +173,7 @@ class SequencePool:
             return self._backend.new_sequence()
 
     def _take_idle(self, idle: IdleSequence, length: int, state: Block | None) -> int | None:
-        """Its sequence truncated to `length`, or a fork if the end is not exported yet; None if
+        """The sequence truncated to `length`, or a fork if the end is not exported yet; None if
         neither works.
         """
         if length < len(idle.tokens) and not idle.exported:
@@ -243,7 +243,7 @@ class SequencePool:
 
     def cut(self, sequence: int, n_tokens: int) -> None:
         """Drop all but the first `n_tokens` of a request's sequence. Raises CannotRewindError if
-        it can't.
+        that is impossible.
         """
         self._backend.truncate(sequence, n_tokens)
 
@@ -272,7 +272,7 @@ class SequencePool:
     def checkpoints(self, prompt: list[int], n_kv: int, known: int) -> list[int]:
         """The points of `prompt` at which `checkpoint` is to be called.
 
-        `n_kv` of its tokens are held, and `known` were known before.
+        The first `n_kv` tokens are held, and the first `known` tokens were known before.
         """
         if self.kv.states is None:
             return []

@@ -23,8 +23,8 @@ class Restoration:
     """The import of a prompt's cached parts into `sequence`.
 
     `held` tokens are in the sequence now, `imported` of them from the cache. The blocks stay
-    locked in the cache until the restoration is `done` or closed. It never raises errors: tokens
-    that can't be restored are computed, and counted by reason in `missed`.
+    locked in the cache until the restoration is `done` or closed. Failures are not raised:
+    tokens that can't be restored are computed, and counted by reason in `missed`.
     """
 
     kv: KvStore
@@ -50,21 +50,21 @@ class Restoration:
 
     @property
     def due_tokens(self) -> int:
-        """Tokens that are still to be imported, if room is made for them part by part."""
+        """Tokens that are still to be imported, if room is made for them part by part; else 0."""
         if self.plan.divisible:
             return sum(part.n_tokens for part in self._parts)
         return 0
 
     @property
     def next_tokens(self) -> int:
-        """Tokens of those that the next step imports."""
+        """The part of `due_tokens` that the next step imports."""
         if self._parts and self.plan.divisible:
             return self._parts[-1].n_tokens
         return 0
 
     @property
     def computes_to(self) -> int | None:
-        """The end of the gap that must be computed before the next part; None if there is no gap."""
+        """The end of the gap to compute before the next part; None if there is no gap."""
         if self._parts and self._parts[-1].start > self._reached:
             return self._parts[-1].start
         return None

@@ -355,7 +355,7 @@ class KvStore:
         return sorted(found, key=lambda copy: copy[1].file_time_ns)
 
     def close(self) -> None:
-        """Write the blocks that are only in memory on shutdown, most recently used first.
+        """On shutdown, write the blocks that are only in memory, most recently used first.
 
         Blocks that are already queued are written first.
         """
@@ -409,8 +409,8 @@ def checkpoints(
 ) -> list[int]:
     """Points of `prompt` at which its state is to be stored.
 
-    The first `n_kv` tokens are held. Control tokens mark the beginning and end of turns, other
-    tokens end paragraphs. Checkpoints are set:
+    The first `n_kv` tokens are held. `is_control` recognises the tokens around turns, and
+    `ends_paragraph` those that end a paragraph. Checkpoints are set:
 
     - before its last two turns. A client may ask for the answer again, or render that turn
       differently next time. If the question is short, the turn of the answer gets none: a step and
@@ -457,7 +457,7 @@ def _apart(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
 
 
 def _paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> set[int]:
-    """The beginning of the last paragraph, if it is far enough after `start`; otherwise no point."""
+    """The beginning of the last paragraph, if it is far enough after `start`; else no point."""
     worth = range(len(prompt) - 1, start + tunables.WORTH_A_PARAGRAPH_TOKENS - 1, -1)
     return set(next(([i] for i in worth if ends_paragraph(prompt[i - 1])), []))
 

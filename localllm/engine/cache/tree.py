@@ -234,7 +234,7 @@ class PrefixCache:
         return True
 
     def promote(self, block: Block, data: bytes | memoryview) -> None:
-        """Hold in memory data just read from disk, if no recently used block must be evicted for
+        """Keep data just read from disk in memory, if no recently used block must be evicted for
         it.
         """
         if block not in self._users or block.held_bytes:
@@ -251,7 +251,7 @@ class PrefixCache:
         self.budget.changes += 1
 
     def check_integrity(self) -> None:
-        """Check the invariants in the module docstring. Raises AssertionError if one is violated."""
+        """Check the invariants in the module docstring. Raises AssertionError if one fails."""
         users: dict[Block, int] = {}
         for node in self._nodes():
             if node is self._root:
@@ -444,7 +444,7 @@ def _uses(node: Node, depth: int) -> bool:
 
 
 def _better(old: Block | None, new: Block) -> bool:
-    """Should the tokens of `old` get `new` instead? A narrow block replaces a wide one only on
-    disk.
+    """Should the tokens of `old` get `new` instead? A narrow block replaces a wide one that is
+    only on disk.
     """
     return old is None or (not old.held_bytes and new.stop - new.start < old.stop - old.start)

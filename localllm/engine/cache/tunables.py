@@ -106,8 +106,8 @@ READ_SPEED_DECAY = 0.95
 READERS_BESIDE_DEVICE = 8
 # bytes that are read ahead: one or two large blocks.
 READ_AHEAD_BYTES = 128 * 2**20
-# seconds. Rest after a piece. It is longer than copying and hashing a piece take. While the thread
-# waits for a slow disk, it displaces no other thread.
+# seconds. The longest rest after a piece. It is longer than copying and hashing a piece take. While
+# the thread waits for a slow disk, it displaces no other thread.
 READ_REST_S = 0.001
 # seconds. Reading may take this long as long as the cost of computing is unknown. If a file gives
 # no data for longer than this, the engine stops waiting for it.

@@ -30,10 +30,10 @@ class AnswerConstraint:
     Pass each chosen token to `accept` before it counts. After that:
 
         `forced`: tokens that come next regardless of the model. They are taken without `accept`.
-        `wanted`: a grammar that is needed to continue the answer. Pass its matcher to `use`, or call
-            `give_up` if the grammar was refused.
+        `wanted`: a grammar that is needed to continue the answer. Pass its matcher to `use`, or
+            call `give_up` if the grammar was refused.
         `spelled`: the last token belongs to a marker or a call, so control tokens in it are text.
-        `turned`: a grammar began or ended with the last token, so an earlier draft is void after it.
+        `turned`: a grammar began or ended with the last token. Earlier drafts are void after it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AnswerConstraint:
     def watches_stops(self) -> bool:
         """True if a client's stop text ends the answer here.
 
-        It does not within a call, or in reasoning before a grammar.
+        Stop texts are ignored within a call, and in reasoning before a grammar.
         """
         return not self.spelled and not self._awaits_reasoning
 
@@ -167,7 +167,7 @@ class AnswerConstraint:
         self._activate()
 
     def give_up(self) -> None:
-        """The grammar of a call was refused: from now on the model writes calls without a grammar."""
+        """The grammar of a call was refused: the model writes calls without one from now on."""
         self.wanted = None
         self._trigger = None
         self._markers.forget_triggers()

@@ -160,7 +160,7 @@ TokenBytes = Callable[[int], bytes]
 # Above this exponent the penalty exceeds the range of a float32, so longer repetitions need not be
 # measured.
 _MOST_LOG = 88.7228391
-# A breaker is searched in the last tokens first, this many: most texts have one there.
+# A breaker is first searched for in this many last tokens, because most texts have one there.
 _NEAR = 24
 
 

@@ -18,8 +18,8 @@ Values = NDArray[np.float64]
 
 # Weights are summed in blocks of this many tokens.
 BLOCK = 64
-# The greatest logits are searched in about this many groups of tokens with a fixed stride. numpy
-# computes maxima over columns twelve times as fast as over pieces of a row.
+# The greatest logits are searched for in about this many groups of tokens with a fixed stride.
+# numpy computes maxima over columns twelve times as fast as over pieces of a row.
 _GROUPS = 4096
 # Tokens more than _FAR (in nats) below the greatest have negligible weight. After this many
 # halvings of the range few logits are left in it.

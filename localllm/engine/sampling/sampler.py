@@ -276,7 +276,7 @@ class Sampler:
 
 
 # Models open their reasoning in the first words of the answer, or never. The opening is searched
-# only in this many tokens.
+# for only in this many tokens.
 _OPENS_WITHIN = 16
 
 

@@ -32,10 +32,10 @@ class Drafter(ABC):
     thread.
 
         `most`: the longest draft, in tokens.
-        `token_s`: seconds per drafted token, or per draft if it is made `at_once`. While it is 0 (not
-            measured yet), the drafter is not used.
-        `stops_when_unsure`: a draft shorter than wanted counts as one wrong token, because the drafter
-            computed that token in vain.
+        `token_s`: seconds per drafted token, or per draft if it is made `at_once`. While it is 0
+            (not measured yet), the drafter is not used.
+        `stops_when_unsure`: a draft shorter than wanted counts as one wrong token, because the
+            drafter computed that token in vain.
     """
 
     backend: Backend

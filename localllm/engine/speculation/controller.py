@@ -170,8 +170,8 @@ class HitRates:
 
 
 class Acceptance:
-    """Acceptance rate of a drafter in one request (a draft model's tokens), with the engine's as
-    prior.
+    """Acceptance rate of a drafter in one request (a draft model's tokens), with the
+    engine-wide rate as prior.
 
     `average` is the share of right guesses among those observed. Older guesses have less weight.
     """
@@ -254,7 +254,7 @@ _REST_S = 1.0
 _PAUSE_S = 5.0
 
 
-# If first uses are slow, prompts of this many tokens, twice as many, … are read in trial. The
+# If first uses are slow, prompts of this many tokens, twice as many, … are read as a trial. The
 # trials end once a prompt takes longer than _LONGEST_READ_S, because a new request must wait for
 # its end.
 _LEAST_READ = 16
@@ -301,7 +301,10 @@ class CostProbe:
         return next(self._ticks)
 
     def _measure(self) -> Iterator[bool]:
-        """All measurements in order. Yields True before each, and False while there is no measurement to make."""
+        """All measurements in order. Yields True before each.
+
+        Yields False while there is no measurement to make.
+        """
         if self._backend.capabilities.first_uses:
             yield from self._read_prompts()
         pause_s = _PAUSE_S

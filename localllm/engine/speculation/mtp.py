@@ -33,8 +33,8 @@ class MtpDrafter(Drafter):
     ) -> Self | None:
         """Return a drafter if heads are loaded and the mode allows them.
 
-        Heads from a companion file are used in mode "auto" and when the mode is "mtp". The model's
-        own heads are used only in mode "mtp".
+        Heads from a companion file are used in the modes "auto" and "mtp". The model's own heads
+        are used only in mode "mtp".
         """
         able = backend.capabilities
         companion = mode == "auto" and able.draft_kind not in ("", "mtp")

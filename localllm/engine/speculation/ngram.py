@@ -18,7 +18,7 @@ from localllm.engine.speculation.controller import HitRates
 from localllm.engine.tokens import TokenLine
 
 _SEPARATOR = -1
-# Longer matches are not more reliable.
+# Longer matches count as this long, because they are equally reliable.
 _MAX_MATCH = 64
 # A pointer with a match of this length is followed without searching for a better one.
 _TRUSTED_MATCH = 6
@@ -37,7 +37,7 @@ class RecentOutputs:
         self.line = TokenLine()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add an answer. Makes a new line, so a pointer into the old line stays valid."""
+        """Add an answer. Makes a new TokenLine, so a pointer into the old one stays valid."""
         if len(tokens) >= 8:
             known = np.concatenate([self.line.view, [*tokens, _SEPARATOR]])
             self.line = TokenLine(known[-self._capacity :])

@@ -1,6 +1,4 @@
-"""Speculation of the engine: fills in drafts that pay before a step, and learns from their
-results.
-"""
+"""Fills in drafts before a step if they pay, and learns from their results after it."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ _MOST_STEPS_TOGETHER = 1.5
 # request would wait for an entire long step. So a stream that is alone again gets longer steps
 # only gradually: the limit grows by this factor per step.
 _ALONE_AGAIN = 1.5
-# A long step is a pause for a person who reads along. Drafts from lookups must earn it on the same
-# stream: it must stay faster by this factor even if only very likely tokens (_LIKELY) are
-# accepted. Otherwise a step with them takes no longer than _MOST_STEPS_UNEARNED decode steps
-# without drafts.
+# A long step is a pause for a person who reads along. Drafts from lookups must earn this pause on
+# the same stream: the stream must stay faster by this factor even if only very likely tokens
+# (_LIKELY) are accepted. Otherwise a step with them takes no longer than _MOST_STEPS_UNEARNED
+# decode steps without drafts.
 #
 # With a limit less than two (1.75), copies were not detected if the second row was expensive and
 # further rows cheap. On one of ten random machines they ran at under half their best speed.
@@ -63,12 +61,11 @@ _MOST_STEPS_UNEARNED = 2.0
 # decode steps without drafts.
 _TRIED_EVERY = 24
 _MOST_STEPS_TRIED = 8.0
-# A stream loses at most this many decode steps without drafts, plus 1.5 % of its time, by such
-# trials.
+# Such trials cost a stream at most this many decode steps without drafts, plus 1.5 % of its time.
 _MOST_STEPS_LOST = 6.0
 _LEAST_GAIN = 0.985
-# By drafters that compute, a stream loses at most this many decode steps without drafts, plus
-# 1.5 % of its time. Over the first 24 tokens that is 1.15 times the time without drafts, and over
+# Drafters that compute cost a stream at most this many decode steps without drafts, plus 1.5 % of
+# its time. Over the first 24 tokens that is 1.15 times the time without drafts, and over
 # 200 tokens a speed of 0.97.
 _MOST_STEPS_TRIAL = 3.0
 # Steps with drafts do not measure the cost of a step without. One step in this many is made
@@ -93,8 +90,8 @@ class _DraftState:
     gains.
 
         `drafter`: the last drafter used.
-        `stopped_at`: the length at which that drafter stopped early, unsure of the next token (-1: it
-            did not).
+        `stopped_at`: the length at which that drafter stopped early, unsure of the next token
+            (-1: it did not).
         `since_burst`: steps since the last one that was longer than an unearned step may be.
     """
 
@@ -128,7 +125,8 @@ class _DraftState:
     def tried(self) -> float:
         """The most decode steps without drafts that an unearned trial draft may take.
 
-        It is 0 until the last burst is long past, and never more than this stream may lose.
+        It is 0 until _TRIED_EVERY steps after the last long step, and never more than this stream
+        may lose.
         """
         if self.since_burst < _TRIED_EVERY:
             return 0.0

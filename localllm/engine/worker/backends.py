@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def named(name: str) -> BackendType:
-    """The backend registered under `name`. Raises UsageError with the other names if there is
-    none.
+    """The backend registered under `name`. Raises UsageError with the other names if it is
+    missing.
     """
     found = registry.backends().get(name)
     if found is None:

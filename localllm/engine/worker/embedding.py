@@ -72,7 +72,7 @@ class EmbeddingEngine(EngineClient):
         self, inputs: Sequence[str | list[int]], *, truncate: bool = False
     ) -> tuple[list[bytes], int]:
         """Return the vector of length 1 for each input as little-endian float32, and the number of
-        tokens.
+        tokens of all inputs.
 
         An input that is too long raises ContextLengthError, or is truncated with `truncate`.
         """
@@ -83,7 +83,7 @@ class EmbeddingEngine(EngineClient):
         self, query: str, documents: Sequence[str], *, truncate: bool = False
     ) -> tuple[list[float], int]:
         """Return the model's score of each document for the query (higher is better), and the
-        tokens.
+        number of tokens of all pairs.
 
         A pair that is too long raises ContextLengthError, or its document is truncated with
         `truncate`.

@@ -280,7 +280,7 @@ def exit_reason(code: int | None) -> str:
     return f"exit code {code}"
 
 
-# --- how workers are started -----------------------------------------------------------------------
+# --- starting workers -----------------------------------------------------------------------------
 
 # GOMP_SPINCOUNT: by default, threads of GNU OpenMP spin for milliseconds while they wait for each
 # other. That is harmless on an idle machine, but very slow if another process needs a core.
