@@ -67,9 +67,12 @@ changes = st.builds(
 
 
 class Allows:
-    """A grammar that allows what it is told to."""
+    """The constraint of an answer whose grammar allows the given tokens."""
 
     finished = False
+    active = True
+    in_call = False
+    may_go_on_freely = False
 
     def __init__(self, allowed: NDArray[np.bool_]) -> None:
         self.allowed_now, self.accepted = allowed, []  # type: ignore[var-annotated]
@@ -77,8 +80,9 @@ class Allows:
     def apply(self, logits: Row) -> None:
         logits[~self.allowed_now] = -np.inf
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> int:
         self.accepted.append(token)
+        return token
 
 
 def spell(token: int) -> bytes:
