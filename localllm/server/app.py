@@ -139,8 +139,8 @@ def _own_paths(
 
     @paths.answers("GET", "/usage.csv", responses=openapi.answer_of("text/csv", "string"))
     async def usage(request: Request) -> Response:
-        """The usage of named keys since the server started, as CSV. A key with a name gets its own
-        usage. The key without a name gets the usage of all keys."""
+        """The usage of named keys since the server started, as CSV. Admins get the usage of all
+        keys, other callers only their own."""
         return Response(server.accounts.table(caller()), media_type="text/csv")
 
 
@@ -173,8 +173,8 @@ def _methods(request: Request, path: str = "") -> list[str]:
 def _path_meant(request: Request) -> str:
     """Return the existing path that the client probably means, or "".
 
-    Candidates are the path without its first segments, because a base URL and a path may both begin
-    with /v1, and the last segment after /v1."""
+    Clients may send /v1 twice (from a base URL and a path) or not at all. So the candidates are the
+    path without its first segments, and its last segment after /v1."""
     parts = request.url.path.split("/")[1:]
     likely = ["/" + "/".join(parts[i:]) for i in range(1, min(len(parts), 8))]
     likely.append(f"/v1/{parts[-1]}")

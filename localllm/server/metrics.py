@@ -30,7 +30,7 @@ Snapshots = Mapping[str, Mapping[str, Any]]
 
 
 async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
-    """Return the page. A named key gets its own usage, other callers get everything. No model is
+    """Return the page. Admins get everything, other callers only their own usage. No model is
     loaded for it.
 
     `power`: the machine's power figures by name. Names that end in _total are counters."""

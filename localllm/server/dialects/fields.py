@@ -125,7 +125,7 @@ def _for_engine(name: str, value: Any) -> Any:
     if name == "repeat_last_n" and value == -1:
         return MAX_TOKENS
     if name == "seed" and value == -1:
-        return None  # the engine draws one
+        return None  # the engine draws a random seed
     if name == "seed":
         return value & (2**63 - 1)
     if name == "dry_sequence_breakers":

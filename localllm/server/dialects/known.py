@@ -42,14 +42,15 @@ class Refused(Unused):
 
 
 def one_of(*known: str) -> Refused:
-    """Return a field that refuses all values but these. It names the kind of an object."""
+    """Return the description of a field that accepts only these values, such as an object's
+    `type`."""
     return Refused(f"it is one of {', '.join(known)}", (None, *known))
 
 
 Shape: TypeAlias = Mapping[str, Any]
 _UNKNOWN = Unused(off=())
-# Key in a shape. Its value is a function that returns whether an object of a type is read. If not,
-# the object is reported elsewhere as a unit.
+# Key in a shape. Its value is a function of an object's `type` that returns whether the object is
+# read. If it is not read, its fields are skipped here, and other code reports the object.
 READS = ""
 
 
@@ -245,7 +246,7 @@ def _sent_path(error: Any, body: Any) -> list[str]:
     return path
 
 
-# --- what several dialects have in their messages and tools ---------------------------------------
+# --- parts of messages and tools that several dialects share --------------------------------------
 
 # Image detail: images are read at their own size.
 _DETAIL = Unused(off=(None, "auto", "original"))
@@ -276,7 +277,7 @@ TOOL: dict[str, Any] = shape(
     function=shape("name", "description", "parameters", "strict"),
     custom=shape("name", "description", format=_GRAMMAR),
 )  # fmt: skip
-TOOL["tools"] = TOOL  # of a namespace
+TOOL["tools"] = TOOL  # the tools of a namespace
 TOOL[READS] = (None, "function", "custom", "namespace").__contains__
 _CALLED = ("function", "custom")
 _NAMED = shape(

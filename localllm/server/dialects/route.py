@@ -1,5 +1,5 @@
-"""A path that generates, as a value, and its steps: read the body, find the model, translate,
-answer."""
+"""Paths that generate text, and the steps of their requests: read the body, find the model,
+translate, answer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Unwritten: TypeAlias = Callable[[Server], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Fields]):
-    """A path that generates. It reads the body as `fields`, and `translate` makes a request for a
-    model from it.
+    """A path that generates text. It reads the body as `fields`, and `translate` makes a request
+    for a model from it.
 
     In the OpenAPI document, `about` is the description and `keys` are the fields of a complete
     answer. `aliases` are additional paths, which the document does not list."""

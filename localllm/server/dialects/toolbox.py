@@ -136,7 +136,7 @@ def _as_function(choice: Any) -> Any:
 
 def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str, Any]:
     """Return a custom tool as a function with one string. If the tool's grammar is regular, it
-    constrains the string. Otherwise the grammar's name is added to `skipped`."""
+    constrains the string. Otherwise the path of `format` is added to `skipped`."""
     tool = _inner(tool, "custom")
     wanted = tool.get("format")
     shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}

@@ -23,8 +23,7 @@ _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests. The time when one of them ends is
 # unknown.
 _PARALLEL_RETRY_S = 1
-# Limit of callers for which `PerCaller` and `Accounts.on_behalf` keep state. Named keys of the
-# settings do not count.
+# Limit of the callers for which `PerCaller` and `Accounts.on_behalf` keep state.
 _MOST_CALLERS = 256
 _DELEGATED = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32}|-) ([01])")
 T = TypeVar("T")

@@ -176,7 +176,8 @@ class StreamResponse(Response):
 async def _send_pieces(outbox: Outbox, direct: Callable[[bytes], bool] | None, send: Send) -> None:
     """Send the contents of `outbox` until it ends."""
     while not (outbox.closed and outbox.empty):
-        # `direct` saves one task switch and h11's work per token, a third of the cost of a token.
+        # A task switch and h11's work are a third of the server's cost per token. `direct` avoids
+        # both.
         outbox.direct = direct
         try:
             await outbox.wait()

@@ -42,8 +42,8 @@ MARKER = "<__media__>"
 
 
 class PicturedPrompt(BodyPart):
-    """A prompt with images. The n-th `<__media__>` is the place of the n-th file, which is sent in
-    base64."""
+    """A prompt with images. The n-th `<__media__>` marks the position of the n-th file, which is
+    sent in base64."""
 
     prompt_string: str
     multimodal_data: list[str] = Field(default_factory=list, max_length=64)
@@ -97,8 +97,8 @@ class InfillFields(LlamaCppFields):
 
 
 def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
-    """Translate a raw completion or an infill request. The reply is a list of completion objects,
-    or events."""
+    """Translate a raw completion or an infill request. The reply consists of completion objects or
+    events."""
     grammar = fields.constraint()
 
     async def job(engine: EngineClient) -> GenerationJob:

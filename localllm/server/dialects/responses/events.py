@@ -78,7 +78,8 @@ _FUNCTION_CALL = _Kind(
     {"arguments": ""},
 )
 _CUSTOM_CALL = _Kind("ctc_", "input", "response.custom_tool_call_input", ("input",), {"input": ""})
-# Fields of OpenAI's response object that this server does not set. They are null.
+# Fields of OpenAI's response object that are null at its start. Some are set later, the others stay
+# null.
 _NOTHING = dict.fromkeys(
     (
         "access_programs", "completed_at", "conversation", "error", "image",
