@@ -1,4 +1,4 @@
-"""Owns the sequences in the context, and finds the longest prefix of a new request.
+"""Owns the sequences in the context, and finds the longest available prefix for a new request.
 
 The KV of a prefix can be in three places:
 
@@ -126,9 +126,9 @@ class SequencePool:
     # --- taking -----------------------------------------------------------------------------------
 
     def take(self, source: PrefixSource, prompt: Tokens) -> Restoration:
-        """Return the import of a sequence that holds as much of `prompt` as `source` provides.
+        """Return a Restoration whose sequence gets as much of `prompt` as `source` provides.
 
-        Its parts may still have to be imported. Falls back to the cache's parts, then to an empty
+        Some parts may still have to be imported. Falls back to the cache's parts, then to an empty
         sequence. Raises NoCellsError if there is no sequence left.
         """
         # The sequence is in use again, whatever its source. Its copies in the cache become the
@@ -151,7 +151,7 @@ class SequencePool:
         return Restoration(self.kv, self._backend, sequence, prompt, plan)
 
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
-        """Store the state at a branch in the middle of a turn, while the sequence is there.
+        """Store the state at a branch in the middle of a turn, while the sequence is at that point.
 
         The next sequence will probably branch at the same point.
         """
