@@ -1,1 +1,1 @@
-"""What models exist: their shapes, files and formats. Pure facts; no hardware, no engine."""
+"""The models that exist: their shapes, files and formats. Facts only; no hardware, no engine."""

@@ -1,16 +1,16 @@
-"""What llama.cpp knows of architectures and file types that a GGUF header does not state. (How the
-layers of an architecture are read: layers/.)
+"""llama.cpp's facts about architectures and file types that a GGUF header does not state. (layers/
+reads the layers of an architecture.)
 
 From https://github.com/ggml-org/llama.cpp src/models/*.cpp (load_arch_hparams), read at b11434.
 """
 
 from __future__ import annotations
 
-# More than any model has: headers and configs are untrusted.
+# More than any model has. Headers and configs are untrusted.
 MAX_LAYERS = 2_048
 MAX_TOKENS = 1 << 40
 
-# Encoders: they keep nothing of earlier tokens.
+# Encoders, which keep no cache of earlier tokens.
 NO_CACHE = frozenset(
     {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert",
     "neo-bert", "eurobert",

@@ -1,5 +1,8 @@
-"""Makes a Model of one [[models]] table: a Layer for each layer from the short shape facts
-(pattern, windows, recurrent sizes), and a Variant for each file."""
+"""Build a Model from one [[models]] table.
+
+The short shape facts (pattern, windows, recurrent sizes) become one Layer per layer, and each file
+becomes a Variant.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from localllm_catalog.types import (
     Variant,
 )
 
-# The keys of a [[models]] table; tests/catalog/family_schema.py says what each holds.
+# The keys of a [[models]] table. tests/catalog/family_schema.py describes the value of each.
 _ABOUT_IT = {
     "id", "family", "name", "hf_repo", "release_date", "licence", "architecture", "modality",
     "purposes", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling", "drafts",
@@ -44,14 +47,14 @@ _LAYERS = {
 }  # fmt: skip
 MODEL_KEYS = _ABOUT_IT.union(_SHAPES, _LAYERS, Format)
 
-# Where facts come from, by the labels that tables cite them with: title, url, date and kind
-# (measured, self-reported, estimate).
+# Sources of facts, by the labels that tables cite: title, url, date and kind (measured,
+# self-reported, estimate).
 Sources = Mapping[str, Mapping[str, str]]
 
 
 def build_model(raw: Mapping[str, Any], sources: Sources) -> Model:
-    """One raw table as a Model with its variants. Raises BadCatalogError naming what is missing or
-    wrong."""
+    """Build a Model with its variants from a raw table. Raises BadCatalogError with the key that is
+    missing or wrong."""
     unknown = sorted(raw.keys() - MODEL_KEYS - {*mixer.words()})
     if unknown:
         near = difflib.get_close_matches(unknown[0], MODEL_KEYS, n=1)
@@ -85,7 +88,7 @@ def _companion(entry: Mapping[str, Any]) -> Companion:
 
 
 def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
-    """The model without its variants."""
+    """Build the model without its variants."""
     model = _with_extras(_shaped(raw), raw)
     sampling = raw.get("sampling", {})
     second = sampling.get("non_thinking")
@@ -107,12 +110,12 @@ def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
 
 
 def _number(table: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """A whole number that a table may leave out."""
+    """Return a whole number that a table may omit."""
     return int(table.get(key, default))
 
 
 def _shaped(raw: Mapping[str, Any]) -> Model:
-    """The model's name and shapes."""
+    """Build the model with its name and shapes only."""
     total = int(raw["params"])
     active = _number(raw, "active", total)
     return Model(
@@ -132,7 +135,8 @@ def _shaped(raw: Mapping[str, Any]) -> Model:
 
 
 def _with_extras(model: Model, raw: Mapping[str, Any]) -> Model:
-    """`model` with its experts, tables, towers and draft heads, and with its tokens' facts."""
+    """Return `model` with its experts, tables, vision tower and draft heads, and its tokenizer
+    facts."""
     model = replace(
         model,
         tied_embeddings=bool(raw.get("tied", False)),
@@ -233,7 +237,7 @@ def _source_title(table: Mapping[str, Any], sources: Sources) -> str:
 def _gguf_variants(
     model: Model, tables: Iterable[Mapping[str, Any]], sources: Sources
 ) -> Iterator[Variant]:
-    # The vision tower lies in a file of its own.
+    # The vision tower is in its own file.
     seeing = model.vision_params
     heads_share = (model.extra_params - seeing) / (model.params_total - seeing)
     for table in tables:
@@ -302,8 +306,8 @@ _TOKEN = re.compile(r"([a-z_]+)(?:\*([1-9][0-9]{0,3}))?")
 
 
 def expand_pattern(pattern: list[str], n_layers: int) -> list[str]:
-    """["sliding*5", "full"] for 8 layers: sliding ×5, full, sliding ×2. A pattern as long as the
-    model is used as is.
+    """Expand ["sliding*5", "full"] for 8 layers: sliding ×5, full, sliding ×2. A pattern of the
+    model's length is used as it is.
 
     Raises BadCatalogError for an unknown word or a pattern longer than the model.
     """
@@ -323,8 +327,8 @@ def expand_pattern(pattern: list[str], n_layers: int) -> list[str]:
 
 
 def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """The layers of one [[models]] table. Raises BadCatalogError, or KeyError naming a missing
-    fact."""
+    """Build the layers of one [[models]] table. Raises BadCatalogError, or KeyError with the
+    missing key."""
     n_layers = int(raw["layers"])
     if "layer_list" in raw:
         return _listed(raw["layer_list"], n_layers)
@@ -342,8 +346,7 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
-    """Layers that are given one by one, or several that repeat, as often as each says: what was
-    read from a file's header."""
+    """Build layers that are listed one by one or in repeated groups, as read from a file's header."""
     layers = tuple(islice(_repeated(rows, n_layers + 1), n_layers + 1))
     if len(layers) != n_layers:
         raise BadCatalogError(f"the layers listed are not the {n_layers} that the model has")
@@ -364,14 +367,14 @@ _FFN_KEYS = ("ffn", "intermediate")
 
 
 def layer_of(row: Mapping[str, Any]) -> Layer:
-    """The layer that a row of `layer_list` states, without `times`."""
+    """Return the layer in a row of `layer_list`, without `times`."""
     ffn = {key: row[key] for key in _FFN_KEYS if key in row}
     rest = {key: value for key, value in row.items() if key not in _FFN_KEYS}
     return Layer(mixer.from_row(rest), **ffn)
 
 
 def row_of(layer: Layer) -> dict[str, Any]:
-    """The row of `layer_list` that states `layer`."""
+    """Return the row of `layer_list` for `layer`."""
     row = layer.mixer.to_row()
     if layer.ffn != "dense":
         row["ffn"] = layer.ffn

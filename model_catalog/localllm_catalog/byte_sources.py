@@ -1,5 +1,5 @@
-"""Where the bytes of a header come from: a range of a file at a time, of this disk or of whatever a
-caller reads it from."""
+"""Sources of a header's bytes: read ranges of a file from the local disk, or from elsewhere through
+the caller's class."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from localllm_catalog.errors import SourceError
 
 
 class ByteSource(ABC):
-    """Something with a name, a size in bytes, and ranges that can be read, best `chunk` bytes at a
-    time."""
+    """A source with a name and a size in bytes. Ranges are best read in pieces of `chunk` bytes."""
 
     name: str
     size: int
@@ -20,15 +19,15 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; SourceError if they cannot be had."""
+        """Return exactly `length` bytes from `offset`. Raises SourceError if they cannot be read."""
 
 
-# From a name (a path, an address) to what reads it; raises SourceError if it is not there.
+# Opens a name (a path or URL) as a ByteSource. Raises SourceError if it does not exist.
 OpenSource = Callable[[str], ByteSource]
 
 
 class FileSource(ByteSource):
-    """A local file, opened for each range (headers take a handful of them)."""
+    """A local file, opened again for each range (a header needs only a few)."""
 
     chunk = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Loads the curated models: families/*.toml, with the user's own files laid over them."""
+"""Load the curated models: families/*.toml, with the user's own files on top."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Documents = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """All known models, in file order, the user's own included. Immutable."""
+    """All known models in file order, including the user's own. Immutable."""
 
     models: tuple[Model, ...]
     by_id: Mapping[str, Model] = field(repr=False)
 
     def get(self, model_id: str) -> Model | None:
-        """The model of this id, or None. Case does not matter, and "-instruct" or "-it" at the end
-        may be left off."""
+        """Return the model with this id, or None. Case is ignored, and a final "-instruct" or "-it"
+        is optional."""
         wanted = model_id.lower()
         names = (wanted, f"{wanted}-instruct", f"{wanted}-it")
         for name in names:
@@ -38,11 +38,11 @@ class Catalog:
         return None
 
     def recognise(self, *names: str) -> Model | None:
-        """The model one of these belongs to: a repository, a file name, a `general.name`. None
-        unless it is certain.
+        """Return the model for one of these names: a repository, a file name, or a `general.name`.
+        Returns None if it is not certain.
 
-        Publishers' prefixes, quants, split numbers and endings are looked past; sizes and versions
-        are not.
+        Publishers' prefixes, quants, split numbers and endings are ignored; sizes and versions are
+        not.
         """
         known: dict[str, Model] = {}
         for model in self.models:
@@ -56,7 +56,8 @@ class Catalog:
         return None
 
     def suggest(self, name: str, limit: int = 3) -> list[str]:
-        """Ids a person who typed `name` may have meant, best first; empty if nothing is near."""
+        """Return the ids that a user who typed `name` may have meant, best first; empty if no id is
+        similar."""
         wanted = name.lower().rpartition("/")[2]
         inside: list[str] = []
         if wanted:
@@ -67,21 +68,21 @@ class Catalog:
 
 
 def shipped_files() -> list[Path]:
-    """The tables of the sources and of every family."""
+    """Return the paths of the source table and of all family tables."""
     return [SOURCES_FILE, *sorted(FAMILIES_DIR.glob("*.toml"))]
 
 
 def shipped() -> Documents:
-    """The shipped tables as parsed, by file name: 25 ms, so worth keeping."""
+    """Return the parsed shipped tables by file name. This takes 25 ms, so callers should cache it."""
     return {path.name: _parse(path) for path in shipped_files()}
 
 
 def load(user_dir: Path | None = None, read: Callable[[], Documents] = shipped) -> Catalog:
-    """The catalog with `user_dir`/*.toml laid over it: a known id changes that model's keys, a new
+    """Load the catalog with `user_dir`/*.toml on top: a known id changes that model's keys, a new
     id adds a model.
 
-    `read` gives what `shipped` gives, where that is kept. Raises BadCatalogError naming file, model
-    and key for anything that does not read.
+    `read` returns the same as `shipped`, for example from a cache. Raises BadCatalogError with
+    file, model and key for anything invalid.
     """
     documents = read()
     sources = documents[SOURCES_FILE.name]
@@ -104,7 +105,7 @@ def load(user_dir: Path | None = None, read: Callable[[], Documents] = shipped) 
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The *.toml files of the user's folder; none where there is no such folder."""
+    """Return the *.toml files of the user's folder; empty if the folder does not exist."""
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == ".toml")
     except (FileNotFoundError, NotADirectoryError):
@@ -115,8 +116,9 @@ def _files_in(folder: Path) -> list[Path]:
         ) from error
 
 
-# What a user's file may say: text where text is meant, and in numbers nothing negative, of these at
-# least one, and no more than real models have (a header is held to the same: gguf_facts.py).
+# Limits on the user's files. Text keys must be text. Numbers must not be negative, and those listed
+# below must be at least one. None may exceed what real models have (gguf_facts.py applies the same
+# limits to a header).
 _TEXT = frozenset({
     "name", "hf_repo", "licence", "release_date", "architecture", "tokenizer", "tokenizer_pre",
     "notes", "params_note", "kind",
@@ -151,7 +153,7 @@ def read_sources() -> dict[str, dict[str, Any]]:
 
 
 def read_family(path: Path) -> Iterator[dict[str, Any]]:
-    """The raw model tables of one family file, each with the file's [defaults] under it."""
+    """Yield the raw model tables of one family file, each with the file's [defaults]."""
     yield from _models_of(_parse(path), path)
 
 
@@ -183,7 +185,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, Any]:
-    """`table` over `base`; sub-tables (sampling, experts, …) are merged key by key, lists are
+    """Merge `table` over `base`. Sub-tables (sampling, experts, …) are merged key by key, lists are
     replaced."""
     if base is None:
         return table

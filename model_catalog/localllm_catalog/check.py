@@ -1,5 +1,5 @@
-"""`python -m localllm_catalog.check [DIR]`: is every family file (and the user's, in DIR) complete
-and consistent?"""
+"""Check that all family files (and the user's, in DIR) are complete and consistent: `python -m
+localllm_catalog.check [DIR]`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from localllm_catalog.errors import CatalogError
 from localllm_catalog.names import Format
 from localllm_catalog.types import Model
 
-# Counted from shapes against stated: beyond this the file has to say why (params_note).
+# If the count from shapes differs from the stated one by more than this, the file must explain it
+# (params_note).
 TOLERANCE = 0.03
 _DATE = re.compile(r"20[0-9]{2}-[01][0-9](-[0-3][0-9])?")
 
 
 def problems(user_dir: Path | None = None) -> Iterator[str]:
-    """Everything wrong with the catalog, one line each; nothing if all is well."""
+    """Yield the catalog's problems, one line each."""
     used: set[str] = set()
     user_files = sorted(user_dir.glob("*.toml")) if user_dir else []
     for path in [*catalog.shipped_files()[1:], *user_files]:
@@ -50,7 +51,7 @@ def _model(model: Model, loaded: catalog.Catalog) -> Iterator[str]:
 
 
 def _counts(model: Model) -> Iterator[str]:
-    """Parameters as stated beside those that the shapes give."""
+    """Compare the stated parameters with the count from shapes."""
     total, active = shapes.count_params(model)
     stated_active = model.params_active != model.params_total
     counted = [("", total, model.params_total)]
@@ -75,7 +76,7 @@ def _files(model: Model) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what is wrong to stderr and returns 1, or a one-line summary and 0."""
+    """Print the problems to stderr and return 1, or print a one-line summary and return 0."""
     user_dir = None
     if arguments:
         user_dir = Path(arguments[0])

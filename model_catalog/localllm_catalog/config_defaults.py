@@ -1,5 +1,7 @@
-"""The values that a config.json leaves out because its family implies them: a nested text_config
-holds only what differs from those (config_defaults.toml)."""
+"""The values that a config.json omits because its family implies them.
+
+A nested text_config only holds values that differ from these (config_defaults.toml).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ def _tables() -> Mapping[str, Any]:
 
 
 def wrapped(model_type: str) -> str:
-    """The type of the language model in one that wraps it without saying which ("llava":
+    """Return the language model's type in a type that wraps it without stating it ("llava":
     "llama")."""
     return str(_tables()["wraps"].get(model_type, model_type))
 
 
 @cache
 def of_type(model_type: str) -> Mapping[str, Any]:
-    """The values that a config of this type implies; {} for a type that is not known."""
+    """Return the values that a config of this type implies; {} for an unknown type."""
     own = dict(_tables()["types"].get(wrapped(model_type), {}))
     parent = own.pop("like", None)
     if parent is None:

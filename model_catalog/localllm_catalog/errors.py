@@ -1,12 +1,12 @@
-"""The catalog's own errors: it may not import the product's tree, so the composition root maps
-these leaves onto it."""
+"""The catalog's own errors. The catalog must not import the product's error tree, so the
+composition root maps these classes to it."""
 
 from __future__ import annotations
 
 
 class CatalogError(Exception):
-    """Base of everything the catalog raises on purpose: `message` says what and why, `hint` what to
-    do next."""
+    """Base of all errors that the catalog raises on purpose. `message` states the problem and its
+    cause, `hint` the next step."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -15,13 +15,12 @@ class CatalogError(Exception):
 
 
 class BadHeaderError(CatalogError):
-    """A model file's header is damaged, hostile, or of a format this version does not read."""
+    """A model file's header is damaged, malicious, or of a format that this version does not read."""
 
 
 class SourceError(CatalogError):
-    """A file or URL that should hold a header could not be reached or read (the header itself is
-    not at fault)."""
+    """A file or URL of a header could not be reached or read. The header itself may be valid."""
 
 
 class BadCatalogError(CatalogError):
-    """A family TOML (ours or the user's overlay) does not say what a model needs to say."""
+    """A family TOML (ours or the user's) lacks a required fact of a model or has an invalid one."""

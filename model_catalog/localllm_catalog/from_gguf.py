@@ -1,8 +1,8 @@
-"""Makes a Model of any GGUF header: layer kinds as llama.cpp derives them, bytes per tensor as the
-file states them.
+"""Build a Model from any GGUF header: layer kinds as llama.cpp derives them, bytes per tensor as
+the file states them.
 
-The rules per architecture (architectures.py) are llama.cpp's; every number is one of gguf_facts.py,
-and so bounded.
+The rules per architecture (architectures.py) are llama.cpp's. All numbers come from gguf_facts.py,
+so they are bounded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from localllm_catalog.types import Experts, FfnKind, Layer, Model, Purpose, Vari
 
 
 def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None = None) -> Model:
-    """The Model a GGUF file holds, with one exact Variant.
+    """Return the Model in a GGUF file, with one exact Variant.
 
-    weights_bytes are all tensors but MTP blocks; active_bytes what one token streams: routed
-    experts by their used share, no token embedding unless it is also the output matrix. `known`
-    (the catalog's entry, if the caller found one) lends what a header cannot say (id, drafts,
-    quality), and its sampling goes before the header's. Raises BadHeaderError where the header
-    contradicts itself or is not of a language model.
+    `weights_bytes` are all tensors except MTP blocks. `active_bytes` are those that one token
+    reads: routed experts by the share used, and no token embedding unless it is also the output
+    matrix. `known` is the catalog's entry, if the caller found one. It provides facts that a header
+    lacks (id, drafts, quality), and its sampling takes precedence. Raises BadHeaderError if the
+    header contradicts itself or is not of a language model.
     """
     facts = Facts(header)
     blocks = gguf_blocks.blocks(header, facts.n_layers)
@@ -51,7 +51,7 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
 
 # --- tensors --------------------------------------------------------------------------------------
 
-# What llama.cpp keeps in system memory whatever else is offloaded (src/llama-arch.cpp:
+# Tensors that llama.cpp keeps in system memory regardless of offloading (src/llama-arch.cpp:
 # LLM_TENSOR_LAYER_INPUT).
 _INPUT_TENSORS = frozenset(
     f"{name}.weight"
@@ -94,8 +94,8 @@ def _experts(facts: Facts, blocks: list[BlockTensors]) -> Experts | None:
 
 
 def _place(name: str, n_layers: int) -> str:
-    """Where a tensor's weights count: in a "layer", in "mtp" blocks behind the layers, as an
-    "input" table, or for the "output"."""
+    """Return where a tensor's weights count: in a "layer", in the "mtp" blocks after the layers, as
+    an "input" table, or for the "output"."""
     match = BLOCK_TENSOR.fullmatch(name)
     if match is not None:
         if int(match[1]) < n_layers:
@@ -107,8 +107,10 @@ def _place(name: str, n_layers: int) -> str:
 
 
 def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
-    """The tensors that every token's step reads (of experts a part): no MTP blocks, and no table
-    that is looked up by rows but the one that is the output matrix too."""
+    """Return the tensors that each token's step reads (a part of the experts).
+
+    MTP blocks and row lookup tables are left out, except a table that is also the output matrix.
+    """
     looked_up = {"per_layer_token_embd.weight"}
     if not facts.tied:
         looked_up.add("token_embd.weight")
@@ -156,7 +158,7 @@ def _variant(header: GgufHeader, facts: Facts, blocks: list[BlockTensors], repo:
 
 
 def _stated_quant(header: GgufHeader) -> str:
-    """The quant that the header states, else the type of most of the bytes."""
+    """Return the quant in the header, else the type of most of the bytes."""
     stated_type = header.integer("general.file_type", -1)
     if stated_type in architectures.FILE_TYPES:
         return architectures.FILE_TYPES[stated_type]
@@ -229,7 +231,7 @@ def _model(
 
 
 def _with_names(model: Model, header: GgufHeader, facts: Facts) -> Model:
-    """`model` with its names, and with what its chat template and its tokenizer state."""
+    """Return `model` with its names, and with the facts in its chat template and tokenizer."""
     base = header.text("general.basename")
     name = shown(header.text("general.name") or base or PurePosixPath(header.files[0]).stem)
     template = header.text("tokenizer.chat_template")
@@ -252,7 +254,7 @@ def _with_names(model: Model, header: GgufHeader, facts: Facts) -> Model:
 
 
 def _active_params(header: GgufHeader, facts: Facts, experts: Experts | None) -> int:
-    """Parameters that one token's step reads."""
+    """Return the parameters that one token's step reads."""
     total = 0
     for tensor in _streamed(header, facts):
         if tensor.is_expert and experts is not None:
@@ -263,7 +265,7 @@ def _active_params(header: GgufHeader, facts: Facts, experts: Experts | None) ->
 
 
 def _lookup_params(header: GgufHeader) -> int:
-    """Parameters of the tables of which a token reads a row, apart from the tokens' embedding."""
+    """Return the parameters of row lookup tables, without the token embedding."""
     return sum(
         tensor.n_elements
         for tensor in header.tensors
@@ -272,7 +274,8 @@ def _lookup_params(header: GgufHeader) -> int:
 
 
 def _has_gated_queries(facts: Facts, blocks: list[BlockTensors]) -> bool:
-    """Whether the first query matrix makes a gate as well: it is twice as wide as the heads."""
+    """Return whether the first query matrix also produces a gate: it is then twice as wide as the
+    heads."""
     width = max(facts.heads, default=0) * facts.head_dim_k
     for block in blocks:
         query = block.tensors.get("attn_q.weight")
@@ -282,8 +285,8 @@ def _has_gated_queries(facts: Facts, blocks: list[BlockTensors]) -> bool:
 
 
 def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:
-    """The catalog's word for an architecture: dense, moe, hybrid, hybrid-moe, with -mla or -swa
-    where it applies."""
+    """Return the catalog's word for an architecture: dense, moe, hybrid or hybrid-moe, with -mla or
+    -swa if it applies."""
     mixers = [layer.mixer for layer in layers]
     words = []
     if any(one.is_recurrent for one in mixers):

@@ -1,8 +1,8 @@
-"""Makes a Model of a Hugging Face config.json, as MLX folders carry it: the same shapes, read from
-other names.
+"""Build a Model from a Hugging Face config.json, as in MLX folders: the same shapes under other
+names.
 
 Rules per model type are those of https://github.com/ml-explore/mlx-lm models/*.py (0.32.2) and of
-https://github.com/huggingface/transformers configuration_*.py (5.23.0). A config is untrusted:
+https://github.com/huggingface/transformers configuration_*.py (5.23.0). A config is untrusted, so
 numbers are bounded.
 """
 
@@ -24,8 +24,8 @@ from localllm_catalog.names import Format, shown
 from localllm_catalog.quants import mlx_bits
 from localllm_catalog.types import Experts, Layer, Model, Variant
 
-# Every nth layer is full where the config lists no layers and names no pattern; between them lie
-# (kind, n unless it is stated, the config's key of it).
+# For configs that list no layers and name no pattern, each nth layer is full. Values: (kind of the
+# other layers, default n, the config's key for n).
 _FULL_EVERY: dict[str, tuple[str, int, str]] = dict.fromkeys(
     ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     ("recurrent", 4, "full_attention_interval"),
@@ -62,14 +62,15 @@ def model_from_config(
     known: Model | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> Model:
-    """The Model of a config.json, with one MLX Variant whose bytes are those of `files` (name →
-    bytes).
+    """Return the Model of a config.json, with one MLX Variant whose bytes are those of `files`
+    (name → bytes).
 
-    `template` is the chat template's text, if the caller has it. `known` lends what a config cannot
-    say.
-    `generation`: the folder's generation_config.json, whose sampling `known`'s goes before. Raises
-    BadHeaderError for a config that does not describe a language model, or describes an impossible
-    one.
+    - `template`: the chat template's text, if available.
+    - `known`: provides facts that a config lacks.
+    - `generation`: the folder's generation_config.json. The sampling of `known` takes precedence
+      over it.
+
+    Raises BadHeaderError if the config is not of a language model, or describes an impossible one.
     """
     try:
         raw = _raw(config, repo)
@@ -97,8 +98,8 @@ def model_from_config(
 
 
 def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
-    """The config as a table of our own family files, so that one piece of code builds layers from
-    both."""
+    """Convert the config to a table like those of our family files, so that the same code builds
+    layers from both."""
     facts = Config(config)
     n_layers = facts.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if not 1 <= n_layers <= MAX_LAYERS:
@@ -129,7 +130,7 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
         "tied": bool(facts.get("tie_word_embeddings")),
         "attention_gate": facts.type in _GATED_QUERIES,
         "ffn_matrices": 2 if facts.type in _PLAIN_FFN else 3,
-        # Blocks that are a mixer or a feed-forward, never both.
+        # Each block is a mixer or a feed-forward, never both.
         "split_blocks": facts.type == "nemotron_h" or facts.type in MAMBAS,
         "shared_kv_layers": facts.number("num_kv_shared_layers", default=0),
         "mtp_layers": facts.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
@@ -146,8 +147,8 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
 
 
 def _overridden(layers: tuple[Layer, ...], facts: Config) -> tuple[Layer, ...]:
-    """`layers` with what per_layer_config says of single ones (by number, or by their kind's
-    name)."""
+    """Return `layers` with the values of per_layer_config for single layers (by number, or by the
+    name of their kind)."""
     said = facts.get("per_layer_config")
     if isinstance(said, list):
         said = dict(enumerate(said))
@@ -165,7 +166,8 @@ def _overridden(layers: tuple[Layer, ...], facts: Config) -> tuple[Layer, ...]:
 
 
 def _heads(facts: Config, hidden: int) -> int:
-    """Attention heads; of models that have none, those that their state is divided into."""
+    """Return the number of attention heads. For models without attention, return the number of
+    heads of their state."""
     if facts.type in ("mamba", "falcon_mamba"):
         return 1
     if facts.type == "rwkv7":
@@ -176,8 +178,11 @@ def _heads(facts: Config, hidden: int) -> int:
 
 
 def _layer_words(facts: Config, n_layers: int) -> list[str]:
-    """The kind of each layer, in the family files' words: from a config's list of words, its string
-    of letters, the numbers of the layers that are full, or a period."""
+    """Return the kind of each layer, in the family files' words.
+
+    It comes from a config's list of words, its string of letters, the numbers of the full layers,
+    or a period.
+    """
     if facts.type in ALL_RECURRENT:
         return ["recurrent"] * n_layers
     words = mixer.config_words()
@@ -196,7 +201,7 @@ def _layer_words(facts: Config, n_layers: int) -> list[str]:
 
 
 def _with_full(n_layers: int, between: str, full: Collection[str]) -> list[str]:
-    """Full layers at these numbers, and `between` at all others."""
+    """Return full layers at these numbers, and `between` at all others."""
     return ["full" if str(index) in full else between for index in range(n_layers)]
 
 
@@ -280,8 +285,8 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
     return replace(model, shape_warning=warning)
 
 
-# Formats of other programs, by quant_method (QuantizationMethod of
-# https://github.com/huggingface/transformers), in words.
+# Names of formats that other programs use, by quant_method (QuantizationMethod of
+# https://github.com/huggingface/transformers).
 _FOREIGN = {
     "fp8": "FP8", "fbgemm_fp8": "FP8 (FBGEMM)", "compressed-tensors": "compressed-tensors",
     "bitsandbytes": "bitsandbytes",
@@ -304,8 +309,8 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def foreign_format(config: Mapping[str, Any]) -> str:
-    """What another program's format the weights are in, in words ("AWQ", "FP8"); "" where MLX runs
-    them."""
+    """Return the name of the other program's format that the weights have ("AWQ", "FP8"), or "" if
+    MLX runs them."""
     section = _quantization(config) or {}
     method = str(section.get("quant_method") or "").lower()
     if not method and ("load_in_4bit" in section or "load_in_8bit" in section):
@@ -316,8 +321,8 @@ def foreign_format(config: Mapping[str, Any]) -> str:
 
 
 def quant_of(config: Mapping[str, Any]) -> str:
-    """The MLX format a config's quantization section describes: "4bit", "8bit-g32", "mxfp4"; "bf16"
-    without one."""
+    """Return the MLX format in a config's quantization section: "4bit", "8bit-g32", "mxfp4"; "bf16"
+    without such a section."""
     section = _quantization(config)
     if section is None:
         return "bf16"

@@ -1,10 +1,9 @@
-"""Reads a GGUF header, local, split or over HTTP, as the untrusted input it is, and never the
-weights behind it.
+"""Read a GGUF header as untrusted input: local, split or over HTTP. The weights are never read.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
-Every count, length, offset and size is held against the file's size and the limits below before
-anything is allocated for it: the mistakes behind CVE-2024-32878, CVE-2025-49847 and CVE-2026-7482
-were lengths believed first and checked later.
+Each count, length, offset and size is checked against the file's size and the limits below before
+memory is allocated for it. CVE-2024-32878, CVE-2025-49847 and CVE-2026-7482 were caused by lengths
+that were used before they were checked.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.names import split_parts
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
 
-# Real headers: 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, up to 2,000
-# tensors.
+# Real headers have 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, and up to
+# 2,000 tensors.
 MAX_HEADER_BYTES = 64 << 20
 MAX_KEYS = 20_000
 MAX_TENSORS = 65_536
@@ -38,8 +37,8 @@ KEEP_ARRAY = 4_096
 _MAX_KEY_BYTES = 1_024
 _MAX_NAME_BYTES = 256
 _MAX_DIMS = 4
-# https://github.com/ikawrakow/ik_llama.cpp ggml/include/ggml.h: its own types begin far behind
-# llama.cpp's.
+# https://github.com/ikawrakow/ik_llama.cpp ggml/include/ggml.h: its own types have much higher
+# numbers than llama.cpp's.
 _OF_IK_LLAMA = range(97, 400)
 
 _U64 = struct.Struct("<Q")
@@ -56,7 +55,7 @@ Scalar = int | float | bool | str
 
 @dataclass(frozen=True, slots=True)
 class SkippedArray:
-    """An array that is there but was not kept (a vocabulary): only how many elements it has."""
+    """An array that was not kept (such as a vocabulary): only the number of its elements."""
 
     count: int
 
@@ -66,8 +65,8 @@ Value = Scalar | tuple[Scalar, ...] | SkippedArray
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as announced: `shape` in GGUF's order (row length first), `type` a name of
-    quants.GGUF_TYPES."""
+    """One tensor as listed in the header. `shape` is in GGUF's order (row length first); `type` is
+    a name in quants.GGUF_TYPES."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,14 +80,13 @@ class TensorInfo:
 
     @property
     def is_expert(self) -> bool:
-        """True of routed experts' weights, of which a token reads those it is sent to."""
+        """True for weights of routed experts. A token reads only those of its own experts."""
         return "_exps." in self.name
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file, with all its splits, says about itself. Sizes in bytes; `files` in split
-    order."""
+    """The header of a GGUF file with all its splits. Sizes are in bytes, `files` in split order."""
 
     version: int
     metadata: Mapping[str, Value]
@@ -104,18 +102,18 @@ class GgufHeader:
 
     @property
     def weights_bytes(self) -> int:
-        """Sum of all tensors; the file also holds the tokenizer."""
+        """Sum of all tensors. The file also holds the tokenizer."""
         return sum(tensor.n_bytes for tensor in self.tensors)
 
     def text(self, key: str) -> str:
-        """A string value, or "" where it is missing or something else."""
+        """Return a string value, or "" if it is missing or of another type."""
         value = self.metadata.get(key)
         if isinstance(value, str):
             return value
         return ""
 
     def integer(self, key: str, default: int = 0) -> int:
-        """A whole number, or `default` where it is missing or something else."""
+        """Return a whole number, or `default` if it is missing or of another type."""
         value = self.metadata.get(key)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
@@ -123,11 +121,11 @@ class GgufHeader:
 
 
 def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) -> GgufHeader:
-    """The header of a .gguf, a path's or whatever `open_source` reads; from any one split, all of
-    them.
+    """Read the header of a .gguf from a path or through `open_source`. Given any split, all splits
+    are read.
 
-    Raises BadHeaderError for a damaged, hostile or unsupported file (message says which part),
-    SourceError when it or one of its splits cannot be reached.
+    Raises BadHeaderError for a damaged, malicious or unsupported file (the message names the part).
+    Raises SourceError if the file or one of its splits cannot be reached.
     """
     name = os.fspath(source)
     opened = open_source or FileSource
@@ -139,8 +137,11 @@ def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) 
 
 
 def peek(path: str | os.PathLike[str]) -> tuple[Mapping[str, Value], int]:
-    """The first keys of a GGUF, up to its tokenizer, and how many tensors this one file holds: what
-    tells kinds of files apart, at the cost of a read. Raises as `read` does."""
+    """Return the first keys of a GGUF, up to its tokenizer, and the number of tensors in this one
+    file.
+
+    This takes one read and is enough to tell kinds of files apart. Raises like `read`.
+    """
     cursor = _Cursor(FileSource(os.fspath(path)))
     _, n_tensors, n_keys = _preamble(cursor)
     metadata: dict[str, Value] = {}
@@ -156,8 +157,8 @@ def peek(path: str | os.PathLike[str]) -> tuple[Mapping[str, Value], int]:
 
 
 def split_names(name: str, count: int) -> list[str]:
-    """All file names of a split model, from any one of them. BadHeaderError if the name does not
-    fit the count."""
+    """Return all file names of a split model, given any one of them. Raises BadHeaderError if the
+    name does not match the count."""
     parts = split_parts(name)
     if (
         not 1 < count <= MAX_SPLITS
@@ -205,7 +206,7 @@ def _read_one(source: ByteSource) -> GgufHeader:
 
 
 class _Cursor:
-    """A position in the header, with a window of it in memory. Every step is checked against the
+    """A position in the header, with a window of it in memory. Each step is checked against the
     file's size."""
 
     def __init__(self, source: ByteSource) -> None:
@@ -217,8 +218,8 @@ class _Cursor:
         self._counted: Counter[str] = Counter()
 
     def need(self, count: int, what: str) -> tuple[bytes, int]:
-        """(buffer, index in it) with `count` bytes from the position on in memory; the position
-        does not move."""
+        """Return (buffer, index) with `count` bytes from the current position in memory. The
+        position does not move."""
         end = self.position + count
         if end > self.limit:
             raise self.too_long(what)
@@ -240,19 +241,19 @@ class _Cursor:
         )
 
     def fits(self, count: int, each: int, what: str) -> None:
-        """Refuses `count` things of at least `each` bytes that the rest of the header cannot
-        hold."""
+        """Raise an error if the rest of the header cannot hold `count` items of at least `each`
+        bytes."""
         if count * each > self.limit - self.position:
             raise self.too_long(f"{count} {what}")
 
     def count(self, count: int, what: str, most: int) -> None:
-        """Refuses more than `most` of a thing in all of a header."""
+        """Raise an error if the whole header has more than `most` of an item."""
         self._counted[what] += count
         if self._counted[what] > most:
             raise BadHeaderError(f"the metadata holds more than {most:,} {what}")
 
     def take(self, count: int, what: str) -> bytes:
-        """The next `count` bytes."""
+        """Return the next `count` bytes."""
         buffer, index = self.need(count, what)
         self.position += count
         return buffer[index : index + count]
@@ -281,7 +282,7 @@ class _Cursor:
     def string(self, what: str) -> str:
         length = self.u64(what)
         self.fits(1, length, what)
-        # a tokenizer.json kept whole, say: llama.cpp reads past it, and so do we
+        # for example a complete tokenizer.json: llama.cpp skips it, and so do we
         if length > MAX_STRING_BYTES:
             self.position += length
             return ""
@@ -289,7 +290,7 @@ class _Cursor:
         return self.take(length, what).decode("utf-8", "replace")
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Steps over `count` strings; the only loop whose length a file chooses, so it is
+        """Skip `count` strings. The file chooses the length of this loop, so the strings are
         counted."""
         self.count(count, "strings, more than any vocabulary", MAX_STRING_ELEMENTS)
         unpack = _U64.unpack_from
@@ -359,7 +360,7 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
 
 
 def _no_gguf(start: bytes) -> BadHeaderError:
-    """What lies in the place of a GGUF file, by its first bytes."""
+    """Return an error that describes the file by its first bytes."""
     again = "download the file again"
     signs = (
         (

@@ -20,20 +20,20 @@ class BlockTensors:
     tensors: Mapping[str, TensorInfo]
 
     def has(self, name: str) -> bool:
-        """Whether the block has weights of this name."""
+        """Return whether the block has weights of this name."""
         return f"{name}.weight" in self.tensors
 
     def has_experts(self) -> bool:
-        """Whether the block has routed experts."""
+        """Return whether the block has routed experts."""
         return any(tensor.is_expert for tensor in self.tensors.values())
 
     def n_bytes(self) -> tuple[int, int]:
-        """(bytes that every token reads, bytes of routed experts)."""
+        """Return (bytes that each token reads, bytes of routed experts)."""
         experts = sum(tensor.n_bytes for tensor in self.tensors.values() if tensor.is_expert)
         return sum(tensor.n_bytes for tensor in self.tensors.values()) - experts, experts
 
     def mixer_elements(self) -> int:
-        """Weights of the token mixer: all but the feed-forward's."""
+        """Return the number of weights of the token mixer: all but the feed-forward's."""
         return sum(
             tensor.n_elements
             for name, tensor in self.tensors.items()
@@ -43,7 +43,7 @@ class BlockTensors:
 
 @dataclass(frozen=True, slots=True)
 class GgufLayer:
-    """One layer: the header's numbers, the layer's tensors, and its place in the model."""
+    """One layer: the header's numbers, the layer's tensors, and its index in the model."""
 
     facts: Facts
     block: BlockTensors
@@ -67,7 +67,8 @@ class GgufLayer:
 
 
 def blocks(header: GgufHeader, n_layers: int) -> list[BlockTensors]:
-    """The blocks of the first `n_layers` layers; an empty one if the file has no tensors of it."""
+    """Return the blocks of the first `n_layers` layers. A block is empty if the file has no tensors
+    for it."""
     grouped: defaultdict[int, dict[str, TensorInfo]] = defaultdict(dict)
     for tensor in header.tensors:
         match = BLOCK_TENSOR.fullmatch(tensor.name)

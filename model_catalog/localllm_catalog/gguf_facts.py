@@ -1,7 +1,6 @@
-"""The numbers of a GGUF header, bounded, and what llama.cpp derives from them: a header is
-untrusted.
+"""The numbers of an untrusted GGUF header, bounded, with llama.cpp's derived values.
 
-What is no language model, or is laid out as Ollama alone does, is refused here.
+Files that are not language models, or that have Ollama's own layout, are rejected here.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from localllm_catalog.gguf import GgufHeader, SkippedArray, Value
 
 _MAX_WIDTH = 1 << 24
 
-# Ollama's own engine has its own names and keeps what sees, hears and drafts in the model's file,
-# where llama.cpp wants other files (https://github.com/ollama/ollama convert/,
+# Ollama's own engine uses its own names, and keeps vision, audio and draft tensors in the model's
+# file. llama.cpp needs separate files for them (https://github.com/ollama/ollama convert/,
 # https://github.com/ggml-org/llama.cpp/issues/12367).
 _OLLAMAS_NAMES = frozenset({"gptoss", "mllama", "qwen25vl"})
 _OLLAMAS_TENSORS = ("v.", "mm.", "mtp.", "a.", "s.")
@@ -25,7 +24,7 @@ _NOT_OURS = (
 
 
 def _ollamas_own(header: GgufHeader) -> str:
-    """The part of a header that is laid out as only Ollama does it; "" for a llama.cpp header."""
+    """Return the part of a header that only Ollama writes in this way; "" for a llama.cpp header."""
     arch = header.architecture
     if arch in _OLLAMAS_NAMES:
         return f"the architecture {arch!r}"
@@ -72,16 +71,16 @@ class Facts:
         self.head_dim_v = self.number("attention.value_length", self.hidden // first)
 
     def value(self, name: str) -> Value | None:
-        """The raw value under this architecture's prefix."""
+        """Return the raw value under this architecture's prefix."""
         return self.header.metadata.get(f"{self.arch}.{name}")
 
     def number(
         self, name: str, default: int | None = None, *, minimum: int = 0, maximum: int = _MAX_WIDTH
     ) -> int:
-        """A whole number within bounds; BadHeaderError where it is missing without a default, or
-        absurd."""
+        """Return a whole number within bounds. Raises BadHeaderError if it is missing without a
+        default, or out of bounds."""
         value = self.value(name)
-        # some converters write one number per layer where one would do
+        # some converters write one number per layer instead of a single number
         if isinstance(value, tuple) and value:
             value = value[0]
         if value is None and default is not None:
@@ -93,7 +92,7 @@ class Facts:
         return value
 
     def per_layer(self, name: str, default: int | list[int]) -> list[int]:
-        """One number per block, whether the file states one for all or an array."""
+        """Return one number per block, whether the file states one for all or an array."""
         value = self.value(name)
         if isinstance(value, SkippedArray):
             raise BadHeaderError(
@@ -113,7 +112,7 @@ class Facts:
         return [self.number(name)] * self.n_blocks
 
     def lookup_rows(self) -> int:
-        """Rows of the looked-up tables a token reads: one, or one of every hashed head."""
+        """Return the rows that a token reads from lookup tables: one, or one for each hashed head."""
         return max(
             1, (self.number("ple.ngram_size", 0) - 1) * self.number("ple.heads_per_ngram", 0)
         )

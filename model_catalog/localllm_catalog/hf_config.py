@@ -1,5 +1,5 @@
-"""A Hugging Face config.json as untrusted input: bounded numbers, and what its family means if it
-states none."""
+"""A Hugging Face config.json as untrusted input: bounded numbers, and its family's defaults for
+missing values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from localllm_catalog.names import shown
 _MAX_NUMBER = 1 << 40
 
 MAMBAS = frozenset({"mamba", "falcon_mamba", "mamba2"})
-# Model types that have no attention at all.
+# Model types without attention.
 ALL_RECURRENT = MAMBAS | {"rwkv7"}
 
 
 class Config:
-    """Bounded look-ups in a config, its text_config first."""
+    """Bounded look-ups in a config. Its text_config takes precedence."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         text = config.get("text_config")
@@ -30,15 +30,14 @@ class Config:
         self.type = shown(str(self.text.get("model_type") or config.get("model_type") or ""))
         if self.text and not self.text.get("model_type"):
             self.type = config_defaults.wrapped(self.type)
-        # A nested config is written as what differs from its family; one that stands alone states
+        # A nested config only states values that differ from its family. A standalone one states
         # its shapes.
         defaults = config_defaults.of_type(self.type)
         nested = bool(self.text) or self.type in ALL_RECURRENT or self.type.startswith("gemma")
         self.defaults: Mapping[str, Any] = defaults if nested else {}
 
     def get(self, *names: str) -> Any:
-        """The first of these that is there and not null, else what the family means by its
-        absence."""
+        """Return the first of these values that exists and is not null, else the family's default."""
         for tables in ((self.text, self.whole), (self.defaults,)):
             for name in names:
                 for table in tables:
@@ -47,8 +46,8 @@ class Config:
         return None
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """A whole number from 0 to 2**40; BadHeaderError where it is missing without a default, or
-        absurd."""
+        """Return a whole number from 0 to 2**40. Raises BadHeaderError if it is missing without a
+        default, or out of bounds."""
         value = self.get(*names)
         if isinstance(value, list) and value and len(set(map(str, value))) == 1:
             value = value[0]

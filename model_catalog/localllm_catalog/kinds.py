@@ -1,9 +1,9 @@
-"""What a file beside a model is: a model, or a companion that is none by itself. Read from its
-header, else from its place.
+"""Tell models from companion files such as projectors and drafters, which are not models by
+themselves.
 
-The header decides where it is known. A listing has no headers: then a name's words do, beside the
-names and sizes of the files around it, since "draft", "mtp" or "vision" in a name say something
-only of a file that is small among its like.
+The header decides if it is available. A listing has no headers. The words of a file's name then
+decide, together with the names and sizes of the other files. Words such as "draft", "mtp" or
+"vision" count only if the file is small compared with the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Kind = Literal[
     "pointer",
 ]
 MODELS: frozenset[Kind] = frozenset({"model", "embedding", "reranker"})
-# What each companion is in words, and what to do with it.
+# Each kind of companion file in words, and advice to the user.
 WORDS: Mapping[Kind, tuple[str, str]] = {
     "projector": (
         "an image or audio projector",
@@ -102,8 +102,11 @@ _POOLING_RANK = 4
 
 
 def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
-    """What a GGUF header says its file is. `n_tensors` are those of all parts; where there are
-    some, `metadata` may end before the tokenizer."""
+    """Return the kind of a GGUF file by its header.
+
+    `n_tensors` is the total of all parts. If it is above 0, `metadata` may end before the
+    tokenizer.
+    """
     arch = str(metadata.get("general.architecture") or "")
     kind = _OF_TYPE.get(str(metadata.get("general.type") or ""))
     if kind is not None:
@@ -122,8 +125,8 @@ def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
 
 
 def _is_drafter(metadata: Mapping[str, object], arch: str) -> bool:
-    """Whether the file drafts for another model: by its architecture's name, or because all of its
-    blocks predict further tokens."""
+    """Return whether the file is a drafter for another model, by its architecture's name, or
+    because all of its blocks predict further tokens."""
     if arch.endswith(("-assistant", "-mtp", "-draft")):
         return True
     n_blocks = metadata.get(f"{arch}.block_count")
@@ -131,7 +134,7 @@ def _is_drafter(metadata: Mapping[str, object], arch: str) -> bool:
 
 
 def _model_kind(metadata: Mapping[str, object], arch: str) -> Kind:
-    """Whether a model ranks, embeds or writes."""
+    """Return whether a model is a reranker, an embedding model or a text model."""
     pooling = metadata.get(f"{arch}.pooling_type", _POOLING_NONE)
     if pooling == _POOLING_RANK or f"{arch}.classifier.output_labels" in metadata:
         return "reranker"
@@ -142,7 +145,8 @@ def _model_kind(metadata: Mapping[str, object], arch: str) -> Kind:
 
 # --- by its place ---------------------------------------------------------------------------------
 
-# Words that no file of a whole model has in its name, and those that make it one all the same.
+# Words that appear only in names of companion files. A word in _MERGED overrides those of an
+# adapter.
 _NEVER: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("projector", re.compile(r"mm-?proj|(?:^|-)(?:projector|clip)(?:-|$)")),
     ("adapter", re.compile(r"(?:^|-)(?:loras?|adapters?|control-?vectors?)(?:-|$)")),
@@ -151,7 +155,7 @@ _NEVER: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("vocabulary", re.compile(r"(?:^|-)vocab(?:-only)?(?:-|$)")),
 )  # fmt: skip
 _MERGED = re.compile(r"(?:^|-)(?:merged?|fused|baked)(?:-|$)")
-# Words of files that are companions wherever a whole model lies beside them …
+# Words that mark a companion file if there is a complete model in the same listing …
 _BESIDE: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (
         "drafter",
@@ -161,7 +165,7 @@ _BESIDE: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ),
     ("imatrix", re.compile(r"^imatrix(?:-|$)")),
 )
-# … and of those that are where they are small beside it.
+# … and words that mark one only if the file is also small compared with that model.
 _SMALL: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("drafter", re.compile(r"(?:^|-)(?:mtp|nextn|eagle|assistant|heads?)(?:-|$)")),
     ("projector", re.compile(r"(?:^|-)(?:vision|audio|vit|visual|encoder|siglip)(?:-|$)")),
@@ -171,17 +175,17 @@ _SMALL: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 _DRAFTER_FOLDERS = frozenset(
     {"mtp", "draft", "drafts", "drafter", "drafters", "eagle", "eagle3", "speculator", "assistant"}
 )
-# Weights, counted by bytes and the name's quant, below this share of the model beside them are no
-# such model's.
+# A companion file has less than this share of the model's weights (bytes ÷ the bits of the name's
+# quant).
 _SMALL_SHARE = 0.35
-# … nor is a file below this share of the shortest of them: no two quants are further apart.
+# Or it has less than this share of the bytes of the smallest model file. No two quants of a model
+# differ that much.
 _SHORT_SHARE = 0.12
 _SPLIT = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 
 
 def among(files: Mapping[str, int]) -> dict[str, Kind]:
-    """What each of these GGUF files is (name in its repository or folder → bytes), by their names
-    and sizes alone."""
+    """Return the kind of each GGUF file, given names in a repository or folder and their bytes."""
     found: dict[str, Kind] = {name: _never(name) for name in files}
     claims = {name: _claim(name) for name in files if found[name] == "model"}
     plain = [name for name, (kind, _) in claims.items() if kind == "model"] or list(claims)
@@ -199,7 +203,8 @@ def among(files: Mapping[str, int]) -> dict[str, Kind]:
 
 
 def _words(name: str) -> str:
-    """A file's name in lower case, its words joined by hyphens, without ending and split number."""
+    """Return a file's name in lower case, with its words joined by hyphens, without ending and
+    split number."""
     base = re.sub(r"\.gguf$", "", name.rpartition("/")[2].lower())
     return re.sub(r"[^\w]+|_", "-", _SPLIT.sub("", base)).strip("-")
 
@@ -217,8 +222,12 @@ def _never(name: str) -> Kind:
 
 
 def _claim(name: str) -> tuple[Kind, bool]:
-    """What a name's words say of a file beside a model ("model": nothing), and whether wherever it
-    lies or small alone."""
+    """Return the kind that a name suggests, given a model in the same listing ("model" if it
+    suggests none).
+
+    The second value is True if the suggestion holds for any size, and False if only for a small
+    file.
+    """
     words = _words(name)
     if _DRAFTER_FOLDERS & {folder.lower() for folder in name.split("/")[:-1]}:
         return "drafter", True
@@ -230,7 +239,7 @@ def _claim(name: str) -> tuple[Kind, bool]:
 
 
 def _whole_sizes(files: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of each file together with the other parts of its split."""
+    """Return the bytes of each file together with the other parts of its split."""
     stems = {name: _SPLIT.sub("", re.sub(r"(?i)\.gguf$", "", name)) for name in files}
     totals: dict[str, int] = {}
     for name, stem in stems.items():
@@ -239,8 +248,8 @@ def _whole_sizes(files: Mapping[str, int]) -> dict[str, int]:
 
 
 def _weights(name: str, n_bytes: int) -> float:
-    """How many weights a file of so many bytes holds, if its quant is what its name says (16 bits
-    where it says none)."""
+    """Return the number of weights in a file of `n_bytes`, by the quant in its name (16 bits if the
+    name has none)."""
     quant = quant_of(name)
     mixture = MIXTURES.get(quant) or MIXTURES.get(quant.removeprefix("UD-"))
     digit = re.search(r"[1-8]", quant)
@@ -262,12 +271,14 @@ _NAMELESS = re.compile(
 
 
 def projector_words(name: str) -> tuple[str, ...]:
-    """The words of a projector's name that are its model's: none of "mmproj-model-f16.gguf"."""
+    """Return the words of a projector's name that are from its model's name; empty for
+    "mmproj-model-f16.gguf"."""
     return tuple(word for word in model_words(name) if not _NAMELESS.fullmatch(word))
 
 
 def model_words(name: str) -> tuple[str, ...]:
-    """The words of a model file's name before its quant, which those of its other quants share."""
+    """Return the words of a model file's name before its quant. Files with other quants of the
+    model share them."""
     words = _words(name)
     quant = quant_of(name).lower().replace("_", "-")
     if quant:
@@ -278,11 +289,13 @@ def model_words(name: str) -> tuple[str, ...]:
 def own_projectors(
     model: str, models: Sequence[str], projectors: Sequence[str], *, one_repo: bool
 ) -> list[str]:
-    """Those of `projectors` (names) that belong to `model`, one of the `models` they lie beside.
+    """Return those of `projectors` (names) that belong to `model`, one of `models` in the same
+    folder or repository.
 
-    In a repository all do beside quants of one model, in a folder those whose names mean no other.
-    Among several models it is the one its name says; a name that says none counts in a repository
-    (`one_repo`), whose files belong together, and nowhere else.
+    If all models are quants of one model, a repository's projectors all belong to it. In a folder,
+    a projector whose name clearly means another model is left out. With several models, a projector
+    belongs to the model in its name. A name without a model counts only in a repository
+    (`one_repo`), since its files belong together.
     """
     if not projectors:
         return []
@@ -292,7 +305,7 @@ def own_projectors(
     for name in projectors:
         words = projector_words(name)
         if len(kinds) == 1:
-            # One word ("p2", "vision") may be anything; several are a model's name.
+            # One word ("p2", "vision") may have any meaning; several words are a model's name.
             is_own = one_repo or len(words) < 2 or bool(_named(words, kinds))
         elif words:
             is_own = own in _named(words, kinds)
@@ -304,8 +317,8 @@ def own_projectors(
 
 
 def _named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """The model that a projector's words mean: the one called so, else the only one whose name
-    begins so (a publisher's name before it does not count)."""
+    """Return the models that a projector's words name: the model with exactly these words, else the
+    only one that starts with them. A publisher's name before them is ignored."""
     spelled = [words]
     if len(words) > 1:
         spelled.append(words[1:])

@@ -1,5 +1,8 @@
-"""Names of formats, repositories and files: which may become a path (overlays and hubs are
-untrusted), which quant they carry, and what two of one model share."""
+"""Names of formats, repositories and files: check that they are safe as paths, find their quant,
+and compare models by name.
+
+Names from the user's files and from hubs are untrusted.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from localllm_catalog.errors import BadCatalogError
 
 
 class Format(StrEnum):
-    """The forms that weights are published in, by their names in the catalog's files."""
+    """The formats that weights are published in, by their names in the catalog's files."""
 
     GGUF = auto()
     MLX = auto()
 
     @property
     def is_folder(self) -> bool:
-        """True where a folder of shards with a config.json is a model, and every weight has the
-        bits that its quant's name says; False where one file is (or its splits), with a header of
-        its own and a mixture of types in it."""
+        """True if a model is a folder of shards with a config.json. Its quant's name then gives the
+        bits of all weights.
+
+        False if it is one file (or its splits) with its own header and a mixture of types.
+        """
         return self is Format.MLX
 
 
@@ -27,7 +32,7 @@ FOLDER_FORMATS = frozenset(form for form in Format if form.is_folder)
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
-# What file systems and this program take for something else than a part of a name.
+# Characters that file systems or this program do not treat as part of a name.
 _NO_PART = frozenset("/\\:<>|?*")
 _MOST_PARTS = 16
 _MOST_PART_BYTES = 255
@@ -36,7 +41,7 @@ _QUANT = re.compile(
     r"(?:^|[^A-Za-z0-9])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[^A-Za-z0-9_]|$)",
     re.IGNORECASE,
 )
-# What published names carry beside the model's own: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf",
+# Additions to the model's name in published names: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf",
 # "…-4bit", "…-GGUF".
 _TRIMMINGS = re.compile(
     r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
@@ -46,13 +51,15 @@ _TRIMMINGS = re.compile(
 
 
 def safe_repo(repo: str) -> bool:
-    """True for "org/name" with nothing a path could hide in."""
+    """Return whether a name is "org/name" without path tricks."""
     return _REPO.fullmatch(repo) is not None and ".." not in repo
 
 
 def safe_file(name: str) -> bool:
-    """True for a plain relative path inside a repository: printable parts in any script, none
-    hidden, none that leads out."""
+    """Return whether a name is a plain relative path inside a repository.
+
+    Its parts must be printable (in any script), not hidden, and must not lead outside.
+    """
     parts = name.split("/")
     return len(parts) <= _MOST_PARTS and all(map(_is_part, parts))
 
@@ -69,7 +76,7 @@ def _is_part(part: str) -> bool:
 
 
 def check_repo(repo: str) -> str:
-    """`repo` if it is "org/name" or "pypi:package"; BadCatalogError otherwise."""
+    """Return `repo` if it is "org/name" or "pypi:package". Raises BadCatalogError otherwise."""
     if not safe_repo(repo) and (_PACKAGE.fullmatch(repo) is None or ".." in repo):
         raise BadCatalogError(
             f"{repo[:80]!r} is not a repository name", 'repositories look like "org/name"'
@@ -78,7 +85,8 @@ def check_repo(repo: str) -> str:
 
 
 def check_file(name: str) -> str:
-    """`name` if it is a safe file name; BadCatalogError for .., roots, drives and the like."""
+    """Return `name` if it is a safe file name. Raises BadCatalogError for .., roots, drives and the
+    like."""
     if not safe_file(name):
         raise BadCatalogError(
             f"{name[:80]!r} is not a file name of a repository", "names are relative, without .."
@@ -87,15 +95,15 @@ def check_file(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A name as it may be printed and typed: what is no sign of writing (control characters, marks
-    that turn the direction of writing, bytes that are no text) becomes "?"."""
+    """Return a name that is safe to print and type. Unprintable characters (control characters,
+    direction marks, invalid bytes) become "?"."""
     if name.isprintable():
         return name
     return "".join(sign if sign.isprintable() else "?" for sign in name)
 
 
 def quant_of(name: str) -> str:
-    """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
+    """Return the quant in a GGUF's name ("Q4_K_M", "UD-Q4_K_XL"), or ""."""
     found = _QUANT.findall(re.sub(r"(?i)\.gguf$", "", name))
     if found:
         return re.sub("^FP", "F", str(found[-1]).upper())
@@ -103,8 +111,8 @@ def quant_of(name: str) -> str:
 
 
 def split_of(name: str) -> tuple[str, int, int] | None:
-    """(stem, number, count) of a split GGUF's name ("m-00001-of-00003.gguf"), or None for a whole
-    file."""
+    """Return (stem, number, count) of a split GGUF's name ("m-00001-of-00003.gguf"), or None for a
+    single file."""
     match = _SPLIT.fullmatch(name)
     if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
         return None
@@ -112,8 +120,8 @@ def split_of(name: str) -> tuple[str, int, int] | None:
 
 
 def split_parts(name: str) -> list[str]:
-    """The names of all parts of the split GGUF that `name` is one of; `name` alone for a whole
-    file."""
+    """Return the names of all parts of the split GGUF that `name` belongs to, or only `name` for a
+    single file."""
     found = split_of(name)
     if found is None:
         return [name]
@@ -122,8 +130,8 @@ def split_parts(name: str) -> list[str]:
 
 
 def bare(name: str) -> str:
-    """A name reduced to what two spellings of one model share: no folder, publisher, quant, ending
-    or punctuation."""
+    """Reduce a name to the part that two spellings of a model share: no folder, publisher, quant,
+    ending or punctuation."""
     text = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
     while (shorter := _TRIMMINGS.sub("", text)) != text:
         text = shorter

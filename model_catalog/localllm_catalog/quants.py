@@ -1,5 +1,5 @@
-"""Every number format weights and KV caches come in: exact block sizes, the bits real files
-average, quality lost.
+"""The number formats of weights and KV caches: exact block sizes, average bits of real files, and
+quality lost.
 
 Block sizes are those of ggml (https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h, read
 at b11434; equal to GGML_QUANT_SIZES of the `gguf` package 0.19) and of MLX (mlx-lm 0.32.2
@@ -17,7 +17,7 @@ from localllm_catalog.errors import BadHeaderError, CatalogError
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """One tensor format: `block` elements are stored in `block_bytes` bytes; `id` is its number in
+    """One tensor format: `block` elements are stored in `block_bytes` bytes. `id` is its number in
     GGUF files."""
 
     name: str
@@ -32,14 +32,16 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A file type: which formats its tensors get. Bits are per weight.
+    """A file type: the formats of its tensors. Bits are per weight.
 
-    file_bits: average of a whole published file; embed / head: formats of the token embedding and
-    the output matrix;
-    reference: the model `file_bits` was taken on (its shapes are needed to separate body from
-    embeddings). What it loses against f16, as published (None = no figure known): ppl_delta, added
-    perplexity, Llama-3-8B, wiki (llama.cpp tools/quantize/quantize.cpp, b11434); ln_ppl_ratio:
-    ln(PPL / PPL_f16) of salamandra-2b, https://huggingface.co/robbiemu/salamandra-2b-instruct.
+    - `file_bits`: average of a complete published file.
+    - `embed`, `head`: formats of the token embedding and the output matrix.
+    - `reference`: the model that `file_bits` was taken from. Its shapes are needed to separate the
+      body from the embeddings.
+    - `ppl_delta`: published loss against f16 (None: unknown), as added perplexity. Llama-3-8B, wiki
+      (llama.cpp tools/quantize/quantize.cpp, b11434).
+    - `ln_ppl_ratio`: the same as ln(PPL / PPL_f16), of salamandra-2b,
+      https://huggingface.co/robbiemu/salamandra-2b-instruct.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Mixture:
     ln_ppl_ratio: float | None = None
 
 
-# Numbers one by one.
+# Single numbers without blocks.
 _PLAIN_TYPES = (
     TensorType("F32", 0, 1, 4),
     TensorType("F16", 1, 1, 2),
@@ -81,7 +83,7 @@ _K_TYPES = (
     TensorType("Q6_K", 14, 256, 210),
     TensorType("Q8_K", 15, 256, 292),
 )
-# Weights from code books.
+# Weights from codebooks.
 _IQ_TYPES = (
     TensorType("IQ2_XXS", 16, 256, 66),
     TensorType("IQ2_XS", 17, 256, 74),
@@ -107,15 +109,15 @@ GGUF_TYPES: dict[str, TensorType] = {
 }
 GGUF_TYPE_BY_ID: dict[int, TensorType] = {t.id: t for t in GGUF_TYPES.values()}
 
-# Numbers ggml once used and gave up; a file that holds one needs requantising, which is worth
-# saying.
+# Type numbers that ggml used once and dropped. A file with one of them must be requantised, so it
+# gets its own error message.
 REMOVED_TYPE_IDS = frozenset({4, 5, 31, 32, 33, 36, 37, 38})
 
 
 def tensor_bytes(type_name: str, n_elements: int) -> int:
-    """Exact bytes of a tensor of `n_elements` in a GGUF format (e.g. "Q4_K").
+    """Return the exact bytes of a tensor of `n_elements` in a GGUF format (e.g. "Q4_K").
 
-    Raises CatalogError for an unknown format, BadHeaderError when the elements are not whole
+    Raises CatalogError for an unknown format. Raises BadHeaderError if the elements are not whole
     blocks.
     """
     kind = GGUF_TYPES.get(type_name)
@@ -131,9 +133,9 @@ def tensor_bytes(type_name: str, n_elements: int) -> int:
 
 
 # --- mixtures -------------------------------------------------------------------------------------
-# file_bits: llama.cpp tools/quantize/README.md (b11434), Llama-3.1-8B, except where a reference is
-# named. Embedding and head formats: llama.cpp src/llama-quant.cpp (the output matrix is raised to
-# Q6_K by every K and IQ mixture; with tied embeddings the one shared matrix is the output matrix).
+# file_bits: llama.cpp tools/quantize/README.md (b11434), Llama-3.1-8B, unless another reference is
+# named. Embedding and head formats: llama.cpp src/llama-quant.cpp. All K and IQ mixtures raise the
+# output matrix to Q6_K. With tied embeddings, the one shared matrix is the output matrix.
 
 _QWEN = "qwen3.6-35b-a3b"
 
@@ -151,7 +153,7 @@ def _mix(
     return Mixture(name, file_bits, base, embed or base, head, reference, ppl, ln)
 
 
-# By their bits, the fewest first.
+# Sorted by bits, fewest first.
 _ONE_AND_TWO_BITS = (
     _mix("IQ1_S", 2.0042, "IQ1_S", "Q2_K"),
     _mix("IQ1_M", 2.146, "IQ1_M", "Q2_K"),
@@ -195,9 +197,9 @@ _FIVE_BITS_AND_MORE = (
 )
 
 
-# Unsloth Dynamic and MXFP4 mixtures: file bytes over text weights of Qwen3.6-35B-A3B (PyPI
-# rigma 0.12.2 and https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05;
-# the latter rounded to 0.1 GiB).
+# Unsloth Dynamic and MXFP4 mixtures: file bytes ÷ text weights of Qwen3.6-35B-A3B. From PyPI rigma
+# 0.12.2 and https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05; the latter is
+# rounded to 0.1 GiB.
 def _dynamic(
     name: str, file_bits: float, base: str, embed: str = "", head: str = "Q6_K"
 ) -> Mixture:
@@ -223,12 +225,12 @@ MIXTURES: dict[str, Mixture] = {
     for m in (*_ONE_AND_TWO_BITS, *_THREE_BITS, *_FOUR_BITS, *_FIVE_BITS_AND_MORE, *_DYNAMIC)
 }
 
-# Weights, and of those the token embedding, of the models the mixtures' bits were read from (both
-# untied).
+# (weights, those of the token embedding) of the models that the mixtures' bits were read from. Both
+# are untied.
 _REFERENCES = {"llama-3.1-8b": (8_030_261_248, 525_336_576), _QWEN: (34_659_000_000, 508_559_360)}
 
-# What a K or IQ format becomes where a row is no multiple of 256 (llama.cpp src/llama-quant.cpp,
-# fallback table).
+# The replacement for a K or IQ format if a row is not a multiple of 256 (llama.cpp
+# src/llama-quant.cpp, fallback table).
 _FALLBACK = {
     "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ1_S": "IQ4_NL", "IQ1_M": "IQ4_NL", "IQ2_XXS": "IQ4_NL",
     "IQ2_XS": "IQ4_NL",
@@ -238,7 +240,8 @@ _FALLBACK = {
 
 
 def fallback(type_name: str, row: int) -> str:
-    """The format llama.cpp really uses for rows of `row` elements when asked for `type_name`."""
+    """Return the format that llama.cpp actually uses for rows of `row` elements if `type_name` is
+    requested."""
     if row % GGUF_TYPES[type_name].block:
         return _FALLBACK.get(type_name, type_name)
     return type_name
@@ -246,7 +249,7 @@ def fallback(type_name: str, row: int) -> str:
 
 @cache
 def body_bits(mixture: str) -> float:
-    """Bits per weight of everything but the embedding and output matrices, derived from the
+    """Return the bits per weight of all but the embedding and output matrices, derived from the
     mixture's reference."""
     mix = MIXTURES[mixture]
     total, embed = _REFERENCES[mix.reference]
@@ -258,11 +261,11 @@ def body_bits(mixture: str) -> float:
 
 
 def mlx_bits(mode: str) -> Fraction:
-    """Exact bits per quantised weight of an MLX format: "4bit" (group 64), "4bit-g32", "mxfp4",
-    "nvfp4", "bf16"…
+    """Return the exact bits per quantised weight of an MLX format: "4bit" (group 64), "4bit-g32",
+    "mxfp4", "nvfp4", "bf16"…
 
     Affine formats hold a 16-bit scale and a 16-bit bias per group. Raises CatalogError for an
-    unknown one.
+    unknown format.
     """
     fixed = {
         "bf16": Fraction(16),
@@ -285,7 +288,7 @@ def mlx_bits(mode: str) -> Fraction:
 
 # --- KV cache -------------------------------------------------------------------------------------
 
-# Bytes per cached element: all that llama.cpp accepts for -ctk/-ctv.
+# Bytes per cached element, for all types that llama.cpp accepts for -ctk/-ctv.
 KV_TYPES: dict[str, Fraction] = {
     "f32": Fraction(4),
     "f16": Fraction(2),
@@ -300,8 +303,11 @@ KV_TYPES: dict[str, Fraction] = {
 
 
 def kv_element_bytes(kv_type: str) -> Fraction:
-    """Bytes one cached element takes, exactly; of a pair "K/V" (say q8_0/q4_0), the mean of keys
-    and values. Raises CatalogError for a type no backend has."""
+    """Return the exact bytes of one cached element. For a pair "K/V" (such as q8_0/q4_0), return
+    the mean of keys and values.
+
+    Raises CatalogError for a type that no backend has.
+    """
     if "/" in kv_type:
         k, v = kv_type.split("/", 1)
         return (kv_element_bytes(k) + kv_element_bytes(v)) / 2

@@ -1,9 +1,9 @@
-"""What a Model's shapes imply: KV and state bytes, parameter counts, file sizes by format. Pure
-sums.
+"""Compute KV and state bytes, parameter counts and file sizes by format from a Model's shapes.
+Arithmetic only.
 
 KV rules follow llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-kv-cache*.cpp,
-llama-memory-recurrent.cpp). All KV figures are logical: what the tokens need. Padding, batches and
-slots are the planner's business.
+llama-memory-recurrent.cpp). All KV figures are what the tokens need; the planner adds padding,
+batches and slots.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from localllm_catalog.types import Experts, Layer, Model
 
 
 def kv_bytes_per_token(model: Model, kv_type: str = "f16") -> int:
-    """KV bytes one more token adds, while the context is shorter than every sliding window (so:
-    over all layers).
+    """Return the KV bytes that one more token adds over all layers, while the context is shorter
+    than each sliding window.
 
-    Recurrent state never grows and is not in here. Raises CatalogError for an unknown `kv_type`.
+    Recurrent state does not grow and is not included. Raises CatalogError for an unknown `kv_type`.
     """
     return math.ceil(
         quants.kv_element_bytes(kv_type) * sum(layer.mixer.elements for layer in model.layers)
@@ -30,8 +30,8 @@ def kv_bytes_per_token(model: Model, kv_type: str = "f16") -> int:
 
 
 def recurrent_state_bytes(model: Model) -> int:
-    """Fixed bytes one sequence's recurrent layers hold, at any length and KV type (float32 in
-    llama.cpp)."""
+    """Return the fixed bytes of one sequence's recurrent layers, independent of length and KV type
+    (float32 in llama.cpp)."""
     return 4 * sum(layer.mixer.state_floats for layer in model.layers)
 
 
@@ -69,11 +69,11 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
 
 @lru_cache(4096)
 def trunk_params(model: Model) -> tuple[int, int]:
-    """(all, run per token) weights of the language trunk, embeddings apart, counted from the
-    shapes."""
+    """Return (all, used per token) weights of the language trunk without embeddings, counted from
+    the shapes."""
     widths = Widths(model.hidden_size, model.n_heads, model.q_rank, model.attention_gate)
     total = active = model.hidden_size
-    # by identity: the catalog builds a pattern's layers once
+    # keyed by identity: the catalog builds a pattern's layers once
     layers = {id(layer): layer for layer in model.layers}
     for key, count in Counter(map(id, model.layers)).items():
         mixer = layers[key].mixer.n_params(widths)
@@ -84,12 +84,12 @@ def trunk_params(model: Model) -> tuple[int, int]:
 
 
 def count_params(model: Model) -> tuple[int, int]:
-    """(total, active) parameters counted from the shapes.
+    """Return (total, active) parameters counted from the shapes.
 
-    total: everything in the checkpoint, with what `extra_params` and `lookup_params` state.
-    active: what one token's step reads: the trunk with its chosen experts and the output matrix,
-    but not the token embedding (one row is looked up) unless it is also the output matrix, nor
-    vision towers and MTP heads.
+    - total: all parameters in the checkpoint, with those in `extra_params` and `lookup_params`.
+    - active: those that one token's step reads: the trunk with its chosen experts, and the output
+      matrix. The token embedding (one row is looked up) counts only if it is also the output
+      matrix. Vision towers and MTP heads do not count.
     """
     embedding = model.vocab_size * model.hidden_size
     total, active = trunk_params(model)
@@ -102,13 +102,13 @@ def count_params(model: Model) -> tuple[int, int]:
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-# Per-layer embedding tables are kept about a bit above the token embedding: the sizes of Gemma 4
-# E2B and E4B say so.
+# Per-layer embedding tables have about one bit more than the token embedding, by the file sizes of
+# Gemma 4 E2B and E4B.
 _LOOKUP_EXTRA_BITS = 1.0
 
 
 def mlx_parts(quant: str) -> tuple[Fraction, Fraction]:
-    """(bits of experts, bits of everything else) of an MLX repo's format name, e.g. "4bit" or
+    """Return (bits of experts, bits of other weights) for an MLX repo's format name, e.g. "4bit" or
     "MXFP4-Q8"."""
     experts, _, rest = quant.partition("-Q")
     if rest:
@@ -117,17 +117,18 @@ def mlx_parts(quant: str) -> tuple[Fraction, Fraction]:
     return bits, bits
 
 
-# A GGUF also carries its tokenizer: about 40 bytes a token (5.9 MB for Qwen3's 151,936, by
-# Qwen3-0.6B's exact sizes).
+# A GGUF also has a tokenizer of about 40 bytes a token (5.9 MB for Qwen3's 151,936, by Qwen3-0.6B's
+# exact sizes).
 _TOKENIZER_BYTES_PER_TOKEN = 40
 
 
 def estimate_gguf_bytes(model: Model, quant: str) -> int:
-    """Estimated bytes of a GGUF file of this mixture: body, embedding and output matrices each at
-    their own format.
+    """Estimate the bytes of a GGUF file of this mixture: body, embedding and output matrices each
+    in their own format.
 
-    Without vision tower and MTP head (published apart, or dropped). Against the 63 exactly known
-    files of this catalog: median error 0.2 %, worst 5 % (recomputed by the tests).
+    The vision tower and MTP head are not included (published separately, or dropped). Compared with
+    the 63 files of known size in this catalog, the median error is 0.2 % and the worst 5 %
+    (recomputed by the tests).
     """
     body, head, embed = _mixture_bits(model, quant)
     embedding = model.vocab_size * model.hidden_size
@@ -138,15 +139,17 @@ def estimate_gguf_bytes(model: Model, quant: str) -> int:
 
 
 def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
-    """Bits a weight of the blocks, the output matrix and the token embedding: what a mixture's
-    formats become on this model, whose rows may be too short for their blocks."""
+    """Return the bits a weight of the blocks, the output matrix and the token embedding.
+
+    They include the fallback formats for rows that are too short for a format's blocks.
+    """
     mix = quants.MIXTURES[quant]
     row = model.hidden_size
     narrow = model.intermediate_size
     if model.experts:
         narrow = model.experts.intermediate
-    # Rows are hidden_size long in all matrices of a feed-forward but its last, whose rows are its
-    # width.
+    # In a feed-forward, all matrices have rows of hidden_size, except the last. Its rows have the
+    # feed-forward's width.
     last = 1 / model.ffn_matrices
     body = (1 - last) * _row_bits(quant, row) + last * _row_bits(quant, narrow)
     head = float(quants.GGUF_TYPES[quants.fallback(mix.head, row)].bits)
@@ -155,8 +158,8 @@ def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
 
 
 def _row_bits(quant: str, row: int) -> float:
-    """Bits per body weight in rows of this length: the mixture's, or those of its fallback
-    formats."""
+    """Return the bits per body weight in rows of this length: the mixture's, or those of its
+    fallback formats."""
     mix = quants.MIXTURES[quant]
     bits = quants.body_bits(quant)
     plain = quants.fallback(mix.base, row)
@@ -172,15 +175,15 @@ def _row_bits(quant: str, row: int) -> float:
 
 
 def estimate_mlx_bytes(model: Model, quant: str) -> int:
-    """Estimated bytes of an MLX folder of this format; what is not in the trunk (vision) stays at
-    16 bits."""
+    """Estimate the bytes of an MLX folder of this format. Weights outside the trunk (vision) stay
+    at 16 bits."""
     expert_bits, bits = mlx_parts(quant)
     total = count_params(model)[0] - model.extra_params
     routed = 0
     if model.experts is not None:
         per_layer = _expert_params(model, model.experts, model.experts.n_experts)
         routed = per_layer * sum(layer.has_experts for layer in model.layers)
-    # (what makers keep tables of many rows in is no less than the listed files')
+    # (makers store row lookup tables with at least as many bits as in the listed files)
     tables = model.lookup_params * max(0.0, model.lookup_bits - float(bits))
     stored = (total - routed) * bits + routed * expert_bits
     return math.ceil((float(stored) + tables) / 8) + 2 * model.vision_params

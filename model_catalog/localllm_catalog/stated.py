@@ -1,9 +1,9 @@
-"""What a model's own files state beside its shapes: sampling, and what the chat template tells of
-it.
+"""Facts that a model's own files state in addition to its shapes: sampling, and properties of the
+chat template.
 
-Sampling: `general.sampling.*` of a GGUF header (https://github.com/ggml-org/llama.cpp
-src/llama-arch.cpp) and generation_config.json of a folder. It is untrusted: a number outside its
-range counts as not stated.
+Sampling comes from `general.sampling.*` of a GGUF header (https://github.com/ggml-org/llama.cpp
+src/llama-arch.cpp) or from generation_config.json of a folder. It is untrusted: a number outside
+its range counts as not stated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from localllm_catalog.types import SamplingDefaults
 
-# Our name: (the GGUF header's, generation_config's, least, most).
+# Our name: (name in a GGUF header, name in generation_config, least, most).
 _STATED: Mapping[str, tuple[str, str, float, float]] = {
     "temperature": ("temp", "temperature", 0.0, 100.0),
     "top_p": ("top_p", "top_p", 0.0, 1.0),
@@ -37,7 +37,7 @@ def sampling_of_config(config: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def sampling_over(first: SamplingDefaults, second: SamplingDefaults) -> SamplingDefaults:
-    """`first`, and where it states nothing, `second`."""
+    """Return `first`, with values of `second` for those that it does not state."""
     unsaid = [f.name for f in fields(first) if getattr(first, f.name) in (None, "")]
     return replace(first, **{name: getattr(second, name) for name in unsaid})
 
@@ -49,7 +49,7 @@ def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
         if not _is_number(value) or not least <= value <= most:
             continue
         if name != "top_k":
-            # A header holds 32-bit floats: 0.6 comes as 0.6000000238, and is meant as 0.6.
+            # A header holds 32-bit floats: 0.6 is read as 0.6000000238 and means 0.6.
             kept[name] = round(float(value), 6)
         elif value == int(value):
             kept[name] = int(value)
@@ -64,30 +64,30 @@ def _is_number(value: Any) -> bool:
     return math.isfinite(value)
 
 
-# A tag named for thinking, in any family's spelling, or gpt-oss's channel of it.
+# A tag named for thinking, in any family's spelling, or gpt-oss's channel for it.
 _REASONING = re.compile(r"[<\[|>:_/](?:think|thought)|<\|channel\|>analysis", re.IGNORECASE)
 
 
-# Who knows the notations that can be read here: they stand in another room, and the composition
-# root introduces the two.
+# Functions that know the tool-call formats that the server can parse. They are in another package,
+# so the composition root registers them.
 _readable: list[Callable[[str], bool]] = []
 
 
 def read_calls_with(is_readable: Callable[[str], bool]) -> None:
-    """From now on a template whose tool calls `is_readable` can't read calls none: the server would
-    refuse its tools."""
+    """Register `is_readable`. Templates whose tool calls it cannot parse then count as without
+    tools, since the server would reject their tools."""
     _readable[:] = [is_readable]
 
 
 def calls_tools(template: str) -> bool:
-    """True where a chat template offers tools, or writes calls of them, in a notation that can be
-    read here."""
+    """Return whether a chat template offers tools, or writes tool calls, in a format that the
+    server can parse."""
     offers = "tools" in template or "tool_call" in template
     return offers and all(is_readable(template) for is_readable in _readable)
 
 
 def reasoning_kind(template: str) -> str:
-    """Whether a chat template knows of reasoning, in the catalog's word."""
+    """Return the catalog's word for reasoning in a chat template: "hybrid" or "none"."""
     if _REASONING.search(template):
         return "hybrid"
     return "none"

@@ -1,4 +1,4 @@
-"""The catalog's nouns: Model (one trained model) and Variant (one concrete set of its files)."""
+"""The catalog's types: Model (one trained model) and Variant (one set of its files)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Purpose = Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedd
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its token mixer, with the memory that the mixer keeps, and its feed-forward.
+    """One layer: its token mixer, with the mixer's memory, and its feed-forward.
 
-    `ffn`: which feed-forward it has.
-    `intermediate`: the width of its dense feed-forward (0 = the Model's).
+    - `ffn`: the kind of feed-forward.
+    - `intermediate`: the width of its dense feed-forward (0 = the Model's).
     """
 
     mixer: Mixer
@@ -44,10 +44,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts: `n_active` of `n_experts` (each `intermediate` wide) run per token, plus
-    `n_shared` always; the first `n_dense_layers` layers are dense.
-    `latent_size`: routed experts read and write this narrower vector instead of the hidden one (0 =
-    the hidden one)."""
+    """Mixture of experts: `n_active` of `n_experts` (each `intermediate` wide) run per token, and
+    `n_shared` always.
+
+    The first `n_dense_layers` layers are dense. `latent_size`: routed experts read and write this
+    narrower vector instead of the hidden one (0 = the hidden one).
+    """
 
     n_experts: int
     n_active: int
@@ -72,10 +74,9 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """One published score: benchmark name, score in its own unit, date and source of the claim.
+    """One published score: benchmark, score in its own unit, date and source.
 
-    `kind` says who claims it: "measured" by a third party, "self-reported" by the vendor,
-    "estimate" by hand.
+    `kind`: "measured" by a third party, "self-reported" by the vendor, or "estimate" by hand.
     """
 
     benchmark: str
@@ -85,24 +86,26 @@ class Quality:
     kind: str = ""
 
 
-# The `source` of a variant that no listing shows.
+# The `source` of a variant that is in no listing.
 ESTIMATED = "estimated from shapes and format"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One set of files of a Model. `file_bytes` is what is downloaded; `weights_bytes` the tensors
-    (0 = use files).
+    """One set of files of a Model.
 
-    `active_bytes` are the weight bytes one token streams (0 = not read from a header).
-    `exact` is False where the bytes are an estimate from shapes and format.
-    `files` empty: the repo names them (an MLX folder, or a GGUF to be found by its quant).
-    `mtp_bytes`: MTP blocks inside the files, loaded only when asked for, not part of weights_bytes.
-    `layer_bytes`: of every layer what each token reads, and its routed experts;
-    `input_bytes`: the tables in front of them, of which a token reads a row;
-    `output_bytes`: what turns the last layer's answer into logits, also where it is one of those
-    tables (all three read from a header, or empty).
-    `adapter_bytes`: of what is laid over them, in all of these sums.
+    - `file_bytes`: bytes to download.
+    - `weights_bytes`: bytes of the tensors (0 = use the files).
+    - `active_bytes`: weight bytes that one token reads (0 = not read from a header).
+    - `exact`: False if the bytes are an estimate from shapes and format.
+    - `files`: if empty, the repo names them (an MLX folder, or a GGUF found by its quant).
+    - `mtp_bytes`: MTP blocks inside the files. They are loaded only on request and are not part of
+      `weights_bytes`.
+    - `layer_bytes`: of each layer, the bytes that each token reads and its routed experts.
+    - `input_bytes`: the tables before the layers, from which a token reads one row.
+    - `output_bytes`: the matrix that computes logits, even if it is one of those tables. This and
+      the two before are read from a header, or empty.
+    - `adapter_bytes`: bytes of an adapter on top, included in all of these sums.
     """
 
     format: Format
@@ -125,21 +128,22 @@ class Variant:
 
     @property
     def is_folder(self) -> bool:
-        """`Format.is_folder` of its form; one that only somebody else's backend knows is a file."""
+        """`Format.is_folder` of its format. A format that only an external backend knows is a file."""
         return self.format in FOLDER_FORMATS
 
     @property
     def is_estimate(self) -> bool:
-        """True where nobody has listed these files: name and size are what such files would
-        have."""
+        """True if these files are in no listing, and name and size are constructed."""
         return self.source == ESTIMATED
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """How many tokens an image comes to, as llama.cpp reads it unless told otherwise: one for
-    `side_px` × `side_px` pixels of it, from `least` to `most` (an image of more pixels is made
-    smaller); with a `side_px` of 0 always `most`."""
+    """How many tokens an image becomes by llama.cpp's defaults.
+
+    One token covers `side_px` × `side_px` pixels. The number is from `least` to `most`; larger
+    images are scaled down. If `side_px` is 0, it is always `most`.
+    """
 
     least: int
     most: int
@@ -159,8 +163,8 @@ CompanionKind = Literal["eagle3", "dflash", "mtp", "draft"]
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A published GGUF that drafts for a model: trained heads (eagle3, dflash, mtp) or a small
-    model. `file` is empty where the repository holds several formats of it."""
+    """A published GGUF drafter for a model: trained heads (eagle3, dflash, mtp) or a small model.
+    `file` is empty if the repository has several formats of it."""
 
     kind: CompanionKind
     repo: str
@@ -177,21 +181,21 @@ class Companion:
 @dataclass(frozen=True, slots=True)
 class Model:
     """One trained model. Parameter counts are absolute numbers as its maker states them; contexts
-    are tokens.
+    are in tokens.
 
-    `extra_params` are in the stated total but not in the language trunk (vision tower, MTP head),
-    `vision_params` the vision and audio part of them;
-    `lookup_params` are tables of which a token reads `lookup_rows` rows (per-layer and n-gram
-    embeddings), so they weigh on the disk and not on a step;
-    `lookup_bits` a weight of theirs takes in the listed files (0 = as the embedding of the tokens).
-    `residual_streams`: how many a layer reads and writes (hyper-connections).
-    `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones.
-    `attention_gate`: queries come with a gate of their size.
-    `q_rank`: MLA's query rank.
-    `params_note` explains any difference from the count by shapes above 3 %.
-    `shape_warning`: why KV figures of a model read from a file may be off (an architecture not
-    known here).
-    `calls_tools`: its template offers tools.
+    - `extra_params`: in the stated total but not in the language trunk (vision tower, MTP head).
+    - `vision_params`: the vision and audio part of `extra_params`.
+    - `lookup_params`: tables from which a token reads `lookup_rows` rows (per-layer and n-gram
+      embeddings). They take disk space but add little to a step.
+    - `lookup_bits`: bits of their weights in the listed files (0 = as in the token embedding).
+    - `residual_streams`: how many a layer reads and writes (hyper-connections).
+    - `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones.
+    - `attention_gate`: queries have a gate of the same size.
+    - `q_rank`: MLA's query rank.
+    - `params_note`: explains a difference above 3 % from the count by shapes.
+    - `shape_warning`: why KV figures of a model read from a file may be off (an unknown
+      architecture).
+    - `calls_tools`: its template offers tools.
     """
 
     id: str

@@ -1,7 +1,8 @@
-"""The kinds of layers, one file each: what a layer of the kind remembers, reads and weighs, and how
-it is read from a GGUF header, a config.json and a family file.
+"""The kinds of layers, one file each.
 
-A new kind is one file in this package: a subclass of `mixer.Mixer` under `@mixer.register`.
+Each kind defines a layer's memory, reads and weights, and how to read it from a GGUF header, a
+config.json and a family file. To add a kind, add one file to this package with a subclass of
+`mixer.Mixer` under `@mixer.register`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Layers without a token mixer: only a feed-forward (Nemotron-H), or an encoder's layer, which
-keeps nothing of earlier tokens."""
+"""Layers without a token mixer: a feed-forward only (Nemotron-H), or an encoder's layer without a
+cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True, slots=True)
 class FeedForward(Mixer):
-    """Remembers nothing."""
+    """A layer without memory."""
 
     word: ClassVar[str] = "none"
     precedence: ClassVar[int] = 60

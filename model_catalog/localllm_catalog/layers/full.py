@@ -1,4 +1,4 @@
-"""Attention over every earlier token."""
+"""Attention over all earlier tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True, slots=True)
 class Full(Mixer):
-    """Each token keeps `n_kv_heads` × (`head_dim_k` + `head_dim_v`) elements.
+    """Full attention. Each token keeps `n_kv_heads` × (`head_dim_k` + `head_dim_v`) elements.
 
-    `n_heads`: query heads (0 = the Model's).
-    `mixer_params`: weights besides those of q, k, v and o.
-    `v_is_k`: values reuse the key projection; the cache still holds both.
+    - `n_heads`: query heads (0 = the Model's).
+    - `mixer_params`: weights in addition to those of q, k, v and o.
+    - `v_is_k`: values reuse the key projection; the cache still holds both.
     """
 
     n_kv_heads: int = 0
@@ -38,7 +38,7 @@ class Full(Mixer):
         "global_attention",
         "*",
     )
-    # Attention on every layer, with nothing special about its cache: read in llama.cpp's
+    # Architectures with attention on all layers and an ordinary cache. From llama.cpp's
     # src/models/*.cpp (load_arch_hparams) at b11434.
     architectures: ClassVar[Collection[str]] = frozenset(
         {"llama", "mistral3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl",
@@ -106,7 +106,7 @@ class Full(Mixer):
 
     @property
     def heads_in_words(self) -> str:
-        """Its cached heads and their widths."""
+        """Its cached heads and their widths, in words."""
         return f"{self.n_kv_heads} heads × ({self.head_dim_k} + {self.head_dim_v})"
 
     @classmethod
@@ -127,12 +127,12 @@ class Full(Mixer):
 
     @staticmethod
     def stated_sizes(layer: TableLayer) -> dict[str, Any]:
-        """The fields that a family file states, by name."""
+        """Return the fields that a family file states, by name."""
         own = layer.own
         table = layer.table
         head_dim = int(own.get("head_dim", table["head_dim"]))
         # Per-layer embeddings (Gemma 3n, 4): an input gate, a projection back, and this layer's
-        # share of the model's one.
+        # share of the model's projection.
         per_layer = 3 * int(table["hidden"]) * int(table.get("per_layer_embedding", 0))
         return {
             "n_kv_heads": int(own.get("kv_heads", table["kv_heads"])),

@@ -1,4 +1,4 @@
-"""Sparse attention: an indexer's keys lie next to the KV, and choose the tokens that are read."""
+"""Sparse attention: an indexer's keys are stored with the KV and select the tokens to read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from localllm_catalog.layers.mixer import Mixer, TableLayer, Wrapper, register
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer
 
-# Rows as wide as an indexer's key that it keeps for each token (on the layers that
-# `attention.indexer.types` gives one). From https://github.com/ggml-org/llama.cpp
-# src/models/*.cpp (load_arch_hparams), read at b11434.
+# Number of rows, as wide as an indexer's key, that it keeps for each token (on layers with an
+# indexer by `attention.indexer.types`). From https://github.com/ggml-org/llama.cpp src/models/*.cpp
+# (load_arch_hparams), read at b11434.
 _ROWS = {
     "qwen4exp": 1,
     "glm5-next": 3,
@@ -23,14 +23,14 @@ _ROWS = {
     "hy_v4": 1,
     "minimax-m3": 1,
 }
-# Leading dense layers have an indexer too, except here.
+# Leading dense layers also have an indexer, except in these.
 _NOT_ON_DENSE = frozenset({"minimax-m3"})
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class Indexed(Wrapper):
-    """Attention as in `of`; each token keeps `index_dim` elements more, with the keys."""
+    """Attention as in `of`. Each token keeps `index_dim` more elements with the keys."""
 
     index_dim: int = 0
 
@@ -74,9 +74,11 @@ class Indexed(Wrapper):
 
 
 def _index_elements(layer: GgufLayer) -> int:
-    """Elements for each token that a sparse attention's indexer keeps on this layer: its key, and
-    what keys are pooled into. (llama.cpp's llama-memory-hybrid-idx.cpp: key, gate and pooled key
-    side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
+    """Return the elements per token that the indexer keeps on this layer: its key, and the data
+    that keys are pooled from.
+
+    In llama.cpp, llama-memory-hybrid-idx.cpp keeps key, gate and pooled key side by side.
+    llama-kv-cache-dsa.cpp and -msa.cpp keep a key.
     """
     facts = layer.facts
     if facts.arch not in _ROWS:

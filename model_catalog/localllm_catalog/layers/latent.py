@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True, slots=True)
 class Latent(Mixer):
-    """Each token keeps one row of `mla_rank` + `mla_rope_dim` elements.
+    """Latent attention. Each token keeps one row of `mla_rank` + `mla_rope_dim` elements.
 
-    `head_dim_k` and `head_dim_v` are the expanded widths of one head, which the cache never holds.
-    `n_heads`: query heads (0 = the Model's).
+    - `head_dim_k`, `head_dim_v`: expanded widths of one head, which are never in the cache.
+    - `n_heads`: query heads (0 = the Model's).
     """
 
     mla_rank: int = 0
@@ -85,8 +85,8 @@ class Latent(Mixer):
 
     @classmethod
     def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
-        """None for files from before the *_mla keys: they hold the expanded keys and values, and
-        llama.cpp caches them in full."""
+        """Return None for files from before the *_mla keys. They hold the expanded keys and values,
+        and llama.cpp caches those in full."""
         facts = layer.facts
         for key in ("attention.kv_lora_rank", "attention.key_length_mla"):
             if facts.value(key) is None:
@@ -128,7 +128,7 @@ class Latent(Mixer):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Mixer | None:
-        """A row may state `n_kv_heads`, which is 1."""
+        """Read a row of `layer_list`. It may state `n_kv_heads`, which is 1."""
         if row["kind"] != cls.word:
             return None
         return cls(

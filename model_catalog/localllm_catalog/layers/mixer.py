@@ -1,8 +1,8 @@
-"""The token mixer of a layer (attention or a recurrence), and the register of their kinds.
+"""The token mixer of a layer (attention or a recurrence), and the registry of mixer kinds.
 
-Each kind is a frozen class that defines its cells, its bytes, the cells that a token reads, its
-weights, and how it is read. Whoever plans calls these methods and never asks for a kind's name.
-vLLM's KVCacheSpec classes are the model (https://github.com/vllm-project/vllm).
+Each kind is a frozen class. It defines its cells, its bytes, the cells that a token reads, its
+weights, and how to read it. The planner calls these methods and never checks a kind's name. The
+design follows vLLM's KVCacheSpec classes (https://github.com/vllm-project/vllm).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How an engine lays its caches out.
+    """How an engine lays out its caches.
 
-    `n_ctx`: cells shared by all sequences, in whole steps.
-    `n_batch`: tokens of a step, for which a window needs cells too.
-    `step`: a cache has a multiple of this many cells.
-    `one_each`: a sequence may have a whole cache of its own (`per_sequence`).
+    - `n_ctx`: cells shared by all sequences, in whole steps.
+    - `n_batch`: tokens of a step; a window needs cells for them too.
+    - `step`: a cache has a multiple of this many cells.
+    - `one_each`: a sequence may have a full cache of its own (`per_sequence`).
     """
 
     n_ctx: int
@@ -37,7 +37,7 @@ class CacheLayout:
     one_each: bool = False
 
     def padded(self, n_cells: int) -> int:
-        """`n_cells` in whole steps."""
+        """Return `n_cells` rounded up to whole steps."""
         return -(-n_cells // self.step) * self.step
 
 
@@ -45,8 +45,8 @@ class CacheLayout:
 class Widths:
     """The widths of a model that a mixer's weights depend on.
 
-    `q_rank`: the rank of latent attention's queries (0 = no rank).
-    `is_gated`: queries come with a gate of their size.
+    - `q_rank`: the rank of latent attention's queries (0 = no rank).
+    - `is_gated`: queries have a gate of the same size.
     """
 
     hidden: int
@@ -57,8 +57,10 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class TableLayer:
-    """One layer of a family file: the model's table, the pattern's word for the layer, and whether
-    it is one of the last layers, which share their KV."""
+    """One layer of a family file: the model's table, and the pattern's word for the layer.
+
+    `shares_kv` is True for the last layers, which share their KV.
+    """
 
     table: Mapping[str, Any]
     word: str
@@ -73,14 +75,14 @@ class TableLayer:
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """One kind of layer without its feed-forward. The methods here are those of a mixer that
-    remembers nothing.
+    """One kind of layer without its feed-forward. The methods here are those of a mixer without
+    memory.
 
-    `word`: the kind's name in family files.
-    `precedence`: kinds are asked in descending order whether a layer is theirs, so the general ones
-    have the low numbers.
-    `config_words`: the names of such layers in the layer lists of config.json files.
-    `architectures`: those of GGUF files that this kind knows how to read.
+    - `word`: the kind's name in family files.
+    - `precedence`: kinds try to read a layer in descending order, so general kinds have low
+      numbers.
+    - `config_words`: the names of such layers in the layer lists of config.json files.
+    - `architectures`: those of GGUF files that this kind can read.
     """
 
     word: ClassVar[str] = ""
@@ -112,23 +114,23 @@ class Mixer:
 
     @property
     def heads_share_row(self) -> bool:
-        """True if all heads read the same row, so that reading it is not what takes time."""
+        """True if all heads read the same row. Reading it then does not limit the speed."""
         return False
 
     @property
     def reach(self) -> int:
-        """Earlier tokens that it sees at most; 0 = all of them."""
+        """The most earlier tokens that it sees; 0 = all."""
         return 0
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        """Numbers of heads that it states, for queries and for the cache."""
+        """The numbers of heads that it states, for queries and for the cache."""
         return ()
 
     # --- memory ---
 
     def cells(self, layout: CacheLayout) -> int:
-        """Cells of its KV cache, of all sequences together."""
+        """Return the cells of its KV cache, for all sequences together."""
         return 0
 
     @property
@@ -138,36 +140,37 @@ class Mixer:
 
     @property
     def elements(self) -> int:
-        """Elements that one token adds to the cache while no window is full."""
+        """Elements that one token adds to the cache until a window is full."""
         return sum(self.row)
 
     @property
     def quantised_apart(self) -> tuple[int, ...]:
-        """Widths that MLX quantises one by one (one head's keys and values, for example)."""
+        """Widths that MLX quantises separately (for example one head's keys and values)."""
         return ()
 
     @property
     def state_floats(self) -> int:
-        """float32 numbers of recurrent state for each sequence, at any length."""
+        """float32 numbers of recurrent state for each sequence, independent of its length."""
         return 0
 
     @property
     def index_width(self) -> int:
-        """Elements that a sparse attention's indexer adds for each token, within `row`."""
+        """Elements within `row` that a sparse attention's indexer adds for each token."""
         return 0
 
     def n_bytes(self, layout: CacheLayout, k_bytes: Fraction, v_bytes: Fraction) -> int:
-        """Bytes of its KV cache with this many bytes for an element of K and of V.
+        """Return the bytes of its KV cache, given the bytes of an element of K and of V.
 
-        Computed in whole numbers, because fractions take ten times as long. (Cells come in whole
-        blocks of every type.)"""
+        Computed in whole numbers, because fractions take ten times as long. (Cells are whole blocks
+        of each type.)
+        """
         k_width, v_width = self.row
         k_part = k_width * k_bytes.numerator * v_bytes.denominator
         v_part = v_width * v_bytes.numerator * k_bytes.denominator
         return self.cells(layout) * (k_part + v_part) // (k_bytes.denominator * v_bytes.denominator)
 
     def mask_cells(self, layout: CacheLayout) -> int:
-        """Cells that its attention mask covers."""
+        """Return the cells that its attention mask covers."""
         if not self.attends:
             return 0
         if self.is_bounded:
@@ -177,80 +180,84 @@ class Mixer:
     # --- reading and arithmetic ---
 
     def seen(self, depth: float, beside: float = 0.0) -> float:
-        """Tokens that attention over `depth` earlier tokens computes, with `beside` tokens outside
-        a window that are computed all the same."""
+        """Return how many tokens attention over `depth` earlier tokens computes.
+
+        `beside` counts tokens outside a window that are computed all the same.
+        """
         return depth
 
     def elements_read(self, depth: int) -> int:
-        """Cached elements that one token reads after `depth` tokens."""
+        """Return the cached elements that one token reads after `depth` tokens."""
         return self.elements * int(self.seen(depth))
 
     def heads(self, n_heads: int) -> int:
-        """Query heads, in a model that has `n_heads` unless a layer states its own."""
+        """Return its query heads. The default is the model's `n_heads`."""
         return n_heads
 
     def flops(self, n_heads: int, depth: float, beside: float = 0.0) -> float:
-        """FLOPs of one token's attention over `depth` earlier tokens (QK and PV, 2 for each
-        multiply-add)."""
+        """Return the FLOPs of one token's attention over `depth` earlier tokens (QK and PV, 2 for
+        each multiply-add)."""
         return 0.0
 
     def output_width(self, n_heads: int) -> int:
-        """Elements that attention writes for one token."""
+        """Return the elements that attention writes for one token."""
         return 0
 
     def is_fused(self, head_widths: Collection[int]) -> bool:
-        """Whether kernels for heads of these widths compute its attention without holding the
-        scores."""
+        """Return whether fused kernels for these head widths compute its attention without storing
+        the scores."""
         return not self.attends
 
     # --- weights ---
 
     def n_params(self, widths: Widths) -> int:
-        """Weights of the mixer with its norm."""
+        """Return the weights of the mixer with its norm."""
         return 0
 
     def kv_params(self, widths: Widths) -> int:
-        """Weights of the key and value projections, which a layer that shares KV does not have."""
+        """Return the weights of the key and value projections, which a layer with shared KV does
+        not have."""
         return 0
 
     # --- words ---
 
     def describe(self, cells: int, n_sequences: int) -> str:
-        """What it remembers in this many cells, in words."""
+        """Describe its memory in words, given its cells."""
         return "no memory"
 
     # --- readers ---
 
     @classmethod
     def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
-        """The mixer of this layer of a GGUF file; None if it is of another kind."""
+        """Return the mixer of this layer of a GGUF file, or None if it is of another kind."""
         return None
 
     @classmethod
     def from_table(cls, layer: TableLayer) -> Mixer | None:
-        """The mixer of this layer of a family file; None if it is of another kind."""
+        """Return the mixer of this layer of a family file, or None if it is of another kind."""
         return None
 
     @classmethod
     def read_config(cls, words: list[str], config: Config, table: dict[str, Any]) -> list[str]:
-        """Adds the sizes of this kind that `config` states to `table`, a family file's table of the
-        model. Returns `words`, the kinds of its layers, with those changed that are of this kind
-        after all."""
+        """Add the sizes of this kind in `config` to `table`, a model's table as in a family file.
+
+        Returns `words`, the kinds of its layers, with corrections for layers that are of this kind.
+        """
         return words
 
     def overridden(self, config: Config) -> Mixer:
-        """This mixer with the sizes that a config states for one layer."""
+        """Return this mixer with the sizes that a config states for one layer."""
         return self
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Mixer | None:
-        """The mixer of a row of `layer_list`; None if it is of another kind."""
+        """Return the mixer of a row of `layer_list`, or None if it is of another kind."""
         if row["kind"] != cls.word:
             return None
         return cls(**{key: value for key, value in row.items() if key != "kind"})
 
     def to_row(self) -> dict[str, Any]:
-        """The row of `layer_list` that `from_row` reads; defaults are left out."""
+        """Return the row of `layer_list` that `from_row` reads. Defaults are left out."""
         stated = {f.name: getattr(self, f.name) for f in fields(self)}
         usual = {f.name: f.default for f in fields(self)}
         changed = {key: value for key, value in stated.items() if value != usual[key]}
@@ -264,7 +271,7 @@ _Kind = TypeVar("_Kind", bound=type[Mixer])
 
 
 def register(kind: _Kind) -> _Kind:
-    """Adds a kind to those that the readers ask; used as a decorator."""
+    """Register a kind for the readers. Used as a decorator."""
     KINDS.append(kind)
     KINDS.sort(key=_precedence, reverse=True)
     return kind
@@ -275,18 +282,18 @@ def _precedence(kind: type[Mixer]) -> int:
 
 
 def _asked(after: type[Mixer] | None) -> Iterator[type[Mixer]]:
-    """The kinds in the order in which they are asked; those after `after` only."""
+    """Yield the kinds in the order in which they try to read a layer; only those after `after`."""
     start = 0 if after is None else KINDS.index(after) + 1
     yield from KINDS[start:]
 
 
 def words() -> list[str]:
-    """The words for kinds of layers in family files."""
+    """Return the words for kinds of layers in family files."""
     return [kind.word for kind in reversed(KINDS) if kind.word]
 
 
 def config_words() -> dict[str, str]:
-    """The family files' word for each name that config.json files give a layer."""
+    """Return the family files' word for each layer name in config.json files."""
     found: dict[str, str] = {}
     for kind in KINDS:
         found |= dict.fromkeys(kind.config_words, kind.word)
@@ -294,12 +301,12 @@ def config_words() -> dict[str, str]:
 
 
 def knows(architecture: str) -> bool:
-    """Whether some kind knows how to read GGUF files of this architecture."""
+    """Return whether a kind can read GGUF files of this architecture."""
     return any(architecture in kind.architectures for kind in KINDS)
 
 
 def from_gguf(layer: GgufLayer, after: type[Mixer] | None = None) -> Mixer:
-    """The mixer of a GGUF file's layer, by the first kind (`after` that one) that takes it."""
+    """Return the mixer of a GGUF file's layer, from the first kind (after `after`) that accepts it."""
     for kind in _asked(after):
         found = kind.from_gguf(layer)
         if found is not None:
@@ -308,7 +315,8 @@ def from_gguf(layer: GgufLayer, after: type[Mixer] | None = None) -> Mixer:
 
 
 def from_table(layer: TableLayer, after: type[Mixer] | None = None) -> Mixer:
-    """The mixer of a family file's layer, by the first kind (`after` that one) that takes it."""
+    """Return the mixer of a family file's layer, from the first kind (after `after`) that accepts
+    it."""
     for kind in _asked(after):
         found = kind.from_table(layer)
         if found is not None:
@@ -317,7 +325,7 @@ def from_table(layer: TableLayer, after: type[Mixer] | None = None) -> Mixer:
 
 
 def from_row(row: Mapping[str, Any], after: type[Mixer] | None = None) -> Mixer:
-    """The mixer of a `layer_list` row, by the first kind (`after` that one) that takes it."""
+    """Return the mixer of a `layer_list` row, from the first kind (after `after`) that accepts it."""
     for kind in _asked(after):
         found = kind.from_row(row)
         if found is not None:
@@ -326,8 +334,8 @@ def from_row(row: Mapping[str, Any], after: type[Mixer] | None = None) -> Mixer:
 
 
 def read_config(listed: list[str], config: Config, table: dict[str, Any]) -> list[str]:
-    """Adds to `table` what each kind finds in `config`, the general kinds first. Returns the words
-    for the layers: `listed`, as the kinds changed them."""
+    """Add the sizes that each kind finds in `config` to `table`, general kinds first. Returns the
+    layers' words: `listed`, as changed by the kinds."""
     for kind in reversed(KINDS):
         listed = kind.read_config(listed, config, table)
     return listed
@@ -342,8 +350,7 @@ def _known() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper(Mixer):
-    """A mixer that changes the memory of another one. `key`: the key of a `layer_list` row that
-    says so."""
+    """A mixer that changes the memory of another mixer. `key` marks it in a row of `layer_list`."""
 
     of: Mixer
 
@@ -424,7 +431,7 @@ class Wrapper(Mixer):
         return self.around(self.of.overridden(config))
 
     def around(self, of: Mixer) -> Self:
-        """This wrapper around another mixer."""
+        """Return this wrapper around another mixer."""
         return replace(self, of=of)
 
     @property
@@ -434,7 +441,7 @@ class Wrapper(Mixer):
 
     @classmethod
     def wrapping(cls, of: Mixer, value: Any) -> Mixer:
-        """The wrapper of a row that has this value at `key`."""
+        """Return the wrapper for a row with this value at `key`."""
         return cls(of)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Layers of which llama.cpp gives every sequence a cache of its own, as long as the whole context
+"""Layers for which llama.cpp gives each sequence its own cache, as long as the whole context
 (DeepSeek V4)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from localllm_catalog.layers.sliding import Sliding
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer
 
-# Layers that keep every 4th token's row choose among the rows by an index.
+# Layers that keep a row for each 4th token select rows by an index.
 _INDEXED_RATIO = 4
 _WINDOW = 128
 
@@ -24,7 +24,7 @@ _WINDOW = 128
 @register
 @dataclass(frozen=True, slots=True)
 class PerSequence(Wrapper):
-    """A mixer as `of`, with a cache of its own for each sequence."""
+    """A mixer like `of`, with a separate cache for each sequence."""
 
     key: ClassVar[str] = "per_sequence"
     precedence: ClassVar[int] = 40
@@ -37,19 +37,19 @@ class PerSequence(Wrapper):
 
     @classmethod
     def from_gguf(cls, layer: GgufLayer) -> Mixer | None:
-        """DeepSeek V4: one latent row, key and value at once, of every 4th or 128th token, or of
-        the last tokens only. A layer that keeps one row for several tokens has that row's share of
-        a token.
+        """Read a layer of DeepSeek V4: one latent row, key and value at once, for each 4th or 128th
+        token, or for the last tokens only.
 
-        The last 128 tokens, which the others keep too, and the rows that are to be compressed are
-        left out: those of 43 layers come to 33 MiB a sequence (src/llama-kv-cache-dsv4.cpp).
+        A layer with one row for several tokens counts each token's share of that row. Two parts are
+        left out: the last 128 tokens, which the other layers keep too, and the rows to be
+        compressed. For 43 layers they are 33 MiB a sequence (src/llama-kv-cache-dsv4.cpp).
         """
         facts = layer.facts
         if facts.arch not in cls.architectures:
             return None
         ratio = facts.per_layer("attention.compress_ratios", 0)[layer.index]
         row = facts.head_dim_k // max(1, ratio)
-        # Weights that counting q, k and o by the row's share leaves out.
+        # Weights that are missing if q, k and o are counted by the row's share.
         counted = facts.hidden * row * (layer.n_heads + 1)
         kept = {
             "n_kv_heads": 1,

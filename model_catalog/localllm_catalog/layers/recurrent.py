@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from localllm_catalog.gguf_facts import Facts
     from localllm_catalog.hf_config import Config
 
-# Which layers of an architecture are recurrent: all but every nth; those without heads; those
-# without heads and feed-forward; all. From https://github.com/ggml-org/llama.cpp src/models/*.cpp
+# The recurrent layers of an architecture: all except each nth, those without heads, those without
+# heads and feed-forward, or all. From https://github.com/ggml-org/llama.cpp src/models/*.cpp
 # (load_arch_hparams), read at b11434.
 _FULL_EVERY = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 _WITHOUT_HEADS = frozenset(
@@ -38,7 +38,8 @@ _ALL = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
 @register
 @dataclass(frozen=True, slots=True)
 class Recurrent(Mixer):
-    """Each sequence keeps `state_elements` float32 numbers. `mixer_params`: the mixer's weights."""
+    """A recurrent layer. Each sequence keeps `state_elements` float32 numbers. `mixer_params` are
+    the mixer's weights."""
 
     state_elements: int = 0
     mixer_params: int = 0
@@ -93,7 +94,7 @@ class Recurrent(Mixer):
 
 
 def _is_recurrent(layer: GgufLayer) -> bool:
-    """Whether this layer keeps a fixed state instead of a growing cache."""
+    """Return whether this layer keeps a fixed state instead of a growing cache."""
     facts = layer.facts
     stated = facts.value("attention.recurrent_layers")
     if isinstance(stated, tuple):
@@ -111,8 +112,8 @@ def _is_recurrent(layer: GgufLayer) -> bool:
 
 
 def header_state(facts: Facts) -> int:
-    """float32 elements that one recurrent layer holds for each sequence (llama-hparams.cpp,
-    n_embd_r + n_embd_s)."""
+    """Return the float32 elements that one recurrent layer keeps for each sequence
+    (llama-hparams.cpp, n_embd_r + n_embd_s)."""
     heads = max(facts.heads, default=0)
     wkv = facts.number("wkv.head_size", 0)
     if wkv:
@@ -133,7 +134,7 @@ def header_state(facts: Facts) -> int:
 
 
 def _table_state(facts: Facts, index: int) -> int:
-    """Elements that a layer which reads n-gram tables holds in addition: the history of its dilated
+    """Return the extra elements of a layer that reads n-gram tables: the history of its dilated
     convolution (qwen4exp)."""
     layers = facts.value("ple.layers")
     if not isinstance(layers, tuple) or index not in layers:
@@ -146,8 +147,8 @@ def _table_state(facts: Facts, index: int) -> int:
 
 
 def stated_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
-    """(state elements, mixer weights) of one recurrent layer of `kind` gated_delta, mamba2, mamba,
-    wkv, short_conv or kda.
+    """Return (state elements, mixer weights) of one recurrent layer of `kind` gated_delta, mamba2,
+    mamba, wkv, short_conv or kda.
 
     State: https://github.com/ggml-org/llama.cpp src/llama-hparams.cpp (n_embd_r + n_embd_s).
     Weights: the layers of https://github.com/ml-explore/mlx-lm
@@ -201,8 +202,8 @@ def _kda(facts: Mapping[str, Any], hidden: int, conv: int) -> tuple[int, int]:
     heads = int(facts["heads"])
     size = int(facts["state"])
     width = heads * size
-    # The q, k, v and output projections are hidden × width; so are the forget and the output gate,
-    # unless they go through a rank.
+    # The q, k, v and output projections are hidden × width. So are the forget gate and the output
+    # gate, unless they have a rank.
     gates = 2 * hidden * width
     rank = int(facts.get("gate_rank", 0))
     if rank:
@@ -225,7 +226,7 @@ _SIZES = {
 
 
 def _config_sizes(config: Config, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that a config states, as a family file has them."""
+    """Return the sizes that a config states, in the form of a family file."""
     if config.get("linear_num_value_heads") is not None:
         return {
             "kind": "gated_delta",

@@ -1,4 +1,4 @@
-"""Attention that reads an earlier layer's KV and stores none of its own (Gemma 3n, 4)."""
+"""Attention that reads an earlier layer's KV and stores no KV itself (Gemma 3n, 4)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from localllm_catalog.layers.mixer import CacheLayout, Mixer, TableLayer, Widths
 if TYPE_CHECKING:
     from localllm_catalog.gguf_blocks import GgufLayer
 
-# Layers of a Gemma 3n with KV of their own (llama.cpp src/models/gemma3n.cpp).
+# Layers of Gemma 3n with their own KV (llama.cpp src/models/gemma3n.cpp).
 _GEMMA_3N_LAYERS = 20
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class Shared(Wrapper):
-    """Attention as in `of`, on another layer's KV."""
+    """Attention as in `of`, with another layer's KV."""
 
     key: ClassVar[str] = "shares_kv"
     precedence: ClassVar[int] = 90
@@ -59,7 +59,7 @@ class Shared(Wrapper):
 
     @classmethod
     def if_attention(cls, of: Mixer) -> Mixer:
-        """`of` on another layer's KV; as it is if it has none."""
+        """Return `of` with another layer's KV, or `of` itself if it is not attention."""
         if of.attends:
             return cls(of)
         return of

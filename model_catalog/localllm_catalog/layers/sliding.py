@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from localllm_catalog.gguf_facts import Facts
     from localllm_catalog.hf_config import Config
 
-# Architectures with sliding layers: (every nth layer is full, the first of n rather than the last,
-# window if unstated). From https://github.com/ggml-org/llama.cpp src/models/*.cpp
+# Architectures with sliding layers: (each nth layer is full, the first of n instead of the last is
+# full, window if not stated). From https://github.com/ggml-org/llama.cpp src/models/*.cpp
 # (load_arch_hparams), read at b11434.
 _PERIODS: dict[str, tuple[int, bool, int]] = {
     "gemma2": (2, False, 4096),
@@ -36,7 +36,7 @@ _PERIODS: dict[str, tuple[int, bool, int]] = {
     "smallthinker": (4, True, 4096),
     "afmoe": (4, False, 0),
 }
-# These state the pattern layer by layer, always.
+# These always state the pattern layer by layer.
 _STATED = frozenset(
     {
         "gemma4",
@@ -50,14 +50,14 @@ _STATED = frozenset(
     },
 )
 _LLAMA4_WINDOW = 8192
-# The depth of the only Exaone 4 that has windows.
+# The number of layers of the only Exaone 4 with windows.
 _EXAONE4_LAYERS = 64
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class Sliding(Full):
-    """Attention over the last `window` tokens: a cache of that many cells for each sequence."""
+    """Attention over the last `window` tokens, with a cache of that many cells for each sequence."""
 
     window: int = 0
 
@@ -75,7 +75,7 @@ class Sliding(Full):
         return self.window
 
     def cells(self, layout: CacheLayout) -> int:
-        """The window of each sequence and one step's tokens, at most the context.
+        """Return each sequence's window plus one step's tokens, at most the context.
 
         llama.cpp: PAD(min(n_ctx, n_swa × n_seq_max + n_ubatch), 256) with a unified cache and
         `swa_full` off. mlx-lm's cache rotates within the window.
@@ -126,7 +126,7 @@ class Sliding(Full):
 
 
 def _window(facts: Facts) -> int:
-    """Tokens that a sliding layer sees; 0 if the architecture has none."""
+    """Return the tokens that a sliding layer sees; 0 if the architecture has no such layers."""
     is_stated = isinstance(facts.value("attention.sliding_window_pattern"), tuple)
     if not (is_stated or facts.arch in _PERIODS or facts.arch in _STATED):
         return 0
@@ -138,7 +138,7 @@ def _window(facts: Facts) -> int:
 
 
 def _is_sliding(facts: Facts, index: int) -> bool:
-    """Whether llama.cpp gives this layer the windowed cache."""
+    """Return whether llama.cpp gives this layer the windowed cache."""
     pattern = facts.value("attention.sliding_window_pattern")
     if isinstance(pattern, tuple):
         return index < len(pattern) and bool(pattern[index])

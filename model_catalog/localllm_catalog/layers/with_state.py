@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True, slots=True)
 class WithState(Wrapper):
-    """Attention as in `of`; each sequence keeps `state_elements` float32 numbers more."""
+    """Attention as in `of`. Each sequence keeps `state_elements` more float32 numbers."""
 
     state_elements: int = 0
 
