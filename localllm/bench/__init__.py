@@ -1,2 +1,2 @@
-"""Measures servers from outside, as their users meet them: over HTTP, in turn, as ratios with their
-spread."""
+"""Benchmark servers over HTTP, as clients use them. Servers take turns, and results are ratios with
+their spread."""

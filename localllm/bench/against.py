@@ -1,4 +1,4 @@
-"""The same load on several servers, in turn and round by round: `localllm bench --against`, and
+"""Run the same load on several servers in interleaved rounds: `localllm bench --against`,
 benchmarks/."""
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from localllm.bench.token_counts import Counter, Tokens, templated_tokens
 from localllm.errors import BackendError, LocalLLMError, UsageError
 
 _RESTART_S = 120.0
-# What failed so often on a server is not run there again: each failure may take minutes.
+# After this many failures on a server, a scenario is skipped there: each failure may take minutes.
 _TRIES = 2
-# What took longer than this on a server is measured there once.
+# A scenario that takes longer than this on a server is measured there only once.
 _LONG_S = 150.0
 
 
 @dataclass
 class ScenarioResult:
-    """The results of a run: each scenario with its meaning for a person, the tables, the errors,
-    the notes, and how tokens were counted. The ratios are those of the server `first` to the
-    others."""
+    """The results of a run.
+
+    `first`: the server whose ratios to the others are computed.
+    `means`: the description of each scenario.
+    `counter`: how tokens were counted.
+    """
 
     first: str
     targets: Sequence[BenchTarget]
@@ -76,9 +79,11 @@ class ScenarioResult:
 
 
 def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarget:
-    """The server at `url`. The URL may end in #MODEL and may omit /v1; without #MODEL, the server's
-    first model is used. Raises UsageError if `url` is no address, BackendError if no server answers
-    there."""
+    """Return the server at `url`.
+
+    The URL may end in #MODEL and may omit /v1. Without #MODEL, the server's first model is used.
+    Raises UsageError if `url` is no address, BackendError if no server answers there.
+    """
     address, _, model = url.partition("#")
     if "://" not in address:
         address = f"http://{address}"
@@ -120,7 +125,7 @@ def _restart(target: BenchTarget, command: str) -> None:
 
 
 def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
-    """The scenarios of a list with commas, all of them among `means`. Raises UsageError."""
+    """Parse a list of scenarios with commas. Raises UsageError for names that are not in `means`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in means]
     if unknown or not names:
@@ -131,7 +136,7 @@ def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
 
 
 def _silent(_: str) -> None:
-    """Report nothing."""
+    """Ignore the report."""
 
 
 def run(
@@ -141,9 +146,12 @@ def run(
     report: Callable[[str], None] = _silent,
     make: Callable[[Counter, Tokens | None], Scenarios] = Scenarios,
 ) -> ScenarioResult:
-    """Run the scenarios `names` on all `targets`, `rounds` times. The servers take turns in
-    beginning a round. An error on one server is listed in the result and does not end the run;
-    `report` gets a line for each step. Raises BackendError if a server does not answer at all."""
+    """Run the scenarios `names` on all `targets`, `rounds` times.
+
+    The servers take turns in beginning a round. An error on one server is listed in the result and
+    does not end the run. `report` gets a line for each step. Raises BackendError if a server does
+    not answer at all.
+    """
     servers = [target.name for target in targets]
     if len(set(servers)) < len(servers):
         raise UsageError("a server is named twice", hint=", ".join(servers))

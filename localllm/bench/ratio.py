@@ -11,20 +11,20 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 Better = Literal["more", "less"]
-# Of a name, the letters that a table shows.
+# Number of characters of a name that a table shows.
 _LONGEST_NAME = 26
 
 
 def rotated(runs: Sequence[T], by: int) -> list[T]:
-    """`runs` in the order of round `by`: the one that begins takes turns."""
+    """Rotate `runs` for round `by`, so that each run begins a round in turn."""
     at = by % len(runs)
     return [*runs[at:], *runs[:at]]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One server over another: the median of the rounds' own ratios, the smallest and the largest
-    of them, and each."""
+    """Ratios of one server to another: the ratio of each round, and their median, minimum and
+    maximum."""
 
     median: float
     low: float
@@ -37,8 +37,10 @@ class Ratio:
 
 @dataclass
 class RoundComparison:
-    """Values per name over rounds, NaN for a round without a value; `better` tells whether a larger
-    or a smaller value wins."""
+    """Values by name and round. NaN marks a round without a value.
+
+    `better`: whether more or less is better.
+    """
 
     title: str
     unit: str
@@ -49,7 +51,7 @@ class RoundComparison:
         self.values.setdefault(name, []).append(value)
 
     def fill(self, name: str, rounds: int) -> None:
-        """NaN for those of the first `rounds` rounds that gave no value."""
+        """Append NaN until there are `rounds` values."""
         values = self.values.setdefault(name, [])
         values += [math.nan] * (rounds - len(values))
 
@@ -73,7 +75,7 @@ class RoundComparison:
         return None
 
     def to_json(self, first: str) -> dict[str, Any]:
-        """Everything, with the ratio of `first` to every other name."""
+        """Return all data, with the ratio of `first` to every other name."""
         medians: dict[str, float | None] = {}
         values: dict[str, list[float | None]] = {}
         ratios: dict[str, dict[str, Any]] = {}

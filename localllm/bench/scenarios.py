@@ -1,5 +1,5 @@
-"""The scenarios of the benchmark: each is a situation that users meet, run once on one server at a
-time."""
+"""The scenarios of the benchmark. Each is a typical situation of users, and runs once on one
+server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
 from localllm.bench.token_counts import Counter, Tokens, TokensRead
 from localllm.errors import BackendError, UnsupportedError
 
-# What every scenario means to a person: shown by `bench --against` and in docs/benchmarks.md.
+# The description of each scenario, shown by `bench --against` and in docs/benchmarks.md.
 MEANS: Mapping[str, str] = {
     "single": "one chat: how fast an answer is written",
     "prefill": "a long text is pasted: how fast it is read before the answer begins",
@@ -36,23 +36,22 @@ MEANS: Mapping[str, str] = {
     "copy": "an agent writes a file again with one change: what drafting from the prompt gains",
 }
 DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "cancel", "copy")
-# Tokens the first stream gets in peace before the newcomer of "stall" arrives, and all that it
-# gets.
+# Tokens of the first stream before the second request of "stall" arrives, and in total.
 _ALONE = 60
 _STALLED = 600
 # Functions in the file of "copy".
 _FUNCTIONS = 7
-# How many stories are asked for: a model may have said all it has to say before the newcomer comes.
+# Number of attempts: a model may end its story before the second request arrives.
 _STORIES = 3
-# An answer of fewer tokens is too short to measure its speed.
+# An answer of fewer tokens is too short for measuring its speed.
 _FEWEST = 8
-# Of fewer gaps the 95th percentile is the largest.
+# With fewer gaps, the 95th percentile is the same as the maximum.
 _ENOUGH_GAPS = 20
-# Time for the work that a server does after an answer (keeping its KV).
+# Time in seconds for the server's work after an answer, such as storing its KV.
 _SETTLE_S = 0.5
 
 
-# What the scenarios find: the title of each table, its unit, and whether more or less is better.
+# The tables of results: title, unit, and whether more or less is better.
 _TOGETHER = "aggregate, {} streams"
 _EVEN = "{} streams: 95th percentile of the gaps"
 SINGLE = RoundComparison("decode, one stream", "tok/s")

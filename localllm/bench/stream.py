@@ -22,9 +22,10 @@ from localllm.errors import BackendError
 Messages = list[dict[str, str]]
 
 _TIMEOUT_S = 300.0
-# A large model is read from the disk in less.
+# Seconds. Even a large model is read from disk in less time.
 _LOADING_S = 300.0
-# Fields that many servers know and OpenAI's API does not: left away for a server that refuses them.
+# Fields that many servers support and OpenAI's API lacks. They are omitted for a server that
+# rejects them.
 _BEYOND_OPENAI = ("ignore_eos",)
 
 

@@ -1,2 +1,2 @@
-"""Memory: one reader of the system (system), one account a place (account), one verdict whether
-something fits (verdict)."""
+"""System memory: reading it (system), an account per memory pool (account), and whether models fit
+(verdict)."""

@@ -1,5 +1,4 @@
-"""The account of one memory: its size, the reserved bytes, the bytes of other programs, and the
-rest."""
+"""The account of one memory pool: its size, reserved bytes, bytes of other programs, and the rest."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ _MIB = 2**20
 # A GB10 that fills its pool freezes rather than failing an allocation (seen at 97 %): 5 % stay
 # free. https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
 _HEADROOM_SHARE = 0.05
-# A desktop's own bursts (a browser tab, a compiler) are of this size on machines of any size …
+# A desktop's short-term needs (a browser tab, a compiler) are of this size on all machines.
 _LEAST_HEADROOM_BYTES = 512 * _MIB
-# … but a board of 1 or 2 GiB could load nothing if it kept that much.
+# A board of 1 or 2 GiB could load no model if it reserved that much, so there is an upper bound.
 _MOST_HEADROOM_SHARE = 0.125
 
 
 def headroom_bytes(total_bytes: int | None) -> int:
     """Bytes reserved for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at
-    most an eighth.
+    most 1/8.
 
-    0 if the total is unknown: then only the plan decides.
+    Returns 0 if the total is unknown: then only the plan decides.
     """
     if not total_bytes:
         return 0
@@ -35,12 +34,16 @@ def headroom_bytes(total_bytes: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The account of one place (a card, a pool that CPU and GPU share, system memory), in bytes.
+    """The account of one memory pool in bytes: a card, a pool that CPU and GPU share, or system
+    memory.
 
-    total: installed. limit: the most a model may ever use (hard). available: what is free now
-    (soft, <= limit). system: what the system or the driver keeps, a card's margin included. others:
-    what programs have now that a model can't have.
-    carve_out: what of it is free but no system memory, as a BIOS gave it to a processor's graphics.
+    `total`: installed memory.
+    `limit`: the most a model may ever use (hard limit).
+    `available`: free now (soft, <= limit).
+    `system`: reserved for the system or the driver, including a card's margin.
+    `others`: in use by other programs, so not available to a model.
+    `carve_out`: free bytes that the BIOS assigned to integrated graphics, so they are not system
+    memory.
     """
 
     total_bytes: int
@@ -54,8 +57,7 @@ class Memory:
 
     @property
     def loadable_bytes(self) -> int:
-        """The most that may be loaded now: for a card less than is available, as its margin stays
-        free."""
+        """The most that may be loaded now. For a card this leaves its margin free."""
         return max(0, min(self.limit_bytes, self._not_taken_bytes))
 
     @property
@@ -63,8 +65,10 @@ class Memory:
         return self.total_bytes - self.system_bytes - self.others_bytes
 
     def account(self) -> str:
-        """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9
-        GB for a model"."""
+        """The account in one line.
+
+        Example: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9 GB for a model".
+        """
         reasons = []
         if self.system_bytes:
             reasons.append(f"the system keeps {gb(self.system_bytes, 1)}")
@@ -79,11 +83,12 @@ class Memory:
 def shared_pool(
     total_bytes: int, available_bytes: int, source: str, headroom: int | None = None
 ) -> Memory:
-    """The account of system memory, or of a pool that CPU and GPU share (GB10, Jetson): all of it
-    but the headroom may be loaded.
+    """The account of system memory, or of a pool that CPU and GPU share (GB10, Jetson).
 
-    `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree). `headroom`:
-    reserved bytes (None: by the machine's size).
+    All of it except the headroom may be loaded.
+
+    `available_bytes`: must include reclaimable page cache (MemAvailable, never MemFree).
+    `headroom`: reserved bytes (None: by the machine's size).
     """
     keep = headroom
     if keep is None:
@@ -95,8 +100,10 @@ def shared_pool(
 
 
 def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
-    """The account with `n_bytes` reserved instead of the bytes that were assumed, in addition to
-    those of other programs."""
+    """Return the account with `n_bytes` reserved for the system instead of the assumed bytes.
+
+    `others_bytes`: the bytes of other programs.
+    """
     keep = min(n_bytes, memory.total_bytes)
     limit = max(0, min(memory.limit_bytes + memory.system_bytes, memory.total_bytes) - keep)
     return replace(

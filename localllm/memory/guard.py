@@ -1,17 +1,17 @@
-"""Keeps memory free for the system: what may be loaded now, and when a running engine must give
-memory back.
+"""Keep memory free for the system: check loads, and make a running engine release memory.
 
-Three marks on what is available, the headroom being what the system keeps
+The available memory is compared with the headroom reserved for the system
 (`account.headroom_bytes`):
 
-    available ≥ headroom     none     load what fits above the headroom; the prefix cache may grow
-    below it                 shrink   the prefix cache stops growing and gives back what is missing,
-                             oldest first
-    below half of it         hold     besides, nobody joins the running batch where that takes
-                             memory
+    available ≥ headroom     none     models that fit above the headroom may be loaded.
+                                      The prefix cache may grow.
+    below the headroom       shrink   The prefix cache stops growing.
+                                      It evicts the oldest entries until the headroom is free.
+    below half of it         hold     In addition, no request joins the running batch
+                                      if that takes memory.
 
-A level is left a quarter of the headroom above the mark that started it, so that giving back does
-not flap.
+A level ends only when available memory exceeds its threshold by a quarter of the headroom. This
+avoids flapping.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _LOOK_S = 0.25
 
 
 def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "none") -> Pressure:
-    """The level that `available_bytes` means, coming from the level `before`. Unknown availability
-    is no pressure."""
+    """Return the pressure level for `available_bytes`. `before` is the previous level.
+
+    Unknown availability means no pressure.
+    """
     if available_bytes is None or headroom_bytes <= 0:
         return "none"
     hold_below = _HOLD_SHARE * headroom_bytes
@@ -52,9 +54,11 @@ def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "
 
 
 def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
-    """Raise DoesNotFitError unless `account` has room for `planned_bytes`. An unknown size (0
-    planned, or no account) passes: then the plan decides. So does an account that reserves nothing
-    for the system."""
+    """Raise DoesNotFitError unless `account` has room for `planned_bytes`.
+
+    If the size is unknown (0 planned, or no account), or if the account reserves no bytes for the
+    system, the check passes. Then only the plan decides.
+    """
     if not planned_bytes or account is None or not account.system_bytes:
         return
     free = account.available_bytes
@@ -72,8 +76,11 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
 def check_before_load(
     name: str, planned_bytes: int, headroom: int | None = None, available: Available | None = None
 ) -> None:
-    """`check_load` against the memory that is free now. `headroom`: bytes (None: by the machine's
-    size); `available` returns the available bytes (None: read from the system)."""
+    """Run `check_load` against the memory that is free now.
+
+    `headroom`: reserved bytes (None: by the machine's size).
+    `available`: returns the available bytes (None: read from the system).
+    """
     if not planned_bytes:
         return
     account = SystemMemory(process_and_children).account(headroom)
@@ -84,7 +91,7 @@ def check_before_load(
 
 
 def memory_is_short() -> bool:
-    """Whether less memory is free than is kept for the system."""
+    """True if less memory is free than is reserved for the system."""
     system = SystemMemory(process_and_children)
     account = system.account()
     if account is None:
@@ -96,14 +103,16 @@ def memory_is_short() -> bool:
 
 
 def _not_reported() -> None:
-    """The pressure of a system that reports none."""
+    """Default for systems that do not report memory pressure."""
 
 
 @dataclass
 class MemoryGuard:
-    """The view of a running engine: call `look` now and then, then read `pressure` and
-    `missing_bytes`. `system_pressure`: the system's own report (macOS), which takes precedence over
-    the available bytes."""
+    """Memory pressure as seen by a running engine.
+
+    Call `look` at intervals, then read `pressure` and `missing_bytes`. `system_pressure` is the
+    system's own report (macOS). It takes precedence over the available bytes.
+    """
 
     available: Available
     headroom_bytes: int
@@ -113,8 +122,8 @@ class MemoryGuard:
     _next_look_s: float = float("-inf")
 
     def look(self, now_s: float, *, force: bool = False) -> bool:
-        """Read the available memory, at most four times a second unless forced; True if it was
-        read."""
+        """Read the available memory, at most four times a second unless forced. Returns True if it
+        was read."""
         if self.headroom_bytes <= 0 or (now_s < self._next_look_s and not force):
             return False
         self._next_look_s = now_s + _LOOK_S
@@ -126,8 +135,11 @@ class MemoryGuard:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes to give back until the headroom is free again. If only the system reports that
-        memory is short: a part of the headroom at each look."""
+        """Bytes to release until the headroom is free again.
+
+        If only the system reports that memory is short, this is at least a quarter of the headroom
+        at each look.
+        """
         missing = 0
         if self.available_bytes is not None:
             missing = max(0, self.headroom_bytes - self.available_bytes)
@@ -162,8 +174,10 @@ class MemoryGuard:
 
 
 def guard_of(available: Available | None, headroom: int | None) -> MemoryGuard:
-    """A guard of the memory that `available` returns (None: of the system's). `headroom`: bytes
-    (None: by the machine's size)."""
+    """Return a guard of the memory that `available` returns (None: system memory).
+
+    `headroom`: reserved bytes (None: by the machine's size).
+    """
     system = SystemMemory()
     if headroom is None:
         headroom = headroom_bytes(system.total_bytes)

@@ -1,5 +1,5 @@
-"""Linux's memory as this process has it: /proc/meminfo, under the limits of its control groups
-(cgroups v1 and v2)."""
+"""Memory available to this process on Linux: /proc/meminfo, limited by its control groups (v1 and
+v2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ReadText = Callable[[str], str]
 
 MEMINFO = "/proc/meminfo"
 OWN_GROUPS = "/proc/self/cgroup"
-# cgroup v1 prints the largest page-aligned int64 when there is no limit.
+# cgroup v1 prints the largest page-aligned int64 if there is no limit.
 _UNLIMITED = 1 << 62
 # Longer than any real figure; int() of a million digits is slow.
 _MOST_DIGITS = 20
@@ -21,7 +21,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def read_text(path: str) -> str:
-    """The file on this machine."""
+    """Read a file of this machine."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -30,9 +30,11 @@ def read_text(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemInfo:
-    """/proc/meminfo in bytes. `available_bytes` includes page cache the kernel can drop;
-    `huge_free_bytes` are the free ones of the huge pages that somebody reserved (None: nobody did).
-    None where the kernel does not say."""
+    """Fields of /proc/meminfo in bytes. A field is None if the kernel does not report it.
+
+    `available_bytes`: includes page cache that the kernel can drop.
+    `huge_free_bytes`: free huge pages, if the administrator reserved any (None: not reserved).
+    """
 
     total_bytes: int
     available_bytes: int | None
@@ -40,12 +42,13 @@ class MemInfo:
 
 
 def meminfo(text: str) -> MemInfo | None:
-    """/proc/meminfo; None without a usable MemTotal.
+    """Parse /proc/meminfo. Returns None without a usable MemTotal.
 
-    MemFree is never used alone: it counts page cache as taken. MemAvailable leaves reserved huge
-    pages out, as they are nobody's who did not ask for them. Kernels before 3.14 and WSL 1 have
-    none: there it is what is free and cached, but for shared memory, which is counted as cache and
-    can't be dropped (free(1), before it knew MemAvailable).
+    MemFree is never used alone, because it counts page cache as used. MemAvailable excludes
+    reserved huge pages, because only programs that request huge pages can use them. Kernels before
+    3.14 and WSL 1 lack MemAvailable. It is then computed as free plus cached minus shared memory.
+    Shared memory counts as cache but can't be dropped. This is the formula of free(1) before it
+    used MemAvailable.
     """
     values: dict[str, int] = {}
     for name, number in _numbers(text):
@@ -68,8 +71,7 @@ def meminfo(text: str) -> MemInfo | None:
 
 
 def _number(text: str) -> int:
-    """The number that `text` consists of; 0 if it is no number, or has more digits than a real
-    figure."""
+    """Parse a number. Returns 0 if `text` is no number or has more digits than any real value."""
     digits = text.strip("\x00 \t\r\n")
     if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
         return int(digits)
@@ -77,7 +79,7 @@ def _number(text: str) -> int:
 
 
 def _numbers(text: str) -> Iterator[tuple[str, int]]:
-    """The first number after each name, if there is one that is not negative."""
+    """Yield each name with the first number after it, if that is not negative."""
     for line in text.splitlines():
         name, _, rest = line.replace(":", " ").strip().partition(" ")
         value = rest.split()
@@ -87,11 +89,13 @@ def _numbers(text: str) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A group of processes whose memory may be limited. The page cache charged to it is reclaimed
-    before anything is ended: `max - current` under-estimates what is free after a model was read
-    twice.
+    """A control group whose memory may be limited.
 
-    Files: kernel.org, cgroup-v2 (memory.max, memory.high) and cgroup-v1 memory (memory.limit_in_bytes).
+    Before the kernel kills a process, it reclaims the group's page cache. So `max - current`
+    underestimates the free memory after a model file was read twice.
+
+    Files: kernel.org, cgroup-v2 (memory.max, memory.high) and cgroup-v1 memory
+    (memory.limit_in_bytes).
     """
 
     folder: str
@@ -99,8 +103,10 @@ class ControlGroup:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files to read: the bytes in use, the caches among them, and the limits. Beyond
-        memory.high the kernel ends no process, but holds all of them up."""
+        """The files to read: bytes in use, statistics with the caches, and the limits.
+
+        Beyond memory.high the kernel kills no process, but slows all of them down.
+        """
         names = ["memory.current", "memory.stat", "memory.max", "memory.high"]
         if self.is_v1:
             names = ["memory.usage_in_bytes", "memory.stat", "memory.limit_in_bytes"]
@@ -113,15 +119,14 @@ class ControlGroup:
         return min((limit for limit in limits if 0 < limit[0] < _UNLIMITED), default=None)
 
     def free_bytes(self, read: ReadText) -> int | None:
-        """Free bytes below the group's limit, caches not counted as used; None if it has no
-        limit."""
+        """Free bytes below the group's limit, not counting caches as used. None without a limit."""
         limited = self.limit(read)
         if limited is None:
             return None
         used_file, stat_file, *_ = self.files
         used = _number(read(used_file))
         stat = dict(_numbers(read(stat_file)))
-        prefix = "total_" if self.is_v1 else ""  # v1: with the groups below
+        prefix = "total_" if self.is_v1 else ""  # v1: includes the child groups
         caches = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
         return max(0, limited[0] - max(0, used - caches))
 
@@ -131,8 +136,10 @@ _V1_ROOT = "/sys/fs/cgroup/memory"
 
 
 def control_groups(own_groups: str) -> list[ControlGroup]:
-    """Every group whose limit binds this process, from its own up to both roots. Inside a container
-    the path of /proc/self/cgroup may not exist; the roots always do."""
+    """Return every control group that limits this process, from its own up to both roots.
+
+    Inside a container, the path in /proc/self/cgroup may not exist, but the roots do.
+    """
     found: list[ControlGroup] = []
     for line in own_groups.splitlines():
         _, _, rest = line.partition(":")
@@ -149,13 +156,15 @@ def control_groups(own_groups: str) -> list[ControlGroup]:
 
 
 def files_to_read(own_groups: str) -> list[str]:
-    """The files that a recording has to hold so that `LinuxMemory` can be read from it."""
+    """Return the files that a recording must contain to create `LinuxMemory` from it."""
     return [name for group in control_groups(own_groups) for name in group.files]
 
 
 class LinuxMemory:
-    """The memory of this process: the machine's, or the part that its container allows. The limited
-    groups are found once, so a look reads no files of the others."""
+    """The memory of this process: the machine's, or the part that its container allows.
+
+    Groups with limits are found once. A later read skips all other groups.
+    """
 
     def __init__(self, read: ReadText = read_text) -> None:
         self._read = read
@@ -189,10 +198,14 @@ class LinuxMemory:
     def available_bytes(
         self, users: Iterable[int] = (), machine_bytes: int | None = None
     ) -> int | None:
-        """Bytes that can be taken now without swapping. The mapped files of the processes `users`
-        count as taken: the kernel reports a page of mapped weights as available, yet taking it
-        would make the next token wait for the disk. `machine_bytes`: free bytes of the machine, if
-        that is not MemAvailable."""
+        """Return the bytes that can be allocated now without swapping.
+
+        Mapped files of the processes `users` count as used. The kernel reports pages of mapped
+        weights as available, but if they were dropped, the next token would have to read them from
+        disk.
+
+        `machine_bytes`: free bytes of the machine, if not MemAvailable.
+        """
         if machine_bytes is None:
             machine = self.machine()
             if machine is None or machine.available_bytes is None:
@@ -206,8 +219,10 @@ class LinuxMemory:
         return max(0, free - sum(self._mapped_bytes(pid) for pid in users))
 
     def _mapped_bytes(self, pid: int) -> int:
-        """Resident pages of mapped files (and shared memory): proc(5), /proc/pid/statm, third
-        field."""
+        """Return the resident bytes of mapped files and shared memory.
+
+        Source: proc(5), /proc/pid/statm, third field.
+        """
         fields = self._read(f"/proc/{pid}/statm").split()
         if len(fields) > 2:
             return int(fields[2]) * _PAGE_BYTES

@@ -1,5 +1,4 @@
-"""The one reader of this system's memory: how much there is, what can be taken now, and what the
-system says of it."""
+"""Read the system's memory: its size, the available part, and the pressure that the system reports."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ def process_and_children() -> Iterable[int]:
 
 
 class SystemMemory:
-    """The system's memory, read cheaply: on Linux from /proc and this process's control groups,
-    elsewhere through psutil.
+    """System memory, at a low cost per read.
 
-    `users` names the processes whose mapped files count as taken (localllm/memory/linux.py): Linux
-    alone reports them as free.
+    On Linux it is read from /proc and this process's control groups, elsewhere with psutil. `users`
+    returns the processes whose mapped files count as used (localllm/memory/linux.py). Only Linux
+    reports such files as free.
     """
 
     def __init__(
@@ -45,16 +44,17 @@ class SystemMemory:
 
     @property
     def total_bytes(self) -> int | None:
-        """Memory this process may use: the machine's, or its container's."""
+        """Memory that this process may use: the machine's, or its container's."""
         if self._linux is not None:
             return self._linux.total_bytes()
         return self._sysctl("hw.memsize") or int(_psutil_memory().total)
 
     def available_bytes(self) -> int | None:
-        """What can be taken now without swapping; None if the system does not say."""
+        """Bytes that can be allocated now without swapping. None if the system does not report it."""
         if self._linux is not None:
             return self._linux.available_bytes(self._users())
-        # psutil's figure on macOS is free and inactive memory, about half of what can be had.
+        # On macOS, psutil returns free and inactive memory: about half of the memory that is
+        # available.
         on_mac = macos.available_bytes(
             self.total_bytes or 0, self._sysctl("kern.memorystatus_level")
         )
@@ -63,14 +63,17 @@ class SystemMemory:
         return on_mac
 
     def pressure(self) -> macos.Pressure | None:
-        """What the system itself says of its memory; None where it says nothing (all but macOS)."""
+        """The memory pressure that macOS reports. None on other systems."""
         if self._linux is not None:
             return None
         return macos.PRESSURE.get(self._sysctl("kern.memorystatus_vm_pressure_level"))
 
     def account(self, headroom: int | None = None) -> Memory | None:
-        """The account of system memory, of which `headroom` bytes stay with the system (None: by
-        its size); None where the system does not say."""
+        """The account of system memory with `headroom` reserved bytes (None: by the machine's
+        size).
+
+        Returns None if the system does not report its memory.
+        """
         total = self.total_bytes
         available = self.available_bytes()
         if total is None or available is None:
@@ -85,9 +88,11 @@ def _psutil_memory() -> Any:
 
 
 def free_for_models(headroom: int | None = None) -> int | None:
-    """Bytes of system memory that models may take now: all but `headroom` bytes (None: by the
-    machine's size). None if the system does not say, or nothing is to be kept for it (0), so that
-    only the plan decides."""
+    """Bytes of system memory that models may use now: all except the `headroom`.
+
+    `headroom` is in bytes (None: by the machine's size). Returns None if the system does not report
+    its memory or if the headroom is 0. Then only the plan decides.
+    """
     account = SystemMemory(process_and_children).account(headroom)
     if account is None or not account.system_bytes:
         return None
@@ -95,8 +100,11 @@ def free_for_models(headroom: int | None = None) -> int | None:
 
 
 def return_to_system() -> None:
-    """Hand freed memory back: glibc keeps what it was given for the next allocation. Other systems'
-    allocators return blocks of this size by themselves. malloc_trim(3)."""
+    """Return freed memory to the system with malloc_trim(3).
+
+    glibc keeps freed memory for later allocations. Allocators of other systems return blocks of
+    this size by themselves.
+    """
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl

@@ -1,4 +1,4 @@
-"""Does it fit: the one verdict, over every place that bytes are needed of."""
+"""Decide whether a plan fits in all memory pools that it uses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import Literal
 
 Fits = Literal["yes", "tight", "split", "no"]
 
-# A plan this close to the limit leaves nothing for a longer prompt's buffers or another program:
-# "tight".
+# A plan this close to the limit is "tight": it has no room for a longer prompt's buffers or another
+# program.
 TIGHT_SHARE = 0.93
 TIGHT_MEANS = f"needs more than is free now, or over {TIGHT_SHARE:.0%} of what may be loaded"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is needed of one place, in bytes: `limit_bytes` is the most that may be taken of it,
-    `free_bytes` what of that is free now, `roomy_bytes` what leaves some of it for longer prompts'
-    buffers and other programs (None: as much as is free)."""
+    """Requirements for one memory pool, in bytes.
+
+    `limit_bytes`: the most that may be used.
+    `free_bytes`: the part of the limit that is free now.
+    `roomy_bytes`: the most that leaves room for longer prompts' buffers and other programs (None:
+    no such limit).
+    """
 
     place: str
     needs_bytes: int
@@ -28,33 +32,39 @@ class Part:
 
     @property
     def is_tight(self) -> bool:
-        """True where others would have to give way, or nearly nothing would be left."""
+        """True if other programs would have to release memory, or if nearly no memory would be
+        left."""
         is_roomy = self.roomy_bytes is None or self.needs_bytes <= self.roomy_bytes
         return self.needs_bytes > self.free_bytes or not is_roomy
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`yes`; `tight` (needs more than is free now, or nearly all of what may be loaded); `split`
-    (as "yes", with a part in system memory); `no`. `parts` are those that it was judged by."""
+    """Whether a plan fits, and the parts on which the verdict is based.
+
+    `yes`: it fits.
+    `tight`: it needs more than is free now, or nearly all of the limit.
+    `split`: it fits, with a part in system memory.
+    `no`: it needs more than a limit.
+    """
 
     fits: Fits
     parts: tuple[Part, ...]
 
     @property
     def lacking(self) -> tuple[Part, ...]:
-        """The places that have too little: why it is "no"."""
+        """The pools that have too little memory: the reason for "no"."""
         return tuple(part for part in self.parts if part.needs_bytes > part.limit_bytes)
 
 
 def has_room(needs_bytes: int, free_bytes: int) -> bool:
-    """Whether a place that has `free_bytes` now has room for `needs_bytes`."""
+    """True if a pool with `free_bytes` has room for `needs_bytes`."""
     return needs_bytes <= free_bytes
 
 
 def verdict(parts: Sequence[Part], *, split: bool = False) -> Verdict:
-    """Whether every place has room for its part. `split`: a part of it is in system memory by
-    choice."""
+    """Judge whether every pool has room for its part. `split`: the plan puts a part into system
+    memory."""
     judged = Verdict("split" if split else "yes", tuple(parts))
     if judged.lacking:
         return replace(judged, fits="no")

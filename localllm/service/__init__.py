@@ -1,2 +1,1 @@
-"""The server as a service of this user: units for each system's manager, and asking that manager
-about it."""
+"""Run the server as a service of this user: write units for the system's manager, and query it."""

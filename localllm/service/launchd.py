@@ -1,4 +1,4 @@
-"""launchd: an agent of this user on macOS. Written from its manual; not run on a Mac by us."""
+"""launchd: an agent of this user on macOS. Written from its manual; we have not run it on a Mac."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from localllm.service.types import (
 from localllm.service.types import call as run_program
 
 LABEL = "org.localllm.serve"
-# launchctl(1): no such service, and one that is on its way out (`bootout` does not wait).
+# launchctl(1): exit codes for a service that does not exist, and for one that is still stopping
+# (`bootout` does not wait).
 _NO_SUCH = (3, 113)
 _STILL_LEAVING = (5, 37)
 _TRIES = 20
@@ -29,7 +30,7 @@ _TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class Launchd:
-    """The launchd of the user with the number `uid`. `call` runs launchctl, `wait` waits some
+    """The launchd of the user with the number `uid`. `call` runs launchctl; `wait` sleeps for some
     seconds."""
 
     home: Path
@@ -47,7 +48,7 @@ class Launchd:
         return {self.plist: agent(service, self.log_file)}
 
     def install(self, service: Service) -> list[Path]:
-        """Write the agent and start it, in the place of one that runs."""
+        """Write the agent and start it. It replaces a running one."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         changed = write_all(self.files(service))
         self._ask("bootout", self._target, allowed=_NO_SUCH)
@@ -60,7 +61,7 @@ class Launchd:
         return changed
 
     def restart(self) -> None:
-        """End it with SIGTERM and start it again."""
+        """Stop the service with SIGTERM and start it again."""
         self._ask("kickstart", "-k", self._target)
 
     def uninstall(self) -> list[Path]:
@@ -68,7 +69,7 @@ class Launchd:
         return remove_all([self.plist])
 
     def state(self) -> State:
-        """From `launchctl print`."""
+        """Read the state from `launchctl print`."""
         answer = self._ask("print", self._target, allowed=_NO_SUCH)
         if answer.returncode:
             there = self.plist.exists()
@@ -92,10 +93,11 @@ class Launchd:
 
 
 def agent(service: Service, log_file: Path) -> str:
-    """A launch agent (launchd.plist(5)).
+    """Return the text of a launch agent (launchd.plist(5)).
 
-    `AbandonProcessGroup`: workers write what they know after the server has gone, and end by
-    themselves."""
+    `AbandonProcessGroup`: workers save their data after the server has ended, and then end by
+    themselves.
+    """
     values = {
         "Label": LABEL,
         "ProgramArguments": list(service.command),
@@ -134,7 +136,8 @@ def parse_print(text: str) -> State:
 
 
 def _integer(text: str) -> int | None:
-    """The integer at the beginning of `text`; None if there is none, as in "(never exited)"."""
+    """Parse the integer at the beginning of `text`. Returns None for other texts, such as "(never
+    exited)"."""
     found = re.match(r"-?\d+", text)
     if found is None:
         return None

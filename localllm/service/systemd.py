@@ -25,10 +25,11 @@ from localllm.service.types import call as run_program
 
 SERVICE = f"{NAME}.service"
 SOCKET = f"{NAME}.socket"
-# What a unit's argument may hold unquoted; `%` and `$` mean something to systemd everywhere.
+# Characters that a unit's argument may contain unquoted. `%` and `$` always have a meaning for
+# systemd.
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=@+,")
-# The first that waits longer after each failure (RestartSteps=); older ones say they don't know the
-# word.
+# The first version that increases the delay after each failure (RestartSteps=). Older versions warn
+# about the unknown option.
 _BACKS_OFF = 254
 _UNSET = str(2**64 - 1)
 _PROPERTIES = (
@@ -59,9 +60,9 @@ class Systemd:
         return units
 
     def install(self, service: Service) -> list[Path]:
-        """Write the units and start them. If the socket changes, the service and the old socket are
-        stopped first."""
-        self._ask("is-system-running", may_fail=True)  # fails at once if systemd does not answer
+        """Write the units and start them. If the socket changes, first stop the service and the old
+        socket."""
+        self._ask("is-system-running", may_fail=True)  # fails if systemd does not answer
         units = self.files(service)
         socket = self.folder / SOCKET
         had_socket = socket.exists()
@@ -97,14 +98,17 @@ class Systemd:
         return gone
 
     def state(self) -> State:
-        """From `systemctl show`, whose words are the same in every language."""
+        """Read the state from `systemctl show`, whose output does not depend on the language."""
         return parse_show(self._ask("show", SERVICE, f"--property={','.join(_PROPERTIES)}").stdout)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
-        """The command that shows the journal: the server's messages, and systemd's about it (`+` is
-        "or", journalctl(1))."""
+        """Return the command that shows the journal.
+
+        It includes the server's messages and systemd's messages about it (`+` is "or",
+        journalctl(1)).
+        """
         words = ["journalctl", f"--lines={lines}", "--no-pager"]
-        words += ["--quiet", "--output=short-iso"]  # quiet: no word on other users' messages
+        words += ["--quiet", "--output=short-iso"]  # quiet: no hint about other users' messages
         if follow:
             words.append("--follow")
         words += [f"SYSLOG_IDENTIFIER={NAME}", "+", f"_SYSTEMD_USER_UNIT={SERVICE}"]
@@ -130,17 +134,22 @@ class Systemd:
 
 
 def service_unit(service: Service, *, backs_off: bool) -> str:
-    """The unit of the server
-    (https://www.freedesktop.org/software/systemd/man/latest/systemd.service.html).
+    """Return the unit of the server.
 
-    `KillMode=process`: the server alone is asked to stop; its workers write what they know and end
-    when it tells them to, or when it is gone.
-    `mixed` would kill them at once where the server was killed (seen: a conversation of 1,260
-    tokens computed again).
-    `ExecStopPost` waits for them, and ends those that don't leave.
-    `OOMPolicy=continue`: a worker that is killed for memory costs its model's requests, never the
-    server. Wrong usage, a model that is not there or not readable, and one that does not fit (exit
-    codes 2 to 5) are the same at the next try."""
+    Source: https://www.freedesktop.org/software/systemd/man/latest/systemd.service.html
+
+    `KillMode=process`: only the server is told to stop. Its workers save their data, and end when
+    the server tells them to or has ended. `mixed` would kill the workers at once if the server was
+    killed. In that case a conversation of 1,260 tokens had to be computed again.
+
+    `ExecStopPost`: waits for the workers, and kills those that do not end.
+
+    `OOMPolicy=continue`: if a worker is killed for lack of memory, only its model's requests fail.
+    The server continues.
+
+    The server is not restarted after exit codes 2 to 5: wrong usage, a model that is missing,
+    unreadable or does not fit. The next try would fail in the same way.
+    """
     needs = settle = variables = steps = limit = ""
     if service.addresses:
         needs = f"Requires={SOCKET}\nAfter={SOCKET}\n"
@@ -177,8 +186,7 @@ WantedBy=default.target
 
 
 def socket_unit(service: Service) -> str:
-    """The unit of what the server listens on: systemd binds it, and keeps it while the server
-    restarts."""
+    """Return the unit of the listening socket. systemd binds it and keeps it open during restarts."""
     listen = "".join(
         f"ListenStream={address.replace('%', '%%')}\n" for address in service.addresses
     )
@@ -218,7 +226,7 @@ def parse_show(text: str) -> State:
 
 
 def _detail(state: str, sub_state: str, result: str) -> str:
-    """The state in systemd's words: "failed (failed) exit-code"."""
+    """Format the state as systemd does: "failed (failed) exit-code"."""
     words = [state] if state else []
     if sub_state:
         words.append(f"({sub_state})")
@@ -238,8 +246,10 @@ def _line(command: Sequence[str]) -> str:
 
 
 def _quoted(word: str, *, command: bool = False) -> str:
-    """`word` as one argument of ExecStart, or as one assignment of Environment, where `$` means
-    nothing (systemd.syntax(7))."""
+    """Quote `word` as one argument of ExecStart, or as one assignment of Environment.
+
+    `$` has no special meaning in Environment (systemd.syntax(7)).
+    """
     if "\n" in word or "\0" in word:
         raise UsageError("a unit's command can't hold a line break")
     escaped = word.replace("%", "%%")

@@ -1,11 +1,13 @@
-"""A service and its state; and what the managers share: running programs, writing and removing unit
-files.
+"""A service and its state, and functions that the managers share: run programs, write and remove
+unit files.
 
-Each manager has a `name` (as `--manager` says it) and the same methods, which raise ServiceError:
-`files` are those that `install` writes, with their texts; `install` starts the service, now and at
-each login, and returns the files that changed; `restart` and `uninstall` wait for the server to
-write what it knows; `state` is how it stands now; `log_command` shows its log's last lines and, to
-`follow` it, what comes after them.
+Each manager has a `name` (the value of `--manager`) and the same methods, which raise ServiceError:
+* `files` returns the files that `install` writes, with their texts.
+* `install` starts the service now and at each login, and returns the changed files.
+* `restart` and `uninstall` wait for the server to save its data.
+* `state` returns the current state.
+* `log_command` returns the command that shows the log's last lines. With `follow`, it continues
+  with new lines.
 """
 
 from __future__ import annotations
@@ -27,22 +29,25 @@ class ServiceError(
     code="service_manager_failed",
     default_hint="`localllm serve` runs the same server in this terminal",
 ):
-    """The system's service manager can't be asked, or refused what was asked of it."""
+    """The system's service manager can't be reached or refused the request."""
 
 
 CommandResult: TypeAlias = subprocess.CompletedProcess[str]
-# Runs a program and waits for it: the only way from here to the system. Tests hand in recorded
-# answers.
+# Runs a program and waits for it. All access to the system goes through it. Tests pass recorded
+# answers instead.
 Call = Callable[[Sequence[str]], CommandResult]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """`command` runs the server in the foreground;
-    `settle` waits for the workers that a killed server left.
-    `addresses`: what the manager may listen on in its place (`127.0.0.1:11535`, `[::1]:11535`, or a
-    Unix socket's path).
-    `memory_max_bytes` None = no limit of its own."""
+    """The server as a service.
+
+    `command`: runs the server in the foreground.
+    `settle`: waits for the workers that a killed server left.
+    `addresses`: addresses on which the manager may listen instead (`127.0.0.1:11535`,
+    `[::1]:11535`, or a Unix socket's path).
+    `memory_max_bytes`: memory limit (None: no limit).
+    """
 
     command: tuple[str, ...]
     settle: tuple[str, ...] = ()
@@ -53,9 +58,13 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How the service stands. `since` is the manager's own words; `restarts` None where the manager
-    does not count them; `last_exit` is 0 or None after a clean end. `memory_bytes`: of the server
-    and its workers together."""
+    """The state of the service.
+
+    `since`: the start time in the manager's format.
+    `restarts`: None if the manager does not count them.
+    `last_exit`: 0 or None after a clean end.
+    `memory_bytes`: memory of the server and its workers together.
+    """
 
     installed: bool
     running: bool = False
@@ -68,7 +77,7 @@ class State:
     at_login: bool | None = None
 
 
-# A restart waits for the server to write what it knows (systemd.py: TimeoutStopSec).
+# Seconds. A restart waits for the server to save its data (systemd.py: TimeoutStopSec).
 _LONGEST_S = 90
 
 
@@ -90,12 +99,12 @@ def call(command: Sequence[str]) -> CommandResult:
 
 
 def output_of(answer: CommandResult) -> str:
-    """The output of a program: its errors, or its standard output if there are none."""
+    """Return a program's error output, or its standard output if the error output is empty."""
     return (answer.stderr or answer.stdout).strip()
 
 
 def checked(answer: CommandResult) -> CommandResult:
-    """`answer`, unless it is a failure: then ServiceError."""
+    """Return `answer`. Raises ServiceError if the program failed."""
     if answer.returncode:
         shown = " ".join(answer.args[:4])  # PowerShell's script is long
         raise ServiceError(f"`{shown}` failed ({answer.returncode}): {output_of(answer)}")
@@ -103,8 +112,10 @@ def checked(answer: CommandResult) -> CommandResult:
 
 
 def write_all(files: Mapping[Path, str], encoding: str = "utf-8") -> list[Path]:
-    """Write each text to its file, another text there moved to `.bak`; returns those that changed.
-    Raises ServiceError."""
+    """Write each text to its file, and return the changed files. Raises ServiceError.
+
+    An existing file with another text is copied to `.bak` first.
+    """
     changed = []
     for path, text in files.items():
         try:
@@ -121,7 +132,7 @@ def write_all(files: Mapping[Path, str], encoding: str = "utf-8") -> list[Path]:
 
 
 def remove_all(paths: Sequence[Path]) -> list[Path]:
-    """Remove those of `paths` that are there; returns them. Raises ServiceError."""
+    """Delete the existing files among `paths`, and return them. Raises ServiceError."""
     gone = []
     for path in paths:
         try:

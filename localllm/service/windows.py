@@ -1,5 +1,7 @@
-"""Windows: a task of Task Scheduler that starts at logon. Written from Microsoft's schema; not run
-on Windows by us."""
+"""Windows: a task of Task Scheduler that starts at logon.
+
+Written from Microsoft's schema; we have not run it on Windows.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from localllm.service.types import (
 )
 from localllm.service.types import call as run_program
 
-# winerror.h: SCHED_S_TASK_RUNNING, and that it has not run yet.
+# winerror.h: SCHED_S_TASK_RUNNING, and the code of a task that has not run yet.
 _NO_EXIT_CODE = (0x41301, 0x41303)
-# PowerShell's own words: schtasks.exe answers in the language of the system.
+# Ask PowerShell, because schtasks.exe answers in the language of the system.
 _ASK_STATE = f"""\
 $t = Get-ScheduledTask -TaskName '{NAME}' -ErrorAction SilentlyContinue
 if (-not $t) {{ '{{}}'; exit 0 }}
@@ -33,8 +35,7 @@ $i = $t | Get-ScheduledTaskInfo
 
 @dataclass(frozen=True, slots=True)
 class WindowsTasks:
-    """Task Scheduler, for the user `user` (`DOMAIN\\name`). `call` runs schtasks.exe and
-    PowerShell."""
+    """Task Scheduler for the user `user` (`DOMAIN\\name`). `call` runs schtasks.exe and PowerShell."""
 
     folder: Path
     user: str
@@ -44,22 +45,24 @@ class WindowsTasks:
 
     @property
     def definition(self) -> Path:
-        """The task's definition, from which it was made."""
+        """The file of the task's definition."""
         return self.folder / "service.xml"
 
     def files(self, service: Service) -> dict[Path, str]:
         return {self.definition: task(service, self.user)}
 
     def install(self, service: Service) -> list[Path]:
-        """Make the task, in the place of an earlier one, and start it."""
+        """Create the task and start it. It replaces an earlier one."""
         changed = write_all(self.files(service), "utf-16")
         self._ask("schtasks", "/Create", "/TN", NAME, "/XML", str(self.definition), "/F")
         self.restart()
         return changed
 
     def restart(self) -> None:
-        """End the server and start it again. Its workers write what they know and end when its pipe
-        does."""
+        """Stop the server and start it again.
+
+        Its workers save their data, and end when the server's pipe closes.
+        """
         self.call(["schtasks", "/End", "/TN", NAME])
         self._ask("schtasks", "/Run", "/TN", NAME)
 
@@ -70,7 +73,7 @@ class WindowsTasks:
         return remove_all([self.definition])
 
     def state(self) -> State:
-        """From PowerShell's ScheduledTasks."""
+        """Read the state with PowerShell's ScheduledTasks."""
         said = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
         return parse_state(said)
 
@@ -86,11 +89,13 @@ class WindowsTasks:
 
 
 def task(service: Service, user: str) -> str:
-    """A task's definition
-    (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema).
+    """Return a task's definition.
 
-    Task Scheduler sets no environment: `localllm service run` is told it by its arguments
-    (cli/commands/service.py)."""
+    Source: https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema
+
+    Task Scheduler sets no environment variables, so they are passed as arguments of `localllm
+    service run` (cli/commands/service.py).
+    """
     program, *arguments = service.command
     return f"""\
 <?xml version="1.0" encoding="UTF-16"?>
@@ -113,7 +118,7 @@ def task(service: Service, user: str) -> str:
 
 
 def parse_state(text: str) -> State:
-    """State from the JSON that `_ASK_STATE` prints. Raises ServiceError for anything else."""
+    """Parse the JSON that `_ASK_STATE` prints. Raises ServiceError for other texts."""
     try:
         answer = json.loads(text)
         state = str(answer.get("state", ""))
