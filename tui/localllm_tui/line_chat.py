@@ -52,7 +52,7 @@ class LineFace(Face):
         print(lines.add(text) + lines.end())
 
     async def pick(self, rows: Sequence[str]) -> int | None:
-        """Let the user pick one of these; None for none of them."""
+        """Let the user pick one of the rows. Returns its index, or None."""
         columns = _columns(sys.stderr)
         for n, row in enumerate(rows, 1):
             line = f"{n:>3}  {one_line(row)}"
@@ -121,8 +121,7 @@ class LineFace(Face):
             await self.chat.open(Session(history, self.chat.model, conv_id=found[picked].id))
 
     async def _find(self, words: str) -> None:
-        """List the turns that have these words, and show one whole by its number; then the list
-        again, until none is asked for."""
+        """List the turns with these words. The user picks turns to print, one after the other."""
         if not words:
             self.note("/find WORDS")
             return
@@ -196,8 +195,11 @@ def ask_once(
 
 
 def talk(options: ChatOptions) -> Session:
-    """Ask and answer line by line until end of input; returns the conversation of then. Ctrl-C
-    stops an answer, and leaves when there is none."""
+    """Read questions and print answers line by line, until end of input. Returns the current
+    conversation.
+
+    Ctrl-C stops an answer. Without a running answer it ends the chat.
+    """
     print(
         f"{options.model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves",
         file=sys.stderr,

@@ -16,7 +16,7 @@ class QuestionSubmitted(Message):
 
 @dataclass
 class TurnSelected(Message):
-    """Another turn is selected, or none any more."""
+    """The selection changed to another turn, or was cleared."""
 
 
 @dataclass

@@ -140,11 +140,14 @@ class PendingAnswer(AnswerStream):
         continues: bool = False,
         model: str = "",
     ) -> None:
-        """The answer to a question (None: the last one), as another version of the answers it has;
-        `to` may be one of these. `model`: another model than the conversation's.
+        """Start an answer to a question (None: the last one), as another version next to its
+        answers.
 
-        `continues`: continue the answer that was stopped, cut or broken off. Raises UsageError if
-        nothing was asked, or if no answer can be continued.
+        `to`: the question, or one of its answers.
+        `model`: a model that replaces the conversation's for this answer.
+        `continues`: continue an answer that was stopped, truncated or interrupted.
+
+        Raises UsageError if there is no question, or if no answer can be continued.
         """
         super().__init__()
         begun = _to_go_on_with(session, to) if continues else None

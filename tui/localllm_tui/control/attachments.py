@@ -119,7 +119,7 @@ def _text_of_pdf(name: str, data: bytes) -> str:
 def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
     """Refuse files that can't fit in a context of `n_ctx` tokens whatever the tokenizer. Raises
     ContextLengthError."""
-    # What an image comes to depends on the model: the server counts it.
+    # The tokens of an image depend on the model, so the server counts them.
     size = sum(len(text.encode()) for _, text in attached if not is_image(text))
     if n_ctx is None or size <= n_ctx * MAX_BYTES_PER_TOKEN:
         return

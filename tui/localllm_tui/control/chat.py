@@ -58,7 +58,7 @@ class ChatController:
         self.attached: list[tuple[str, str]] = list(options.attached)
         self.listed = ListedModel(options.model)
         self.tools = ToolBox(options.tools)
-        self.runs_commands = False  # whether the user said so
+        self.runs_commands = False  # True after the user has allowed it
         self.editing: StoredMessage | None = None
         self.queued = ""
         self.stream: PendingAnswer | None = None
@@ -115,7 +115,7 @@ class ChatController:
         await self.face.trouble(error, next_steps)
 
     async def reporting(self, what: Awaitable[object]) -> None:
-        """Do this, or say why not."""
+        """Await `what`, and show its error if it fails."""
         try:
             await what
         except LocalLLMError as e:
@@ -156,10 +156,12 @@ class ChatController:
     async def answer_again(
         self, to: StoredMessage | None = None, *, continues: bool = False, model: str = ""
     ) -> None:
-        """Ask for another answer to a question (None: the last), or to the question of an answer.
-        `continues`: continue that answer; `model`: use another model, this once.
+        """Request another answer to a question (None: the last), or to the question of an answer.
 
-        Raises UsageError if nothing was asked, or if no answer can be continued.
+        `continues`: continue that answer.
+        `model`: use another model for this answer.
+
+        Raises UsageError if there is no question, or if no answer can be continued.
         """
         self._save_answer()
         await self._start_answer(
@@ -294,8 +296,11 @@ class ChatController:
             await self.face.show_note(note)
 
     async def _ask_notice(self) -> None:
-        """Read the model's entry again: some of it is known only after the model is loaded, and a
-        notice about its performance only after an answer or two."""
+        """Read the model's entry again.
+
+        Some of it is known only after the model is loaded. A notice about its performance comes
+        after an answer or two.
+        """
         if not self._notice_asks:
             return
         self._notice_asks -= 1

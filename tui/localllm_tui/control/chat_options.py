@@ -11,15 +11,15 @@ from localllm_tui.control.interfaces import ModelService, ToolHost
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """`model` is the name the server knows; how long its context is, the server tells.
+    """Options of a chat. The caller closes the history and the client.
 
-    `resume` is a conversation's id to open at the start;
-    `attached` are files for the first question (name, text);
-    `greeting` is shown at the top of an empty conversation;
-    `model_service` knows what else could be run;
-    `first_run`: the model is the bundled starter, and no other is installed;
-    `tools` are programs that offer tools, off until they are asked for. The history and the client
-    stay the caller's to close.
+    `model`: its name on the server, which also reports the length of its context.
+    `resume`: the id of a conversation to open at the start.
+    `attached`: files for the first question (name, text).
+    `greeting`: text at the top of an empty conversation.
+    `model_service`: lists other models that could be run.
+    `first_run`: the model is the bundled starter, and no other is installed.
+    `tools`: programs that offer tools. They are off until the user enables them.
     """
 
     client: ChatClient

@@ -306,7 +306,7 @@ class _AnswerSoFar:
             yield WaitNote(_SAID.get(text, text))
 
     def chunk(self, data: str) -> Iterator[StreamEvent]:
-        """The events of a chunk of the stream; none for an empty one."""
+        """Yield the events of a chunk of the stream. An empty chunk has no events."""
         try:
             chunk = json.loads(data or "{}")
         except ValueError as e:

@@ -135,8 +135,10 @@ async def copy(chat: ChatController, what: str) -> None:
 
 
 async def save(chat: ChatController, name: str, mode: str = "x") -> None:
-    """Write the conversation to a file, a new one ("x") or in place of the content of one ("w"): as
-    JSON if the file is named so, else as Markdown."""
+    """Write the conversation to a file, as JSON if the name ends in .json, else as Markdown.
+
+    `mode`: "x" creates a new file, "w" overwrites an existing one.
+    """
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()

@@ -31,13 +31,17 @@ CommandAction: TypeAlias = Callable[[ChatController, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A slash command: `name` without its slash, `run` its action, `argument` as F1 shows it (""
-    for none).
+    """A slash command.
 
-    `palette`: its title in the command palette ("": not listed). `insist`: the action of the name
-    with a "!". `screen`: the function of localllm_tui.screens that a full-screen chat calls instead
-    ("module:function"). `plain`: it works without a screen; if `run` is None, the face has its own
-    action. `keys`: keys that run it without an argument, as Textual names them.
+    `name`: without the slash.
+    `run`: its action. If it is None, the face has an action of its own.
+    `argument`: as shown by F1 ("": it takes no argument).
+    `palette`: its title in the command palette ("": not listed).
+    `insist`: the action of the name with a "!".
+    `screen`: the function of localllm_tui.screens that a full-screen chat calls instead
+    ("module:function").
+    `plain`: it works without a screen.
+    `keys`: keys that run it without an argument, in Textual's names.
     """
 
     name: str

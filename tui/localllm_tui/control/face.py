@@ -36,7 +36,7 @@ class Face(Protocol):
         timeout: float | None = None,
         markup: bool = False,
     ) -> None:
-        """Say in passing what happened beside the conversation."""
+        """Show a short message that is no part of the conversation."""
 
     def changed(self, *, recount: bool = False) -> None:
         """Something about the chat is different; `recount`: what was counted of the conversation no
@@ -77,15 +77,18 @@ class Face(Protocol):
         """Let the user change the text of `turn`."""
 
     def copy(self, text: str, what: str) -> None:
-        """Put `text` on the clipboard, and say so."""
+        """Put `text` on the clipboard, and show a message about it."""
 
     def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
-        """Run this beside the conversation, in place of the rest of its group; only a face with a
-        full screen need do so."""
+        """Run `what` in parallel with the conversation, replacing earlier work of the same `group`.
+
+        Only a face with a full screen needs to implement this.
+        """
         return
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
-        """Do a command in the face's own way; False where it has none."""
+        """Run a command with the face's own implementation. Returns False if it has no
+        implementation."""
 
     async def close(self) -> None:
         """End the face: the chat is left."""

@@ -99,10 +99,10 @@ _KNOWN = "known is the JSON of /save"
 
 
 def store(history: History, path: Path, model: str) -> str:
-    """Write the conversation of a file to the history, as a new one; returns its id. `model` is for
-    one that names none.
+    """Store the conversation of a file in the history as a new one. Returns its id.
 
-    Raises UsageError for a file that can't be read, or holds no conversation.
+    `model`: the model if the file does not name one. Raises UsageError if the file can't be read or
+    contains no conversation.
     """
     try:
         found = json.loads(path.expanduser().read_text(encoding="utf-8-sig"))

@@ -149,8 +149,10 @@ class EngineProgress:
 
 
 class ChatEngine(Protocol):
-    """An OpenAI-compatible server at `base_url` (…/v1) or behind a Unix socket, and its `model` to
-    ask first."""
+    """An OpenAI-compatible server, and the model to use first.
+
+    `base_url` ends in /v1. With `unix_socket`, the server listens on that socket.
+    """
 
     @property
     def base_url(self) -> str: ...
@@ -166,7 +168,7 @@ class ChatEngine(Protocol):
 
     @property
     def where(self) -> str:
-        """Its address, as people say it; "" for the chat's own."""
+        """Its address in short form, for display; "" for the chat's own engine."""
 
     def start(self) -> None:
         """Begin to load, in a thread; once is enough."""

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from localllm.errors import UsageError
 
-# What the user is doing, which decides the key hints.
+# The user's current activity, which decides the key hints.
 KeyContext: TypeAlias = Literal[
     "writing", "editing", "answering", "choosing", "finding", "selecting", "found", "help",
     "filing", "asked", "commands", "models", "on disk", "approving",

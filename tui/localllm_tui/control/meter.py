@@ -182,11 +182,12 @@ async def check_fits(
     *,
     compacts: bool,
 ) -> None:
-    """Raise ContextLengthError for a question that the server would refuse for its length, so that
-    it can be changed unsent. `would_send` says what goes, True: without what was said before, as
-    with `compacts` the server may send it.
+    """Raise ContextLengthError before a question is sent that the server would reject for its
+    length.
 
-    A server that can't count is left to refuse by itself.
+    The user can then change it. `would_send` returns the messages to send. With True it omits
+    earlier turns, which the server may do with `compacts`. If the server can't count tokens, the
+    check is skipped.
     """
     if n_ctx is None:
         return

@@ -113,7 +113,7 @@ class Pulls(dict[str, Pull]):
             self.stop(ref)
 
     def words(self) -> str:
-        """The running downloads in a line; "" if there are none."""
+        """The running downloads in a line; "" if there is no download."""
         running = self.running()
         if not running:
             return ""

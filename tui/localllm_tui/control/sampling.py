@@ -22,8 +22,10 @@ _HEAT = ((0.0, "always the likeliest word"), (0.35, "steady"), (0.75, "balanced"
 
 
 def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    """The sampling settings in words: those `chosen` in this chat over the model's `own`; "" if
-    there are none."""
+    """Describe the sampling settings: those `chosen` in this chat override the model's `own`.
+
+    Returns "" if there are no settings.
+    """
     now = {**own, **chosen}
     said = []
     heat = now.get("temperature")

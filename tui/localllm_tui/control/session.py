@@ -86,14 +86,14 @@ class Session:
 
     @property
     def head(self) -> int:
-        """The id of the last turn of the branch that is shown; 0 for none."""
+        """The id of the last turn of the branch that is shown; 0 if it is empty."""
         if self.turns:
             return self.turns[-1].id
         return 0
 
     @property
     def system(self) -> str:
-        """The system prompt in force ("" for none): the last one set, on whichever branch."""
+        """The current system prompt ("": no prompt). It is the last one set on any branch."""
         if self.systems:
             return self.systems[-1].content
         return self._system
@@ -104,8 +104,7 @@ class Session:
 
     @property
     def used_tokens(self) -> int:
-        """Context in use after the last answer whose tokens the server counted (0 when there is
-        none)."""
+        """Context in use after the last answer whose tokens the server counted (0: no such answer)."""
         for turn in reversed(self.turns):
             if turn.role == "assistant" and "prompt_tokens" in turn.meta:
                 prompt = int(turn.meta["prompt_tokens"] or 0)
@@ -133,8 +132,8 @@ class Session:
         return any(t.meta.get("compact") for t in self.all_turns.values())
 
     def set_compacts(self, on: bool) -> None:
-        """Allow or forbid compaction, for this conversation. Raises UsageError if nothing was
-        asked."""
+        """Allow or forbid compaction in this conversation. Raises UsageError if there is no
+        question yet."""
         for turn in [t for t in self.all_turns.values() if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
             self.rewrite(replace(turn, meta=meta))
@@ -143,7 +142,7 @@ class Session:
             self.rewrite(replace(first, meta={**first.meta, "compact": True}))
 
     def set_system(self, text: str) -> None:
-        """Use `text` as the system prompt from here on; "" for none."""
+        """Use `text` as the system prompt from here on; "" removes the prompt."""
         if self.id is None:
             self._system = text
         else:
@@ -185,14 +184,14 @@ class Session:
         return turn
 
     def change_answer(self, answer: StoredMessage, text: str) -> StoredMessage:
-        """Store `text` as another version of `answer`, as if the model had said it."""
+        """Store `text` as another version of `answer`, with the model as its author."""
         model = answer.meta.get("model", self.model)
         meta = {"model": model, "finish_reason": "stop", "edited": True}
         return self.append("assistant", text, meta=meta, parent=answer.parent_id)
 
     def drop_question(self) -> None:
-        """Remove the last question. Raises UsageError if it was answered, or if nothing was
-        asked."""
+        """Remove the last question. Raises UsageError if it was answered or if there is no
+        question."""
         old = self.last_question
         if not self.unanswered:
             raise UsageError("the last question was answered", hint="/edit asks it differently")
@@ -280,7 +279,7 @@ class Session:
     def sent_turns(self) -> list[StoredMessage]:
         """The turns without questions that failed and were never answered."""
         turns = self.turns
-        after = [*turns[1:], None]  # one too many where there is no turn
+        after = [*turns[1:], None]  # one too many if there are no turns
         return [
             turn
             for turn, then in zip(turns, after, strict=False)
@@ -342,7 +341,7 @@ class Session:
 
     @property
     def last_question(self) -> StoredMessage:
-        """The newest question. Raises UsageError if nothing was asked."""
+        """The newest question. Raises UsageError if there is no question."""
         asked = next((t for t in reversed(self.turns) if t.role == "user"), None)
         if asked is None:
             raise UsageError("nothing was asked yet", hint="type a question and press Enter")

@@ -62,8 +62,12 @@ class AnswerTimings:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDone:
-    """The answer is complete: OpenAI's finish reason, the usage and timings if the server sent
-    them, and the server's reason why not more of the prompt was cached."""
+    """The answer is complete.
+
+    `reason`: OpenAI's finish reason.
+    `usage`, `timings`: None if the server did not send them.
+    `cache_miss`: the server's reason if less of the prompt was cached than possible.
+    """
 
     reason: str
     usage: AnswerUsage | None

@@ -57,8 +57,7 @@ def one_line(text: str) -> str:
 
 
 def copy_with_tool(text: str) -> bool:
-    """Put `text` on the clipboard with the system's tool; False if there is none, or if it
-    fails."""
+    """Put `text` on the clipboard with a program of the system. Returns False if that fails."""
     for command in _CLIPBOARD_TOOLS:
         with suppress(OSError, subprocess.SubprocessError):
             # one that is not here is an OSError
@@ -75,9 +74,11 @@ def copy_with_tool(text: str) -> bool:
 
 
 def notice(text: str) -> str:
-    """The codes that notify a user who looks at another window: the bell, a notification (OSC 9,
-    iTerm2's, which other terminals adopted), and the window's title, after saving the earlier one
-    (XTWINOPS 22)."""
+    """Return the codes that notify a user who is looking at another window.
+
+    They are the bell, a notification (OSC 9 of iTerm2, which other terminals adopted), and a new
+    window title. The previous title is saved first (XTWINOPS 22).
+    """
     said = one_line(text)
     return f"\a\x1b]9;{said}\x1b\\\x1b[22;2t\x1b]2;{said}\x1b\\"
 
@@ -95,8 +96,8 @@ _ANSWERS_WITHIN_S = 0.15
 
 
 _VERSION = re.compile(r"\x1bP>\|([^\x1b]*)\x1b\\")
-# Those that do not say what they are when asked, and break lines anew when their window is made
-# narrower.
+# Variables of terminals that do not report a version, and wrap lines again when their window
+# becomes narrower.
 _REFLOWING = (
     "TMUX",
     "VTE_VERSION",
@@ -164,8 +165,12 @@ class TerminalQuestion:
 
 
 def reflows_lines() -> tuple[bool, str]:
-    """Whether the terminal wraps lines again when its window becomes narrower, rather than cut them
-    off as xterm does; and the keys typed while it was asked for its version (XTVERSION)."""
+    """Return whether the terminal wraps lines again when its window becomes narrower, and typed
+    keys.
+
+    xterm truncates the lines instead. The keys were typed while the terminal was asked for its
+    version (XTVERSION).
+    """
     said, typed = TerminalQuestion("\x1b[>q").answer()
     found = _VERSION.search(said)
     if found is not None:

@@ -58,8 +58,11 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
 
 
 def clean(text: str, turns: list[StoredMessage]) -> str | None:
-    """The title in a model's answer; None if the text is another answer to the question, or has
-    words that do not occur in the conversation, as small models make them up."""
+    """Extract the title from a model's answer.
+
+    Returns None if the text is another answer to the question. Small models also make words up:
+    None if a word does not occur in the conversation.
+    """
     line = next((part.strip() for part in printable(text).splitlines() if part.strip()), "")
     line = re.sub(r"^(#+|[-*]|title:|\*\*title:?\*\*)\s*", "", line, flags=re.IGNORECASE)
     line = re.sub(r"[*_`\"“”„«»]+", "", line).strip().rstrip(".:;, ")

@@ -64,8 +64,8 @@ class ToolBox:
             await self.hosts[name].close()
 
     def specs(self) -> dict[str, ToolSpec]:
-        """The tools on offer by the names the model gets; equal names of two hosts are told
-        apart."""
+        """Return the tools by the names the model sees. If two hosts use the same name, one gets a
+        prefix."""
         found: dict[str, ToolSpec] = {}
         for host, specs in self._open.items():
             for spec in specs:

@@ -74,7 +74,7 @@ def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
 
 
 def in_a_line(error: LocalLLMError) -> str:
-    """An error as it is said in passing."""
+    """Format an error in one line, for a short message."""
     return f"{error.message}. {error.hint}".rstrip(". ")
 
 

@@ -157,8 +157,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self._frames.show_state()
 
     async def interrupted(self) -> bool:
-        """Handle Ctrl+C: copy the selection, else clear the input, else stop the answer. False if
-        there was nothing to do."""
+        """Handle Ctrl+C: copy the selection, else clear the input, else stop the answer.
+
+        Returns False if there was no action to take.
+        """
         await self.composer.keys_handled()
         selected = self.get_selected_text() or self.composer.selected_text
         if selected:
@@ -229,7 +231,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         if what in ("copy", "code"):
             return
         if what == "version":
-            # What follows the version is seen too, as far as it fits.
+            # Show as much as possible of the turns after the version, too.
             end = partial(self.transcript.scroll_end, animate=False, immediate=True)
             self.transcript.call_after_refresh(end)
             versions = {v.id for v in self.chat.session.versions(turn)}

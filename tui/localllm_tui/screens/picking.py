@@ -62,7 +62,7 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         self._waiting = waiting
         self._typed = query
         self.options = OptionList()
-        self.values: list[T] = []  # what the rows stand for
+        self.values: list[T] = []  # the value of each row
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:

@@ -26,8 +26,10 @@ HITS = 2_000
 
 
 class TurnWindow:
-    """The chat's turns from `first` to the last but one (`last` None: to the end), as views in the
-    transcript; and the words that are marked in them."""
+    """The part of the chat's turns that has views in the transcript, and the words marked in them.
+
+    The part begins at turn `first` and ends before turn `last` (None: at the end).
+    """
 
     def __init__(self, chat: ChatController, transcript: Transcript) -> None:
         self._chat = chat
@@ -154,7 +156,7 @@ class TurnWindow:
     # -- what was searched for ---------------------------------------------------------------------
 
     def mark(self, words: str, ids: list[int]) -> None:
-        """Mark the words that these turns have, oldest first; "": none any more."""
+        """Mark the words in these turns, oldest first; "" removes the marks."""
         self._words = words
         self._ids = ids
         self._transcript.search(words)

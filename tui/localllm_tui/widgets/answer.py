@@ -105,7 +105,7 @@ class AnswerView(TurnView):
         self._show_line(".note", note)
 
     def toggle_thinking(self) -> bool:
-        """Fold or unfold the thinking; False when there is none."""
+        """Fold or unfold the thinking. Returns False if the answer has no thinking."""
         if self._thought.source:
             fold = self._thinking
             fold.collapsed = not fold.collapsed

@@ -13,7 +13,7 @@ from textual.color import Color, ColorParseError
 
 from localllm_tui.widgets.contrast import readable
 
-# Each style is one of the theme's colours ("-" for none) and text attributes.
+# Each style consists of one of the theme's colours ("-": no colour) and text attributes.
 _MARKS = {
     "heading.h1": "accent-text bold underline",
     "heading.h2": "accent-text bold",
@@ -58,7 +58,7 @@ _TOKENS = {
 }
 STYLES = _MARKS | _TOKENS
 _ANSI_BLUE = 4
-# Lines of a diff stand on a tint.
+# Added and removed lines of a diff have a tinted background.
 _CHANGED = {"code.Generic.Inserted": "success", "code.Generic.Deleted": "error"}
 _TINT = 0.16
 # The share of the theme's foreground or warning in the background of code.
@@ -79,8 +79,10 @@ def palette(variables: Mapping[str, str]) -> Console:
 
 
 def _grounds(variables: Mapping[str, str]) -> dict[str, Color]:
-    """The background colours of text, by style ("": the screen's background); none if the
-    terminal's own colours are used, which have no shades."""
+    """Return the background colours of text, by style ("": the screen's background).
+
+    The result is empty if the terminal's own colours are used, because they have no shades.
+    """
     behind = _colour(variables, "background")
     front = _colour(variables, "foreground")
     warning = _colour(variables, "warning")

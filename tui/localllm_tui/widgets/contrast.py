@@ -46,9 +46,11 @@ def _least_contrast(colour: Color, grounds: tuple[Color, ...]) -> float:
 
 
 def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
-    """The theme variables that the apps add or change: `hint` for explanations and `accent-text`
-    for emphasis, each readable on the background and the panels of the theme; and scrollbars,
-    cursors and frames in its greys and its accent."""
+    """Return the theme variables that the apps add or change.
+
+    `hint` (explanations) and `accent-text` (emphasis) are readable on the theme's background and
+    panels. Scrollbars, cursors and frames use the theme's greys and accent.
+    """
     grounds = tuple(Color.parse(variables[name]) for name in ("background", "surface"))
     foreground = Color.parse(variables["foreground"])
     accent = Color.parse(variables["accent"])

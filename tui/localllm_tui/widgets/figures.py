@@ -38,7 +38,7 @@ class StatusLine(Widget):
 
 
 _HEAD_GAP = " · "
-# Whatever else is said, this much of a system prompt is shown.
+# At least this much of a system prompt is shown.
 _LEAST_SYSTEM_CELLS = 24
 
 
@@ -54,8 +54,10 @@ class HeadLine(Static):
     def show(
         self, parts: list[str], system: str, *, busy: bool, width: int, title: str = ""
     ) -> None:
-        """Show these after the `title`, the last of them left out first, and the system prompt in
-        what room is left of `width` cells; `busy`: something is waited for."""
+        """Show `title`, `parts` and the system prompt within `width` cells.
+
+        If space is short, the last parts are omitted first. `busy`: the user waits for something.
+        """
         room = width - 4
         title = elide(one_line(title), max(16, width // 3))
         if title:
@@ -67,7 +69,7 @@ class HeadLine(Static):
         shown_parts = [printable(part) for part in parts if part]
         least = 1 if busy else 0
         while len(shown_parts) > least and cell_len(_HEAD_GAP.join(shown_parts)) > room:
-            shown_parts.pop()  # whole: half a fact is none
+            shown_parts.pop()  # omit the entire part: half a fact is useless
         said = elide(_HEAD_GAP.join(shown_parts), max(8, room))
         line = _HEAD_GAP.join(part for part in (said, prompt) if part)
         gap = _HEAD_GAP if title and line else ""

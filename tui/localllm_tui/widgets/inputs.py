@@ -8,10 +8,10 @@ from textual.widgets import Input, OptionList
 
 
 async def done_at_once(widget: Widget, event: events.Key) -> bool:
-    """Run the widget's own action of a key at once; False if it has none.
+    """Run the widget's own action of a key at once. Returns False if the key has no such action.
 
-    Textual runs it after the event has bubbled up to the app, and characters typed meanwhile come
-    first: of "ab", Backspace, "c" on a slow machine the c was removed.
+    Textual runs it after the event has bubbled up to the app, so characters typed meanwhile come
+    first. On a slow machine, "ab", Backspace, "c" then removed the c.
     """
     if event.is_printable:
         return False
@@ -26,7 +26,7 @@ async def done_at_once(widget: Widget, event: events.Key) -> bool:
     return True
 
 
-# What moves in a list while the search above it has the focus.
+# Keys that move the cursor in a list while the search field above it has the focus.
 _MOVES = {
     "up": OptionList.action_cursor_up,
     "down": OptionList.action_cursor_down,

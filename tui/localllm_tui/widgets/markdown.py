@@ -26,7 +26,7 @@ from localllm_tui.widgets.formulas import as_unicode, with_formulas
 # Code is highlighted and wrapped in chunks of this many lines, each once, so that a long listing
 # can grow.
 CODE_LINES = 60
-# Only `Text.wrap` asks for it, and it wants it for nothing that is used here.
+# Required by `Text.wrap`, although it has no effect in our use.
 _CONSOLE = Console(width=80)
 _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
@@ -37,20 +37,22 @@ _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class MarkdownRow:
-    """A line on screen. Its styles are names of `code.STYLES`, for a theme to say what they look
-    like."""
+    """A line on screen. Its styles are names of `code.STYLES`, and a theme defines their looks."""
 
     text: Text
-    soft: bool = False  # goes on with the line of the row before
-    lead: int = 0  # as many characters at its beginning are no part of that line
+    soft: bool = False  # continues the line of the previous row
+    lead: int = 0  # number of characters at the beginning that do not belong to that line
     fill: str = ""  # the style up to the right edge
-    label: bool = False  # names what follows, and is no part of the text
+    label: bool = False  # a heading for what follows, and no part of the text
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of the text that is laid out at once: its rows, the line of the tail at which it
-    begins, and the number of a list's item unless it is the first."""
+    """A part of the text that is laid out in one step.
+
+    `line`: the line of the tail at which it begins.
+    `number`: the number of a list item, except the first.
+    """
 
     rows: list[MarkdownRow]
     line: int
@@ -92,8 +94,8 @@ class MarkdownRows:
         del self._rows[self.finished :]
         lines = _lines(self._tail)
         pieces = [*(self._lines(lines) if self._plain else self._pieces())]
-        # What a line begins is not known before the end of that line: "-" may become "--- ", or a
-        # word of the line before.
+        # The kind of a line is only known at its end: "-" may become "---", or belong to the
+        # previous line.
         begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
         for n, piece in enumerate(pieces):
             if n == begun and n:

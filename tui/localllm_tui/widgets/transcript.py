@@ -21,8 +21,8 @@ from localllm_tui.widgets.text import GrowingText
 
 
 class TurnView(Vertical):
-    """A turn. `turn_id` is its message's id; 0 while it has none. `place` is which version it is of
-    how many."""
+    """A turn. `turn_id`: the id of its message, or 0. `place`: its version number and the number of
+    versions."""
 
     DEFAULT_CSS = f"""
     TurnView {{ margin-top: 1; padding-left: 1; height: auto; max-width: 104; }}
@@ -48,7 +48,7 @@ class TurnView(Vertical):
     def show_place(self, turn_id: int, place: tuple[int, int]) -> None:
         self.turn_id = turn_id
         self.place = place
-        for line in self.query(".who").results(Static):  # none before it is composed
+        for line in self.query(".who").results(Static):  # empty before it is composed
             line.update(self.headline)
 
     def on_mount(self) -> None:
@@ -129,7 +129,7 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
     # -- what was searched for ---------------------------------------------------------------------
 
     def search(self, words: str) -> None:
-        """Mark each of these words in every turn; "": none any more."""
+        """Mark each of these words in every turn; "" removes the marks."""
         self.searched = None
         if words.strip():
             parts = "|".join(re.escape(word) for word in words.split())
@@ -138,8 +138,10 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
             view.mark(self.searched)
 
     def show_found(self, step: int, *, entering: bool = False) -> bool:
-        """Go to the next row (-1: the one before) of the selected turn that has a hit; `entering`
-        the turn, to its first or last hit. False if there is none."""
+        """Go to the next row with a hit in the selected turn (`step` -1: the previous one).
+
+        `entering`: go to the first or last hit of the turn. Returns False if there is no such row.
+        """
         view = self.selected
         if view is None or self.searched is None:
             return False
