@@ -291,8 +291,9 @@ class PrefixCache:
                 yield Candidate(node.last_used, deep, block, self)
 
     def on_path(self, prefix: Tokens) -> list[Block]:
-        """The blocks along `prefix`, in order, which are not evicted for it; of states only the
-        longest.
+        """The blocks along `prefix`, in order; of states only the longest.
+
+        They are not evicted to make room for `prefix`.
         """
         along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
         if self.indivisible:

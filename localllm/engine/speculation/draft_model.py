@@ -31,7 +31,7 @@ def vocabulary_difference(target: Sequence[bytes], draft: Sequence[bytes]) -> st
     """Return None if the draft model's token ids mean the same to the target, else the first
     difference.
 
-    Token ids are compared as they are, bytes as they are written.
+    The text has token ids as numbers, and token bytes as Python literals.
     """
     if abs(len(target) - len(draft)) > _PADDING_TOKENS:
         return f"the model has {len(target):,} tokens and the draft model {len(draft):,}"
