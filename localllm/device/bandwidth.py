@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-# The arrays have four times the size of the last-level cache, and at least 256 MiB. So no run reads
-# from cache. They take at most 5 % of available memory. So a measurement never makes a loaded
-# machine swap.
+# The arrays are four times as large as the last-level cache and at least 256 MiB, so that no run
+# reads from cache. They take at most 5 % of available memory, so that a measurement never makes a
+# loaded machine swap.
 _CACHE_MULTIPLE = 4
 _SMALLEST_BYTES = 256 * MIB
 _SHARE_OF_AVAILABLE = 0.05
@@ -84,9 +84,10 @@ def rates(
 
 
 def array_bytes(available_bytes: int, cache_bytes: int) -> int:
-    """Return the bytes of all arrays together.
+    """Return the bytes of both arrays together.
 
-    They exceed four times the last-level cache, but stay within 5 % of available memory.
+    Each array has at least four times the size of the last-level cache. Together they stay within 5
+    % of available memory, but take at least 16 MiB.
     """
     wanted = max(_CACHE_MULTIPLE * cache_bytes, _SMALLEST_BYTES) * 2
     if available_bytes:

@@ -98,7 +98,7 @@ def _lines() -> list[_ProcessorLine]:
 
 
 def _numbered(number: str) -> list[Processor]:
-    """Return the processors with this number, then those with this number and a letter."""
+    """Return the processors listed by this number, then those listed without its last letter."""
     exact = [_processor(line, number, line.cores) for line in _lines() if number in line.cores]
     lettered = [
         _processor(line, number, line.lettered)

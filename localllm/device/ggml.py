@@ -1,5 +1,4 @@
-"""Compare the devices that the installed build of llama.cpp reports with those that the probes
-found.
+"""Compare the devices reported by the installed build of llama.cpp with the probed ones.
 
 The probes know the machine, and ggml knows the devices that its build will use. If they differ, a
 plan for the machine is not what will run. So every difference becomes a finding. These functions do
@@ -73,8 +72,7 @@ class GgmlBuild:
 
     @property
     def kind(self) -> str:
-        """Its accelerators as one word, such as "cuda" or "vulkan". It is "cpu" if it has no
-        accelerator."""
+        """Its accelerators as one word, such as "cuda" or "vulkan", or "cpu" without accelerators."""
         return "+".join(self.accelerators) or "cpu"
 
 
@@ -148,8 +146,7 @@ def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
 
 
 def differences(device: Device, build: GgmlBuild) -> list[Finding]:
-    """Return findings with fixes on the differences between the build's devices and the probed
-    ones."""
+    """Return a finding with a fix for each difference between the build's and the probed devices."""
     if build.failure:
         failed = f"the installed llama.cpp gave no list of its devices: {build.failure}"
         fix = "localllm setup"

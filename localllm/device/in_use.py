@@ -106,8 +106,8 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
     """Return `device` as `build` can use it.
 
     `processor` is the same machine without its GPUs. A Mac is returned unchanged, because MLX uses
-    its GPU regardless of llama.cpp's build. A failed query of the build changes no field either: it
-    is no reason to plan for less.
+    its GPU regardless of llama.cpp's build. `device` is also unchanged if the build could not be
+    queried, because that is no reason to plan for less.
     """
     if build is None or build.failure or device.accelerator == "metal":
         return device

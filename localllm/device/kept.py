@@ -58,8 +58,10 @@ class ProcessorTimes:
 
     @classmethod
     def now(cls, *, child_s: float = 0.0) -> ProcessorTimes:
-        """Read the current times. `child_s` is the time of a child that measured for us; it counts
-        as our own."""
+        """Read the current times.
+
+        `child_s` is the time of a child that measured for us. It counts as our own.
+        """
         import psutil
 
         times = psutil.cpu_times()._asdict()
@@ -80,10 +82,10 @@ class ProcessorTimes:
 
 @dataclass(frozen=True, slots=True)
 class FigureFile:
-    """A file in the cache folder with one figure for each machine. Values outside `sane` are
-    ignored.
+    """A file in the cache folder with one figure for each machine.
 
-    In every method, `folder` is the cache folder and `machine` names the measured machine.
+    Values outside `sane` are ignored. In every method, `folder` is the cache folder and `machine`
+    names the measured machine.
     """
 
     file_name: str

@@ -239,7 +239,8 @@ def _nearly_named(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
 def _of_memory(
     wanted: frozenset[str], meant: frozenset[str], memory_gb: float
 ) -> tuple[DeviceRow, ...]:
-    """Return the literal part of a nickname, if the usual one is not sold with this memory size.
+    """Return the part with exactly these words, if the nickname's part is not sold with this
+    memory.
 
     "A100 40GB" is not the 80 GB card that "A100" usually means. "Jetson Orin Nano 4GB" is not the 8
     GB Super.

@@ -1,5 +1,7 @@
-"""Parse machine names as people type them: "M4 Max 128GB", "dgx spark", "2x 3090 + 64GB DDR4",
-"i9-13900k + rtx 4090"."""
+"""Parse machine names as people type them.
+
+Examples: "M4 Max 128GB", "dgx spark", "2x 3090 + 64GB DDR4", "i9-13900k + rtx 4090".
+"""
 
 from __future__ import annotations
 

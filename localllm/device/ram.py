@@ -41,8 +41,8 @@ class StatedRam:
         """Return the peak GB/s of this memory on a part with `channels` channels.
 
         `kinds` are the memory kinds that the part takes ("DDR5-5600"), the usual one first. The
-        basis is "derived" if a `known` part leaves no choice. Otherwise it is "assumed", and the
-        source lists the rates of the other kinds.
+        basis is "given" if the rate was stated, and "derived" if a `known` part leaves no choice.
+        Otherwise it is "assumed", and the source lists the rates of the other kinds.
         """
         rest = f"{self.kind}-{_USUAL_RATES.get(self.kind, _OLDEST_RATE)}"
         begins = f"{self.kind}-" if self.kind else ""

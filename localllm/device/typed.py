@@ -223,8 +223,10 @@ def _without(found: re.Match[str]) -> str:
 
 
 def _counted(text: str) -> tuple[int, str]:
-    """Return the count and the remaining text: "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090
-    x2", "3090x2"."""
+    """Return the count and the remaining text.
+
+    Formats are "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090 x2" and "3090x2".
+    """
     before = _BEFORE.match(text)
     if before:
         digits, word = before.groups()

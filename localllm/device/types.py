@@ -34,8 +34,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fact about this machine that the user should know, with the exact command that fixes it (or
-    "")."""
+    """A fact about this machine that the user should know.
+
+    `fix` is the exact command that fixes it, or "".
+    """
 
     level: Literal["info", "warning", "error"]
     message: str
@@ -46,9 +48,9 @@ class Finding:
 class MatrixRates:
     """Rates of matrix products in TFLOP/s (two operations per weight and token).
 
-    - `prompt_tflops`: with a prompt's tokens at once.
+    - `prompt_tflops`: many tokens of a prompt at once.
     - `experts_tflops`: the same, with each token sent to experts of its own.
-    - `token_tflops`: with one token.
+    - `token_tflops`: one token.
     """
 
     prompt_tflops: Figure

@@ -98,8 +98,9 @@ def mac(
 ) -> Memory:
     """Return a Mac's GPU memory: Metal's recommendedMaxWorkingSetSize.
 
-    This size follows iogpu.wired_limit_mb. A wired limit may be set above physical RAM, and Metal
-    repeats it, so it is clamped. A limit of 0 means macOS' default, not "no limit".
+    This size follows iogpu.wired_limit_mb. A wired limit may exceed physical RAM, and Metal then
+    reports it, so the size is limited to physical RAM. A wired limit of 0 means macOS' default, not
+    "no limit".
 
     The memory available now is `to_be_had` less the headroom, as in the memory guard. If a model
     takes more than `free`, macOS compresses pages of other apps

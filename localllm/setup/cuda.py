@@ -68,7 +68,10 @@ class CudaWheel:
         return f"cu{self.cuda[0]}{self.cuda[1]}"
 
     def has_code_of(self, capability: Version) -> bool:
-        """Return True for native code. Code for a GPU runs on later ones of the same major version."""
+        """Return True if the wheel has native code for this GPU.
+
+        Code for a GPU runs on later ones of the same major version.
+        """
         codes = [code for code in _CODE if self.oldest <= code <= self.newest]
         return any(code[0] == capability[0] and code[1] <= capability[1] for code in codes)
 

@@ -68,9 +68,10 @@ def recipes_for(
 def _in_turn(
     device: Device, host: BuildHost, backends: Sequence[str], preferred: Preferred | None
 ) -> tuple[list[BuildRecipe], list[str]]:
-    """Return a recipe for each of `backends`, and the reasons for those that failed last.
+    """Return the recipes for `backends`, and the reasons why the last backends have no recipe.
 
-    If a backend is impossible, the reason becomes part of the next recipe's `because`.
+    If a backend before the last recipe is impossible, its reason becomes part of the next recipe's
+    `because`.
     """
     made: list[BuildRecipe] = []
     refused: list[str] = []
@@ -90,8 +91,7 @@ def _in_turn(
 
 
 def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
-    """Return `recipe` for `host.version`, another release of llama-cpp-python than the installed
-    one.
+    """Return `recipe` for `host.version`, another release of llama-cpp-python.
 
     The release is part of its name, so the build does not replace others.
     """

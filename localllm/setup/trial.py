@@ -230,7 +230,7 @@ def examine(
 
 
 def report(test: SelfTest) -> list[str]:
-    """Return the lines of the text file."""
+    """Return the lines of the self-test's text file."""
     result = "passed"
     if test.failures:
         result = f"{len(test.failures)} failure(s)"

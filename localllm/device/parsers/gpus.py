@@ -296,11 +296,10 @@ def environment(readings: Readings) -> dict[str, str]:
 
 
 def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return the indices of the GPUs that a selection such as "0,GPU-8a2f" leaves, in ascending
-    order.
+    """Return the indices of the GPUs selected by a list such as "0,GPU-8a2f", in ascending order.
 
     `uuids` are the GPUs' ids in the order of PCI addresses. None selects all. As in CUDA, an
-    invalid entry ends the list, and a GPU listed twice leaves no GPUs.
+    invalid entry ends the list, and a list that repeats a GPU selects no GPU.
     """
     if said is None:
         return list(range(len(uuids)))

@@ -72,8 +72,10 @@ def processor(text: str) -> str:
 
 
 def memory_status(text: str) -> tuple[int, int] | None:
-    """Return (total, available) bytes from our GlobalMemoryStatusEx probe's "ullTotalPhys: N"
-    lines."""
+    """Return (total, available) bytes from the lines of our GlobalMemoryStatusEx probe.
+
+    A line is, for example, "ullTotalPhys: N".
+    """
     values = key_values(text)
     total = integer(values.get("ullTotalPhys"))
     available = integer(values.get("ullAvailPhys"))

@@ -40,7 +40,7 @@ def read(cache: Path, data: Path) -> HealthFacts:
 def llama_cpp_build() -> BuildFacts | None:
     """Return the installed llama_cpp package from its files, or None if it is not installed.
 
-    The package is not imported, because an import would load it.
+    The package is not imported, because an import would load its libraries.
     """
     folder = llama_cpp_folder()
     if folder is None:

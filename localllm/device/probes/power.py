@@ -15,7 +15,7 @@ from localllm.device.probes import nvidia, read_text
 class PowerUse:
     """Joules in `seconds`, and their source.
 
-    They include the use of other programs.
+    The joules include the use of other programs.
     """
 
     joules: float
