@@ -57,7 +57,7 @@ def from_readings(
 ) -> Device:
     """Do the work of `hardware` on readings that were already taken (doctor shares them).
 
-    If `settled`, ignore figures measured while the machine was busy.
+    If `settled`, ignore figures that are due for another measurement, because the machine was busy.
     """
     device = identify(readings)
     if not measures_ram(device):

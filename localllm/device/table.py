@@ -292,7 +292,7 @@ _NEAR = 0.1
 
 
 def facts(row: DeviceRow | None) -> dict[str, Any]:
-    """Return the Device fields that come unchanged from its row.
+    """Return the Device fields that come from its row.
 
     They are dense FP16, FP8 and FP4 TFLOP/s, the compute units, and the row's name.
 

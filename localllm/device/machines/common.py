@@ -295,7 +295,7 @@ def one_machine(found: Sequence[Device], base: Device) -> Device:
 def _beside(base: Device, card: Device) -> Device:
     """Return a card in the computer `base`.
 
-    A card's assumed bandwidth is raised to that of system memory if it is lower.
+    If a card's bandwidth is assumed, it is at least that of system memory.
     """
     figure = card.bandwidth_gbps
     system = base.bandwidth_gbps

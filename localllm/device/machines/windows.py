@@ -146,9 +146,9 @@ def _integrated(
 ) -> Device | None:
     """Return the Device of a known APU.
 
-    Its memory is the part given by the BIOS, which the RAM that Windows sees excludes, plus half of
-    the rest. Returns None if there is a discrete card: an APU's share is never added to a card's
-    memory.
+    Its memory is the part reserved by the BIOS plus half of the RAM that Windows sees. Windows does
+    not see the reserved part. Returns None if there is a discrete card: an APU's share is never
+    added to a card's memory.
     """
     by_cpu = table.by_cpu(base.cpu)
     found = [(adapter, table.by_gpu_name(adapter.name) or by_cpu) for adapter in adapters]

@@ -140,9 +140,9 @@ def _size(readings: Readings, folder: str, name: str) -> int:
 def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bool:
     """Return True for an APU, by its PCI id or gfx.
 
-    The size of the carve-out does not tell, because a BIOS can give it 96 GB. Only cards with their
-    own memory chips have board_info and a vendor's name in mem_info_vram_vendor ("unknown" on an
-    APU). No card has less than a GiB of its own memory and more than that of GTT.
+    The size of the carve-out is no criterion, because a BIOS can give the GPU 96 GB. Only cards
+    with their own memory chips have board_info and a vendor's name in mem_info_vram_vendor
+    ("unknown" on an APU). No card has less than a GiB of its own memory and more than a GiB of GTT.
     """
     vram = integer(readings.file(f"{folder}/mem_info_vram_total")) or 0
     gtt = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0

@@ -84,7 +84,7 @@ def _paths() -> Iterator[str]:
 
 
 def _render_access() -> str:
-    """Return "denied" if there are render nodes but this user may open no one of them, else ""."""
+    """Return "denied" if there are render nodes and this user may open none of them, else ""."""
     nodes = glob.glob("/dev/dri/renderD*")
     if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
         return "denied"
