@@ -10,8 +10,7 @@ _BYTES = 2
 # The fewest tokens that our MLX backend computes at once (localllm_backends/mlx/stepping.py).
 _MLX_PIECE = 64
 # How often a score passes through memory without a fused kernel. The product with the keys writes
-# it, masking reads and writes it, softmax reads and writes it, and the product with the values
-# reads it.
+# it. Masking and softmax each read and write it. The product with the values reads it.
 _PASSES = 6
 
 
@@ -20,9 +19,9 @@ def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ..
     deepest step of a prompt.
 
     The scores are heads × new tokens × all tokens at 16 bits, if the head width is not in
-    `fused_heads`. See mlx/fast.cpp, the fallback of `scaled_dot_product_attention`: it has one
-    matrix, which softmax overwrites, and a mask of one byte per pair (checked with
-    `mx.get_peak_memory` on the CPU). Latent attention passes the scores of its rotated part as a
+    `fused_heads`. The source is the fallback of `scaled_dot_product_attention` in mlx/fast.cpp. It
+    has one matrix, which softmax overwrites, and a mask of one byte per pair. (Checked with
+    `mx.get_peak_memory` on the CPU.) Latent attention passes the scores of its rotated part as a
     mask.
     """
     most = 0
@@ -38,8 +37,8 @@ def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ..
 
 
 def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
-    """Return the bytes of scores that one prompt token's attention over `context` tokens moves
-    through memory, in all layers."""
+    """Return the bytes of scores that one prompt token's attention moves through memory, in all
+    layers. It covers `context` tokens."""
     moved = 0.0
     for layer, count in facts(model).groups:
         mixer = layer.mixer

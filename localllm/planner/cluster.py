@@ -285,9 +285,9 @@ _RDMA_S = (5e-6, 50e-6)
 class SharedPlan:
     """A share of each layer on each machine (tensor parallelism, as in MLX).
 
-    With n machines, a token takes its time on one machine, less (n-1)/n of the time to read the
-    bytes at nominal bandwidth, plus two all-reduces a layer. No constant is fitted to published
-    rows; `python -m benchmarks.planner_fit.clusters` compares.
+    A token's time with n machines starts from its time on one machine. It is shorter by (n-1)/n of
+    the time to read the bytes at nominal bandwidth, and longer by two all-reduces a layer. No
+    constant is fitted to published rows; `python -m benchmarks.planner_fit.clusters` compares.
 
     - `needs_bytes`: the need of each machine.
     - `limit_bytes`: the bytes for models on the smallest machine.

@@ -213,9 +213,9 @@ _FEW_LANES = re.compile(r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16|p100|
 # TFLOP/s of one core that multiplies Q4_K matrices, by its widest vectors. Several cores together
 # run slower, by a power of their number. Two Zen cores with AVX-512 reach 289 GFLOP/s (llama.cpp
 # 0.3.36, 512 tokens). 64 cores of an EPYC 7702 (AVX2) run prefill at 301 tokens/s with a 3B in
-# Q4_K_M, which is 1.9 TFLOP/s (https://huggingface.co/bartowski, llama-bench in his model cards).
-# By this formula that is 0.054 a core. Desktop cores are half as fast again as those of that
-# server. The AVX2 value is between the two.
+# Q4_K_M, or 1.9 TFLOP/s. That is from llama-bench in model cards of
+# https://huggingface.co/bartowski. By this formula it is 0.054 a core. Desktop cores are half as
+# fast again as those of that server. The AVX2 value is between the two.
 _CORE_TFLOPS = {"AVX-512": 0.12, "AVX2": 0.07}
 _CORES_POWER = 0.85
 # A CPU's nominal rate is its measured rate for this type of weights, if that was timed.

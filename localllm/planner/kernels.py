@@ -82,8 +82,8 @@ _RAISED = "Q6_K"
 # The same for MXFP4, and for files with more bits than Q6_K explains (Unsloth's dynamic files).
 _RAISED_HIGH = "Q8_0"
 # A matrix is multiplied row by row up to _FEW tokens. From _MANY tokens it is as fast as for a long
-# prompt. Q4_K without repacking on two Zen cores: 155, 150, 154, 191, 331, 457 and 506 GFLOP/s with
-# 1, 2, 4, 8, 16, 32 and 64 tokens.
+# prompt. Measured for Q4_K without repacking on two Zen cores: 155, 150, 154, 191, 331, 457 and 506
+# GFLOP/s. The steps had 1, 2, 4, 8, 16, 32 and 64 tokens.
 _FEW = 2
 _MANY = 64
 _UNMIXED = ("Q8_0", "F16", "BF16", "F32")

@@ -1,11 +1,13 @@
-"""Learn from a machine's own runs how much longer each cause of a decode step takes there than by
-the table.
+"""Learn from a machine's own runs how much longer each cause of a decode step takes there than the
+table predicts.
 
 One figure of one model does not show which cause is off. So each cause may deviate by a usual
-amount (a prior), and all together more than one alone. The unexplained part of a figure is shared
-out by each cause's uncertainty and its share of the step. Figures at two depths, or of two models,
-separate the causes. (Bayesian linearised regression on ln seconds, solved one figure at a time as
-an iterated extended Kalman filter: Bell and Cathey 1993, doi:10.1109/9.250476.)
+amount (a prior), and all together more than one alone. The unexplained part of a figure is divided
+among the causes. Each gets more if it was less certain or took more of the step. Figures at two
+depths, or of two models, tell the causes apart.
+
+The method is Bayesian linearised regression on ln seconds. It is solved one figure at a time, like
+an iterated extended Kalman filter (Bell and Cathey 1993, doi:10.1109/9.250476).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Prior:
 
 
 # A graphics card's clocks, driver and cooling affect all causes alike; its kernels are those of the
-# table. On a CPU, three figures are less certain: the memory (half if busy), the time per layer
-# (threads synchronise), and attention's kernels.
+# table. A CPU's figures are less certain: its memory (half the rate if busy), its time per layer
+# (threads synchronise), and its attention kernels.
 ACCELERATOR = Prior(0.5, (0.10, 0.20, 0.20))
 CPU = Prior(0.4, (0.35, 0.30, 0.40))
 

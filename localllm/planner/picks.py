@@ -66,8 +66,8 @@ def _matched_by(plan: Plan) -> str:
 
 
 def line_of(family: str) -> str:
-    """Return the family without its version. qwen3.5, qwen3.6 and qwen3.8 have one line;
-    qwen3-coder and qwen2.5-coder share another."""
+    """Return the family without its version. qwen3.5, qwen3.6 and qwen3.8 belong to one line;
+    qwen3-coder and qwen2.5-coder belong to another."""
     return _VERSION.sub("", family)
 
 

@@ -38,8 +38,8 @@ from localllm_catalog.types import Layer, Model, Variant
 
 # Float32 elements of a token that a layer's kernels read and write apart from its matrices
 # (llama.cpp's graphs). The hidden vector counts 12 times: two norms, two residual sums, two
-# conversions for the matrices, and their outputs. Queries and attention outputs count 6 times, and
-# the feed-forward 6 times: each is written, changed in place and read.
+# conversions for the matrices, and the matrices' outputs. Queries and attention outputs count 6
+# times, and so does the feed-forward. Each is written, changed in place and read.
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6

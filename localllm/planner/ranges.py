@@ -1,10 +1,11 @@
-"""Width of a predicted speed's 80 % range: wide enough to contain 80 % of the held-out measurements
-of the same stratum.
+"""Width of a predicted speed's 80 % range. It contains 80 % of the held-out measurements of the
+same stratum.
 
 A stratum combines the evidence about the machine, its family and engine, dense or MoE, and the
-depth: "seen: apple-max.metal MoE deep". If a stratum has too few held-out measurements, the stratum
-of the engine is used ("metal MoE"). benchmarks/planner_fit/ranges.py writes the widths
-(efficiency.toml, `[*.width]`), and a table with the coverage of each (benchmarks/planner_fit.md).
+depth. An example is "seen: apple-max.metal MoE deep". If a stratum has too few held-out
+measurements, the stratum of the engine is used ("metal MoE"). benchmarks/planner_fit/ranges.py
+writes the widths (efficiency.toml, `[*.width]`). It also writes a table with the coverage of each
+(benchmarks/planner_fit.md).
 
 Less evidence or a deeper context never makes a range narrower. `width_of` takes the widest range
 among those for more evidence and a shallower context.
@@ -19,7 +20,7 @@ from functools import lru_cache
 DEEP = 8_192
 # ln of high ÷ predicted if no similar machine was measured.
 NOTHING_KNOWN = 0.58
-# Evidence about a machine: measurements of the part, of other parts of its family, or of other
+# Evidence about a machine: measurements of the part, of other parts of its family only, or of other
 # families only.
 SEEN = "seen"
 UNSEEN_PART = "unseen part"

@@ -336,8 +336,8 @@ def _prompt_seconds(
     return seconds + min(seconds_on(_host(device)) * left / max(1, chosen), copied)
 
 
-# One change between card and host within a step: start the copy of a few kilobytes, wait for it,
-# and launch the next part.
+# One change between card and host within a step. It starts the copy of a few kilobytes, waits for
+# it, and launches the next part.
 CROSSING_S = 15e-6
 # Share of its memory's nominal rate that a desktop CPU reads. Set so that the six published runs
 # split between a card and system memory (tests/planner/test_placing.py) are right on average.

@@ -74,8 +74,8 @@ class Indexed(Wrapper):
 
 
 def _index_elements(layer: GgufLayer) -> int:
-    """Return the elements per token that the indexer keeps on this layer: its key, and the data
-    that keys are pooled from.
+    """Return the elements per token that the indexer keeps on this layer: its key, and the gate and
+    pooled key if keys are pooled.
 
     In llama.cpp, llama-memory-hybrid-idx.cpp keeps key, gate and pooled key side by side.
     llama-kv-cache-dsa.cpp and -msa.cpp keep a key.
