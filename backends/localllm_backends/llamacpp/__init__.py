@@ -1,5 +1,7 @@
-"""The llama.cpp backend: GGUF files through llama-cpp-python's low-level bindings. Importing loads
-no native code."""
+"""The llama.cpp backend: GGUF files through llama-cpp-python's low-level bindings.
+
+Importing this module loads no native code.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ class LlamaCppType(BackendType):
         native_libraries()
 
     def accepts(self, path: str) -> bool:
-        """True for a file that begins with GGUF's magic, or is named .gguf (a truncated one is ours
-        to refuse)."""
+        """Return True for a file with GGUF's magic, or with the suffix .gguf.
+
+        A truncated .gguf file is accepted here, so that loading can report the error.
+        """
         file = Path(path)
         if not file.is_file():
             return False
@@ -64,7 +68,8 @@ class LlamaCppType(BackendType):
         return vocabulary(path)
 
     def reads_images(self) -> str | None:
-        """None where a projector could be loaded, else what is missing. Imports no native code."""
+        """Return None if a projector could be loaded, else the missing part. Imports no native
+        code."""
         from localllm_backends.llamacpp.native import library_path
         from localllm_backends.llamacpp.vision import WITHOUT
 

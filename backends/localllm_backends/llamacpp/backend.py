@@ -1,4 +1,4 @@
-"""LlamaCppBackend: the contract's operations over one llama_model and one llama_context."""
+"""LlamaCppBackend: the contract's operations with one llama_model and one llama_context."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares
     cells."""
 
-    # Images make positions of their tokens in two dimensions: exported KV says where they lie.
+    # True if image tokens have two-dimensional positions. Exported KV then lists its images.
     _two_dimensional = False
     _projector_bytes = 0
     _heads: DraftHeads | None
@@ -83,14 +83,16 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._n_rewind = 0
         if self._recurrent:
             self._n_rewind = int(llama.llama_n_rs_seq(context))
-        # recurrent: tokens of the last step that can be taken back, once; negative once some were
+        # Recurrent models: number of tokens of the last step that can be taken back, once; negative
+        # after some were.
         self._undoable: dict[SequenceId, int] = {}
-        # sliding windows: forked since each last had cells of its own for its window
+        # Sliding windows: True if there was a fork since all sequences last had window cells of
+        # their own.
         self._shares_windows = False
         n_batch = int(llama.llama_n_batch(context))
         self._batch = Batch(llama, n_batch)
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
-        # What keeps books on every sequence.
+        # Objects that track every sequence.
         self._books: list[Any] = [self._ledger]
         self._magic = KV
         if heads is not None:
@@ -103,13 +105,13 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
-        # Can its states be had apart (Capabilities.states)?
+        # Can states be exported apart from the KV (Capabilities.states)?
         self._states = False
         self.info = self._model_info(path, n_batch)
         self._find_capabilities(path, n_batch)
 
     def _find_capabilities(self, path: Path, n_batch: int) -> None:
-        """Warm up, and set what this memory and its device can do."""
+        """Warm up, and set the capabilities of this memory and its device."""
         warm = self._warm_up(1)
         keeps_all = not self._n_swa and not self._recurrent
         if self._spare is not None and not keeps_all:
@@ -118,7 +120,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
                 self._spare = None
         self.drop(warm)
         on_device = self._spec.n_gpu_layers != 0 and has_gpu()
-        # A device may compute from the mapping itself.
+        # A device may compute directly from the mapping.
         self._mapped = HugeWeights(path, 0 if on_device else None)
         self.capabilities = capabilities(
             self._heads,
@@ -132,8 +134,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self.sort_where_computed()
 
     def sort_where_computed(self) -> None:
-        """With several streams the greatest logits are sorted out by what computes them: for
-        devices, whose rows are far."""
+        """Let the device select the top-k logits when several streams run.
+
+        This helps on devices, from which full rows take long to copy.
+        """
         self._top.able = True
         self.capabilities = replace(self.capabilities, samples=True)
 
@@ -150,7 +154,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     @owner_only
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A sequence sharing the first `n_tokens` cells of `source`."""
+        """Create a sequence that shares the first `n_tokens` cells of `source`."""
         if not n_tokens:
             return self.new_sequence()
         self._check_range(source, 0, n_tokens)
@@ -164,11 +168,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """Return whether a fork can have the first `n_tokens` of `source`."""
         if not self._recurrent:
             return self.can_rewind(source, n_tokens)
-        # llama_memory_seq_cp copies the newest recurrent state, whatever is to be taken back of it.
+        # llama_memory_seq_cp copies the newest recurrent state, even if tokens are taken back
+        # later.
         return n_tokens == self._ledger.length(source) and self._undoable.get(source, 0) >= 0
 
     def _share(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
-        """The empty `target` gets the first `n_tokens` cells of `source`."""
+        """Give the empty `target` the first `n_tokens` cells of `source`."""
         self._memory.copy(source, target, 0, self._ledger.position(source, n_tokens))
         for book in self._books:
             book.fork(source, target, n_tokens)
@@ -190,7 +195,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     @owner_only
     def drop(self, sequence: SequenceId) -> None:
-        """Free the sequence's cells that nobody shares."""
+        """Free the sequence and those of its cells that no other sequence shares."""
         self._memory.cut(sequence)
         for book in self._books:
             book.close(sequence)
@@ -204,13 +209,13 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return self._ledger.free
 
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
-        """Is everything still in memory that the attention of position `n_tokens` sees?"""
+        """Return whether memory still holds everything that position `n_tokens` attends to."""
         length = self._ledger.length(sequence)
         if n_tokens >= length or not n_tokens:
             return True
         if self._recurrent:
-            # llama.cpp keeps one snapshot per token of the last step, and would hand out older,
-            # stale ones too.
+            # llama.cpp keeps one snapshot per token of the last step. It would also restore older,
+            # stale snapshots.
             return length - n_tokens <= self._undoable.get(sequence, 0)
         if not self._n_swa:
             return True
@@ -221,7 +226,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     @owner_only
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
-        """One llama_decode over all chunks; all or nothing."""
+        """Compute all chunks in one llama_decode; on an error, no chunk is appended."""
         n_outputs = sum(min(chunk.outputs, len(chunk.tokens)) for chunk in chunks)
         self._check_step(sum(len(chunk.tokens) for chunk in chunks), n_outputs)
         if self._n_rewind and len(chunks) > 1:
@@ -229,9 +234,11 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return self._decode(chunks)
 
     def _step_apart(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
-        """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode,
-        recurrent rollback (n_rs_seq, "experimental" in llama.h) was seen to restore wrong
-        states."""
+        """Decode each chunk on its own.
+
+        With sequences of unequal lengths in one llama_decode, recurrent rollback (n_rs_seq,
+        "experimental" in llama.h) was seen to restore wrong states.
+        """
         rows: list[Rows] = []
         for chunk in chunks:
             try:
@@ -252,7 +259,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return self._sweep(batch, chunks)
 
     def _sweep(self, batch: Batch, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
-        """One llama_decode of `batch`, which is made of `chunks`."""
+        """Run llama_decode on `batch`, which holds the tokens of `chunks`."""
         few = self._top.prepare(chunks)
         decode = partial(self._decoder.decode, batch.native, can_end=self._can_undo(chunks))
         if self._slices is not None:
@@ -275,18 +282,20 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if self._heads is not None:
             self._heads.stepped(chunks)
         if not any(chunk.outputs for chunk in chunks):
-            # A device may only have taken the order: whoever times this step wants to know when it
-            # is done.
+            # A device may only have queued the work. Wait, so that the caller measures the step's
+            # full time.
             self._llama.llama_synchronize(self._context)
         return LlamaCppStepResult(self._decoder.logits, chunks, self._top if few else None, few)
 
     def _end(self, sequence: SequenceId) -> int:
-        """The position of the next token of a sequence that ends in no unfinished image."""
+        """Return the position of the next token. The sequence must not end inside an image."""
         return self._ledger.position(sequence, self._ledger.length(sequence))
 
     def _separate_windows(self, chunks: Sequence[Chunk] = ()) -> bool:
-        """Make room in a sliding window's memory that forks fill, in the middle of a step of
-        `chunks`; False if there is none to be made."""
+        """Free space in a sliding-window cache that forks fill, within a step of `chunks`.
+
+        Returns False if no space can be freed.
+        """
         if not self._shares_windows or not self._states or self._recurrent:
             return False
         self._undo(chunks)
@@ -298,8 +307,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._decoder.interrupt()
 
     def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
-        """Not the middle of an image whose tokens stand at one position: its beginning would go
-        with it."""
+        """Return False in the middle of an image whose tokens share one position.
+
+        Undoing the step would also remove the beginning of the image.
+        """
         if not self._two_dimensional:
             return True
         return not any(chunk.image is not None and chunk.image.start for chunk in chunks)
@@ -313,7 +324,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
         kv = purpose_bytes(self._buffers, "KV")
         compute = purpose_bytes(self._buffers, "compute")
-        # Its micro-batches may be larger than ours.
+        # Its micro-batches may be larger than those of the main context.
         compute = compute * MICRO_BATCH // min(MICRO_BATCH, self.info.n_batch)
         return kv * cells_for(n_tokens) // self._ledger.capacity + compute
 
@@ -326,21 +337,21 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._decoder.use_threads(most)
 
     def idle_work(self, spare_bytes: int | None) -> bool:
-        """Weights that steps read in the mapped file move into huge pages."""
+        """Move weights that steps read from the file mapping into huge pages."""
         return self._mapped.move(spare_bytes)
 
     @owner_only
     def compare_kv(
         self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
     ) -> tuple[KvFidelity, ...]:
-        """`tokens` read with KV of each pair of types and with f16, in contexts of their own."""
+        """Compare KV of each pair of types with f16 over `tokens`, in separate contexts."""
         return compared(self._llama, self._model, self._spec, pairs, tokens)
 
     # --- KV in and out ----------------------------------------------------------------------------
 
     @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop): llama.cpp's sequence state behind a header."""
+        """Return the KV of tokens [start, stop): a header, then llama.cpp's sequence state."""
         self._check_range(sequence, start, stop)
         ledger = self._ledger
         via: int | None = self._spare
@@ -359,8 +370,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return data
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
-        """In how many runs of cells these tokens lie, about: llama.cpp copies each by itself, twice
-        a layer."""
+        """Return the approximate number of contiguous cell ranges that hold these tokens.
+
+        llama.cpp copies each range separately, twice per layer.
+        """
         return self._ledger.runs(sequence, start, stop)
 
     @owner_only
@@ -412,7 +425,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             if not self._separate_windows():
                 raise
             self._memory.load_state(sequence, data, n_tokens, last)
-        # Recurrent layers have it by now, and refuse to be cut before.
+        # Cut after loading the state: recurrent layers refuse to be cut before they have it.
         if not self._memory.cut(sequence, self._ledger.position(sequence, n_tokens)):
             raise BackendFailure("llama.cpp did not cut the sequence where its state ends")
         for book in self._books:
@@ -421,7 +434,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     @owner_only
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
-        """A sequence sharing the first `n_tokens` cells of `source`, with their state."""
+        """Create a sequence that shares the first `n_tokens` cells of `source`, with their
+        state."""
         self._check_range(source, 0, n_tokens)
         target = self.new_sequence()
         self._share(source, target, n_tokens)
@@ -433,8 +447,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return target
 
     def memory(self) -> MemoryReport:
-        """What llama.cpp said it allocated for the context (and the draft heads'), and the weights'
-        own bytes."""
+        """Return the bytes that llama.cpp allocated for the context and the draft heads, and the
+        size of the weights."""
         weights = int(self._llama.llama_model_size(self._model))
         weights += purpose_bytes(self._buffers, "LoRA")
         if self._heads is not None:
@@ -466,7 +480,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._model = None
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
-        # What is stored with the heads' KV is of no use without them.
+        # KV that was stored with draft heads can't be used without them.
         mark = under_adapters(fingerprint(path), self._spec.adapters)
         if self._spec.drafter:
             mark += f"-{fingerprint(Path(self._spec.drafter))[:12]}"

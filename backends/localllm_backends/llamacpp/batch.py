@@ -1,5 +1,5 @@
-"""llama_batch filled from numpy arrays in microseconds, the llama_decode of it, which can be
-interrupted, and the logits after."""
+"""Fill a llama_batch from numpy arrays in microseconds, run an interruptible llama_decode on it,
+and read the logits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Rows = NDArray[np.float32]
 
 
 class Batch:
-    """Up to `capacity` tokens for one llama_decode: `clear`, then `add` one run of tokens after
-    another.
+    """A llama_batch with up to `capacity` tokens. Call `clear`, then `add` for each run of tokens.
 
-    With a `width` each carries a row of so many numbers, beside its token or (`tokens` False)
-    instead of it; then a position may be made of several numbers (`dimensions`)."""
+    If `width` is set, each entry has a row of that many numbers, in addition to its token, or
+    instead of it if `tokens` is False. In the latter case a position may have several `dimensions`.
+    """
 
     def __init__(
         self, llama: Any, capacity: int, *, width: int = 0, tokens: bool = True, dimensions: int = 1
@@ -75,11 +75,11 @@ class Batch:
         self.add(sequence, position, [token], int(output))
 
     def place(self, positions: NDArray[np.int32]) -> None:
-        """Give the entries these positions, int32 [dimensions, entries]."""
+        """Set the positions of all entries: int32 [dimensions, entries]."""
         self._pos[: positions.size] = positions.ravel()
 
     def place_text(self) -> None:
-        """Give every entry its position in all dimensions but the last, as text has it (M-RoPE)."""
+        """Repeat each entry's position in all dimensions but the last, as for text (M-RoPE)."""
         n = self.native.n_tokens
         if len(self._pos) > len(self._token):
             at = self._pos[:n].copy()
@@ -87,7 +87,7 @@ class Batch:
 
 
 def floats(address: int | None, rows: int, width: int) -> Rows:
-    """A view of `rows` × `width` numbers of llama.cpp's."""
+    """Return a view of `rows` × `width` numbers in llama.cpp's memory."""
     assert address is not None
     kind = ctypes.c_float * (rows * width)
     flat: Rows = np.frombuffer(memoryview(kind.from_address(address)), dtype=np.float32)
@@ -95,9 +95,11 @@ def floats(address: int | None, rows: int, width: int) -> Rows:
 
 
 class LlamaCppStepResult(StepResult):
-    """Logits of the last step: a view of llama.cpp's own output rows, of which `rows` gives so
-    many. Asking for them waits for a device to compute them. Of the chunks with the numbers `few`
-    the greatest are sorted out there, by `top`."""
+    """Logits of the last step: a view of llama.cpp's own output rows.
+
+    `rows` returns the given number of rows. Reading them waits for the device. For the chunks with
+    the indices `few`, the device selects the top-k logits, which `top` reads.
+    """
 
     def __init__(
         self,
@@ -114,19 +116,19 @@ class LlamaCppStepResult(StepResult):
 
     @cached_property
     def rows(self) -> Rows:
-        """All of them, of all chunks; those that were sorted out hold nothing of use."""
+        """The rows of all chunks. Rows of chunks in `few` have no meaning."""
         return self._read(self._ends[-1])
 
     @cached_property
     def _tokens(self) -> list[int | None]:
-        """What the few greatest decide of each chunk; None where they don't."""
+        """The token that the top-k logits determine for each chunk; None if they don't."""
         nothing: list[int | None] = [None] * len(self._chunks)
         if self._top is None:
             return nothing
         return self._top.read(self._chunks, self._few)
 
     def argmax(self, chunk: int) -> list[int]:
-        # A token that was sampled need not be the best.
+        # A sampled token need not be the best one.
         if self._chunks[chunk].sample is None:
             token = self._tokens[chunk]
             if token is not None:
@@ -145,17 +147,19 @@ class LlamaCppStepResult(StepResult):
         return self.rows[start : self._ends[chunk]]
 
 
-# With more tokens than this a step computes long between its barriers: the more threads the better,
-# whoever else there is. Asking whether to end it costs a microsecond per node: nothing beside it, a
-# twentieth of a small model's with one token.
+# Steps with more tokens compute long between barriers, so more threads are always better, even if
+# other processes run. The abort callback costs 1 µs per node. That is negligible for such steps,
+# but 5 % of a one-token step of a small model.
 _SHORT_TOKENS = 32
-# llama_decode's word for it (llama.h).
+# Return code of an aborted llama_decode (llama.h).
 ABORTED = 2
 
 
 class Decoder:
-    """llama_decode of one context, which was made with as many threads as it may have. Another
-    thread may end it."""
+    """llama_decode of one context, which another thread may interrupt.
+
+    The context was created with the largest number of threads it may use.
+    """
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama = llama
@@ -172,12 +176,14 @@ class Decoder:
         return self._wanted
 
     def use_threads(self, most: int) -> None:
-        """Short steps take no more than `most` from now on."""
+        """Use at most `most` threads for short steps from now on."""
         self._few = max(1, min(most, self._all))
 
     def decode(self, batch: Any, *, can_end: bool = True) -> int:
-        """llama_decode's code; `ABORTED` where `interrupt` was called meanwhile, and it `can_end`
-        in the middle."""
+        """Return llama_decode's code; `ABORTED` if `interrupt` was called during the step.
+
+        If `can_end` is False, the step can't be aborted in the middle.
+        """
         short = batch.n_tokens <= _SHORT_TOKENS
         n_threads = self._few if short else self._all
         self._llama.llama_set_n_threads(self._context, n_threads, n_threads)
@@ -192,14 +198,18 @@ class Decoder:
                 self._llama.llama_set_abort_callback(self._context, self._never, None)
 
     def logits(self, n: int) -> Rows:
-        """The `n` rows [n, n_vocab] of the last step where llama.cpp keeps them; they are the next
-        one's as soon as that begins."""
+        """Return the `n` rows of the last step [n, n_vocab], in llama.cpp's memory.
+
+        The next step overwrites them.
+        """
         if not n:
             return np.empty((0, self._n_vocab), dtype=np.float32)
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
         return floats(address, n, self._n_vocab)
 
     def interrupt(self) -> None:
-        """End the `decode` that runs now, or the next one if none does, unless it is short. From
-        any thread."""
+        """End the running `decode`, or the next one between decodes, unless it is short.
+
+        May be called from any thread.
+        """
         self._wanted = True

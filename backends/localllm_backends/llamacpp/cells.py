@@ -1,10 +1,9 @@
-"""Books on the KV cache: exact counts of cells under sharing, and the positions of tokens where
-images take fewer than tokens.
+"""Bookkeeping of the KV cache: exact counts of shared cells, and positions of tokens after images.
 
-llama.cpp does not say how many cells are free. The ledger mirrors what it does (seq_cp shares,
-seq_rm releases a cell when its last sequence lets go), so that admission can be exact. With M-RoPE
-an image of 20 tokens in 5 columns takes 5 positions, all its tokens stand at the first; in every
-sequence without images token n has position n.
+llama.cpp does not report how many cells are free. The ledger mirrors its rules, so that admission
+can be exact: seq_cp shares cells, and seq_rm frees a cell when its last sequence releases it. With
+M-RoPE, an image of 20 tokens in 5 columns takes 5 positions, and all its tokens are at the first
+one. In a sequence without images, token n has position n.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from localllm_backends.contract import CannotRewindError
 
 
 class PlacedImage(NamedTuple):
-    """An image from token `start` on: so many tokens, which take so many positions."""
+    """An image from token `start` on. It takes `n_tokens` tokens and `n_positions` positions."""
 
     start: int
     n_tokens: int
@@ -29,18 +28,20 @@ class PlacedImage(NamedTuple):
 
 
 class CellLedger:
-    """`capacity` cells; each sequence is a line of cells, and a cell may stand in several lines.
-    They are numbered as they are taken, and a number is never given again: cells that are taken one
-    after the other lie beside each other, as a rule."""
+    """Tracks `capacity` cells. Each sequence is a list of cells, and sequences may share cells.
+
+    Cells are numbered as they are taken, and a number is never reused. Cells with consecutive
+    numbers are usually adjacent in memory.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.free = capacity
         self._n_taken = 0
         self._lines: dict[int, list[int]] = {}
-        # Of cells that stand in several lines in how many besides one.
+        # For each shared cell: the number of its sequences minus one.
         self._shared: Counter[int] = Counter()
-        # Of every sequence, in order, where they take fewer positions than tokens.
+        # For each sequence: its images that take fewer positions than tokens, in order.
         self._images: dict[int, list[PlacedImage]] = {}
 
     @property
@@ -55,13 +56,13 @@ class CellLedger:
         return len(self._lines[sequence])
 
     def append(self, sequence: int, n: int) -> None:
-        """Take `n` cells for the end of the line, of those that are `free`."""
+        """Take `n` free cells for the end of the sequence."""
         self._lines[sequence].extend(range(self._n_taken, self._n_taken + n))
         self._n_taken += n
         self.free -= n
 
     def runs(self, sequence: int, start: int, stop: int) -> int:
-        """In how many runs the line's tokens [start, stop) were taken."""
+        """Return the number of runs of consecutive cells that hold tokens [start, stop)."""
         taken = self._lines[sequence][start:stop]
         if not taken:
             return 0
@@ -69,14 +70,14 @@ class CellLedger:
         return breaks + 1
 
     def fork(self, source: int, target: int, n: int) -> None:
-        """The empty line `target` begins with the first `n` cells of `source`."""
+        """Give the empty `target` the first `n` cells of `source`."""
         cells = self._lines[source][:n]
         self._lines[target].extend(cells)
         self._shared.update(cells)
         self._images[target] = self.images_in(source, 0, n)
 
     def truncate(self, sequence: int, n: int) -> None:
-        """Let go of everything after the first `n` tokens."""
+        """Release everything after the first `n` tokens."""
         line = self._lines[sequence]
         for cell in line[n:]:
             others = self._shared.pop(cell, 0)
@@ -92,8 +93,10 @@ class CellLedger:
         del self._lines[sequence], self._images[sequence]
 
     def position(self, sequence: int, token: int) -> int:
-        """That of token number `token`, which need not be there yet. CannotRewindError within an
-        image."""
+        """Return the position of token number `token`, which need not exist yet.
+
+        Raises CannotRewindError if the token is inside an image.
+        """
         position = token
         for image in self._images[sequence]:
             if image.stop <= token:
@@ -103,19 +106,19 @@ class CellLedger:
         return position
 
     def last_position(self, sequence: int, n_tokens: int) -> int:
-        """The largest among the first `n_tokens`."""
+        """Return the largest position among the first `n_tokens`."""
         for image in self._images[sequence]:
             if image.stop == n_tokens:
                 return self.position(sequence, image.start)
         return self.position(sequence, n_tokens) - 1
 
     def place(self, sequence: int, image: PlacedImage) -> None:
-        """An image begins at the end of the sequence."""
+        """Record an image that starts at the end of the sequence."""
         if image not in self._images[sequence]:
             self._images[sequence].append(image)
 
     def images_in(self, sequence: int, start: int, stop: int) -> list[PlacedImage]:
-        """The images among the tokens [start, stop)."""
+        """Return the images that are completely within tokens [start, stop)."""
         return [i for i in self._images[sequence] if start <= i.start and i.stop <= stop]
 
     def check_integrity(self) -> None:

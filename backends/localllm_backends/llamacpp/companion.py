@@ -1,12 +1,11 @@
-"""Drafters trained for one model and published as a file beside it, on llama.cpp: EAGLE-3, DFlash,
-DSpark.
+"""Drafters for one model in a separate file, on llama.cpp: EAGLE-3, DFlash, DSpark.
 
-They read what the model's layers made of each token (its features, taken during the model's own
-step) and share its vocabulary, and where their file has none, its embeddings and output matrix.
-Order of operations after llama.cpp's own drivers: common/speculative.cpp,
-common_speculative_impl_draft_eagle3 and common_speculative_impl_draft_dflash. There a row is read
-at its own place and here at that of the token behind it, as heads of a model's own have it: rotary
-attention sees distances only.
+They read the model's features: layer outputs for each token, taken during the model's own step.
+They share the model's vocabulary. If their file lacks embeddings and an output matrix, they share
+those too. The order of operations follows llama.cpp's own drivers: common/speculative.cpp,
+common_speculative_impl_draft_eagle3 and common_speculative_impl_draft_dflash. The drivers read a
+row at its own position. We read it at the position of the next token, like a model's own heads.
+Rotary attention depends on distances only.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from localllm_backends.llamacpp.weights import check_file, load_model
 
 _ASSISTANT = "gemma4-assistant"
 KINDS = ("eagle3", "dflash", _ASSISTANT)
-# Architectures whose layers' inputs llama.cpp hands out (src/models: t_layer_inp); for any other it
-# aborts the process.
+# Architectures whose layer inputs llama.cpp returns (src/models: t_layer_inp). For other
+# architectures it aborts the process.
 _GIVE_FEATURES = frozenset({
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2",
     "minimax-01", "minimax-m2",
     "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe",
     "qwen3moe", "qwen3next",
 })  # fmt: skip
-# What their last layer made, which EAGLE-3 asks for as a hidden row (t_h_nextn) and DFlash as one
-# more layer's input.
+# Architectures that also return the output of their last layer. EAGLE-3 reads it as a hidden row
+# (t_h_nextn), DFlash as the input of one more layer.
 _GIVE_LAST = {
     "eagle3": frozenset({
         "bailingmoe3", "gemma4", "gpt-oss", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35",
@@ -49,15 +48,17 @@ _GIVE_LAST = {
     "dflash": frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"}),
 }  # fmt: skip
 _LONGEST_BLOCK = 64
-# What llama.cpp reads with at once: every row costs room for its logits, asked for or not.
+# Tokens per llama.cpp batch. Each row reserves space for its logits, even if they are not read.
 _BATCH = 128
 _MROPE = 8  # llama.h: enum llama_rope_type
 
 
 class Eagle3Heads(MtpHeads):
-    """One layer that guesses on from its own hidden row, and first from the features of three of
-    the model's layers, fused by an encoder. Its vocabulary may be a part of the model's: llama.cpp
-    maps it back (d2t)."""
+    """EAGLE-3: one layer that drafts from its own hidden row.
+
+    The first hidden row is made by an encoder from the features of three layers of the model. The
+    drafter's vocabulary may be a part of the model's; llama.cpp maps it (d2t).
+    """
 
     kind = "eagle3"
     first = 1
@@ -70,7 +71,7 @@ class Eagle3Heads(MtpHeads):
         fused: list[Rows] = []
         for begin in range(0, len(rows), self._n_batch):
             self._encoder.clear()
-            # An encoder has no places, but llama.cpp wants them to follow what the sequence holds.
+            # Encoders use no positions, but llama.cpp requires them to continue the sequence.
             position = self._memory.end(0)
             for row in rows[begin : begin + self._n_batch]:
                 self._encoder.add_row(0, position, 0, row, output=True)
@@ -82,9 +83,11 @@ class Eagle3Heads(MtpHeads):
 
 
 class AssistantHeads(MtpHeads):
-    """Gemma 4's assistants: a few layers that attend to what the model's own last two layers keep,
-    and keep nothing themselves. All they guess stands where the first guess does, as they were
-    trained."""
+    """Gemma 4's assistants: a few layers that attend to the KV of the model's last two layers.
+
+    They have no KV of their own. All draft tokens use the position of the first one, as in
+    training.
+    """
 
     kind = "assistant"
 
@@ -109,10 +112,12 @@ class AssistantHeads(MtpHeads):
 
 
 class DflashHeads(DraftHeads):
-    """A few layers that fill in a block of masked tokens in one pass, with the features of what the
-    model has read as their KV. DSpark's Markov head is part of that pass; its confidences say where
-    to stop. DFlash2 gives a few candidates for each place, with scores of what follows what (its
-    selector)."""
+    """DFlash: a few layers that fill in a block of masked tokens in one pass.
+
+    Their KV is computed from the features of tokens that the model has read. DSpark's Markov head
+    is part of that pass; its confidences determine the length of the draft. DFlash2 returns a few
+    candidates for each place, with scores for each pair of neighbours (its selector).
+    """
 
     kind = "dflash"
     first = 1
@@ -130,7 +135,7 @@ class DflashHeads(DraftHeads):
             llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions
         )
         self._masked = Batch(llama, self._n_batch)
-        # The lattice of a selector is no row of an output.
+        # A selector's candidates are not rows of the output.
         self._functions["set_rows"](context, True, not block.selector_top_k)
         llama.llama_set_causal_attn(context, block.causal)
 
@@ -143,7 +148,7 @@ class DflashHeads(DraftHeads):
         return self._decoder.decode(self._inject.native) == 0
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """Always whole blocks, of the length that they were trained with: masks see each other."""
+        """Draft full blocks of the trained length, since masked tokens attend to each other."""
         drafts: list[list[int]] = []
         self.catch_up([sequence for sequence, _, _ in wanted])
         at_once = self._n_batch // self._block.rows
@@ -160,7 +165,7 @@ class DflashHeads(DraftHeads):
         for sequence, newest, _ in wanted:
             at = self._lines[sequence].read
             self._masked.add(sequence, at + 1, [newest, *masks], n_outputs)
-        # The newest row of each, which has no token behind it yet that the model has read.
+        # The newest row of each sequence. The model has not read the token after it yet.
         done = self._read([(sequence, 0) for sequence, _, _ in wanted])
         if not done or self._decoder.decode(self._masked.native):
             return [[] for _ in wanted]
@@ -176,8 +181,10 @@ class DflashHeads(DraftHeads):
         return drafts
 
     def _guesses(self, n: int, begin: int) -> Iterator[tuple[int, float]]:
-        """The best token for each place of the block from row `begin` of `n` on, and how sure that
-        is."""
+        """Yield the best token for each place of a block, and its probability.
+
+        The block starts at row `begin` of `n`.
+        """
         block = self._block
         rows = range(begin + block.anchor, begin + block.rows)
         if block.selector_top_k:
@@ -190,8 +197,11 @@ class DflashHeads(DraftHeads):
             yield token, probability
 
     def _selected(self, hidden: Rows, rows: range) -> Iterator[tuple[int, float]]:
-        """The same by the selector: each row holds k candidates, and then, for each of the k of the
-        row before, the scores of all."""
+        """The same with a selector.
+
+        Each row holds k candidates. Then, for each of the k candidates of the row before, it holds
+        the scores of all k.
+        """
         k = self._block.selector_top_k
         before = 0
         for i in rows:
@@ -203,15 +213,17 @@ class DflashHeads(DraftHeads):
 
 
 class _BlockLayout:
-    """How a block of DFlash's is laid out: `rows` tokens, the newest and masks behind it, guesses
-    from row `anchor` on."""
+    """Layout of a DFlash block.
+
+    It has `rows` tokens: the newest token, then masks. Draft tokens start at row `anchor`.
+    """
 
     def __init__(self, header: NativeHeader) -> None:
         self.rows = header.number("dflash.block_size") or 16
         self.mask = header.number("tokenizer.ggml.mask_token_id", -1)
         self.causal = bool(header.number("dflash.attention.causal"))
         markov = header.has_tensor("markov_w1.weight")
-        # DSpark's first guess is at the newest token's own place, unless it was trained otherwise.
+        # DSpark's first draft token is at the place of the newest token, unless trained otherwise.
         self.anchor = 1
         if markov and header.number("dflash.sample_from_anchor", 1):
             self.anchor = 0
@@ -225,8 +237,11 @@ class _BlockLayout:
 def open_drafter(
     llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max: int
 ) -> tuple[DraftHeads, Buffers]:
-    """The drafter in the file `spec.drafter`, following `target`, a context of `model`, and what
-    its weights lie in. LoadError where it is not one for this model, or can't run here."""
+    """Open the drafter `spec.drafter` for `target`, a context of `model`.
+
+    Returns the drafter and the buffers of its weights. Raises LoadError if it does not fit this
+    model or can't run here.
+    """
     path = Path(spec.drafter)
     check_file(path)
     if staging_functions() is None:
@@ -267,7 +282,7 @@ def open_drafter(
         return AssistantHeads(llama, target, context), buffers
     if kind == "dflash":
         return DflashHeads(llama, target, context, layers, block), buffers
-    # What the last layer made EAGLE-3 has from where MTP has it.
+    # EAGLE-3 reads the last layer's output in the same way as MTP.
     last = int(llama.llama_model_n_layer(model))
     rows = [None if layer == last else layer for layer in layers]
     return Eagle3Heads(llama, target, context, rows), buffers
@@ -281,7 +296,7 @@ def _refused(path: Path, why: str) -> LoadError:
 
 
 def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
-    """Return why a reader of features can't draft for the model; "" if it can."""
+    """Return why a drafter that reads features can't draft for the model; "" if it can."""
     if architecture not in _GIVE_FEATURES:
         return f"llama.cpp does not give what the layers of {architecture!r} models make"
     if header.number("dflash.hyper_connection.count"):
@@ -311,7 +326,7 @@ def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
 
 
 def _layers_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
-    """Return why the model's layers can't be read as the drafter reads them; "" if they can."""
+    """Return why the drafter can't read the model's layers; "" if it can."""
     layers = header.numbers(f"{kind}.target_layers")
     n_heads = main.number(f"{architecture}.nextn_predict_layers")
     n_layers = main.number(f"{architecture}.block_count") - n_heads
@@ -329,8 +344,10 @@ def _layers_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
 
 
 def _assistant_unfit(header: NativeHeader, main: NativeHeader, architecture: str) -> str:
-    """Return why an assistant can't read what the last two layers of this model keep; "" if it can.
-    llama.cpp does not look, and would read beside it."""
+    """Return why an assistant can't read the KV of the model's last two layers; "" if it can.
+
+    llama.cpp does not check this, and would read outside the buffers.
+    """
     if architecture != "gemma4":
         return f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model"
     width = main.number("gemma4.embedding_length")
@@ -348,18 +365,18 @@ def _assistant_unfit(header: NativeHeader, main: NativeHeader, architecture: str
 
 
 def _reads_last_layers(header: NativeHeader, main: NativeHeader) -> bool:
-    """Return whether an assistant's layers read KV of the sizes that the model's last two keep."""
+    """Return whether an assistant's layers expect the KV sizes of the model's last two layers."""
     last = main.number("gemma4.block_count") - 1
     kept = _kept_by_layer(main, "gemma4")
     read = _kept_by_layer(header, _ASSISTANT)
     if not len(kept) > last > 0 or not read:
         return False
-    # Layers with a window read the one before the last.
+    # Layers with a sliding window read the model's last layer but one.
     return all(layer == kept[last - layer[0]] for layer in read)
 
 
 def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, int, int]]:
-    """Of each layer whether it sees a window alone, its heads of keys and their width."""
+    """Return for each layer: has it a sliding window, its number of KV heads, and their width."""
     windows = header.numbers(f"{architecture}.attention.sliding_window_pattern")
     heads = header.numbers(f"{architecture}.attention.head_count_kv")
     full_width = header.number(f"{architecture}.attention.key_length")

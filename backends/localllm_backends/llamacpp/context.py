@@ -1,8 +1,8 @@
-"""From a LoadSpec to the parameters of llama_model and llama_context: layers, experts and KV on
-devices, batch, outputs, threads.
+"""Turn a LoadSpec into the parameters of llama_model and llama_context: placement of layers,
+experts and KV, batch, outputs and threads.
 
-llama.cpp counts layers from the end: the last `n_gpu_layers` of them, the output being one, are the
-devices'. Which tensors go elsewhere all the same it is told by patterns over their names.
+llama.cpp counts layers from the end: the last `n_gpu_layers` layers, including the output layer,
+are on the devices. Patterns for tensor names override that for single tensors.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from localllm_backends.llamacpp.threads import usable_cores
 
 _LOAD_MODES = {"auto": -1, "read": 0, "mapped": 1}  # llama.h: enum llama_load_mode
 _LAZY_MODES = {"memory": 0, "auto": 1, "disk": 2}  # llama.h: enum llama_lazy_mode
-# As llama.cpp's own tools name them; `ch` are experts chunked over several tensors.
+# Names as in llama.cpp's own tools; `ch` are experts that are split over several tensors.
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _MADV_DONTNEED = 4
-# A list of devices that ends where it begins.
+# An empty, null-terminated list of devices.
 _NO_DEVICES = (ctypes.c_void_p * 1)()
 
 
@@ -41,7 +41,8 @@ class _Override(ctypes.Structure):
 
 
 def experts_pattern(n_layers: int) -> str:
-    """The pattern of the routed experts of the first `n_layers` layers; of all for -1."""
+    """Return the name pattern of the routed experts in the first `n_layers` layers (-1: all
+    layers)."""
     if n_layers < 0:
         return rf"blk\.\d+{_EXPERTS}"
     numbers = "|".join(str(i) for i in range(n_layers))
@@ -49,18 +50,18 @@ def experts_pattern(n_layers: int) -> str:
 
 
 def model_params(llama: Any, spec: LoadSpec) -> Any:
-    """llama_model_params that place the weights as `spec` says."""
+    """Return llama_model_params that place the weights as in `spec`."""
     placed = spec.placement
     params = llama.llama_model_default_params()
     params.n_gpu_layers = spec.n_gpu_layers if spec.n_gpu_layers >= 0 else 999
     if not spec.n_gpu_layers:
-        # Given a device it would hold memory there, and large products of the CPU's layers would be
-        # sent to it.
+        # With a device, llama.cpp would allocate memory there and send large products of CPU layers
+        # to it.
         params.devices = ctypes.addressof(_NO_DEVICES)
     params.load_mode = _LOAD_MODES[placed.weights]
     params.lazy_mode = _LAZY_MODES[placed.tables]
     params.use_extra_bufts = placed.layout != "stored"
-    # What they point to lives as long as they do.
+    # Keeps alive what the parameters point to.
     kept: list[Any] = []
     params.kept = kept
     if placed.experts_on_host:
@@ -86,11 +87,10 @@ def model_params(llama: Any, spec: LoadSpec) -> Any:
 
 
 def release_pages(path: Path) -> None:
-    """Let go of the pages of `path` that are mapped into this process. Linux only.
+    """Release the pages of `path` that are mapped into this process. Linux only.
 
-    Weights that llama.cpp laid out anew or copied to a device stay resident a second time in the
-    mapped file. What is still used of it comes back from the system's file cache when it is next
-    touched.
+    Weights that llama.cpp repacked or copied to a device are still resident in the mapped file.
+    Pages that are still used return from the system's file cache at the next access.
     """
     if sys.platform == "linux":
         release = ctypes.CDLL(None).madvise
@@ -99,15 +99,17 @@ def release_pages(path: Path) -> None:
 
 
 def mapped_at(path: Path) -> list[tuple[int, int]]:
-    """(start, stop) of the addresses at which `path` is mapped into this process; none where that
-    can't be read."""
+    """Return the (start, stop) addresses at which `path` is mapped into this process.
+
+    Returns an empty list if that can't be read.
+    """
     name = str(path.resolve())
     return [(start, stop) for start, stop, file in mappings() if file == name]
 
 
-# Tokens of a micro-batch: larger ones bring little. A step is one, or on a GPU up to `_GPU_STEP`,
-# as llama.cpp's own programs take: it computes the next one while the host is still busy with the
-# one before.
+# Tokens of a micro-batch; larger ones gain little. A step is one micro-batch, or up to `_GPU_STEP`
+# tokens on a GPU, as in llama.cpp's own programs. A GPU can compute the next micro-batch while the
+# host still handles the previous one.
 _MICRO_BATCH = 512
 _GPU_STEP = 2048
 _DEFAULT_CTX = 8192
@@ -115,13 +117,17 @@ _DRAFT_CELLS = 48
 
 
 def served_context(model: Any, spec: LoadSpec) -> int:
-    """Tokens of context to serve: what is asked for, else the model's own up to a modest size."""
+    """Return the context to serve in tokens: as requested, else the model's own up to a default
+    limit."""
     return spec.n_ctx or min(int(start_native().llama_model_n_ctx_train(model)), _DEFAULT_CTX)
 
 
 def _steps_are_divisible(model: Any, spec: LoadSpec) -> bool:
-    """Return whether a step on a GPU may be several micro-batches that can all be taken back: the
-    second writes over no window and no state, and no heads or images need a step to be one."""
+    """Return whether a step on a GPU may consist of several micro-batches.
+
+    All of them must be revocable, so the model must have no window or recurrent state to overwrite.
+    Draft heads and images also need a step to be one micro-batch.
+    """
     if spec.n_gpu_layers == 0 or not has_gpu():
         return False
     if spec.mtp or spec.drafter or spec.projector:
@@ -143,24 +149,28 @@ def new_context(
     n_batch: int = 0,
     draft_cells: int = 0,
 ) -> Any:
-    """The llama_context for `model`, or with `mtp` the one its draft heads run in; OutOfMemoryError
-    or LoadError with the reason otherwise.
-    `beside`: the context of the model that `model` drafts for, with steps of `n_batch` tokens and
-    `draft_cells` more to draft in.
-    `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
+    """Create the llama_context for `model`, or with `mtp` the one for its draft heads.
+
+    Raises OutOfMemoryError or LoadError with the reason.
+
+    If `beside` is set, it is the context of the model for which `model` drafts. Its steps have
+    `n_batch` tokens; the new context gets `draft_cells` more cells for drafts.
+
+    `at_node`: a ggml_backend_sched_eval_callback that may pause or end the computation.
+    """
     llama = start_native()
     drafts = mtp or beside is not None
     n_batch = n_batch or spec.n_batch or _MICRO_BATCH
     n_ctx = served_context(model, spec)
     if drafts:
-        # With the model's tokens, those that are being drafted, and those that a fork has to read
-        # for itself.
+        # Cells for the model's tokens, for draft tokens, and for tokens that the heads must read
+        # again after a fork.
         n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
     n_step = n_batch
     if at_node is None and beside is None and _steps_are_divisible(model, spec):
         n_step = max(n_batch, _GPU_STEP)
-    # llama.cpp aborts the process if a step asks for more rows of logits than are reserved here
-    # (each costs n_vocab × 4 bytes), or if there is less than one for each sequence.
+    # llama.cpp aborts the process if a step has more logit rows than are reserved here, or if fewer
+    # rows are reserved than there are sequences. Each row costs n_vocab × 4 bytes.
     n_outputs = max(spec.outputs_of(n_batch), n_seq_max)
     kind = llama.LLAMA_CONTEXT_TYPE_DEFAULT
     if mtp:
@@ -170,7 +180,7 @@ def new_context(
     if beside is not None:
         n_outputs = n_batch
     n_threads = spec.n_threads or usable_cores()
-    # Flash attention is left at AUTO: where a device lacks the kernel, ON would silently compute
+    # Flash attention stays at AUTO: if a device lacks the kernel, ON would silently compute
     # attention on the CPU.
     kv_cache = {
         "type_k": GGML_TYPES[spec.kv_type_k],
@@ -191,7 +201,7 @@ def new_context(
         n_rs_seq=0 if drafts else spec.n_rewind,
         n_threads=n_threads,
         n_threads_batch=n_threads,
-        # May devices compute what lies in system memory?
+        # May devices compute with weights in system memory?
         op_offload=spec.n_gpu_layers != 0,
         cb_eval=at_node or llama.ggml_backend_sched_eval_callback(),
         **kv_cache,
@@ -202,8 +212,10 @@ def new_context(
 
 @contextmanager
 def trial_context(model: Any, spec: LoadSpec, kv: Sequence[str], **sizes: int) -> Iterator[Any]:
-    """A small context of the KV types `kv` (of K and V) beside the one that serves: `sizes` are its
-    n_ctx, n_batch and n_outputs."""
+    """Create a small context with the KV types `kv` (K, V), in addition to the serving context.
+
+    `sizes` are its n_ctx, n_batch and n_outputs.
+    """
     alone = replace(spec, n_rewind=0, mtp=False, drafter="")
     typed: Any = {"kv_type_k": kv[0], "kv_type_v": kv[1], **sizes}
     context = new_context(model, replace(alone, **typed), n_seq_max=1)
@@ -214,8 +226,10 @@ def trial_context(model: Any, spec: LoadSpec, kv: Sequence[str], **sizes: int) -
 
 
 def made_context(model: Any, **parameters: Any) -> Any:
-    """The llama_context with these of llama_context_params, and llama.cpp's own for the others;
-    OutOfMemoryError or LoadError with llama.cpp's own reason."""
+    """Create a llama_context with these llama_context_params; the others keep llama.cpp's defaults.
+
+    Raises OutOfMemoryError or LoadError with llama.cpp's reason.
+    """
     llama = start_native()
     n_ctx = parameters["n_ctx"]
     params = llama.llama_context_default_params()
@@ -236,14 +250,17 @@ def made_context(model: Any, **parameters: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter(LoraAdapter):
-    """One that is in memory: `pointer` is its llama_adapter_lora, which is freed with the model."""
+    """A loaded adapter. `pointer` is its llama_adapter_lora, which is freed with the model."""
 
     pointer: Any = None
 
 
 def with_adapters(model: Any, spec: LoadSpec) -> LoadSpec:
-    """`spec` with its adapters loaded beside `model`, before any context of it is made: each
-    reserves a graph with room for them. LoadError."""
+    """Return `spec` with its adapters loaded for `model`. Raises LoadError.
+
+    Call this before creating contexts, because each context reserves a graph with space for the
+    adapters.
+    """
     log.mark()
     loaded = []
     for adapter in spec.adapters:
@@ -257,7 +274,7 @@ def with_adapters(model: Any, spec: LoadSpec) -> LoadSpec:
 
 
 def _lay_over(context: Any, spec: LoadSpec) -> None:
-    """Have `context` compute with the adapters that are loaded."""
+    """Apply the loaded adapters to `context`."""
     llama = start_native()
     loaded = [adapter for adapter in spec.adapters if isinstance(adapter, LoadedAdapter)]
     pointers = llama.llama_adapter_lora_p_ctypes * len(loaded)

@@ -1,14 +1,13 @@
-"""ggml's devices: their memory, the largest KV tensor each computes with, and a program that lists
-them.
+"""ggml's devices: their memory, the largest KV tensor each can use, and a program that lists them.
 
-A driver that is broken may crash or hang whoever loads it; who wants the list runs the program:
+A broken driver may crash or hang the process that loads it. So the list is made by a program:
 
     python -m localllm_backends.llamacpp.devices        (prints one JSON object)
 
-The fields are ggml's own (ggml-backend.h): sizes in bytes, `largest_buffer_bytes` the most one
-allocation may have (null where ggml names no limit), `id` the PCI address where the device has one.
-`features` is what each backend says it was compiled for, `said` the lines it logged while it looked
-for its devices: the only place where some capabilities stand.
+The fields are ggml's own (ggml-backend.h), with sizes in bytes. `largest_buffer_bytes` is the
+largest possible allocation (null if ggml reports no limit). `id` is the PCI address, if the device
+has one. `features` lists what each backend was compiled for. `said` holds the lines that the
+backends logged during device detection; some capabilities appear only there.
 """
 
 from __future__ import annotations
@@ -41,14 +40,17 @@ GPU = 1
 INTEGRATED = 2
 _I64 = 27  # ggml.h: enum ggml_type
 _SCRATCH_BYTES = 64 * 1024  # for the descriptions of a few tensors without data
-_CELLS = 256  # llama.cpp pads every context to this many
+_CELLS = 256  # llama.cpp pads each context to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device of the loaded library: its handle, ggml's name for it ("Vulkan0"), and the bytes
-    that are free. With GGML_CUDA_ENABLE_UNIFIED_MEMORY ggml calls free what the system has
-    (https://github.com/ggml-org/llama.cpp/issues/17536): no more than is in all is believed."""
+    """A device of the loaded library: its handle, ggml's name for it ("Vulkan0") and its free
+    bytes.
+
+    With GGML_CUDA_ENABLE_UNIFIED_MEMORY, ggml reports the system's free memory
+    (https://github.com/ggml-org/llama.cpp/issues/17536). So the total memory limits the free bytes.
+    """
 
     handle: int
     name: str
@@ -56,9 +58,11 @@ class Accelerator:
 
 
 def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
-    """The devices that layers go to: the cards, or without one the integrated GPU, as llama.cpp
-    chooses; of these only those of the numbers `cards` in the order of their PCI addresses, where
-    any is given. LoadError for one that is not there."""
+    """Return the devices for layers: the cards, or the integrated GPU if there is no card.
+
+    That is llama.cpp's own choice. If `cards` is given, only the devices with these indices, in the
+    order of PCI addresses, are returned. Raises LoadError if an index does not exist.
+    """
     found = devices_of_type(GPU) or devices_of_type(INTEGRATED)
     if cards:
         found = _of_numbers(found, cards)
@@ -76,20 +80,25 @@ def _handles() -> list[int]:
 
 
 def devices_of_type(*types: int) -> list[int]:
-    """The handles of all devices of these types, in ggml's order."""
+    """Return the handles of all devices of these types, in ggml's order."""
     type_of = ggml_function("ggml_backend_dev_type")
     return [handle for handle in _handles() if type_of(handle) in types]
 
 
 def has_gpu() -> bool:
-    """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also
-    counts plain RPC)."""
+    """Return whether this llama.cpp build sees an accelerator.
+
+    llama_supports_gpu_offload is not used, because it also counts plain RPC.
+    """
     return bool(devices_of_type(GPU, INTEGRATED))
 
 
 def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
-    """CUDA numbers the fastest card 0 unless it is told otherwise, Vulkan as its loader likes:
-    addresses are the same for all. Where a device has none, the order is ggml's."""
+    """Return the devices with these indices in the order of PCI addresses.
+
+    CUDA gives the fastest card number 0 by default, and Vulkan uses its loader's order, but
+    addresses are the same for all. If a device has no address, ggml's order is used.
+    """
     addresses = [_text(_properties(handle).device_id).lower() for handle in handles]
     if all(addresses):
         handles = [handle for _, handle in sorted(zip(addresses, handles, strict=True))]
@@ -108,9 +117,12 @@ def _properties(handle: int) -> _Props:
 
 
 def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
-    """OutOfMemoryError where a layer's K or V cache of `n_ctx` tokens is larger than what an
-    accelerator computes with in one piece (Vulkan's storage buffers: 4 GiB on cards, 128 MiB where
-    no more is promised). llama.cpp aborts the process then."""
+    """Check that each layer's K and V cache of `n_ctx` tokens fits into one buffer of an
+    accelerator.
+
+    The limit for Vulkan storage buffers is 4 GiB on cards, and 128 MiB if the driver promises no
+    more. Raises OutOfMemoryError; llama.cpp would abort the process.
+    """
     if spec.n_gpu_layers == 0:
         return
     k_width, v_width = _kv_widths(llama, model)
@@ -128,8 +140,10 @@ def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
 
 
 def _kv_widths(llama: Any, model: Any) -> tuple[int, int]:
-    """Elements that the first layer's K and V keep for a token; (0, 0) where it keeps none
-    (recurrent)."""
+    """Return the number of elements per token in the first layer's K and V.
+
+    Returns (0, 0) if the layer has no KV (recurrent).
+    """
     value = llama.llama_model_meta_val_str
     architecture = c_string(value, model, b"general.architecture") or ""
     n_heads = max(1, int(llama.llama_model_n_head(model)))
@@ -146,8 +160,11 @@ def _kv_widths(llama: Any, model: Any) -> tuple[int, int]:
 
 
 def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int | None:
-    """None where the device writes rows into a cache of that many cells, or into none of that type
-    at all (then another device does it, slowly); otherwise the most cells it takes."""
+    """Return the largest number of cells that the device supports, or None without such a limit.
+
+    None means that the device can write rows into a cache of `cells` cells. It also means that the
+    device does not support the type at all; then another device does the work, slowly.
+    """
 
     def too_many(n: int) -> bool:
         return not _writes_rows(device, kind, width, n)
@@ -159,7 +176,7 @@ def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int |
 
 
 def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool:
-    """Does the device compute what fills a KV cache of this size? Asked with tensors that have no
+    """Return whether the device can write into a KV cache of this size. Asks with tensors without
     data."""
     tensor = ggml_function("ggml_new_tensor_2d")
     scratch = ggml_function("ggml_init")(GgmlInitParams(_SCRATCH_BYTES, None, True))
@@ -194,7 +211,7 @@ class _Props(ctypes.Structure):
         ("type", ctypes.c_int),
         ("device_id", ctypes.c_char_p),
         ("caps", _Caps),
-        # what a newer ggml may add must not be written past our end
+        # Space for fields of a newer ggml, so that it does not write past the end.
         ("_later", ctypes.c_char * 64),
     ]
 
@@ -204,8 +221,10 @@ class _Feature(ctypes.Structure):
 
 
 def devices() -> dict[str, Any]:
-    """Every device of this process's llama.cpp, as the module says. Loads every driver that it was
-    compiled for."""
+    """Describe every device of this process's llama.cpp; see the module docstring.
+
+    Loads every driver that llama.cpp was compiled for.
+    """
     start_native()
     found: list[dict[str, Any]] = []
     features: dict[str, dict[str, str]] = {}
@@ -225,7 +244,7 @@ def devices() -> dict[str, Any]:
 
 
 def _facts(handle: int, backend: str) -> dict[str, Any]:
-    """Return one device of the list."""
+    """Return one entry of the device list."""
     props = _properties(handle)
     kind = str(props.type)
     if 0 <= props.type < len(_TYPES):
@@ -246,8 +265,10 @@ def _facts(handle: int, backend: str) -> dict[str, Any]:
 
 
 def _features(registry: int) -> dict[str, str]:
-    """What a backend was compiled for, by its own list (CUDA: ARCHS, CPU: AVX2 …); empty where it
-    has none."""
+    """Return what a backend was compiled for, by its own list (CUDA: ARCHS, CPU: AVX2 …).
+
+    Returns an empty dict if the backend has no list.
+    """
     address_of = ggml_function("ggml_backend_reg_get_proc_address")
     address = address_of(registry, b"ggml_backend_get_features")
     if not address:
@@ -256,7 +277,7 @@ def _features(registry: int) -> dict[str, str]:
     listed = prototype(address)(registry)
     found: dict[str, str] = {}
     for at in count():
-        # A feature without a name ends the list.
+        # The list ends with a feature without a name.
         if not listed[at].name:
             break
         found[_text(listed[at].name)] = _text(listed[at].value)

@@ -1,4 +1,4 @@
-"""Embedding models and rerankers through llama.cpp: BERT and its family, and decoders whose GGUF
+"""Embedding models and rerankers on llama.cpp: BERT-like encoders, and decoders whose GGUF header
 names a pooling."""
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ _POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _RANK = 4
 _AS_NAMED = -1
 _NO_TOKEN = -1
-# An input is pooled within one micro-batch, whose buffers grow with it: 2,048 tokens unless more is
-# asked for.
+# Pooling needs a full input in one micro-batch, and buffers grow with the micro-batch. So the
+# default is 2,048 tokens.
 _DEFAULT_CTX = 2048
 _MOST_SEQUENCES = 32
 
 
 class LlamaCppEmbedder:
-    """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores. Not
-    thread-safe: its owner calls everything."""
+    """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores.
+
+    Not thread-safe: only its owner's thread may call it.
+    """
 
     def __init__(self, llama: Any, model: Any, context: Any, spec: LoadSpec) -> None:
         self._llama = llama
@@ -62,8 +64,10 @@ class LlamaCppEmbedder:
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text`, with CLS, SEP or EOS as the model wants them. Marks inside the text
-        are text."""
+        """Return the token ids of `text`, with CLS, SEP or EOS if the model needs them.
+
+        Control tokens in the text are treated as text.
+        """
         return self._tokens_of_text(text, add_bos=True)
 
     def _tokens_of_text(self, text: str, *, add_bos: bool = False) -> list[int]:
@@ -72,9 +76,12 @@ class LlamaCppEmbedder:
         return self._words.tokenize(LiteralText(text), special=False, add_bos=add_bos)
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
-        """What a reranker reads: its own template, where it has one (Qwen3-Reranker), else CLS, the
-        query, EOS and SEP, the document, EOS, each mark where the model wants it. The same as
-        llama.cpp's server makes."""
+        """Return a reranker's input for a query and a document.
+
+        It is the model's own rerank template, if there is one (Qwen3-Reranker). Otherwise it is
+        CLS, the query, EOS and SEP, the document, EOS, each control token only if the model needs
+        it. llama.cpp's server builds the same input.
+        """
         template = self._llama.llama_model_chat_template(self._model, b"rerank")
         if template:
             return self._by_template(template.decode("utf-8", "replace"), query, document)
@@ -94,11 +101,12 @@ class LlamaCppEmbedder:
         return [*tokens, *self._tokens_of_text(document), *end]
 
     def _by_template(self, template: str, query: str, document: str) -> list[int]:
-        """The template's own marks are tokens, those in a query or a document are text."""
+        """Fill in the template. Its own control tokens are parsed; those in a query or document are
+        text."""
         controls = control_texts(self._words.control_texts)
         query = controls.marked(query)
         document = controls.marked(document)
-        # In one pass: what a query says of {document} is the query's text.
+        # Fill in both at once, so that a literal {document} in a query stays text.
         parts = [part.replace("{document}", document) for part in template.split("{query}")]
         tokens: list[int] = []
         for run in controls.runs(query.join(parts)):
@@ -116,9 +124,12 @@ class LlamaCppEmbedder:
         return c_string(fill, size=16 * len(tokens) + 64) or ""
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> Rows:
-        """One row of `n_embd` numbers per input, of length 1, or a reranker's scores as they are;
-        as many inputs as fit go through the model at once. Each has between 1 and `info.n_ctx`
-        tokens of the vocabulary: whoever asks sees to that. StepError."""
+        """Return one row of `n_embd` numbers per input, normalised to length 1, or a reranker's raw
+        scores.
+
+        Each llama_decode takes as many inputs as fit. The caller must make sure that each input has
+        1 to `info.n_ctx` valid tokens. Raises StepError.
+        """
         if not inputs:
             return np.zeros((0, self.n_embd), dtype=np.float32)
         rows: list[Rows] = []
@@ -167,10 +178,10 @@ def load_embedder(
     n_gpu_layers: int = -1,
     on_progress: Callable[[float], None] | None = None,
 ) -> LlamaCppEmbedder:
-    """Load a GGUF that makes embeddings or ranks. `n_ctx` 0 = the model's own, at most 2,048
-    tokens.
+    """Load a GGUF file that computes embeddings or scores.
 
-    Raises LoadError, also for files that generate text, and OutOfMemoryError.
+    `n_ctx` 0 = the model's own context, at most 2,048 tokens. Raises LoadError, also for files that
+    generate text, and OutOfMemoryError.
     """
     llama = start_native()
     spec = LoadSpec(path, placement=Placement(gpu_layers=n_gpu_layers))
@@ -183,8 +194,8 @@ def load_embedder(
         context = made_context(
             model,
             embeddings=True,
-            # Named classes: a classifier on top of an encoder, whose header may name the encoder's
-            # own pooling.
+            # Class labels mean a classifier on top of an encoder. Its header may name the encoder's
+            # pooling.
             pooling_type=_RANK if llama.llama_model_cls_label(model, 0) else _AS_NAMED,
             n_ctx=tokens,
             n_batch=tokens,

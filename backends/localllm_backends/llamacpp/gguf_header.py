@@ -1,4 +1,4 @@
-"""Headers of GGUF files through ggml's own reader: keys and tensor names, before anything is
+"""Read headers of GGUF files with ggml's own reader: keys and tensor names, before anything is
 loaded."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMBERS: dict[int, Any] = {4: ctypes.c_uint32, 5: ctypes.c_int32, 7: ctypes.c_b
 
 
 def parts(path: Path) -> list[Path]:
-    """All files of a split GGUF, or the one."""
+    """Return all files of a split GGUF, or the single file."""
     named = re.fullmatch(r"(.*-)00001(-of-\d{5}\.gguf)", path.name)
     if named is None:
         return [path]
@@ -30,7 +30,7 @@ def parts(path: Path) -> list[Path]:
 
 
 class NativeHeader:
-    """The header of one GGUF file, through ggml's own reader (gguf.h), as long as this lives."""
+    """The header of one GGUF file, read by ggml (gguf.h). It is freed with this object."""
 
     def __init__(self, path: Path) -> None:
         parameters = GgufInitParams(True, None)
@@ -43,15 +43,17 @@ class NativeHeader:
         return ggml_function(f"gguf_get_{what}")(self._file, key)
 
     def text(self, key: str) -> str:
-        """A text; "" where there is none of that name."""
+        """Return a string value; "" if the key does not exist."""
         at = ggml_function("gguf_find_key")(self._file, key.encode())
         if at < 0 or self._get("kv_type", at) != _STRING:
             return ""
         return str(self._get("val_str", at).decode("utf-8", "replace"))
 
     def numbers(self, key: str) -> list[int]:
-        """The whole numbers of 32 bits, or truth values, of an array or by themselves; [] where
-        there are none of that name."""
+        """Return a 32-bit integer or boolean value as a list, or the elements of such an array.
+
+        Returns [] if the key does not exist.
+        """
         at = ggml_function("gguf_find_key")(self._file, key.encode())
         if at < 0:
             return []
@@ -68,7 +70,7 @@ class NativeHeader:
         return [int(value) for value in values]
 
     def number(self, key: str, otherwise: int = 0) -> int:
-        """The first of `numbers`; `otherwise` where there are none."""
+        """Return the first of `numbers`, or `otherwise` if there are no numbers."""
         return next(iter(self.numbers(key)), otherwise)
 
     def has_tensor(self, name: str) -> bool:

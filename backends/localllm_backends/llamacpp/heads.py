@@ -1,5 +1,5 @@
-"""Draft heads on llama.cpp: a second context that reads what the model has read, with its hidden
-rows, and writes ahead."""
+"""Draft heads on llama.cpp: a second context that reads the model's tokens and hidden rows, and
+drafts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from localllm_backends.llamacpp.batch import Decoder, Rows, floats
 from localllm_backends.llamacpp.kv_blocks import SequenceMemory
 from localllm_backends.llamacpp.native import bindings
 
-# llama-ext.h's staging functions have C++ names; Itanium mangling is the same on Linux and macOS
-# (MSVC's is not).
+# llama-ext.h's staging functions have C++ names. Itanium mangling is the same on Linux and macOS,
+# but differs from MSVC's.
 SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
     "set_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None,
     [ctypes.c_bool, ctypes.c_bool]),
@@ -34,7 +34,7 @@ SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
 
 
 def staging_functions() -> dict[str, Any] | None:
-    """llama.cpp's functions for hidden rows, by our names; None where this build does not export
+    """Return llama.cpp's functions for hidden rows by our names; None if this build does not export
     them."""
     library = bindings()._lib
     if not all(hasattr(library, symbol) for symbol, _, _ in SYMBOLS.values()):
@@ -49,8 +49,11 @@ def staging_functions() -> dict[str, Any] | None:
 
 
 class DraftHeads(FollowingHeads[Rows]):
-    """A second context, and what it does to follow the model's: it reads what these `layers` of the
-    model were given at each token (None: what the last one made, the hidden row), side by side."""
+    """A second context that follows the model's context.
+
+    It reads the inputs of these `layers` of the model for each token, concatenated. None stands for
+    the output of the last layer, the hidden row.
+    """
 
     def __init__(
         self, llama: Any, target: Any, context: Any, layers: Sequence[int | None] = (None,)
@@ -64,7 +67,7 @@ class DraftHeads(FollowingHeads[Rows]):
         self._memory = SequenceMemory(llama, context)
         model = llama.llama_get_model(target)
         own = llama.llama_get_model(context)
-        # The model that they are, if they are no part of another.
+        # The drafter's own model, unless the heads are part of the main model.
         self._drafter: Any = None
         self.weights_bytes = 0
         if own != model:
@@ -72,7 +75,7 @@ class DraftHeads(FollowingHeads[Rows]):
             self.weights_bytes = int(llama.llama_model_size(own))
         self._n_hidden = int(llama.llama_model_n_embd_out(own))
         self._decoder = Decoder(llama, context)
-        # Where each part of a row lies, and how many numbers it has.
+        # For each part of a row: a function that returns its address, and its width.
         self._given: list[tuple[Callable[[], int], int]] = []
         for layer in layers:
             if layer is None:
@@ -86,13 +89,14 @@ class DraftHeads(FollowingHeads[Rows]):
         self._width = sum(width for _, width in self._given)
 
     def _hidden(self, n: int) -> Rows:
-        """The first `n` hidden rows of the heads' own last llama_decode: valid until its next."""
+        """Return the first `n` hidden rows of the heads' last llama_decode. The next one overwrites
+        them."""
         return floats(self._functions["rows"](self._context), n, self._n_hidden)
 
     # --- following the model ----------------------------------------------------------------------
 
     def stepped(self, chunks: Sequence[Chunk]) -> None:
-        """The model has read `chunks` in one llama_decode."""
+        """Store the rows of `chunks`, which the model has just read in one llama_decode."""
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         given = [floats(address(), n_tokens, width) for address, width in self._given]
         rows = np.concatenate(given, axis=1)
@@ -122,15 +126,17 @@ class DraftHeads(FollowingHeads[Rows]):
     # --- in and out -------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
-        """The heads' KV of tokens [start, stop), by way of another sequence where it is not the
-        whole."""
+        """Return the heads' KV of tokens [start, stop).
+
+        A part of the sequence is exported through the empty sequence `via`.
+        """
         self.catch_up([sequence])
         return self._memory.export(sequence, start, stop, via)
 
     def import_range(
         self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int
     ) -> None:
-        """Append tokens [start, stop) of what `export_range` gave."""
+        """Append tokens [start, stop) from the data of `export_range`."""
         self.catch_up([sequence])
         with self._importing(sequence, stop):
             self._memory.append(sequence, data, start, stop, via, range(stop, sys.maxsize))
@@ -142,7 +148,7 @@ class DraftHeads(FollowingHeads[Rows]):
 
 
 def best(logits: Rows) -> tuple[int, float]:
-    """(the likeliest token, its probability among the ten likeliest)."""
+    """Return the best token and its probability among the ten best."""
     n = min(CANDIDATES, len(logits))
     top = np.argpartition(logits, -n)[-n:]
     values = logits[top].astype(np.float64)

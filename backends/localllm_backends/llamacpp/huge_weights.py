@@ -1,12 +1,11 @@
-"""Weights that are read where the file is mapped, moved into huge pages of this process while
-nobody asks. Linux only.
+"""Move weights from the file mapping into huge pages of this process while no request runs. Linux
+only.
 
-llama.cpp lays some formats out anew and reads the others (Q8_0, Q6_K, Q4_1 on x86) in the mapped
-file, in pages of 4 KiB: each token then walks hundreds of thousands of them. What a step has
-touched is copied into huge pages, and the copy put at the very addresses of the mapping (mremap),
-so that nobody notices but the processor. No byte is resident twice: the file's pages go back to the
-system's cache, and what nobody has asked for yet, such as experts and rows of a table, stays in the
-file.
+llama.cpp repacks some formats. It reads the others (Q8_0, Q6_K, Q4_1 on x86) from the mapped file,
+in pages of 4 KiB, so each token touches hundreds of thousands of pages. This module copies used
+weights into huge pages and moves the copy to the addresses of the mapping (mremap), which llama.cpp
+does not notice. No byte is resident twice: the file's pages return to the system's cache. Unused
+weights, such as experts and rows of a table, stay in the file.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from localllm_backends.llamacpp.context import mapped_at
 
 _SYSTEM = Path("/")
 _PAGE_BYTES = 4096
-_PIECE_BYTES = 4 * 2**20  # one to ten milliseconds, which is what a request may have to wait for
-_LOOK_BYTES = 256 * 2**20  # so many are looked through at once where nothing is to be moved
+_PIECE_BYTES = 4 * 2**20  # 1 to 10 ms of work, the longest delay of a request
+_LOOK_BYTES = 256 * 2**20  # bytes to scan per call if all of them stay in the file
 _FIRST_INTERVAL_S = 60.0
-_AMPLE = 2  # times what is mapped must be spare
-_MOSTLY = 0.9  # of a piece's small pages are in use: less would make resident what nobody reads
+_AMPLE = 2  # required spare memory, as a multiple of the mapped bytes
+_MOSTLY = 0.9  # minimum share of used small pages in a piece, to keep unused data out of memory
 _PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
 _PROT_READ = 1
 _PROT_WRITE = 2
@@ -41,9 +40,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def huge_page_bytes(root: Path = _SYSTEM) -> int:
-    """Bytes of a huge page that this process may ask for; 0 where the system gives none, or where
-    usual pages aren't of 4 KiB (huge ones are half a GB where they are of 64). `root`: where its
-    files begin."""
+    """Return the size of a huge page in bytes; 0 if this process can't have huge pages.
+
+    Returns 0 too if normal pages are larger than 4 KiB (with 64 KiB pages, huge ones have half a
+    GB). `root`: root of the file system.
+    """
     if sys.platform != "linux" or mmap.PAGESIZE != _PAGE_BYTES:
         return 0
     folder = root / "sys/kernel/mm/transparent_hugepage"
@@ -56,8 +57,10 @@ def huge_page_bytes(root: Path = _SYSTEM) -> int:
 
 
 class HugeWeights:
-    """The mapped weights of one model file, piece by piece on their way into huge pages of
-    `page_bytes` (0: they stay)."""
+    """Moves the mapped weights of one model file into huge pages, piece by piece.
+
+    `page_bytes`: size of a huge page (0: move no weights).
+    """
 
     def __init__(
         self, path: Path, page_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
@@ -70,16 +73,19 @@ class HugeWeights:
         self._interval_s = _FIRST_INTERVAL_S
 
     def move(self, spare_bytes: int | None) -> bool:
-        """Move one piece, if `spare_bytes` of memory have room for it (None: unknown), or look for
-        one; True while there may be more. What was not in use then is looked at again after a
-        minute, after two more, and so on."""
+        """Move one piece if it fits into `spare_bytes` of memory (None: unknown), or search for
+        one.
+
+        Returns True if there may be more pieces. Unused pieces are checked again after one minute,
+        then after two more, and so on.
+        """
         if not self._page or (spare_bytes is not None and spare_bytes < _PIECE_BYTES):
             return False
         if self._round is None:
             if self._clock() < self._again_s:
                 return False
-            # The system can drop a file's pages when memory gets short, but not ours: only where
-            # that is far away.
+            # The system can drop a file's pages when memory is short, but not ours. So there must
+            # be ample spare memory.
             mapped_bytes = sum(stop - start for start, stop in mapped_at(self._path))
             ample = spare_bytes is None or spare_bytes >= _AMPLE * mapped_bytes
             self._round = self._pieces() if ample else iter(())
@@ -92,8 +98,10 @@ class HugeWeights:
         return True
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of pieces of whole huge pages whose small pages are in use; 0 bytes
-        where much was looked through."""
+        """Yield (address, bytes) of aligned pieces whose small pages are in use.
+
+        Yields 0 bytes after scanning many unused pages.
+        """
         piece = max(self._page, _PIECE_BYTES)
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             for start, stop in mapped_at(self._path):
@@ -104,15 +112,17 @@ class HugeWeights:
                         yield at, piece * used
 
     def _replace(self, address: int, n_bytes: int) -> bool:
-        """Put a copy in huge pages where `n_bytes` at `address` are mapped; False (nothing changed)
-        where it can't be."""
+        """Replace `n_bytes` of the mapping at `address` by a copy in huge pages.
+
+        Returns False, with the mapping unchanged, if that is impossible.
+        """
         libc = _libc()
         writable = _PROT_READ | _PROT_WRITE
         own = _MAP_PRIVATE | _MAP_ANONYMOUS
         taken = libc.mmap(None, n_bytes + self._page, writable, own, -1, 0)
         if taken == _FAILED:
             return False
-        # What lies before and behind whole huge pages goes back.
+        # Unmap the parts before and after the aligned huge pages.
         copy = -(-taken // self._page) * self._page
         before = copy - taken
         behind = self._page - before
@@ -123,8 +133,8 @@ class HugeWeights:
         libc.madvise(copy, n_bytes, _MADV_HUGEPAGE)
         ctypes.memmove(copy, address, n_bytes)
         libc.mprotect(copy, n_bytes, _PROT_READ)
-        # The kernel does both under one lock: a thread that reads there waits, and finds the same
-        # bytes.
+        # The kernel unmaps and maps under one lock. A thread that reads there waits, then reads the
+        # same bytes.
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
         moved = libc.mremap(copy, n_bytes, n_bytes, flags, ctypes.c_void_p(address))
         if moved == _FAILED:
@@ -134,8 +144,8 @@ class HugeWeights:
 
 
 def _in_use(pagemap: BinaryIO, address: int, n_bytes: int) -> bool:
-    """Are most small pages of the `n_bytes` at `address` mapped in, so that they were read by
-    somebody?"""
+    """Return whether most small pages of the `n_bytes` at `address` are present, so were read
+    before."""
     pagemap.seek(address // _PAGE_BYTES * 8)
     entries = memoryview(pagemap.read(n_bytes // _PAGE_BYTES * 8)).cast("Q")
     return sum(entry & _PRESENT != 0 for entry in entries) >= _MOSTLY * len(entries)

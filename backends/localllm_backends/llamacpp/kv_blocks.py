@@ -1,10 +1,10 @@
-"""KV and states as bytes: llama.cpp's own sequence state behind a header that says which tokens and
-images it holds.
+"""KV and states as bytes: a header with the tokens and images of a block, then llama.cpp's own
+sequence state.
 
-Of a model with sliding windows or recurrent layers llama.cpp writes two sections: the attention KV
-of every token, then the state (the window's cells, the recurrent tensors), and either both or the
-state alone (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY). So the first section is what the two differ by;
-read back with an empty second one, it can be joined piece by piece.
+For models with sliding windows or recurrent layers, llama.cpp writes two sections: the attention KV
+of every token, then the state (the window's cells, the recurrent tensors). It writes either both,
+or only the state (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY). So the first section is the difference of
+the two. Followed by an empty second section, it can be imported piece by piece.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from localllm_backends.contract import BackendFailure
 from localllm_backends.llamacpp.cells import PlacedImage
 
-# KV of tokens, and with that of draft heads behind it; the state behind some.
+# Magic numbers: KV of tokens; the same followed by the KV of draft heads; a state.
 KV = b"LKV2"
 KV_WITH_HEADS = b"LKM2"
 STATE = b"LKS2"
-# The magic number, the first token and the one behind the last, the largest position among them,
-# and how many images they have: each with its first token, its tokens and its positions.
+# Magic number, first token, end token (exclusive), largest position, and number of images. Then for
+# each image: its first token, its number of tokens, and its number of positions.
 _HEADER = struct.Struct("<4sIIII")
 _IMAGE = struct.Struct("<III")
-# Before the sections llama.cpp writes a magic number and the sequence's id, which it does not look
-# at again.
+# llama.cpp writes a magic number and the sequence's id before the sections, and does not check
+# them.
 _PREFIX_BYTES = 8
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -38,7 +38,7 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 def header(
     magic: bytes, start: int, stop: int, last: int, images: Sequence[PlacedImage] = ()
 ) -> bytes:
-    """What stands before a block of the tokens [start, stop), the `last` position among them."""
+    """Return the header of a block with tokens [start, stop) and largest position `last`."""
     fixed = _HEADER.pack(magic, start, stop, last, len(images))
     return fixed + b"".join(_IMAGE.pack(*image) for image in images)
 
@@ -46,7 +46,10 @@ def header(
 def opened(
     data: bytes | memoryview, magic: bytes
 ) -> tuple[int, int, int, list[PlacedImage], memoryview]:
-    """What `header` was given, and the block behind it. BackendFailure for anything else."""
+    """Return the arguments of `header`, and the block after it.
+
+    Raises BackendFailure for other data.
+    """
     view = memoryview(data)
     if len(view) <= _HEADER.size:
         raise BackendFailure("this is not an exported KV block: too short")
@@ -59,26 +62,31 @@ def opened(
 
 
 def _is_second_section(section: bytes, written: bytes) -> bool:
-    """Return whether the sequence as `written` ends with `section` and has another before it."""
+    """Return whether the sequence data `written` ends with `section`, after another section."""
     return len(written) - _PREFIX_BYTES > len(section) and written.endswith(section)
 
 
 class SequenceMemory:
-    """The sequences in the memory of one llama_context. `partial`: their states alone. Once those
-    are had apart (`part_states`), `export` and `append` are of the attention KV, and a sequence
-    that was appended to has no state."""
+    """The sequences in the memory of one llama_context.
+
+    `partial`: only the state. After `part_states` succeeds, `export` and `append` handle only the
+    attention KV. A sequence then has no valid state after `append`.
+    """
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama = llama
         self._context = context
         self._memory = llama.llama_get_memory(context)
         self._flags = (llama.LLAMA_STATE_SEQ_FLAGS_NONE, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
-        # The state of an empty sequence as llama.cpp writes it, where states are had apart.
+        # llama.cpp's bytes for the state of an empty sequence, if states are separate.
         self._no_state = b""
 
     def part_states(self, sequence: int, spare: int) -> bool:
-        """Have states apart from now on, if llama.cpp writes `sequence`, which holds a token, and
-        the empty `spare` as the two sections that this relies on."""
+        """Handle states separately from now on, if llama.cpp's format allows it.
+
+        `sequence` holds a token and `spare` is empty. Returns False unless both are written as two
+        sections.
+        """
         both = self.write(sequence)
         state = self.write(sequence, partial=True)[_PREFIX_BYTES:]
         nothing = self.write(spare)
@@ -92,20 +100,22 @@ class SequenceMemory:
         return True
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        """`target` holds the positions [start, stop) of `source` as well: cells are shared."""
+        """Share the cells of positions [start, stop) of `source` with `target`."""
         self._llama.llama_memory_seq_cp(self._memory, source, target, start, stop)
 
     def cut(self, sequence: int, position: int = -1) -> bool:
-        """Take out what lies from `position` on (-1: everything); False where this memory can't be
-        cut there."""
+        """Remove everything from `position` on (-1: everything).
+
+        Returns False if this memory can't be cut there.
+        """
         return bool(self._llama.llama_memory_seq_rm(self._memory, sequence, position, -1))
 
     def first(self, sequence: int) -> int:
-        """The first position of which everything is held."""
+        """Return the first position that the memory holds completely."""
         return int(self._llama.llama_memory_seq_pos_min(self._memory, sequence))
 
     def end(self, sequence: int) -> int:
-        """The position behind the last one."""
+        """Return the position after the last one."""
         return int(self._llama.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def size(self, sequence: int, *, partial: bool = False) -> int:
@@ -113,13 +123,14 @@ class SequenceMemory:
         return int(get(self._context, sequence, self._flags[partial]))
 
     def write(self, sequence: int, header: bytes = b"", *, partial: bool = False) -> bytes:
-        """All of `sequence`, behind `header`. BackendFailure if llama.cpp won't give it.
+        """Return all of `sequence` as bytes, after `header`.
 
-        Not copied into bytes afterwards: memory that is touched for the first time is half of what
-        an export costs. CPython's PyBytes_FromStringAndSize allows to fill what nobody else has
-        yet."""
+        llama.cpp writes directly into the bytes object, without a copy: first access to new memory
+        is half of an export's cost. CPython's PyBytes_FromStringAndSize permits writing to an
+        object that has no other reference yet. Raises BackendFailure if llama.cpp fails.
+        """
         size = self.size(sequence, partial=partial)
-        # A single byte, or none, is everybody's.
+        # CPython shares empty and one-byte objects, so the size must be at least 2.
         data: bytes = _new_bytes(None, max(len(header) + size, 2))
         at = np.frombuffer(data, dtype=np.uint8).ctypes.data
         ctypes.memmove(at, header, len(header))
@@ -132,7 +143,8 @@ class SequenceMemory:
         return data
 
     def read(self, sequence: int, raw: bytes | memoryview, *, partial: bool = False) -> None:
-        """Give `sequence` what `write` gave. BackendFailure when llama.cpp refuses."""
+        """Load data from `write` into `sequence`. Raises BackendFailure if llama.cpp rejects the
+        data."""
         pointer = np.frombuffer(raw, dtype=np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n_read = self._llama.llama_state_seq_set_data_ext(
             self._context, pointer, len(raw), sequence, self._flags[partial]
@@ -143,15 +155,19 @@ class SequenceMemory:
             )
 
     def export(self, sequence: int, start: int, stop: int, via: int, header: bytes = b"") -> bytes:
-        """The positions [start, stop), by way of the empty sequence `via` where they are not all of
-        it."""
+        """Return the data of positions [start, stop).
+
+        If they are only a part of the sequence, they are copied into the empty sequence `via`
+        first.
+        """
         if via == sequence:
             return self.write(sequence, header)
         self.copy(sequence, via, start, stop)
         try:
             if not self._no_state:
                 return self.write(via, header)
-            # Recurrent state was shared with `via`: it need not be copied out with every piece.
+            # `via` shares the recurrent state of the source. Empty it, so that it is not copied
+            # with every piece.
             self.read(via, self._no_state, partial=True)
             both = self.write(via, header)
             state_bytes = self.size(via, partial=True) - _PREFIX_BYTES
@@ -168,9 +184,12 @@ class SequenceMemory:
         via: int,
         ends: range,
     ) -> None:
-        """Append the positions [start, stop) of `raw`, by way of the empty sequence `via` where it
-        is not empty itself. BackendFailure, having appended nothing, when llama.cpp refuses or what
-        it read `ends` elsewhere."""
+        """Append positions [start, stop) of `raw`.
+
+        If this sequence already holds tokens, import into the empty sequence `via` first. Raises
+        BackendFailure, without appending, if llama.cpp rejects the data or if the data's end is not
+        in `ends`.
+        """
         no_state = self._no_state[_PREFIX_BYTES:]
         try:
             self.read(via, b"".join([raw, no_state]) if no_state else raw)
@@ -187,8 +206,11 @@ class SequenceMemory:
             self.cut(via)
 
     def load_state(self, sequence: int, data: bytes | memoryview, n_tokens: int, last: int) -> None:
-        """Give `sequence` the state exported behind `n_tokens`, the `last` position among them.
-        BackendFailure where that is refused; its old state is gone then."""
+        """Set the state of `sequence` that was exported after `n_tokens`, with largest position
+        `last`.
+
+        Raises BackendFailure if the data is rejected. The old state is lost then.
+        """
         _, behind, _, _, state = opened(data, STATE)
         if behind != n_tokens:
             raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
@@ -197,10 +219,11 @@ class SequenceMemory:
             raise BackendFailure("llama.cpp refused this state: it ends elsewhere")
 
     def separate_windows(self, sequences: Iterable[int]) -> None:
-        """Give each of the `sequences` cells of its own for its window. llama.cpp uses a cell
-        behind a window again only where a single sequence holds it: what forks hold together stays
-        taken, and fills the memory of the window, which is made for as many windows as there are
-        sequences."""
+        """Give each of the `sequences` its own cells for its window.
+
+        llama.cpp reuses a cell outside the window only if one sequence holds it. Cells that forks
+        share stay taken. They fill the window's memory, which has room for one window per sequence.
+        """
         written = [(s, self.write(s, partial=True)) for s in sequences]
         refused: list[tuple[int, bytes]] = []
         for sequence, state in written:
@@ -208,7 +231,7 @@ class SequenceMemory:
                 self.read(sequence, state, partial=True)
             except BackendFailure:
                 refused.append((sequence, state))
-        # Reading a state lets go of the sequence's old one before there is room for it: the second
-        # time there is.
+        # Reading a state frees the sequence's old cells, but may first fail for lack of free cells.
+        # The second attempt then finds room.
         for sequence, state in refused:
             self.read(sequence, state, partial=True)

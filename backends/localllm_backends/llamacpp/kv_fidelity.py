@@ -1,5 +1,7 @@
-"""What KV types cost in precision on the loaded weights: the same text read with each and with f16,
-row by row, in small contexts over the same weights, a few tokens at a time.
+"""Measure the precision loss of KV types on the loaded weights.
+
+The same text is computed with each type and with f16, a few tokens at a time, in small contexts
+that share the weights. Logit rows are compared.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from localllm_backends.contract import BackendFailure, KvFidelity, LoadError, Lo
 from localllm_backends.llamacpp.batch import Batch, Decoder
 from localllm_backends.llamacpp.context import trial_context
 
-# Rows of logits at once: 16 of a vocabulary of 262,144 are 17 MB in each context.
+# Rows of logits per step: 16 rows of a vocabulary of 262,144 take 17 MB in each context.
 PIECE_TOKENS = 16
-# Logits that a model sets to minus infinity, as a number that can be reckoned with.
+# A finite number in place of logits of minus infinity.
 _LEAST = -1e30
 
 Rows = NDArray[np.float64]
@@ -30,8 +32,11 @@ def compared(
     pairs: Sequence[tuple[str, str]],
     tokens: Sequence[int],
 ) -> tuple[KvFidelity, ...]:
-    """Pairs of KV types against f16 over `tokens`; one that this model can't have is left out.
-    BackendFailure where a text can't be read."""
+    """Compare pairs of KV types with f16 over `tokens`. Pairs that the model does not support are
+    left out.
+
+    Raises BackendFailure if a step fails.
+    """
     sizes = {"n_ctx": len(tokens), "n_batch": PIECE_TOKENS, "n_outputs": PIECE_TOKENS}
     batch = Batch(llama, PIECE_TOKENS)
     with ExitStack() as opened:
@@ -39,10 +44,10 @@ def compared(
         exact = Decoder(llama, f16)
         decoders: dict[tuple[str, str], Decoder] = {}
         for pair in pairs:
-            with suppress(LoadError):  # no rows of whole blocks, or no kernel
+            with suppress(LoadError):  # rows are no multiple of a block, or there is no kernel
                 context = opened.enter_context(trial_context(model, spec, pair, **sizes))
                 decoders[pair] = Decoder(llama, context)
-        # Of each token its divergence, and whether the best token is another.
+        # For each token: the divergence, and whether the best token differs.
         found: dict[tuple[str, str], list[Rows]] = {pair: [] for pair in decoders}
         for at in range(0, len(tokens), PIECE_TOKENS):
             piece = tokens[at : at + PIECE_TOKENS]
@@ -60,7 +65,8 @@ def compared(
 
 
 def _log_probabilities(decoder: Decoder, batch: Batch, at: int, piece: Sequence[int]) -> Rows:
-    """Of each token behind those of `piece`, which stands at `at`: [tokens, vocabulary]."""
+    """Return the log probabilities after each token of `piece`, which starts at `at`: [tokens,
+    vocabulary]."""
     batch.clear()
     batch.add(0, at, piece, len(piece))
     code = decoder.decode(batch.native)

@@ -1,14 +1,13 @@
-"""Is the wanted KV type fast here? Decodes a few tokens with it and with f16 on the loaded weights,
-before the context.
+"""Test whether the requested KV type is fast here, before the context is created.
 
-A quantised cache should cost no speed; where it does, its kernel is missing on this device (CUDA
-builds without all flash-attention pairs, heads that are no multiple of a block) and attention fell
-to a slow path. Then a type that is served at full speed is better, and the load says so in
-`ModelInfo.load_notes`.
+The test decodes a few tokens with that type and with f16 on the loaded weights. A quantised cache
+should cost no speed. If it does, its kernel is missing on this device, and attention uses a slow
+path. Causes are CUDA builds without all flash-attention pairs, and head sizes that are no multiple
+of a block. Then a type with full speed is used instead, and `ModelInfo.load_notes` reports it.
 
-Near the start a slow path of attention hides behind the weights (an RTX 3080 with q8_0: as f16
-there, 0.6 of its speed at 52k). So on an accelerator both types are timed at two depths, and what a
-token costs is carried on to half of the context.
+At a low depth, the time for the weights hides a slow attention. An RTX 3080 with q8_0 was as fast
+as f16 there, but had 0.6 of its speed at 52k tokens. So on an accelerator both types are timed at
+two depths, and the time per token is extrapolated to half of the context.
 """
 
 from __future__ import annotations
@@ -25,27 +24,26 @@ from localllm_backends.llamacpp.context import served_context, trial_context
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import log, start_native
 
-# On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2,
-# q8_0 and q4_0); off it, it costs multiples. What lies between is noise of a shared machine, which
-# can also look like more once: a slow verdict must come out every time.
+# With a fast kernel, a quantised type is within 10 % of f16 at this depth (two CPU cores, SmolLM2,
+# q8_0 and q4_0). Without one it takes several times as long. Ratios between are noise of a shared
+# machine. Noise can also look like a slow type once, so a slow result must repeat every time.
 SLOWER_RATIO = 1.5
 _VERDICTS = 3
 _PROMPT_TOKENS = 64
 _DECODE_TOKENS = 64
 _ROUND_TOKENS = 8
-# The second depth: what the slower type reads in this time, and never more than a quarter of the
-# context, so that both caches of the probe fit where the served one will.
+# The second depth: tokens that the slower type computes in this time, and at most a quarter of the
+# context. So both caches of the test fit into the memory for the real one.
 _PREFILL_S = 0.5
 _DEEP_TOKENS = 4096
 _PREFILL_BATCH = 512
-# Costs are carried on to at most so many times the depth that was reached: the noise of two depths
-# grows with it.
+# Extrapolate to at most this multiple of the measured depth, since the noise grows with it.
 _LEVER = 16
-# A model of 2 tok/s is not decoded for a minute: as many rounds as fit in this, and at least one of
-# each.
+# Time limit, so that a model with 2 tok/s does not decode for a minute. At least one round of each
+# type runs.
 _BUDGET_S = 1.0
 _PLAIN: tuple[KvType, ...] = ("f16", "bf16", "f32")
-# After growing the cache to f16, this share of what is free must remain.
+# Largest share of the free memory that an f16 cache may take.
 _MEMORY_SHARE = 0.8
 
 Pair = tuple[KvType, KvType]
@@ -54,9 +52,12 @@ _F16: Pair = ("f16", "f16")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of the fastest decoded token with a wanted pair of KV types and with f16, taken in
-    turns, and the tokens of context they hold for. The fastest, because other processes only ever
-    add time: on a busy machine medians of equal types differed tenfold."""
+    """Decode times of a requested pair of KV types and of f16, in seconds per token, at `depth`
+    tokens.
+
+    Each is the fastest token; the two types take turns. The fastest, because other processes only
+    add time: on a busy machine, medians of equal types differed tenfold.
+    """
 
     wanted_s: float
     f16_s: float
@@ -64,12 +65,14 @@ class Timing:
 
     @property
     def slow(self) -> bool:
-        """True when the wanted pair is slower than noise explains."""
+        """True if the requested pair is slower than noise can explain."""
         return self.wanted_s > SLOWER_RATIO * self.f16_s
 
     def extrapolated(self, near: Timing, depth: int) -> Timing:
-        """What a token costs at `depth`, by the line through `near` and this: attention reads every
-        token of context."""
+        """Extrapolate linearly from `near` and this timing to `depth`.
+
+        The time grows linearly because attention reads every token of the context.
+        """
         further = (depth - self.depth) / (self.depth - near.depth)
         wanted_grew = max(0.0, self.wanted_s - near.wanted_s)
         f16_grew = max(0.0, self.f16_s - near.f16_s)
@@ -82,14 +85,14 @@ Measure = Callable[[Any, LoadSpec, Pair], Timing]
 
 
 def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[LoadSpec, str]:
-    """The spec with KV types that are fast here, and one sentence if they are not the wanted ones
-    ("" otherwise)."""
+    """Return the spec with KV types that are fast here, and a sentence if they were changed (else
+    "")."""
     wanted: Pair = (spec.kv_type_k, spec.kv_type_v)
     if all(kind in _PLAIN for kind in wanted):
         return spec, ""
     why = ""
-    # A mixed pair is followed by K's type for both, and a quantised V, which needs flash attention
-    # (llama.cpp refuses it otherwise), by K alone.
+    # After a mixed pair, try K's type for both, then K's type with f16 V. A quantised V needs flash
+    # attention, or llama.cpp rejects it.
     k = spec.kv_type_k
     pairs: list[Pair] = [wanted, (k, k), (k, "f16"), _F16]
     for pair in [*dict.fromkeys(pairs)][:-1]:
@@ -115,7 +118,7 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
 
 
 def confirmed(measure: Measure, model: Any, spec: LoadSpec, pair: Pair) -> Timing:
-    """A timing that is not slow, or the last of `_VERDICTS` slow ones."""
+    """Return the first timing that is not slow, or the last of `_VERDICTS` slow ones."""
     for _ in range(_VERDICTS):
         timing = measure(model, spec, pair)
         if not timing.slow:
@@ -137,9 +140,13 @@ def _name(pair: Pair) -> str:
 
 
 def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
-    """Decode alternately on two small contexts over the same weights, near the start and then, on
-    an accelerator, deeper; raises what making the wanted one raises. (The processor has all
-    kernels, and other work on it is louder than depth.)"""
+    """Time a pair of KV types and f16, alternating between two small contexts with the same
+    weights.
+
+    They are timed at a low depth and then, on an accelerator, at a higher one. The processor has
+    all kernels, and there noise is larger than the effect of depth. Raises the errors of creating
+    the context.
+    """
     served = served_context(model, spec)
     most = _PROMPT_TOKENS
     if spec.n_gpu_layers != 0 and accelerators(spec.placement.cards):
@@ -154,7 +161,7 @@ def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
         wanted.read(more)
         f16.read(more)
         deep, usual_f16_s = _alternating(wanted, f16)
-    # Within what f16 itself takes from token to token there is no difference to carry on.
+    # Differences within the token-to-token noise of f16 are not extrapolated.
     if deep.wanted_s <= usual_f16_s:
         return deep
     depth = min(served // 2, _LEVER * deep.depth)
@@ -162,7 +169,7 @@ def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
 
 
 def _alternating(wanted: _Timed, f16: _Timed) -> tuple[Timing, float]:
-    """The fastest token of each, and the median one of f16, in seconds."""
+    """Return the fastest token of each, and the median time of f16 in seconds."""
     wanted_s: list[float] = []
     f16_s: list[float] = []
     started = time.perf_counter()
@@ -176,8 +183,8 @@ def _alternating(wanted: _Timed, f16: _Timed) -> tuple[Timing, float]:
 
 @contextmanager
 def _small(model: Any, spec: LoadSpec, pair: Pair, most: int) -> Iterator[_Timed]:
-    """A context just large enough for the probe: a prompt of `most` tokens, and what is decoded at
-    two depths."""
+    """Create a context with space for `most` tokens of prompt and the tokens decoded at two
+    depths."""
     n_ctx = most + 2 * _DECODE_TOKENS
     n_batch = min(most, _PREFILL_BATCH)
     with trial_context(model, spec, pair, n_ctx=n_ctx, n_batch=n_batch, n_outputs=1) as context:
@@ -185,7 +192,7 @@ def _small(model: Any, spec: LoadSpec, pair: Pair, most: int) -> Iterator[_Timed
 
 
 class _Timed:
-    """Reads and decodes in a small context, and takes the time."""
+    """Prefills and decodes in a small context and measures the time."""
 
     def __init__(self, model: Any, context: Any, n_batch: int) -> None:
         self._llama = start_native()
@@ -196,11 +203,11 @@ class _Timed:
         self.depth = 0
 
     def read(self, n: int) -> float:
-        """Seconds of a prompt's next `n` tokens."""
+        """Compute the next `n` tokens of a prompt and return the seconds."""
         return sum(self.step(min(self._n_batch, n - at)) for at in range(0, n, self._n_batch))
 
     def step(self, n: int) -> float:
-        """Seconds of a step of `n` tokens."""
+        """Compute a step of `n` tokens and return the seconds."""
         numbers = [7 * (self.depth + i) % self._n_vocab for i in range(n)]
         tokens = (self._llama.llama_token * n)(*numbers)
         self.depth += n
@@ -215,8 +222,10 @@ class _Timed:
 
 
 def room_for_f16(model: Any, spec: LoadSpec) -> bool:
-    """Would an f16 cache of the whole context leave memory over wherever it lies? Scaled from a
-    small one's own log."""
+    """Return whether an f16 cache for the full context would leave enough memory on each device.
+
+    The size is scaled up from the log of a small context.
+    """
     import psutil
 
     free = {device.name: device.free_bytes for device in accelerators(spec.placement.cards)}

@@ -1,4 +1,4 @@
-"""From a LoadSpec to a loaded llama.cpp model and context, or one sentence saying why not."""
+"""Load a llama.cpp model and its context from a LoadSpec, or raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -65,9 +65,12 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
 
 
 def _n_spare(llama: Any, model: Any, spec: LoadSpec) -> int:
-    """A spare sequence receives imported segments. It has a window and a recurrent state like every
-    other. A model that is nothing but state has no segments, and draft heads keep the state from
-    being had apart."""
+    """Return the number of spare sequences (0 or 1). A spare sequence receives imported segments.
+
+    It has a window and a recurrent state like every other sequence. A purely recurrent model has no
+    segments, and with draft heads states can't be exported separately. Then there is no spare
+    sequence.
+    """
     recurrent = llama.llama_model_is_recurrent(model)
     hybrid = llama.llama_model_is_hybrid(model)
     states = llama.llama_model_n_swa(model) > 0 or recurrent or hybrid
@@ -80,8 +83,10 @@ def _n_spare(llama: Any, model: Any, spec: LoadSpec) -> int:
 def _open_heads(
     llama: Any, model: Any, context: Any, spec: LoadSpec, n_seq_max: int
 ) -> tuple[DraftHeads | None, Buffers]:
-    """What drafts for the model behind `context`, if anything does, and the buffers it is in.
-    LoadError."""
+    """Open the draft heads for the model of `context`, if there are any. Raises LoadError.
+
+    Returns the heads and their buffers.
+    """
     if spec.mtp:
         second = new_context(model, spec, n_seq_max=n_seq_max, mtp=True)
         return mtp.MtpHeads(llama, context, second), log.buffers()

@@ -1,17 +1,17 @@
-"""How fast the installed llama.cpp multiplies matrices on the processor: its own kernels, timed
-type by type.
+"""Measure the speed of matrix products of the installed llama.cpp on the processor, for each type
+of weights.
 
-What a core makes of them differs tenfold with its vector units, with what the build was compiled
-for, and with the type of the weights; neither a name nor a clock tells it. A program of its own, as
-a build for another processor ends with an illegal instruction:
+A core's speed differs tenfold with its vector units, the build's compile options and the type of
+weights. Name and clock rate do not predict it. This is a program of its own, because a build for
+another processor ends with an illegal instruction:
 
     python -m localllm_backends.llamacpp.matrix_rate TYPE…        (such as Q4_K; prints one JSON
                                                                   object)
 
-Weights are multiplied as they are stored and as llama.cpp lays them out when it loads a model (the
-first buffer type of the CPU backend that takes the product: ggml-backend.h,
-`ggml_backend_dev_get_extra_bufts`): which is quicker is not the same for a prompt and for a token,
-nor on every processor.
+Weights are multiplied in their stored layout, and in the layout into which llama.cpp repacks them
+at load. The latter is the first buffer type of the CPU backend that supports the product
+(ggml-backend.h, `ggml_backend_dev_get_extra_bufts`). Which one is faster depends on the processor,
+and differs between prefill and decode.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _F32 = 0
 _I32 = 26
 _CPU = 0
 _N_TYPES = 40
-# The best of so many seconds' products, and of so many at least, is what the kernels give.
+# Repeat products for this many seconds, and at least this often. The best time counts.
 _SECONDS = 0.1
 _FEWEST = 3
 _CONTEXT_BYTES = 1 << 20
@@ -43,8 +43,11 @@ _CONTEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A product: `tokens` by a matrix of so many rows and columns, or by `n_chosen` each of
-    `n_experts` such matrices (0: one)."""
+    """Size of a product: `tokens` by a matrix of `rows` × `columns`.
+
+    With `n_experts` (0: one matrix) there are that many matrices, and each token is multiplied by
+    `n_chosen` of them.
+    """
 
     rows: int
     columns: int
@@ -53,8 +56,8 @@ class _Size:
     n_chosen: int = 1
 
 
-# A prompt, whose matrices are computed; the same through experts, of which each token is sent to
-# two: other kernels, and 64 rows each; and a token, whose 66 MB (of Q4_K) no cache holds.
+# A prompt, which is limited by compute. The same with experts, two per token: other kernels, and 64
+# rows per expert. And a single token, whose 66 MB (Q4_K) exceed any cache.
 _PROMPT = _Size(2048, 2048, 512)
 _EXPERTS = _Size(768, 2048, 512, 16, 2)
 _TOKEN = _Size(28672, 4096, 1)
@@ -65,12 +68,13 @@ Rates = dict[str, float]
 
 
 def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
-    """What the CPU backend makes of matrices of each of `types` with `n_threads` threads: "stored"
-    as they lie in a file, and "laid_out" anew where this build has a layout for them on this
-    processor. A type that this build does not know is left out.
+    """Measure the CPU backend's speed for each of `types` with `n_threads` threads.
 
-    Raises RuntimeError where its kernels fail, AttributeError where it lacks a function. What has
-    no CPU backend, or no room for a matrix, ends the process.
+    "stored" is the layout of the file. "laid_out" is the repacked layout, if this build has one for
+    this processor. Types that this build does not know are left out.
+
+    Raises RuntimeError if the kernels fail, AttributeError if the build lacks a function. The
+    process ends if there is no CPU backend or no memory for a matrix.
     """
     start_native()
     processor = _Processor(n_threads)
@@ -82,7 +86,7 @@ def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
 
 
 class _Processor:
-    """ggml's CPU backend with so many threads."""
+    """ggml's CPU backend with `n_threads` threads."""
 
     def __init__(self, n_threads: int) -> None:
         self.device = ggml_function("ggml_backend_dev_by_type")(_CPU)
@@ -96,13 +100,13 @@ class _Processor:
         return ggml_function("ggml_backend_reg_get_proc_address")(registry, name)
 
     def rates(self, weights: int) -> dict[str, Rates]:
-        """Of weights of that type, by how they lie in memory."""
+        """Measure weights of that type, by their layout in memory."""
         found: dict[str, Rates] = {}
         stored_experts = None
         stored = self._rates_in(self.stored, weights)
         if stored is not None:
             found["stored"] = stored
-            # Experts that a layout does not take are multiplied as they are stored.
+            # If a layout does not support experts, they are multiplied in the stored layout.
             stored_experts = stored["experts_flops_s"]
         for memory in self._laid_out():
             laid_out = self._rates_in(memory, weights, stored_experts)
@@ -114,7 +118,7 @@ class _Processor:
     def _rates_in(
         self, memory: int, weights: int, usual_experts: float | None = None
     ) -> Rates | None:
-        """Of weights of that type in that kind of memory; None where they can't lie there."""
+        """Measure weights of that type in that kind of memory; None if it does not support them."""
         prompt = self._flops_s(memory, weights, _PROMPT)
         experts = self._flops_s(memory, weights, _EXPERTS)
         token = self._flops_s(memory, weights, _TOKEN)
@@ -127,7 +131,7 @@ class _Processor:
         }
 
     def _laid_out(self) -> list[int]:
-        """The buffer types that lay weights out anew, in the order in which llama.cpp tries
+        """Return the buffer types that repack weights, in the order in which llama.cpp tries
         them."""
         address = self._address(b"ggml_backend_dev_get_extra_bufts")
         if not address:
@@ -141,8 +145,10 @@ class _Processor:
         return found
 
     def _flops_s(self, memory: int, weights_type: int, size: _Size) -> float | None:
-        """Of products of matrices in that kind of memory and tokens in plain memory; None where the
-        processor does not support them."""
+        """Measure products of weights in that kind of memory and tokens in normal memory.
+
+        Returns None if the processor does not support the product.
+        """
         with ExitStack() as freed:
             weights_in = _context(freed)
             rest_in = _context(freed)
@@ -150,7 +156,7 @@ class _Processor:
             weights = _tensor(weights_in, weights_type, size.columns, size.rows, depth)
             chosen = None
             if size.n_experts:
-                # Experts take their tokens one beside the other.
+                # Expert products take each token as a separate column.
                 prompt = _tensor(rest_in, _F32, size.columns, 1, size.tokens)
                 chosen = _tensor(rest_in, _I32, size.n_chosen, size.tokens, 1)
                 product = ggml_function("ggml_mul_mat_id")(rest_in, weights, prompt, chosen)
@@ -163,17 +169,17 @@ class _Processor:
                 buffer = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft")(context, kind)
                 freed.callback(ggml_function("ggml_backend_buffer_free"), buffer)
             if not ggml_function("ggml_backend_dev_supports_op")(self.device, product):
-                return None  # and nothing can be written to that memory
-            # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some
-            # processors are slow at.
+                return None  # writing to that memory is not possible either
+            # The values do not affect the speed, except NaNs, which are slow on some processors.
+            # New memory may hold NaNs, so write zeros.
             for tensor in (weights, prompt):
                 _fill(tensor, bytes(ggml_function("ggml_nbytes")(tensor)))
             if chosen is not None:
-                # In turn, so that every expert has as many.
+                # Round robin, so that every expert gets the same number of tokens.
                 numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
                 _fill(chosen, struct.pack(f"{len(numbers)}i", *numbers))
             compute = partial(ggml_function("ggml_backend_graph_compute"), self._backend, graph)
-            # The first product is not counted: it wakes the threads.
+            # The first product is not timed: it wakes the threads.
             if compute():
                 raise RuntimeError("llama.cpp could not multiply two matrices")
             flops = 2 * size.rows * size.columns * size.tokens * size.n_chosen

@@ -1,4 +1,4 @@
-"""What a loaded GGUF says of itself: its vocabulary (text to token ids and back, for any thread)
+"""Facts about a loaded GGUF file: its vocabulary (from text to token ids and back, for any thread)
 and its ModelInfo."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from localllm_backends.llamacpp.native import c_string, start_native
 from localllm_backends.llamacpp.weights import kv_meaning, open_file
 from localllm_backends.vocabulary import TokenBytes
 
-# Longer texts are read in pieces of about so many characters: a millisecond's work.
+# Longer texts are split into pieces of about this size, which take a millisecond each.
 PIECE_CHARS = 2**12
 
 
@@ -29,17 +29,17 @@ class LlamaCppVocabulary(TokenBytes):
         control = llama.LLAMA_TOKEN_ATTR_CONTROL
         asked_for = control | llama.LLAMA_TOKEN_ATTR_UNKNOWN
         more_than_text = asked_for | llama.LLAMA_TOKEN_ATTR_USER_DEFINED
-        # Each is asked about, so Python's lock isn't given up for every one: that takes twice as
-        # long.
+        # PYFUNCTYPE keeps Python's lock during the call. Releasing it for each of the many tokens
+        # would double the time.
         address = ctypes.cast(llama.llama_vocab_get_attr, ctypes.c_void_p).value or 0
         ask = ctypes.PYFUNCTYPE(ctypes.c_int)(address)
         attributes = map(ask, repeat(ctypes.c_void_p(self._vocab)), range(n_vocab))
-        # With their attributes (llama.h: enum llama_token_attr).
+        # Tokens with their attributes (llama.h: enum llama_token_attr).
         self.special = {t: kind for t, kind in enumerate(attributes) if kind & more_than_text}
-        # Some are read out of a text only if that is asked for, the others anyway.
+        # `controls` are parsed only with `special`; `added` tokens are parsed in any text.
         controls: list[str] = []
         added: list[str] = []
-        # Control tokens that leave the text before them as it is.
+        # Control tokens that leave the text before them unchanged.
         cuts: list[str] = []
         for token, kind in self.special.items():
             text = llama.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace")
@@ -71,8 +71,11 @@ class LlamaCppVocabulary(TokenBytes):
             adds_end = False
 
     def _before_controls(self, text: str) -> Iterator[str]:
-        """`text`, cut before control tokens: llama.cpp looks through all that lies behind one for
-        the next, so that 40,000 short messages took 17.4 s in one go, and 2.2 s in these."""
+        """Split `text` before control tokens.
+
+        After each control token, llama.cpp searches all of the remaining text for the next one. So
+        40,000 short messages took 17.4 s at once, and 2.2 s in pieces.
+        """
         begin = 0
         if len(text) > PIECE_CHARS:
             for found in self._cuts.finditer(text):
@@ -107,8 +110,10 @@ class LlamaCppVocabulary(TokenBytes):
 
 
 def vocabulary(path: str) -> list[bytes]:
-    """Every token's bytes, control tokens as written. Reads the header only; LoadError when it
-    can't be read."""
+    """Return the bytes of every token, control tokens as they are written.
+
+    Reads only the header. Raises LoadError if it can't be read.
+    """
     llama = start_native()
     params = llama.llama_model_default_params()
     params.vocab_only = True
@@ -125,8 +130,10 @@ _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
 def model_info(
     words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec, **served: Any
 ) -> ModelInfo:
-    """The facts of `model`; `served` are those of what was made of it (fingerprint, n_ctx,
-    n_seq_max …)."""
+    """Return the facts about `model`.
+
+    `served` are fields that depend on how it is served (fingerprint, n_ctx, n_seq_max …).
+    """
     vocab = llama.llama_model_get_vocab(model)
     value = llama.llama_model_meta_val_str
     architecture = c_string(value, model, b"general.architecture")
@@ -142,8 +149,8 @@ def model_info(
     for role in _FIM:
         if f"fim_{role}" in marks:
             fim_tokens[role] = marks[f"fim_{role}"]
-    # What may end an answer: control tokens, and the header's marks. (To ask of each token takes as
-    # long as loading a small model.)
+    # Tokens that may end an answer: control tokens, and those named in the header. Checking every
+    # token would take as long as loading a small model.
     end_of_message = c_string(value, model, b"tokenizer.ggml.eom_token_id")
     end_of_turn = int(llama.llama_vocab_eot(vocab))
     likely = {*words.special, *marks.values(), int(end_of_message or -1), end_of_turn}
@@ -173,7 +180,7 @@ def model_info(
 
 
 def _marks(llama: Any, vocab: Any) -> dict[str, int]:
-    """Return the tokens of llama.cpp's names for marks, of those that this vocabulary has."""
+    """Return this vocabulary's special tokens (BOS, EOS, FIM) by llama.cpp's names."""
     found = {}
     for name in ("bos", "eos", *(f"fim_{role}" for role in _FIM)):
         token = int(getattr(llama, f"llama_vocab_{name}")(vocab))
@@ -191,9 +198,12 @@ def capabilities(
     states: bool,
     on_device: bool,
 ) -> Capabilities:
-    """What a context's memory can do. `window_rewind`: tokens that sliding windows still have room
-    for beside their own (0: there are none); `n_rewind`: snapshots of a recurrent state; `states`:
-    they can be had apart."""
+    """Return the capabilities of a context.
+
+    `window_rewind`: tokens for which sliding windows have room in addition to their own size (0: no
+    windows). `n_rewind`: snapshots of a recurrent state. `states`: states can be exported
+    separately.
+    """
     keeps_all = not window_rewind and not recurrent
     rewind: Literal["any", "bounded", "none"] = "none"
     if keeps_all:
@@ -205,9 +215,9 @@ def capabilities(
     if heads is not None:
         drafts = heads.longest
         draft_kind = heads.kind
-    # Draft heads and rollback read what a step computed before it returns.
+    # Draft heads and rollback read the results of a step before it returns.
     reads_steps = heads is not None or (recurrent and n_rewind > 0)
-    # Not run on a GPU: there a step's micro-batch is short anyway.
+    # Not used on a GPU, where the micro-batch of a step takes little time.
     sliced_prefill = keeps_all and heads is None and not on_device
     return Capabilities(
         rewind=rewind,
@@ -216,7 +226,7 @@ def capabilities(
         segments=keeps_all or states,
         states=states,
         threaded=True,
-        interruptible=not recurrent,  # half a step is taken back from attention, never from a state
+        interruptible=not recurrent,  # attention can undo half a step, a recurrent state can't
         drafts=drafts,
         draft_kind=draft_kind,
         kv_on_device=on_device,

@@ -1,7 +1,7 @@
-"""A model's own draft heads (MTP, "NextN") on llama.cpp: layers behind the model's last.
+"""A model's own draft heads (MTP, "NextN") on llama.cpp: layers after the model's last one.
 
-A head guesses the token after next from a token and the hidden state the model had just before it.
-Order of operations after llama.cpp's own driver: common/speculative.cpp,
+From a token and the model's hidden state at the position before it, a head predicts the next token.
+The order of operations follows llama.cpp's own driver: common/speculative.cpp,
 common_speculative_impl_draft_mtp.
 """
 
@@ -18,10 +18,10 @@ from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.llamacpp.weights import check_file
 
-# Architectures whose heads llama.cpp runs in a context of their own (src/models: DECODER_MTP
-# graphs), and whether it runs several (nextn_layer_offset); with any others it aborts the process.
-# Heads that share the model's own KV (Gemma 4's assistants) are models of their own there, and not
-# run here.
+# Architectures whose heads llama.cpp runs in a separate context (src/models: DECODER_MTP graphs),
+# and whether it runs several heads (nextn_layer_offset). For other architectures it aborts the
+# process. Heads that share the model's KV (Gemma 4's assistants) are separate models in llama.cpp,
+# and are not run here.
 _ARCHITECTURES = {
     "bailingmoe3": False, "cohere2moe": False, "deepseek2": False, "deepseek32": False,
     "deepseek4": False,
@@ -32,7 +32,8 @@ _ARCHITECTURES = {
 
 
 def check_heads(path: Path) -> None:
-    """LoadError, saying why, unless the heads in this GGUF can draft here. Reads headers only."""
+    """Raise LoadError, with the reason, unless the heads in this GGUF can draft here. Reads headers
+    only."""
     check_file(path)
     reason = _heads_unfit([NativeHeader(part) for part in parts(path)])
     if reason:
@@ -68,8 +69,7 @@ def _heads_unfit(headers: Sequence[NativeHeader]) -> str:
 
 
 class MtpHeads(DraftHeads):
-    """Heads that guess one token after another, each from the row that the one before it left
-    behind."""
+    """Heads that draft one token after another, each from the hidden row of the previous one."""
 
     kind = "mtp"
 
@@ -77,25 +77,25 @@ class MtpHeads(DraftHeads):
         self, llama: Any, target: Any, context: Any, layers: Sequence[int | None] = (None,)
     ) -> None:
         super().__init__(llama, target, context, layers)
-        # A drafter's layers are one head.
+        # All layers of a drafter are one head.
         self._n_heads = 1
         if self._drafter is None:
             own = llama.llama_get_model(context)
             self._n_heads = max(1, int(llama.llama_model_n_layer_nextn(own)))
-        # Several heads guess one token each, a single one guesses on from its own.
+        # Several heads draft one token each. A single head continues from its own tokens.
         self.longest = LONGEST_DRAFT
         if self._n_heads > 1:
             self.longest = self._n_heads
-        # Of the heads' own rows only those that are asked for.
+        # Return only the heads' own rows that are outputs.
         self._functions["set_rows"](context, True, True)
         self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
 
     def _inputs(self, rows: Sequence[Rows]) -> Sequence[Rows]:
-        """What the heads are given for these rows of the model's; the rows themselves."""
+        """Return the heads' inputs for these rows of the model; here, the rows themselves."""
         return rows
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
-        """One sweep under each head."""
+        """Run one pass for each head."""
         batch = self._batch
         first: dict[SequenceId, int] = {}
         batch.clear()
@@ -106,8 +106,7 @@ class MtpHeads(DraftHeads):
             batch.add_row(line.unread[i], line.read + i, sequence, row, output=False)
         for head in range(self._n_heads):
             if head:
-                # Each head has a layer of its own: the same cells are written again, for that
-                # layer.
+                # Each head has its own layer. The same cells are written again for it.
                 for sequence, position in first.items():
                     self._memory.cut(sequence, position)
             if not self.decode(head):
@@ -119,7 +118,7 @@ class MtpHeads(DraftHeads):
         return self._decoder.decode(self._batch.native) == 0
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """All sequences in lockstep."""
+        """Draft for all sequences in lockstep."""
         sequences = [sequence for sequence, _, _ in wanted]
         drafts: list[list[int]] = [[] for _ in wanted]
         self.catch_up(sequences)
@@ -143,10 +142,10 @@ class MtpHeads(DraftHeads):
     def _take_guesses(
         self, active: list[int], drafts: list[list[int]], rows: list[list[Rows]]
     ) -> None:
-        """Append what the sweep that is done guesses for each of the `active` drafts, and the row
-        behind it, if the guess is likely."""
-        # All rows are outputs: whether a model's graph gives the hidden rows of all or of outputs,
-        # they are these.
+        """Add the newest token and hidden row to each of the `active` drafts, if the token is
+        likely."""
+        # All rows are outputs. So it does not matter if a model's graph returns the hidden rows of
+        # all tokens or of outputs only.
         n = int(self._batch.native.n_tokens)
         each = n // len(active)
         logits = self._decoder.logits(n)
@@ -162,9 +161,11 @@ class MtpHeads(DraftHeads):
     def _add_draft_rows(
         self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int
     ) -> None:
-        """Put a sequence's next drafting rows into the batch. A single head goes on from its last
-        guess; of several, each reads everything since the model's last token again, as it alone can
-        write its layer's KV."""
+        """Add a sequence's next rows to the batch.
+
+        A single head continues from its last token. With several heads, each head reads all tokens
+        since the model's last one again, since only it can write the KV of its layer.
+        """
         sequence, newest, _ = want
         base = self._lines[sequence].read
         tokens = [newest, *drafted]

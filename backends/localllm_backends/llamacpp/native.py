@@ -1,7 +1,7 @@
-"""llama.cpp's library: started once per process, its log (captured, never printed), and small calls
-that fill a buffer.
+"""llama.cpp's library: start-up once per process, its log (captured, never printed), and calls that
+fill a buffer.
 
-The log's text is not an API: every reader here treats a line it does not find as "not known".
+The log's text is not an API. All code here treats a missing line as "not known".
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-# CUDA counts the fastest card first, the driver's tools by PCI address. Plans name cards as the
-# tools do; read when the library starts, in whichever process that is.
+# CUDA numbers the fastest card first; the driver's tools go by PCI address. Plans use the tools'
+# order. Any process reads this variable when the library starts.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 _MIB = 2**20
@@ -29,22 +29,26 @@ _ERROR_LEVEL = 4
 _CONTINUATION_LEVEL = 5
 
 
-# Bytes that llama.cpp said it allocated (its log prints MiB with two decimals), by the name of the
-# memory they are in and by purpose, in its own words.
+# Bytes that llama.cpp logged as allocated (MiB with two decimals), by its names of the memory and
+# the purpose.
 Buffers: TypeAlias = Counter[tuple[str, str]]
 
 
 def purpose_bytes(buffers: Buffers, purpose: str) -> int:
-    """What all memories hold for one purpose: "KV", "RS" (recurrent states), "compute", "output",
-    "model" or "LoRA"."""
+    """Return the bytes of one purpose in all memories.
+
+    Purposes are "KV", "RS" (recurrent states), "compute", "output", "model" and "LoRA".
+    """
     return sum(n_bytes for (_, kind), n_bytes in buffers.items() if kind == purpose)
 
 
 @cache
 def bindings(part: str = "llama_cpp") -> Any:
-    """A low-level module of llama-cpp-python. The package's face above it (templates, grammars, a
-    class for one sequence) is not read: nobody here uses it, and it takes as long as loading a small
-    model. Raises ImportError."""
+    """Import a low-level module of llama-cpp-python. Raises ImportError.
+
+    The package's high-level part (templates, grammars, a class for one sequence) is not imported:
+    it is not used here and takes as long as loading a small model.
+    """
     beside = sys.modules.get("llama_cpp")
     if beside is None:
         found = importlib.util.find_spec("llama_cpp")
@@ -55,19 +59,21 @@ def bindings(part: str = "llama_cpp") -> Any:
         return importlib.import_module(f"llama_cpp.{part}")
     finally:
         if beside is None:
-            # Who imports the package itself reads all of it.
+            # A later import of the package itself then loads all of it.
             del sys.modules["llama_cpp"]
 
 
 @cache
 def bindings_version() -> str:
-    """The release of llama-cpp-python."""
+    """Return the release of llama-cpp-python."""
     return importlib.metadata.version("llama-cpp-python")
 
 
 def library_path(name: str) -> Path | None:
-    """A library of the build of llama.cpp that runs here; None where it was built without. Loads
-    nothing."""
+    """Return the path of a library of the llama.cpp build in use; None if it was built without it.
+
+    Loads no library.
+    """
     own = importlib.util.find_spec("llama_cpp")
     if own is None:
         return None
@@ -80,7 +86,7 @@ def library_path(name: str) -> Path | None:
 
 
 def mappings() -> list[tuple[int, int, str]]:
-    """(start, stop, file) of the files that are mapped into this process; none where that can't be
+    """Return (start, stop, file) of the files mapped into this process; [] if that can't be
     read."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -95,17 +101,17 @@ def mappings() -> list[tuple[int, int, str]]:
 
 
 class NativeLog:
-    """Collects llama.cpp's log lines; install once per process, before anything is loaded."""
+    """Collects llama.cpp's log lines. Install it once per process, before loading a model."""
 
     def __init__(self) -> None:
         self.lines: deque[tuple[int, str]] = deque(maxlen=100_000)
-        # What llama.cpp's other libraries are told to write to.
+        # The callback for llama.cpp's other libraries.
         self.callback: Any = None
         self._partial = ""
         self._level = 0
 
     def install(self) -> None:
-        """Take over llama.cpp's log callback."""
+        """Set llama.cpp's log callback."""
         llama_cpp = bindings()
 
         @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -125,13 +131,15 @@ class NativeLog:
         self._partial = ""
 
     def reason(self, default: str = "llama.cpp gave no reason") -> str:
-        """Why the last call failed, by the last errors it logged since the mark; `default` where it
-        said nothing."""
+        """Return why the last call failed: the last errors that were logged since the mark.
+
+        Returns `default` if there are no logged errors.
+        """
         reasons = []
         for level, line in self.lines:
             if level < _ERROR_LEVEL or not line.strip():
                 continue
-            # Without llama.cpp's names of functions.
+            # Remove llama.cpp's function names.
             reason = re.sub(r"^[a-z_0-9:~]+:\s+", "", line.strip())
             if "failed to load model" not in reason:
                 reasons.append(reason.removeprefix("error loading model: "))
@@ -139,11 +147,11 @@ class NativeLog:
         return "; ".join(last) or default
 
     def buffers(self) -> Buffers:
-        """The buffers named since the mark."""
+        """Return the buffers that were logged since the mark."""
         found: Buffers = Counter()
         for _, line in self.lines:
-            # Most lines are of the header's entries: to search them all takes as long as a small
-            # model's weights.
+            # Most lines list header entries. Searching all of them takes as long as loading the
+            # weights of a small model.
             match = _BUFFER.search(line) if "buffer size" in line else None
             if match:
                 found[match[1], match[2]] += round(float(match[3]) * _MIB)
@@ -195,8 +203,7 @@ _C_TYPES: dict[str, Any] = {
     "ggml_init_params": GgmlInitParams,
     "gguf_init_params": GgufInitParams,
 }
-# ggml.h, ggml-backend.h, gguf.h: a function, its result and its arguments. Structures are passed by
-# their address.
+# ggml.h, ggml-backend.h, gguf.h: function, result, arguments. Structures are passed by address.
 _SIGNATURES = """
 gguf_init_from_file pointer text gguf_init_params
 gguf_free void pointer
@@ -258,22 +265,23 @@ def _signatures() -> dict[str, tuple[Any, list[Any]]]:
 
 @cache
 def ggml_function(name: str) -> Any:
-    """ggml's function `name`, of the very library that llama.cpp runs on. The bindings' own handle
-    on ggml may be of another copy (a wheel holds `libggml.so` and `libggml.so.0`,
-    `LLAMA_CPP_LIB_PATH` names a foreign build) that knows no device."""
+    """Return ggml's function `name` from the library that llama.cpp uses.
+
+    The bindings' own ggml handle may belong to another copy without devices: a wheel holds
+    `libggml.so` and `libggml.so.0`, and `LLAMA_CPP_LIB_PATH` may name a foreign build.
+    """
     try:
-        # A library's handle finds what it is linked to as well.
+        # A library's handle also finds the symbols of libraries it is linked to.
         function = bindings()._lib[name]
     except AttributeError:
-        # Not on Windows, where there is one copy under each name.
+        # Not on Windows, but there is only one copy there.
         function = bindings("_ggml").libggml[name]
     function.restype, function.argtypes = _signatures()[name]
     return function
 
 
 def c_string(function: Any, *args: Any, size: int = 2048) -> str | None:
-    """Call one of llama.cpp's fill-this-buffer functions; grows the buffer when told it is too
-    small."""
+    """Call a llama.cpp function that fills a buffer, with a larger buffer if it was too small."""
     while True:
         buffer = ctypes.create_string_buffer(size)
         n = function(*args, buffer, size)

@@ -1,12 +1,12 @@
-"""A long prompt read beside the streams: a second context that computes node by node and can be
-paused at any of them.
+"""Prefill of a long prompt between decode steps, in a second context that can pause after graph
+nodes.
 
-llama.cpp computes a micro-batch in one go, and on a CPU a large one takes seconds while a small one
-wastes them: its tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext).
-So the prompt is read in large micro-batches on a thread of its own, which stops between graph nodes
-(`cb_eval`) whenever its time is up. While it is paused there it also computes the steps of the
-backend that owns it: two threads that compute in turn have OpenMP helpers each, more than there are
-processors, and sleep at their barriers (threads.py).
+llama.cpp computes a micro-batch without interruption. On a CPU a large micro-batch takes seconds,
+and a small one is inefficient: tiled attention starts at 64 rows (ops.cpp,
+ggml_compute_forward_flash_attn_ext). So the prompt is computed in large micro-batches by a separate
+thread, which pauses between graph nodes (`cb_eval`) when its time is up. While paused, that thread
+also computes the steps of the backend. Two computing threads would have separate OpenMP helpers,
+together more than there are processors, and all would sleep at barriers (threads.py).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from localllm_backends.llamacpp.threads import lower_priority, release_helpers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# On a CPU as quick as 512, llama.cpp's own choice (3,000 tokens of SmolLM2, 4 rounds: 0.97 to 1.00
-# of its time; 128 take 4 to 12 % longer), and its nodes half as long: attention behind 2,500
-# tokens, 18 ms with 512, left a third of a slice unused. The first is smaller, to learn what its
-# nodes take; later ones are where a node takes too long.
+# On a CPU this is as fast as llama.cpp's default of 512 (3,000 tokens of SmolLM2, 4 rounds: 0.97 to
+# 1.00 of its time; 128 takes 4 to 12 % longer). Its nodes take half as long. With 512, an attention
+# node after 2,500 tokens took 18 ms and left a third of a slice unused. The first micro-batch is
+# smaller, to learn the nodes' times. Later ones are smaller if a node takes too long.
 MICRO_BATCH = 256
 _FIRST_BATCH = 128
 _SMALLEST_BATCH = 64
-# A pause is possible after every so many graph nodes. Launching the threads anew costs
-# microseconds, a large matrix product or attention milliseconds: few of them may come together.
+# A pause is possible after this many graph nodes. Restarting the threads costs microseconds; a
+# large matrix product or attention takes milliseconds. So only few nodes are grouped.
 _NODES = 3
 _PIECE_TOKENS = 128
 _LINE = 0
@@ -44,8 +44,10 @@ _SPARE = 1
 
 
 class PausingPrefill(PrefillSlices):
-    """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to
-    it by `join`."""
+    """Prefill of `tokens` after the present tokens of `sequence`.
+
+    `run` computes them in slices, and `join` then appends them to the sequence.
+    """
 
     def __init__(
         self,
@@ -68,11 +70,11 @@ class PausingPrefill(PrefillSlices):
         self._timer = PauseTimer()
         self._failure: BackendFailure | None = None
         self._stopping = False
-        # Of the owner: None to go on, or what it wants computed meanwhile. To the owner: what came
-        # of that, or whether all has been computed, told at each pause.
+        # From the owner: None to continue, or a function to compute during the pause. To the owner:
+        # that function's result, or at each pause whether all tokens are computed.
         self._orders: SimpleQueue[Callable[[], int] | None] = SimpleQueue()
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        # Between two nodes, so that it can do something else.
+        # True between two nodes, when the thread can do other work.
         self.paused = False
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
         self._abort = llama.ggml_abort_callback(_always)
@@ -92,11 +94,14 @@ class PausingPrefill(PrefillSlices):
         self._thread.start()
 
     def run(self, seconds: float) -> int:
-        """Compute for about `seconds`, more only by one node; returns how many of the tokens are
-        computed so far. BackendFailure when there is no memory for it, or llama.cpp failed."""
+        """Compute for about `seconds`, and at most one group of nodes longer.
+
+        Returns the number of tokens computed so far. Raises BackendFailure if memory is short or
+        llama.cpp fails.
+        """
         until = time.perf_counter() + seconds
-        # Memory nobody has touched yet takes the system up to milliseconds per MB: what the slice
-        # does not suffice for goes on beside the step.
+        # First use of new memory can take the system milliseconds per MB. If the slice is too short
+        # for that, it continues during the steps.
         if not self._made.wait(seconds):
             return 0
         while self._failure is None and self._copied < self._prefix:
@@ -115,8 +120,8 @@ class PausingPrefill(PrefillSlices):
         return self._read
 
     def beside(self, step: Callable[[], int]) -> int:
-        """`step()`, computed by the thread of the prompt where that is paused, so that only one
-        thread has helpers."""
+        """Run `step`, on the prefill's thread if that is paused, so that only one thread has
+        helpers."""
         if not self.paused:
             return step()
         self._orders.put(step)
@@ -126,8 +131,11 @@ class PausingPrefill(PrefillSlices):
         return int(answer)
 
     def join(self) -> int:
-        """Append one piece of what is computed to the sequence; returns how many tokens are still
-        to be appended. NoCellsError (nothing appended) when the backend has no room."""
+        """Append one piece of the computed tokens to the sequence.
+
+        Returns the number of tokens still to be appended. Raises NoCellsError, without appending,
+        if the backend has too few free cells.
+        """
         start = self._prefix + self._joined
         stop = self._prefix + min(self._read, self._joined + _PIECE_TOKENS)
         if start < stop:
@@ -138,14 +146,16 @@ class PausingPrefill(PrefillSlices):
         return len(self._tokens) - self._joined
 
     def stop(self) -> int:
-        """End the micro-batch that is being computed, in its middle; returns how many tokens those
-        before it have. May be called at any time, `run` not any more."""
+        """Abort the running micro-batch and return the number of tokens in the completed ones.
+
+        May be called at any time. `run` must not be called afterwards.
+        """
         self._stopping = True
         self.paused = False
         if self._context is not None:
-            # Ends the whole computation. The answer False of a node would end only what one device
-            # computes at a time, and the next one would go on from what was never computed: expert
-            # numbers out of range abort the process.
+            # This ends the complete computation. If a node's callback returned False, only the
+            # current device's part would end. The next part would then continue from values that
+            # were never computed, and expert numbers out of range abort the process.
             self._llama.llama_set_abort_callback(self._context, self._abort, None)
         self._orders.put(None)
         self._thread.join()
@@ -157,7 +167,7 @@ class PausingPrefill(PrefillSlices):
             self._llama.llama_free(self._context)
 
     def _copy_prefix(self) -> None:
-        """Copy one piece of what the sequence holds already."""
+        """Copy one piece of the sequence's present tokens."""
         start = self._copied
         stop = min(self._prefix, self._copied + _PIECE_TOKENS)
         data = self._backend.export_range(self._sequence, start, stop)
@@ -168,9 +178,11 @@ class PausingPrefill(PrefillSlices):
     # --- the thread that computes -----------------------------------------------------------------
 
     def _make(self, model: Any, cells: LoadSpec) -> None:
-        """On a thread of its own that gives way to those of a step: a step beside it took up to 165
-        ms instead of 6, waiting at each of its barriers for the processor that clears the
-        memory."""
+        """Create the context on a thread with lower priority than the threads of a step.
+
+        At the same priority, a concurrent step took up to 165 ms instead of 6: at each of its
+        barriers it waited for the processor that was clearing the memory.
+        """
         lower_priority()
         try:
             self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
@@ -187,7 +199,7 @@ class PausingPrefill(PrefillSlices):
                 self._compute()
         except Exception as e:
             self._failure = _as_failure(e)
-        # Whatever happened: the owner waits for this.
+        # Always, also after a failure: the owner waits for this.
         self._answers.put(True)
 
     def _compute(self) -> None:
@@ -200,8 +212,8 @@ class PausingPrefill(PrefillSlices):
             self._timer.begin(len(tokens))
             code = self._llama.llama_decode(self._context, batch.native)
             if code:
-                # Ended in its middle llama.cpp takes all of its cells back. One that came to its
-                # end all the same counts.
+                # After an abort, llama.cpp frees all cells of the micro-batch. If it finished in
+                # spite of the abort, it counts.
                 if not self._stopping:
                     self._failure = StepError(
                         f"llama_decode failed with code {code}: {log.reason()}"
@@ -213,7 +225,8 @@ class PausingPrefill(PrefillSlices):
             size = self._largest
 
     def _at_node(self, _tensor: Any, ask: bool, _user_data: Any) -> bool:
-        """llama.cpp asks before each node whether to stop after it, and tells when it has."""
+        """Callback of llama.cpp: before each node (`ask`) whether to stop after it, and after such
+        a node."""
         if ask:
             return self._timer.stops_here()
         if not self._stopping and self._timer.time_is_up():
@@ -223,7 +236,7 @@ class PausingPrefill(PrefillSlices):
         return True
 
     def _wait(self) -> None:
-        """Until the owner says to go on; what it wants computed meanwhile is computed here."""
+        """Wait until the owner continues the prefill. Meanwhile compute the functions it sends."""
         for work in iter(self._orders.get, None):
             try:
                 self._answers.put(work())
@@ -232,8 +245,10 @@ class PausingPrefill(PrefillSlices):
 
 
 class PauseTimer:
-    """When to pause: before a stretch of nodes that would go past `until`, judged by the same
-    stretch last time."""
+    """Decides when to pause: before a group of nodes that would run past `until`.
+
+    The estimate is the time of the same group in the last micro-batch.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -254,18 +269,18 @@ class PauseTimer:
         self._since = self._clock()
 
     def stops_here(self) -> bool:
-        """Is the node that is asked about the last of a stretch?"""
+        """Return whether this node is the last of a group."""
         return next(self._nodes) % _NODES == 0
 
     def time_is_up(self) -> bool:
-        """A stretch is done: should the next one wait?"""
+        """Record a finished group. Return whether to pause before the next one."""
         now = self._clock()
         self._spent.append(now - self._since)
         self._since = now
         following = len(self._spent)
         if following < len(self._before):
             was_s = sum(self._before[:following])
-            # It is deeper now, and the machine may be slower than it was.
+            # The context is longer now, and the machine may have become slower.
             slower = 1.0
             if was_s > 0:
                 slower = max(1.0, sum(self._spent) / was_s)
@@ -277,8 +292,10 @@ class PauseTimer:
 
     @property
     def too_coarse(self) -> bool:
-        """Did many stretches of the last micro-batch take longer than is wanted? (One may have been
-        disturbed.)"""
+        """True if several groups of the last micro-batch took longer than a slice.
+
+        A single one may have been disturbed.
+        """
         longest = sorted(self._spent, reverse=True)[: max(1, len(self._spent) // 20)]
         return bool(longest) and longest[-1] > self.longest_wanted_s
 
@@ -288,12 +305,12 @@ def _always(_user_data: Any) -> bool:
 
 
 def _as_failure(error: Exception) -> BackendFailure:
-    """What ended the thread, as the only kind of error that crosses the contract."""
+    """Turn the error that ended the thread into a BackendFailure, as the contract requires."""
     if isinstance(error, BackendFailure):
         return error
     return StepError(f"{type(error).__name__}: {error}")
 
 
 def cells_for(n_tokens: int) -> int:
-    """KV cells of a context that holds `n_tokens`: llama.cpp pads to 256."""
+    """Return the KV cells of a context for `n_tokens`: llama.cpp pads to a multiple of 256."""
     return -(-n_tokens // 256) * 256

@@ -1,7 +1,6 @@
-"""llama.cpp's RPC: devices of other machines among ours, and our devices for others'. Only in
-builds made with it.
+"""llama.cpp's RPC: use devices of other machines, and lend ours. Only in builds that include it.
 
-As a program it is the server, until it is ended:
+As a program it is the server. It runs until it is stopped:
 
     python -m localllm_backends.llamacpp.rpc 127.0.0.1:PORT [THREADS]
 """
@@ -34,15 +33,17 @@ def _library() -> Any:
 
 
 def connect(workers: Sequence[str]) -> None:
-    """Make the devices of the `workers` (host:port) llama.cpp's, in front of its own. Raises
-    OtherMachineError for one that does not answer, by its name."""
+    """Add the devices of the `workers` (host:port) to llama.cpp's, before its own.
+
+    Raises OtherMachineError, with the worker's name, if a worker does not answer.
+    """
     for worker in workers:
         if worker in _connected:
             continue
         rpc = _library()
         host, _, port = worker.rpartition(":")
         try:
-            # Asked first: the library says no more than that it failed.
+            # Connect here first, because the library only reports that it failed.
             with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
                 pass
         except (OSError, ValueError) as e:
@@ -62,8 +63,8 @@ def connect(workers: Sequence[str]) -> None:
 
 
 def serve(endpoint: str, n_threads: int) -> None:
-    """Lend this machine's devices at `endpoint` (its accelerators, else its processor) until the
-    process is ended."""
+    """Lend this machine's accelerators, or else its processor, at `endpoint` until the process
+    ends."""
     rpc = _library()
     lent = devices_of_type(GPU, INTEGRATED) or devices_of_type(PROCESSOR)
     devices = (ctypes.c_void_p * len(lent))(*lent)

@@ -1,4 +1,4 @@
-"""Threads of a step: how many are worth it here, and OpenMP's idle helpers."""
+"""Threads of a step: how many are useful here, and OpenMP's idle helper threads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from typing import Any
 from localllm_backends.llamacpp.native import mappings
 
 _SYSTEM = Path("/")
-# A tenth of what a thread of usual niceness gets beside it (Linux: each is 1.25 times less).
+# A thread with this niceness gets a tenth of a normal thread's time (Linux: a factor of 1.25 per
+# level).
 _NICE = 10
 
 
 def usable_cores(root: Path = _SYSTEM) -> int:
-    """Physical performance cores that this process may use at the same time; more threads than that
-    slow decode down.
-    `root`: where the system's own files begin."""
+    """Return the number of physical performance cores that this process may use at once.
+
+    More threads slow decode down. `root`: root of the file system.
+    """
     import psutil
 
     cores = processors()
@@ -33,13 +35,13 @@ def usable_cores(root: Path = _SYSTEM) -> int:
         cores = min(cores, fast)
     quota = cpu_quota(root)
     if quota is not None:
-        # Threads that are stopped in the middle of a step, its quota spent, hold up all others.
+        # If the quota is used up in the middle of a step, the stopped threads delay all others.
         cores = min(cores, math.floor(quota + 0.5))
     return max(1, cores)
 
 
 def processors() -> int:
-    """Logical processors that this process may run on."""
+    """Return the number of logical processors that this process may run on."""
     allowed = _allowed()
     if allowed is not None:
         return len(allowed)
@@ -53,23 +55,25 @@ def _allowed() -> set[int] | None:
 
 
 def lower_priority() -> None:
-    """Let this thread have what other threads of the same processors leave, from now on: Linux
-    counts that by thread, and only its administrator may take it back. Elsewhere nothing is
-    changed."""
+    """Lower the priority of this thread for good.
+
+    It then gets the time that other threads on its processors leave. Linux sets the priority per
+    thread, and only an administrator can raise it again. No effect on other systems.
+    """
     if sys.platform != "linux":
         return
     if os.getloadavg()[0] > processors() + 1:
-        # Where others leave nothing it would never come to its end.
+        # On a fully loaded machine an idle-priority thread would never finish.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     else:
-        # Its processor counts as idle for others, so two threads of a step aren't put on the other
-        # one together.
+        # The scheduler counts its processor as idle. So it does not put two threads of a step on
+        # another processor together.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def cpu_quota(root: Path = _SYSTEM) -> float | None:
-    """Processors' worth of time that the tightest control group around this process gives it; None
-    where none limits it."""
+    """Return this process's CPU limit in processors, from the tightest control group; None if
+    unlimited."""
     limits = []
     for folder in _groups(root):
         limit = _limit(folder)
@@ -79,14 +83,14 @@ def cpu_quota(root: Path = _SYSTEM) -> float | None:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The folders of the control groups around this process, in both versions of the interface."""
+    """Return the folders of this process's control groups, in both versions of the interface."""
     folders = []
     for line in _words(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # In a container its own group stands at the base, whatever the host calls it.
+        # In a container, its own group is at the base, whatever name the host uses.
         inner = [part for part in path.split("/") if part and part != ".."]
         folders += [base.joinpath(*inner[:n]) for n in range(len(inner) + 1)]
     return folders
@@ -99,7 +103,7 @@ def _limit(folder: Path) -> float | None:
     ]
     try:
         quota, period = (int(word) for word in found)
-    except ValueError:  # "max", or not there
+    except ValueError:  # "max", or no such file
         return None
     if quota > 0 and period > 0:
         return quota / period
@@ -107,7 +111,7 @@ def _limit(folder: Path) -> float | None:
 
 
 def _performance_cores(root: Path, allowed: set[int] | None) -> int | None:
-    """Physical cores of the fast kind (Linux, Intel's hybrids); None where all are alike."""
+    """Return the number of fast physical cores (Linux, Intel's hybrids); None if all are alike."""
     words = _words(root / "sys/devices/cpu_core/cpus")
     if not words:
         return None
@@ -137,19 +141,22 @@ def _numbers(ranges: str) -> set[int]:
     return found
 
 
-# ggml computes with GNU's OpenMP on Linux, where every thread that computes keeps helpers. Once
-# those of all callers are more than the processors, libgomp's threads hardly look at a barrier
-# before they sleep at it (libgomp/config/linux/wait.h: `gomp_throttled_spin_count_var`), and a step
-# has hundreds: with a second caller's two threads at rest on two processors a decode step of
-# SmolLM2 took 18.7 ms and slept 680 times, without them 12.4 ms and never. omp_pause_soft, OpenMP
-# 5.0, section 2.11.8: what is given up comes back with the next parallel region.
+# On Linux ggml uses GNU's OpenMP, which keeps helper threads for every thread that computes. If all
+# callers together have more helpers than there are processors, libgomp's threads hardly spin at a
+# barrier before they sleep (libgomp/config/linux/wait.h: `gomp_throttled_spin_count_var`), and a
+# step has hundreds of barriers. With two idle threads of a second caller on two processors, a
+# decode step of SmolLM2 took 18.7 ms and slept 680 times. Without them it took 12.4 ms and never
+# slept. omp_pause_soft, OpenMP 5.0, section 2.11.8: released threads are created again in the next
+# parallel region.
 _SOFT = 1
 
 
 def release_helpers(n_threads: int) -> None:
-    """Let go of the helpers this thread computes with, if two callers of `n_threads` each are more
-    threads than processors; they are made anew (some 0.1 ms) when it computes next. Call it outside
-    of any computation. Does nothing where another library than GNU's is used, or none."""
+    """Release this thread's OpenMP helpers if two callers of `n_threads` exceed the processors.
+
+    They are created again (about 0.1 ms) by the next computation. Call it outside of computations.
+    No effect without GNU's OpenMP.
+    """
     library = libgomp()
     if library is not None and 2 * n_threads > processors():
         library.omp_pause_resource_all(_SOFT)
@@ -157,8 +164,10 @@ def release_helpers(n_threads: int) -> None:
 
 @cache
 def libgomp() -> Any:
-    """The one ggml's CPU backend is linked with, once that is loaded: asked through it, since other
-    packages bring copies of their own into this process."""
+    """Return the libgomp that ggml's CPU backend is linked with, if that backend is loaded.
+
+    It is found through that backend, since other packages load copies of their own.
+    """
     for _, _, file in mappings():
         if "/libggml-cpu" in file and Path(file).exists():
             library = ctypes.CDLL(file)

@@ -1,11 +1,12 @@
-"""The greatest logits of each row, sorted out by the device that computed it: with several streams
-whole rows need not cross.
+"""Select the top-k logits of each row on the device, so that full rows need not be copied with
+several streams.
 
 llama.cpp's samplers on devices (llama.h: "backend sampling", experimental) are chains bound to a
-sequence; ours are a top-k of `KEPT` and, where draws hang on the weight of all tokens, one that
-says that. The choice is made here (candidates.py), so that seeds and filters hold; a row that the
-few don't decide is read from the device. To bind or unbind a chain has llama.cpp reserve its graphs
-anew, a few milliseconds: so a sequence whose rows were wanted whole lately is left as it is.
+sequence. Our chain is a top-k of `KEPT`, and a softmax if a draw depends on the weight of all
+tokens. The token is chosen on the host (candidates.py), so that seeds and filters work as usual. If
+the top k do not determine it, the full row is read from the device. To bind or unbind a chain,
+llama.cpp reserves its graphs again, which takes a few milliseconds. So a sequence that recently
+needed full rows keeps its present state.
 """
 
 from __future__ import annotations
@@ -22,27 +23,29 @@ from localllm_backends.llamacpp.native import ggml_function
 from localllm_backends.values import Chunk, SequenceId
 
 KEPT = 256
-# With fewer streams reading whole rows costs less than what the device does for it; and once it is
-# on it stays on for two. A draw that weighs all tokens costs the host so much that one stream is
+# With fewer streams, reading full rows costs less than the work on the device. Once on, it stays on
+# down to two streams. A draw that weighs all tokens is so costly on the host that one stream is
 # enough.
 _FEWEST = 4
 _FEWEST_ON = 2
-# Steps; so long after its rows were wanted whole a sequence has no sampler.
+# Steps for which a sequence gets no sampler after it needed full rows.
 _PATIENCE = 256
 
 
 class _Chain:
-    """What a device does with the rows of one sequence: it keeps each until the next step, `weighs`
-    its tokens where that is asked for, and sorts out the greatest."""
+    """The sampler chain of one sequence on a device.
+
+    It keeps each row until the next step, weighs the tokens if `weighs`, and selects the top k.
+    """
 
     def __init__(self, llama: Any, *, weighs: bool) -> None:
         self.weighs = weighs
         self._llama = llama
-        # Tensors of the graph that was built last, which is the one that ran last.
+        # Tensors of the newest graph, which is also the one that ran last.
         self._row: int | None = None
         self._shares: int | None = None
         self.native = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
-        # As long as llama.cpp may call them.
+        # Kept alive as long as llama.cpp may call them.
         self._interfaces: list[Any] = []
         self._add(self._custom(self._keep_row))
         self._add(llama.llama_sampler_init_top_k(KEPT))
@@ -53,11 +56,12 @@ class _Chain:
         self._llama.llama_sampler_chain_add(self.native, sampler)
 
     def _custom(self, add_to_graph: Callable[[int, Any], None]) -> Any:
-        """Return a sampler that adds operations to a graph, of those that every device has."""
+        """Return a sampler that adds operations to a graph. All devices support these
+        operations."""
         llama = self._llama
 
         def apply(_sampler: Any, _tokens: Any) -> None:
-            """On the host there is nothing to do."""
+            """No work on the host."""
 
         def backend_init(_sampler: Any, _buffer_type: Any, _outputs: Any) -> bool:
             return True
@@ -79,7 +83,7 @@ class _Chain:
         column = reshaped(context, data.logits, n, 1)
         self._row = ggml_function("ggml_cont")(context, column)
         data.logits = self._row
-        # Nothing else is written where it lies.
+        # As an output, its memory is not reused for other tensors.
         ggml_function("ggml_set_output")(self._row)
         if self.weighs:
             shares = ggml_function("ggml_soft_max")(context, self._row)
@@ -89,14 +93,14 @@ class _Chain:
         data.probs = ggml_function("ggml_get_rows")(context, self._shares, data.candidates)
 
     def row(self, n_vocab: int) -> Rows:
-        """The row [1, n_vocab] of the last step, which is done."""
+        """Return the row [1, n_vocab] of the last step, which must have finished."""
         row: Rows = np.empty((1, n_vocab), dtype=np.float32)
         ggml_function("ggml_backend_tensor_get")(self._row, row.ctypes.data, 0, row.nbytes)
         return row
 
 
 class TopLogits:
-    """Of one context, where that is `able` to: told so, and not found otherwise."""
+    """Top-k selection for one context. It is used only if `able` is set."""
 
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
         self._llama = llama
@@ -108,7 +112,8 @@ class TopLogits:
         self.able = False
 
     def prepare(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Before a step of `chunks`: the numbers of those whose rows are sorted out."""
+        """Prepare a step of `chunks`. Returns the indices of chunks whose top-k logits the device
+        selects."""
         if not (self.able or self._chains) or self._n_vocab <= KEPT:
             return []
         self._steps += 1
@@ -122,8 +127,10 @@ class TopLogits:
         return [i for i, chunk in enumerate(chunks) if chunk.sequence in bound]
 
     def _sortable(self, outputs: Sequence[Chunk]) -> dict[SequenceId, bool]:
-        """Return the sequences whose rows may be sorted out, and for each whether its draw needs
-        the weight of all tokens."""
+        """Return the sequences that may use the top k.
+
+        The value tells if the draw needs the weight of all tokens.
+        """
         weighs: dict[SequenceId, bool] = {}
         for chunk in outputs:
             if not (chunk.few and may_decide(chunk.sample, KEPT)):
@@ -134,8 +141,10 @@ class TopLogits:
         return weighs
 
     def _rebind(self, weighs: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:
-        """Give the sequences in `weighs` their chains. Of others those may keep them that are not
-        stepped now."""
+        """Bind chains to the sequences in `weighs`.
+
+        Of the other sequences, those that are not in this step may keep their chains.
+        """
         for sequence, chain in [*self._chains.items()]:
             idle = bool(weighs) and sequence not in stepped
             fits = sequence in weighs and chain.weighs >= weighs[sequence]
@@ -153,17 +162,17 @@ class TopLogits:
             self.able = False
 
     def unbind(self, sequence: SequenceId) -> None:
-        """Its rows come whole again."""
+        """Unbind the chain of a sequence, whose full rows are then copied again."""
         chain = self._chains.pop(sequence, None)
         if chain is not None:
             self._llama.llama_set_sampler(self._context, sequence, None)
             self._llama.llama_sampler_free(chain.native)
 
     def read(self, chunks: Sequence[Chunk], numbers: Sequence[int]) -> list[int | None]:
-        """The tokens behind the chunks with these numbers; waits for the device."""
+        """Return the next tokens of the chunks with these indices. Waits for the device."""
         llama = self._llama
         context = self._context
-        # All that needs no row, while the device computes.
+        # Work that needs no row, done while the device computes.
         chooser = FewChooser(chunks, numbers)
         weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
         counts = [(len(c.tokens), min(c.outputs, len(c.tokens))) for c in chunks]
@@ -171,7 +180,7 @@ class TopLogits:
         ends, rows = last.T
         llama.llama_synchronize(context)
         if llama.llama_get_sampled_candidates_count_ith(context, int(ends[0])) != KEPT:
-            # This device leaves it to the host, and so do we from here on.
+            # This device leaves the selection to the host. Don't try again.
             self.able = False
             return [None] * len(chunks)
 
@@ -191,8 +200,10 @@ class TopLogits:
         return chooser.of(TopRows(ids, logits, totals))
 
     def _rows(self, first: Any, kind: Any, start: int, stop: int) -> Any:
-        """A view of rows [start, stop), `n_vocab` apart as llama.cpp keeps them, of which this is
-        the first."""
+        """Return a view of rows [start, stop), which llama.cpp stores `n_vocab` apart.
+
+        `first` points to the first of them.
+        """
         address = ctypes.cast(first, ctypes.c_void_p).value
         assert address is not None
         n_rows = stop - start
@@ -200,7 +211,7 @@ class TopLogits:
         return np.frombuffer(buffer, dtype=np.dtype(kind)).reshape(n_rows, self._n_vocab)
 
     def row(self, sequence: SequenceId) -> Rows:
-        """The whole row [1, n_vocab] of the last step, which the few did not do for."""
+        """Return the full row [1, n_vocab] of the last step, if its top k were not sufficient."""
         self._llama.llama_synchronize(self._context)
         return self._chains[sequence].row(self._n_vocab)
 

@@ -1,5 +1,8 @@
-"""Images through llama.cpp's mtmd: a projector beside the text model turns pixels into embeddings,
-which go into a sequence as tokens do, in steps of their own."""
+"""Image input with llama.cpp's mtmd.
+
+A projector, loaded together with the text model, turns pixels into embeddings. They are appended to
+a sequence like tokens, in steps of their own.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,11 @@ WITHOUT = (
 
 
 class Projector:
-    """The mtmd context of the projector that `spec` names, for the loaded `model`; LoadError or
-    OutOfMemoryError. `tokenize_images` may be called by any thread, `encode_image` by one at a time
-    (it holds a lock)."""
+    """The mtmd context of the projector in `spec`, for the loaded `model`.
+
+    Raises LoadError or OutOfMemoryError. Any thread may call `tokenize_images` and `encode_image`;
+    the latter holds a lock, so calls run one at a time.
+    """
 
     def __init__(self, llama: Any, model: Any, spec: LoadSpec) -> None:
         path = Path(spec.projector)
@@ -63,11 +68,10 @@ class Projector:
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(0))
         params = mtmd.mtmd_context_params_default()
         params.use_gpu = spec.n_gpu_layers != 0
-        if params.use_gpu and spec.placement.cards:  # by itself it takes the first of all GPUs
+        if params.use_gpu and spec.placement.cards:  # by default mtmd takes the first of all GPUs
             os.environ.setdefault("MTMD_BACKEND_DEVICE", accelerators(spec.placement.cards)[0].name)
         params.print_timings = False
-        # Its buffers are there from the beginning: an image never finds the memory gone that
-        # loading was given.
+        # Allocate its buffers now, so that an image never fails for lack of memory after loading.
         params.warmup = True
         self._n_threads = spec.n_threads or usable_cores()
         params.n_threads = self._n_threads
@@ -86,7 +90,7 @@ class Projector:
         self.whole = bool(mtmd.mtmd_decode_use_non_causal(self._context, None))
         self.width = int(llama.llama_model_n_embd_inp(model))
         self.bytes = path.stat().st_size + purpose_bytes(log.buffers(), "compute")
-        # Embeddings are bound to the weights that made them, and to the library that computed them.
+        # Embeddings depend on the weights and on the library that computed them.
         self._identity = f"{fingerprint(path)} {bindings_version()}".encode()
 
     def close(self) -> None:
@@ -100,8 +104,8 @@ class Projector:
     ) -> list[list[int] | ImageRun]:
         pictures = [p for p in parts if isinstance(p, ImagePixels)]
         runs: list[list[int] | ImageRun] = []
-        # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than
-        # for a small one.
+        # The layout of a prompt needs no pixels, so a large picture takes no longer than a small
+        # one.
         with self._chunks(parts, pixels=False, add_bos=add_bos) as chunks:
             parts_of: Counter[int] = Counter()
             for chunk in chunks:
@@ -120,7 +124,7 @@ class Projector:
         with self._lock, self._chunks([run.pixels], pixels=True, add_bos=False) as chunks:
             images = [c for c in chunks if mtmd.mtmd_input_chunk_get_type(c) == _IMAGE]
             code = mtmd.mtmd_encode_chunk(self._context, images[run.part])
-            # Steps are computed by another thread, and until the next image by nobody else.
+            # Another thread computes the steps. This one computes no more until the next image.
             release_helpers(self._n_threads)
             if code:
                 raise BackendFailure(f"the image could not be encoded: {log.reason()}")
@@ -147,7 +151,7 @@ class Projector:
     def _chunks(
         self, parts: Sequence[str | ImagePixels], *, pixels: bool, add_bos: bool
     ) -> Iterator[list[Any]]:
-        """The prompt as mtmd lays it out. Each bitmap's id is its number among the pictures."""
+        """Yield the prompt in mtmd's chunks. Each bitmap's id is its index among the pictures."""
         mtmd = self._mtmd
         made: list[Any] = []
         n_pictures = 0
@@ -206,7 +210,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
 
     @owner_only
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
-        """One llama_decode over all chunks, or over one of an image."""
+        """Decode all chunks with one llama_decode, or a single chunk of an image."""
         image = image_of(chunks)
         if image is None:
             return super().step(chunks)
@@ -234,7 +238,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
     def _places(
         self, sequence: SequenceId, start: int, image: ImagePart, n: int
     ) -> NDArray[np.int32]:
-        """The positions of the next `n` tokens of an image that begins at token `start`."""
+        """Return the positions of the next `n` tokens of an image that starts at token `start`."""
         first = self._ledger.position(sequence, start)
         if image.run.grid is None:
             begins = first + image.start

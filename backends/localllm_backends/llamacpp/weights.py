@@ -1,5 +1,4 @@
-"""GGUF files: what identifies one, what its KV means, its weights and its vocabulary as llama.cpp
-reads them."""
+"""GGUF files: their identity, the meaning of their KV, and loading their weights with llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from localllm_backends.llamacpp.native import (
 
 @cache
 def native_libraries() -> str:
-    """What identifies the libraries that compute."""
+    """Return the identity of the libraries that compute."""
     loaded = Path(str(bindings()._lib._name))
     libraries = []
     for path in sorted(loaded.parent.glob("*")):
@@ -36,10 +35,12 @@ def native_libraries() -> str:
 
 
 def kv_meaning() -> str:
-    """What gives exported KV its meaning besides weights and KV types: the bindings, the native
-    libraries that compute it, how blocks of it begin, and llama.cpp's rotation of quantised KV,
-    which an environment variable turns off (llama-kv-cache.cpp). KV read under another meaning
-    gives garbage, unnoticed."""
+    """Return everything that exported KV depends on, in addition to weights and KV types.
+
+    That is the version of the bindings, the native libraries, the block format, and llama.cpp's
+    rotation of quantised KV, which an environment variable turns off (llama-kv-cache.cpp). KV that
+    is read with another meaning gives wrong results without an error.
+    """
     rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
     return (
         f"llama-cpp-python {bindings_version()}; {native_libraries()}; no rotation {rotation}; "
@@ -48,7 +49,8 @@ def kv_meaning() -> str:
 
 
 def check_file(path: Path) -> None:
-    """LoadError, saying why, unless `path` is a readable file that begins as a GGUF does."""
+    """Raise LoadError, with the reason, unless `path` is a readable file that starts with GGUF's
+    magic."""
     if not path.exists():
         raise LoadError(f"there is no file {path.name!r} at that path")
     try:
@@ -63,8 +65,10 @@ def check_file(path: Path) -> None:
 
 
 def open_file(path: Path, params: Any, on_progress: Callable[[float], None] | None = None) -> Any:
-    """The llama_model pointer for `path`; LoadError or OutOfMemoryError with llama.cpp's own reason
-    otherwise."""
+    """Return the llama_model pointer for `path`.
+
+    Raises LoadError or OutOfMemoryError with llama.cpp's reason.
+    """
     llama = start_native()
     check_file(path)
 
@@ -92,8 +96,10 @@ def load_model(
     *,
     drafter: bool = False,
 ) -> tuple[Any, Buffers]:
-    """The model in `path` and the buffers its weights are in; LoadError, also for one that makes no
-    text. A `drafter` makes none by itself."""
+    """Load the model in `path`; returns it and the buffers of its weights.
+
+    Raises LoadError, also if the model does not generate text, unless it is a `drafter`.
+    """
     llama = start_native()
     params = context.model_params(llama, spec)
     params.load_mtp = spec.mtp and not drafter
@@ -112,7 +118,7 @@ def load_model(
     return model, buffers
 
 
-# What llama.cpp says of files that are cut short or spoilt (src/llama-model-loader.cpp,
+# llama.cpp's messages for truncated or damaged files (src/llama-model-loader.cpp,
 # ggml/src/gguf.cpp).
 _DAMAGED = (
     "file bounds",
@@ -126,8 +132,7 @@ _DAMAGED = (
 
 
 def what_to_do(why: str) -> str:
-    """The way out of a refusal in llama.cpp's words; "" where the file is damaged, whose way out
-    goes without saying."""
+    """Return the remedy for a load error in llama.cpp's words; "" if the file is damaged."""
     if any(sign in why for sign in _DAMAGED):
         return ""
     if "unknown model architecture" in why:
