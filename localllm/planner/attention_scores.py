@@ -37,8 +37,11 @@ def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ..
 
 
 def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
-    """Return the bytes of scores that one prompt token's attention moves through memory, in all
-    layers. It covers `context` tokens."""
+    """Return the bytes of attention scores that one prompt token moves through memory in all
+    layers.
+
+    `context` is the number of tokens that its attention covers.
+    """
     moved = 0.0
     for layer, count in facts(model).groups:
         mixer = layer.mixer

@@ -379,8 +379,8 @@ def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
     """Return the number of sequences that our llama.cpp backend keeps for itself
     (localllm_backends/llamacpp/load.py).
 
-    They count only if each sequence has its own window or state. The result is 1, but 0 for models
-    with recurrent layers only and if the model's own `heads` draft.
+    They count only if each sequence has its own window or state: the result is then 1. It is 0 if
+    all layers are recurrent, or if the model's own `heads` draft.
     """
     known = facts(model)
     if heads or not known.is_stateful or not backend_of(variant).spare_sequence:

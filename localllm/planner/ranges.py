@@ -1,5 +1,5 @@
-"""Width of a predicted speed's 80 % range. It contains 80 % of the held-out measurements of the
-same stratum.
+"""Width of a predicted speed's 80 % range. The range contains 80 % of the held-out measurements of
+the same stratum.
 
 A stratum combines the evidence about the machine, its family and engine, dense or MoE, and the
 depth. An example is "seen: apple-max.metal MoE deep". If a stratum has too few held-out

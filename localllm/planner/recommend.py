@@ -50,8 +50,9 @@ _MOST_LOST_POINTS = 3.0
 # A file within so many points of its model's best score is run instead, if it loses less to its
 # format.
 _NEAR_POINTS = 2.0
-# A format that loses no more than this loses little. Four bits do so for models of 4 billion
-# weights and more, and users do not go below four bits for speed.
+# The most points that a format may lose and still count as losing little. Four bits stay below it
+# for models of 4 billion weights and more. For such models users do not go below four bits for
+# speed.
 _LITTLE_LOST_POINTS = 1.0
 # Files with more bits a weight than this are 16-bit: BF16, F16.
 _SIXTEEN_BITS = 12.0

@@ -120,10 +120,10 @@ def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
 
 
 def loses_turns(model: Model, settings: RunSettings) -> bool:
-    """Return whether each turn of a conversation reads it again.
+    """Return whether our llama.cpp backend must read a conversation again at each turn.
 
-    With draft heads or a drafter, our llama.cpp backend keeps a model with windows or states only
-    as a full snapshot. A turn that drops the previous thoughts no longer matches it.
+    With draft heads or a drafter, the backend keeps a model with windows or states only as a full
+    snapshot. A turn that drops the previous thoughts no longer matches it.
     """
     return settings.drafter.reads_along and facts(model).is_stateful
 
