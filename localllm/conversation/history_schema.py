@@ -84,8 +84,8 @@ def prepare(db: sqlite3.Connection) -> None:
     """
     if _version(db) == VERSION:
         return
-    # otherwise dropping the old table would delete the rows that refer to it; not allowed within a
-    # transaction
+    # Otherwise dropping the old table would delete the rows that refer to it. The pragma has no
+    # effect within a transaction.
     db.execute("PRAGMA foreign_keys=OFF")
     try:
         db.execute("BEGIN IMMEDIATE")

@@ -1,6 +1,6 @@
 """Images in messages of any dialect: each is extracted, and a mark replaces it in the text.
 
-The content of a message stays a text, so templates, compaction and the cache need no code for
+The content of a message stays a text, so templates, compaction and prefix_reuse.py need no code for
 images. A mark is named by the hash of its file, so the same image has the same mark in every turn.
 """
 
@@ -53,8 +53,8 @@ class AttachedImage:
 class PreparedMessages:
     """Messages as a model gets them.
 
-    `files` maps marks to images in base64. `ignored` names the inputs that the model does not
-    support.
+    `files` maps marks to images in base64. `ignored` names the field whose images were replaced by
+    notes.
     """
 
     messages: list[dict[str, Any]]
@@ -107,8 +107,8 @@ def _without_scheme(file: Any) -> tuple[str, str]:
 def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> PreparedMessages:
     """`messages` for a model with or without vision.
 
-    Without vision, a note replaces each image of an earlier turn. An image in the turn to be
-    answered is rejected. Raises RequestError.
+    A note replaces each image of an earlier turn that the model can't read. Such an image in the
+    turn to be answered raises RequestError.
     """
     prepared = PreparedMessages([])
     for message in messages:

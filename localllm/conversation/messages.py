@@ -278,10 +278,9 @@ def _function(call: Any) -> Any:
 
 
 def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """True if the last of these normalised messages is assistant text that the model should
-    continue.
+    """True if the last of these normalised messages is assistant text.
 
-    The engine then continues that text (`prefill`).
+    The model then continues that text (`prefill`).
     """
     if not messages:
         return False

@@ -32,8 +32,10 @@ MISSING = "PDFs are read by an extra that is not installed here: pip install 'lo
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page's text, or a picture of it (JPEG in base64) where it has none; neither where nobody
-    sees pictures."""
+    """A page's text, or a picture of it (JPEG in base64) if it has no text.
+
+    Both are empty if the model does not see pictures.
+    """
 
     text: str = ""
     picture: str = ""
@@ -41,7 +43,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Pdf:
-    """The pages of a PDF, or the problem why there are none."""
+    """The pages of a PDF, or the problem if it can't be read."""
 
     pages: tuple[Page, ...] = ()
     problem: str = ""

@@ -80,8 +80,8 @@ def render(
 ) -> str:
     """The prompt that the template `source` makes of the conversation.
 
-    It uses the first variant that the template accepts (message_variants.py). There are no limits
-    here, so call it only in this process. Raises FailedRenderingError with the error for the
+    It uses the first variant that the template accepts (message_variants.py). It sets no limits, so
+    call it only in the sandbox process. Raises FailedRenderingError with the error for the
     conversation as sent.
     """
     template = _compiled(source)

@@ -77,7 +77,7 @@ def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _with_tokens(lark: str, token_ids: Mapping[str, int]) -> str:
-    """`lark` with names of tokens that are not control tokens replaced by their ids.
+    """`lark`, with ids in place of the token names that llguidance does not know.
 
     llguidance knows only control tokens by name. llama.cpp makes plain tokens of gpt-oss's
     <|channel|>, <|message|>, <|start|> and <|constrain|>.

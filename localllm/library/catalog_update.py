@@ -244,7 +244,7 @@ def _changes(model: Model, new: Sequence[Variant]) -> list[str]:
     return lines + [f"gone: {quant} in {repo}" for _, repo, quant in old]
 
 
-# --- a model that the catalog does not know yet: what the header of its smallest GGUF file says ---
+# --- a model that the catalog does not know yet, from the header of its smallest GGUF file --------
 
 _HEADER_NAMES = {
     "n_experts": "count",

@@ -16,7 +16,7 @@ _REDIRECT_HINT = (
 class RedirectRule:
     """Checks redirects of the hub at `endpoint`.
 
-    Refused are redirects from https to http, to another scheme, and into this machine's network. A
+    It rejects redirects from https to http, to another scheme, and into this machine's network. A
     hub, or a server that impersonates it, chooses the redirect's target. A client that follows it
     blindly sends requests from inside the user's firewall: to a router's page, a cloud's metadata
     service (169.254.169.254), or a program on loopback (OWASP, Server-Side Request Forgery). A hub

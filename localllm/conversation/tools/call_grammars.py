@@ -196,8 +196,8 @@ def listed_calls(
 
     `head` returns the Lark of a function's head, and `end` is the Lark of its end. `before` returns
     the Lark before a parameter's value; the key None means any parameter. Without `before`,
-    parameters are written like members of an object. `start` is the Lark of the whole, with `call`
-    for a call.
+    parameters are written like members of an object. `start` is the Lark of the complete block,
+    with `call` for a call.
     """
 
     values = SpelledValues(spelling)

@@ -45,8 +45,8 @@ def _lark(said: str) -> str:
 def _member(key: str, value: str, rule: Callable[[str], str]) -> str:
     """The Lark of a member.
 
-    A value without a known type extends to its own closing tag, because no rule tells tags from
-    text.
+    A value without a known type extends to its own closing tag, because no rule can separate tags
+    from text.
     """
     if value != ANYTHING:
         return f"{_lark(f'{_MARK}<{key}>')} {value} {text(f'</{key}>')}"
