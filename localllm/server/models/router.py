@@ -201,8 +201,11 @@ class ModelRouter:
 
     @property
     def health(self) -> tuple[Literal["ok", "loading", "error"], float]:
-        """The state of the named models: "error" if all of them failed, else "loading" with the
-        loaded share (0 to 1), else "ok"."""
+        """The state of the named models, with the loaded share (0 to 1).
+
+        It is "loading" while they start, "error" if all of them failed and no model is loaded, else
+        "ok".
+        """
         if self._starting:
             return "loading", sum(w.progress for w in self._starting) / len(self._starting)
         failed = bool(self.named) and all(m.worker.failure for m in self.named)

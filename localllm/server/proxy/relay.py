@@ -46,8 +46,8 @@ class UpstreamError(
 class ProxyRequest:
     """One request to the server called `name`, sent with its `key`.
 
-    `silence_s` is the read timeout. `meter` counts the answer's tokens. `whose` is a header with
-    the name of the caller's key, sent only to servers for which we have a key.
+    `silence_s` is the read timeout. `meter` counts the answer's tokens. `whose` is the delegation
+    header, which names the caller by a pseudonym. It is sent only with a `key`.
     """
 
     name: str
