@@ -325,8 +325,10 @@ def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
 def needs_bytes(
     model: Model, variant: Variant, settings: RunSettings, device: Device, n: int
 ) -> int:
-    """Return the bytes on each of `n` machines: its share of the layers and their KV, and all of
-    the embedding and output."""
+    """Return the bytes on each of `n` machines.
+
+    Each holds its share of the layers and their KV, and all of the embedding and output.
+    """
     parts = places.parts(model, variant)
     ends = parts.input_bytes + parts.own_output_bytes
     fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)

@@ -121,15 +121,15 @@ class Hardware:
         return (*self.keys, format_key(variant))
 
     def timed_flops_s(self, model: Model, variant: Variant) -> tuple[float, float] | None:
-        """Return (FLOP/s of a prompt, FLOP/s of one token) for this file's matrices, or None if its
-        type was not timed on a CPU."""
+        """Return (FLOP/s of a prompt, FLOP/s of one token) for this file's matrices. Returns None
+        if its type was not timed on a CPU."""
         if not self.rates:
             return None
         return kernels.flops_s(self.rates, model, variant, stored=self.stored)
 
     def timed_row_s(self, model: Model, variant: Variant, rows: int) -> float | None:
-        """Return the seconds to multiply one of `rows` tokens that are computed together, or None
-        if its type was not timed on a CPU."""
+        """Return the seconds to multiply one of `rows` tokens that are computed together. Returns
+        None if its type was not timed on a CPU."""
         flops_s = kernels.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
         if flops_s is None:
             return None

@@ -207,7 +207,7 @@ def quant_class(variant: Variant) -> str:
 
 # GHz of an unknown GPU, and the reference for costs that depend on the clock.
 REFERENCE_GHZ = 1.8
-# FP32 lanes of one unit, at two FLOP per cycle: 128 on NVIDIA's chips, but 64 on those named here
+# FP32 lanes of one unit, at two FLOP per cycle. NVIDIA's chips have 128, those named here 64
 # (NVIDIA's white papers).
 _FEW_LANES = re.compile(r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16|p100|a100|a30\b", re.I)
 # TFLOP/s of one core that multiplies Q4_K matrices, by its widest vectors. Several cores together
@@ -280,8 +280,8 @@ _REFERENCE_W_PER_UNIT = 3.5
 
 
 def share(part: str, units: float) -> float:
-    """Return the share of the nominal rate of a part's `units` that its power limit sustains, or
-    1.0 if its power is unknown."""
+    """Return the share of the nominal rate of a part's `units` that its power limit sustains.
+    Returns 1.0 if its power is unknown."""
     watts = part_facts().board_watts.get(part, 0)
     if not watts or not units:
         return 1.0

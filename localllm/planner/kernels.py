@@ -32,8 +32,8 @@ ALL_MASKED = (1.0, 1.0)
 
 
 def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
-    """Return the shares of masked tokens that attention computes all the same in a micro-batch:
-    (tokens after the current one, tokens before its window)."""
+    """Return the shares of masked tokens that attention computes all the same in a micro-batch.
+    They are (share of later tokens, share of tokens before the window)."""
     row = facts(keys)
     if row.masked_large is not None and batch >= _LARGE_BATCH:
         return row.masked_large
@@ -193,8 +193,8 @@ def _of_prompts(part: WeightPart, at: MatrixRates) -> float:
 def flops_s(
     rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool
 ) -> tuple[float, float] | None:
-    """Return (FLOP/s of a prompt, FLOP/s of one token) for the file's matrices, or None if the main
-    type was not timed."""
+    """Return (FLOP/s of a prompt, FLOP/s of one token) for the file's matrices. Returns None if the
+    main type was not timed."""
     timed = _timed(rates, model, variant, stored=stored)
     base = base_type(variant)
     if not timed:

@@ -24,8 +24,8 @@ from localllm_catalog.types import Model
 CONTEXT_STEP = 256
 F32 = 4
 F16 = 2
-# mx.quantize stores a 16-bit scale and a 16-bit bias with each group of 64 values, or of 32 if 64
-# does not divide the width.
+# mx.quantize stores a 16-bit scale and a 16-bit bias with each group of 64 values. The group has 32
+# values if 64 does not divide the width.
 _MLX_KV_BITS = {"q8_0": 8, "q4_0": 4}
 _MLX_GROUPS = (64, 32)
 _MLX_GROUP_EXTRA_BYTES = 4
@@ -122,8 +122,8 @@ def _mlx_group(model: Model) -> int:
 
 
 def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
-    """Return the bytes of one cached element in MLX: 2 in the model's own 16-bit type, else its
-    bits and its group's share."""
+    """Return the bytes of one cached element in MLX. These are 2 in the model's own 16-bit type,
+    else its bits and its group's share."""
     bits = _MLX_KV_BITS.get(kv_type, 0)
     group = _mlx_group(model)
     if bits and group:

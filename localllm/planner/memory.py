@@ -95,8 +95,8 @@ def output_bytes(model: Model, n_rows: int) -> int:
 
 
 def weights_bytes(variant: Variant) -> int:
-    """Return the bytes of the tensors: the header's sum if it was read, else the file size (a few
-    MiB of tokenizer more)."""
+    """Return the bytes of the tensors. This is the header's sum if it was read, else the file size
+    (a few MiB of tokenizer more)."""
     return variant.weights_bytes or variant.file_bytes
 
 
@@ -370,7 +370,8 @@ def _draft_bytes(
 _HEADS_DRAFT_CELLS = 48
 _REWIND_TOKENS = 3
 # Tokens that our llama.cpp backend lets a trained drafter read at once
-# (localllm_backends/llamacpp/companion.py), and about how many of the model's layers it reads.
+# (localllm_backends/llamacpp/companion.py). The drafter reads the rows of about five of the model's
+# layers.
 _COMPANION_BATCH = 128
 _COMPANION_LAYERS = 5
 

@@ -108,8 +108,8 @@ def _unsuited_for_long(model: Model, workload: Workload) -> str | None:
 # points (`score`).
 _PROMPT_DOUBLED = 3.0
 _THOUGHTS_DOUBLED = 5.0
-# If thinking takes longer than this times a good wait, a doubling costs twice as much, since users
-# avoid such a model.
+# Thinking longer than this times a good wait costs twice as much for each doubling. Users avoid
+# such a model.
 _LONG_THOUGHTS = 2.0
 
 

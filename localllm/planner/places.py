@@ -216,8 +216,8 @@ SHARED_AS = {
 
 @dataclass(frozen=True, slots=True)
 class CardShare:
-    """The shares (0..1) of a token's reads and computation that are on the devices, and how often a
-    step crosses between memories."""
+    """The shares (0..1) of a token's reads and computation that are on the devices. `crossings`
+    counts how often a step changes between memories."""
 
     dense: float
     experts: float

@@ -272,8 +272,8 @@ class _Search:
         self._kv_share = (whole.kv_bytes + whole.recurrent_bytes) / max(1, whole.total_bytes)
 
     def candidates(self) -> list[RunSettings]:
-        """Return the best placement of each kind that fits: with the KV cache on the cards, and
-        with it in system memory."""
+        """Return the placements that fit: the best with the KV cache on the cards, and the best
+        with it in system memory. The second is tried only for a large cache."""
         start = self._settings.placement
         found = [self._fewest_off(start)]
         if self._kv_share > _MUCH_KV:

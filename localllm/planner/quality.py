@@ -87,8 +87,8 @@ _LINES: dict[str, dict[str, tuple[float, float, float]]] = {
         **_CODING_ONTO_INDEX,
     },
 }
-# A score from the model's own maker has this many times the standard deviation of others' scores:
-# the maker chose benchmark, harness and settings.
+# Standard deviation of a maker's score for its own model, as a multiple of that of others' scores.
+# The maker chose benchmark, harness and settings.
 _SELF_REPORTED = 2.0
 _SIZE_AND_DATE = "size and date"
 # points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024. Least
@@ -239,8 +239,8 @@ def kv_cost(kv_type: str) -> float:
     return 0.6
 
 
-# Largest harmless mean KL(f16 || type) in nats and share of changed top tokens: for tool calls and
-# code, and for chat.
+# Largest harmless values of mean KL(f16 || type) in nats, and of the share of changed top tokens.
+# _EXACT is for tool calls and code, _TALK for chat.
 _EXACT = (0.01, 0.05)
 _TALK = (0.05, 0.1)
 _EXACTING: tuple[Purpose, ...] = ("coding", "autocomplete")

@@ -87,8 +87,8 @@ def bounds(
 ) -> list[tuple[str, ...]]:
     """Return the strata of a prediction, and those that its range must not be narrower than.
 
-    The latter are those of a short context, and of the same part if it were measured. (A machine of
-    an unmeasured family has the strata of its engine, which do not depend on the evidence.)
+    The latter are those of a short context, and of the same part if it were measured. A machine of
+    an unmeasured family has the strata of its engine. They do not depend on the evidence.
     """
     found = [strata(known, hardware_keys, kind, tokens) for tokens in (depth, 0)]
     if known == UNSEEN_PART:

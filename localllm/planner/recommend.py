@@ -212,8 +212,8 @@ def detailed_plan(
 def _other_engine(
     device: Device, plan: Plan, workload: Workload, overrides: Overrides
 ) -> Plan | None:
-    """Return the plan of the same model on the machine's other engine, with files of about the same
-    size, if it fits."""
+    """Return the plan of the same model on the machine's other engine, if it fits. Its files have
+    about the same size."""
     others = [
         v for v in _candidates(device, plan.model, overrides) if backend_of(v).name != plan.backend
     ]

@@ -33,8 +33,8 @@ from localllm_catalog.types import Model, Variant
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer sequences
 # by default.
 _SLOTS_PER_SEQUENCE_STATE = 4
-# Rows of logits that a step may request: those of each sequence and its draft, up to a limit on the
-# step's buffer.
+# Rows of logits that a step may request for each sequence and its draft, and the limit on all of
+# them. The limit bounds the step's buffer.
 _OUTPUTS_PER_SLOT = 16
 _MOST_OUTPUTS = 64
 # Purposes with short turns, which are quickly read again.
@@ -152,8 +152,8 @@ def drafts_at_hand(
 
 
 def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
-    """Return `small` with the files that would draft for `variant` on the same engine, or None if
-    it has no such files."""
+    """Return `small` with its files that could draft for `variant` on the same engine. Returns None
+    without such files."""
     files = [v for v in small.variants if backend_of(v) == backend_of(variant)]
     if not files:
         return None
