@@ -1,4 +1,5 @@
-"""The MLX backend: mlx-lm checkpoint folders over mlx and mlx-lm. Importing loads neither."""
+"""The MLX backend: mlx-lm checkpoint folders, run by mlx and mlx-lm. Importing this module loads
+neither."""
 
 from __future__ import annotations
 
@@ -15,21 +16,20 @@ from localllm_backends.mlx.files import checkpoint_folder
 if TYPE_CHECKING:
     from localllm_backends.contract import Backend, LoadSpec
 
-# What MLX's CPU build calls to compile its kernels (mlx/backend/cpu/jit_compiler.cpp runs `g++` on
-# Linux).
+# The compiler that MLX's CPU build calls for its kernels (mlx/backend/cpu/jit_compiler.cpp runs
+# `g++` on Linux).
 _CPU_COMPILER = "g++"
 
 
-# The packages that bring MLX's CUDA side; it needs the driver's libcuda besides, else MLX computes
-# on the CPU.
+# Packages with MLX's CUDA code. It also needs the driver's libcuda, or MLX computes on the CPU.
 _CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 
 
 def needs_compiler(
     platform: str, which: Callable[[str], str | None], *, cuda: bool = False
 ) -> bool:
-    """True where MLX computes on the CPU by compiling kernels as it goes, and the compiler it calls
-    is not on PATH."""
+    """Return whether MLX compiles kernels for the CPU at run time, and its compiler is not on
+    PATH."""
     return platform == "linux" and not cuda and which(_CPU_COMPILER) is None
 
 
@@ -70,18 +70,20 @@ class MlxType(BackendType):
         ),
         snapshots=True,
         tensor_parallel=True,
-        # mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`: heads of 192 and 256
-        # (faster unfused, it says) and widths of no kernel hold every score. An M5 on macOS 26.2
-        # has a kernel for 256 in steps of 1,024 and more (MLX from August 2026); a prompt's last
-        # tokens are fewer, so the most that is held is the same.
+        # mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`: head sizes 192 and 256
+        # (faster unfused, by its comment) and sizes without a kernel compute a full score matrix.
+        # An M5 on macOS 26.2 has a kernel for 256 in steps of at least 1,024 tokens (MLX from
+        # August 2026). A prompt's last step is smaller, so the peak memory is the same.
         fused_heads=(64, 80, 128),
-        # As stepping.py computes where every score is held.
+        # The limit in stepping.py for attention with a full score matrix.
         scores_at_once=512 * 65_536,
     )
 
     def available(self) -> str | None:
-        """None when mlx and mlx-lm are importable and can compute here, else what is missing and
-        how to get it."""
+        """Return None if mlx and mlx-lm can be imported and can compute here.
+
+        Otherwise return the missing part and how to install it.
+        """
         for module in ("mlx", "mlx_lm"):
             if importlib.util.find_spec(module) is None:
                 package = module.replace("_", "-")
@@ -95,8 +97,8 @@ class MlxType(BackendType):
         return None
 
     def accepts(self, path: str) -> bool:
-        """True for a folder with config.json and safetensors weights, or for one of those weight
-        files."""
+        """Return True for a folder with config.json and safetensors weights, or for one of those
+        weight files."""
         folder = checkpoint_folder(path)
         return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 

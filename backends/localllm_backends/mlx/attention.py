@@ -1,14 +1,17 @@
-"""Keys and values of one layer, for the rows of a batch (`Attention`); a line alone is one row.
+"""Keys and values of one layer, for the rows of a batch (`Attention`). A single sequence is one
+row.
 
-It satisfies mlx-lm's cache protocol (update_and_fetch, offset, make_mask, keys, values;
-mlx_lm/models/cache.py) and differs from its own classes in three ways that the contract needs.
-Positions are host integers apart from the buffers, so taking tokens back is a subtraction: what
-stands behind a row's end is never seen and is overwritten. Rows begin at the buffer's left edge and
-may end anywhere, so each row can grow and shrink by itself. A sliding window is a plain buffer
-whose front is cut off now and then, instead of a ring, so the last tokens can be taken back there
-too.
+It implements mlx-lm's cache protocol (update_and_fetch, offset, make_mask, keys, values;
+mlx_lm/models/cache.py). The contract requires three differences from mlx-lm's classes:
 
-Every buffer ("plane") is [rows, heads, slots, width]; plain memory has two planes, quantised memory
+* Positions are integers on the host, apart from the buffers. So taking tokens back is a
+  subtraction. Slots after a row's end are never attended to and are overwritten.
+* Rows start at the buffer's left edge and may end anywhere, so each row can grow and shrink by
+  itself.
+* A sliding window is a plain buffer whose front is cut off now and then, instead of a ring. So its
+  last tokens can be taken back too.
+
+Each buffer ("plane") is [rows, heads, slots, width]. Plain memory has two planes, quantised memory
 six.
 """
 
@@ -20,26 +23,27 @@ from typing import Any
 
 import mlx.core as mx
 
-# Slots are added in blocks of this many, as mlx-lm does: growing copies the buffer.
+# Buffers grow in blocks of this many slots, as in mlx-lm: growing copies the buffer.
 BLOCK_TOKENS = 256
 _PHASES = 4
 
 
 def rounded(slots: int, phase: int = 0) -> int:
-    """`slots` rounded up to whole blocks and `phase` slots."""
+    """Round `slots` up to a multiple of a block, plus `phase` slots."""
     return -(-(slots - phase) // BLOCK_TOKENS) * BLOCK_TOKENS + phase
 
 
 def phase_of(layer: int) -> int:
-    """Slots by which `layer`'s buffers end behind a whole block. Growing copies a buffer: if all
-    layers grew in the same step, that step would be a stall, so consecutive layers grow a quarter
-    of a block apart."""
+    """Return by how many slots the ends of `layer`'s buffers are shifted from a block boundary.
+
+    Growing copies a buffer. If all layers grew in the same step, that step would stall, so
+    consecutive layers grow a quarter of a block apart.
+    """
     return layer % _PHASES * (BLOCK_TOKENS // _PHASES)
 
 
 class KvFormat:
-    """How keys and values are stored: as the model computes them, or quantised in groups (`bits` 4
-    or 8)."""
+    """Storage format of keys and values: unchanged, or quantised in groups (`bits` 4 or 8)."""
 
     def __init__(self, bits: int = 0, group_size: int = 64) -> None:
         self.bits = bits
@@ -54,15 +58,17 @@ class KvFormat:
 
 
 class RowOffsets:
-    """Where each row of a batch stands, shared by all layers of one window: counted once per step,
-    not per layer."""
+    """Positions of the rows of a batch, shared by all layers with the same window.
+
+    They are computed once per step instead of once per layer.
+    """
 
     def __init__(self, window: int | None, offsets: list[int]) -> None:
-        # The offsets are those of the batch, whatever the window.
+        # The offsets are the batch's own list; all windows share it.
         self.window = window
         self.offsets = offsets
         self.starts = [0] * len(offsets)
-        # New tokens see each other, not only those before them.
+        # If True, new tokens also attend to later new tokens.
         self.sees_ahead = False
         self._step: tuple[tuple[int, ...], dict[Any, Any]] = ((), {})
 
@@ -70,12 +76,14 @@ class RowOffsets:
         return [o - s for o, s in zip(self.offsets, self.starts, strict=True)]
 
     def holds(self, row: int, n_tokens: int) -> bool:
-        """Can position `n_tokens` of that row be computed next: is everything its attention sees
-        still here?"""
+        """Return whether position `n_tokens` of that row can be computed next.
+
+        All tokens that it attends to must still be in memory.
+        """
         return self.window is None or self.starts[row] <= max(0, n_tokens - self.window + 1)
 
     def _once(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
-        """What `make` makes of `arguments`, for all layers of a step."""
+        """Cache the result of `make(*arguments)` for all layers of a step."""
         at = (*self.offsets, *self.starts, self.sees_ahead)
         if self._step[0] != at:
             self._step = (at, {})
@@ -86,7 +94,7 @@ class RowOffsets:
         return memo[key]
 
     def offset(self, ahead: int = 0) -> Any:
-        """Absolute positions of the next tokens, `ahead` tokens further on: int32 [rows], an int
+        """Return the absolute positions of the next tokens, plus `ahead`: int32 [rows], or an int
         for one row."""
         if len(self.offsets) == 1:
             return self.offsets[0] + ahead
@@ -96,8 +104,10 @@ class RowOffsets:
         return mx.array([o + ahead for o in self.offsets], dtype=mx.int32)
 
     def index(self, n: int) -> Any:
-        """Slots the next `n` tokens of every row go to, int32 [rows, 1, n, 1]; an int when it is
-        the same slot."""
+        """Return the slots for the next `n` tokens of every row, int32 [rows, 1, n, 1].
+
+        Returns an int if all rows start at the same slot.
+        """
         used = self.used()
         if len(set(used)) == 1:
             return used[0]
@@ -108,7 +118,8 @@ class RowOffsets:
         return first + mx.arange(n)[None, None, :, None]
 
     def span(self, n: int) -> tuple[int, int]:
-        """The slots [first, last) that any of the next `n` tokens of any row may attend to."""
+        """Return the slots [first, last) to which any of the next `n` tokens of any row may
+        attend."""
         used = self.used()
         first = 0
         if self.window is not None:
@@ -116,8 +127,10 @@ class RowOffsets:
         return first, max(used) + n
 
     def mask(self, n: int, window: int | None, return_array: bool) -> Any:
-        """The mask for `n` new tokens in every row: None, "causal", or a boolean array
-        [rows, 1, n, seen]."""
+        """Return the mask for `n` new tokens in every row.
+
+        It is None, "causal", or a boolean array [rows, 1, n, seen].
+        """
         return self._once("mask", self._mask, n, window or self.window, return_array)
 
     def _mask(self, n: int, window: int | None, return_array: bool) -> Any:
@@ -139,14 +152,17 @@ class RowOffsets:
 
 
 class Attention:
-    """Keys and values of one layer, for the rows of a batch. Row positions are in `rows`; the
-    batch moves them after each call. `bits` and `group_size` exist only on quantised memory: mlx-lm
-    asks for them with hasattr (mlx_lm/models/base.py, scaled_dot_product_attention)."""
+    """Keys and values of one layer, for the rows of a batch.
+
+    `rows` has the positions; the batch advances them after each call. `bits` and `group_size` exist
+    only for quantised memory, because mlx-lm checks for them with hasattr (mlx_lm/models/base.py,
+    scaled_dot_product_attention).
+    """
 
     def __init__(self, form: KvFormat, rows: RowOffsets, phase: int = 0) -> None:
         self.form = form
         self.rows = rows
-        # The layers of one window are cut at the same slot.
+        # All layers with the same window are cut at the same slot.
         self.phase = phase if rows.window is None else 0
         self.written = 0
         self.planes = None
@@ -182,7 +198,7 @@ class Attention:
         return sum(int(p.nbytes) for p in chain(self._planes or (), *self._tail))
 
     def _halves(self, planes: Sequence[Any]) -> tuple[Any, Any]:
-        """Planes as the (keys, values) that attention takes."""
+        """Return planes as the (keys, values) of attention."""
         if self.form.bits:
             return tuple(planes[:3]), tuple(planes[3:])
         return planes[0], planes[1]
@@ -214,12 +230,14 @@ class Attention:
         self._set_half(1, value)
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The mask for `n` new tokens in every row."""
+        """Return the mask for `n` new tokens in every row."""
         return self.rows.mask(n, window_size, return_array)
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Append to every row, which has room; returns the slots any row may attend to (the mask
-        says which)."""
+        """Append to every row, and return the slots to which any row may attend.
+
+        The rows must have room. The mask selects each row's slots.
+        """
         new = self.form.planes(keys, values)
         n = int(keys.shape[2])
         index = self.rows.index(n)
@@ -238,31 +256,33 @@ class Attention:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What the last written tokens attend to (models that share one layer's memory read it
-        so)."""
+        """Return what the newest tokens attend to. Models whose layers share memory call this."""
         first, last = self.rows.span(self.written)
         return self._halves([p[..., first:last, :] for p in self.planes])
 
     def write(self, pieces: Sequence[Any], slot: int) -> None:
-        """Let `pieces` stand from that slot on. They are copied into the buffers when those are
-        asked for: a prefix of many blocks is then copied once."""
+        """Put `pieces` into the buffers from that slot on.
+
+        They are copied when the buffers are next used, so that a prefix of many blocks is copied
+        only once.
+        """
         if self._tail and slot != self._tail_end:
             self._join(0)
         self._tail.append(list(pieces))
         self._tail_end = slot + int(pieces[0].shape[2])
 
     def _join(self, n: int) -> None:
-        """Copy what `write` was given into buffers, all in one go, and leave room for `n` more
+        """Copy the pieces from `write` into the buffers at once, and leave room for `n` more
         tokens."""
         tail = self._tail
         self._tail = []
-        # Not where the line ends: it may have been cut since.
+        # Not the end of the sequence, which may have been truncated since.
         end = self._tail_end
         before = end - sum(int(pieces[0].shape[2]) for pieces in tail)
         self._rebuild(before, tail, rounded(end + n, self.phase))
 
     def _rebuild(self, n_kept: int, tail: Sequence[Sequence[Any]], slots: int) -> None:
-        """Buffers of so many slots: the first `n_kept` of those that are, then `tail`."""
+        """Rebuild the buffers with `slots` slots: the first `n_kept` present slots, then `tail`."""
         rebuilt = []
         for i, like in enumerate(tail[0] if tail else self._planes or ()):
             rows, heads, _, width = like.shape
@@ -275,7 +295,7 @@ class Attention:
         self._planes = rebuilt
 
     def make_room(self, used: int, n: int) -> None:
-        """Room for `n` more tokens in every row, behind the `used` slots of the longest."""
+        """Make room for `n` more tokens in every row, after the `used` slots of the longest."""
         if self._tail:
             self._join(n)
         if self.planes is not None and used + n > self.slots:
@@ -289,29 +309,31 @@ class Attention:
         self.fill(kept)
 
     def row(self, i: int) -> list[Any]:
-        """The slots in use of row `i`, as views."""
+        """Return the used slots of row `i`, as views."""
         used = self.rows.used()[i]
         return [p[i : i + 1, :, :used, :] for p in self.planes]
 
     def share(self, other: Attention) -> None:
-        """Have `other`'s buffers. MLX arrays never change: the first to write gets its own copy."""
+        """Share `other`'s buffers. MLX arrays are immutable, so the first one to write gets its own
+        copy."""
         if other.planes is None:
             self.planes = None
             return
-        # `[...]` makes a second handle; assigning into one handle leaves the other with the old
-        # contents.
+        # `[...]` makes a second handle. An assignment into one handle does not change the other.
         self.planes = [plane[...] for plane in other.planes]
 
     def fill(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Become the batch of `rows` (each a list of planes [1, heads, used, width]), with room for
-        a token more."""
+        """Become a batch of `rows`, with room for one more token.
+
+        Each row is a list of planes [1, heads, used, width].
+        """
         longest = max(int(pieces[0].shape[2]) for pieces in rows)
         slots = rounded(longest + 1, self.phase)
         stacked = []
         for pieces in zip(*rows, strict=True):
             _, heads, _, width = pieces[0].shape
-            # Written in place: padding each row and then joining them would copy everything once
-            # more.
+            # Write rows in place: padding each row and then joining them would copy everything
+            # twice.
             plane = mx.zeros((len(pieces), heads, slots, width), dtype=pieces[0].dtype)
             for i, piece in enumerate(pieces):
                 plane[i : i + 1, :, : int(piece.shape[2]), :] = piece

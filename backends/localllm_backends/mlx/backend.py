@@ -1,4 +1,4 @@
-"""MlxBackend: the contract's operations over one mlx-lm model and the lines of tokens it holds."""
+"""MlxBackend: the contract's operations with one mlx-lm model and its sequences."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 from localllm_backends.owned import OwnedBackend, owner_only
 
-# Tokens that a recurrent model with draft heads can take back where nobody said how many: few
-# drafts get further.
+# Tokens that a recurrent model with draft heads can take back by default. Few drafts are longer.
 _DRAFT_REWIND = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint that was read, and what is known of it: all that a backend is made from."""
+    """A loaded checkpoint and its facts: everything that a backend needs."""
 
     model: Any
     shapes: Shapes
@@ -58,15 +57,15 @@ class Loaded:
     n_batch: int
     weights_bytes: int
     n_params: int
-    # So many machines hold a share of every layer each.
+    # Number of machines that share every layer.
     n_shares: int = 1
     heads: MtpModule | None = None
-    # Why there are none, where they may be left out.
+    # Why optional draft heads were left out.
     left_out: str = ""
 
 
 class MlxBackend(MlxVocabulary, OwnedBackend):
-    """One mlx-lm checkpoint. See sequence_cache.py for how its memory is laid out."""
+    """One mlx-lm checkpoint. See sequence_cache.py for the layout of its memory."""
 
     _heads: MlxHeads | None
 
@@ -91,7 +90,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
             n_vocab=shapes.n_vocab,
             n_ctx=loaded.n_ctx,
             n_rewind=self._n_rewind,
-            # What others are to compute is what was asked for, never what one of them expects.
+            # Other machines can only repeat requested steps, so there is no early step with them.
             looks_ahead=spec.looks_ahead and loaded.n_shares == 1,
             fused=shapes.widths <= set(backend_type.declaration.fused_heads),
         )
@@ -104,7 +103,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         if loaded.heads is not None:
             self._heads = MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch)
         self._exports = KvExport(identity, shapes, self.stepper, self.capabilities.states)
-        # One to compile what a step needs, one as decoding has it.
+        # The first step compiles what steps need; the second one has the size of a decode step.
         self.drop(self._warm_up(2, 1))
 
     # --- sequences --------------------------------------------------------------------------------
@@ -124,8 +123,11 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
     @owner_only
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A sequence with the first `n_tokens` of `source`: it takes as many cells at once, and
-        copies their contents only when one of the two writes."""
+        """Create a sequence with the first `n_tokens` of `source`.
+
+        It takes that many cells at once. Their contents are copied only when one of the two
+        sequences writes.
+        """
         line = self._line(source)
         if not n_tokens:
             return self._open_sequence()
@@ -138,7 +140,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         return self._copied(source, n_tokens)
 
     def _copied(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A new sequence over the memory of `source`."""
+        """Create a sequence that shares the memory of `source`."""
         target = self._open_sequence()
         line = self._line(source)
         self.stepper.undo_ahead_of(line)
@@ -184,8 +186,10 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         return line.holds(undo.length)
 
     def _rewind_state(self, line: SequenceCache, undo: Undo, n_tokens: int) -> None:
-        """Recurrent state can't be cut: go back to the state before the last chunk, and read again
-        what stays."""
+        """Truncate recurrent state, which can't be cut: restore the state before the last chunk.
+
+        The remaining tokens of that chunk are replayed.
+        """
         self.stepper.undo_ahead_of(line)
         line.leave_batch()
         line.batch.restore(undo.state)
@@ -203,7 +207,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
             self._heads.close(sequence)
         if not self._lines:
             self.stepper.ahead = self.stepper.last = None
-        # One line may stay for the next turn of a chat while nobody is served.
+        # While the server is idle, one sequence may remain for the next turn of a chat.
         if len(self._lines) <= 1:
             mx.clear_cache()
 
@@ -229,12 +233,12 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
     @owner_only
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
-        """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one
-        graph."""
+        """Run one step in one graph: the decoding sequences as a batch, each prefill chunk
+        separately."""
         return self._sweep(chunks, self._checked(chunks))
 
     def _sweep(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
-        """A step that may be made."""
+        """Run a step that was checked."""
         try:
             result = self.stepper.run(chunks, lines)
         except BackendFailure:
@@ -251,7 +255,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         return result
 
     def _checked(self, chunks: Sequence[Chunk]) -> list[SequenceCache]:
-        """The lines of `chunks`. BackendFailure where no step may be made of them."""
+        """Return the sequences of `chunks`. Raises BackendFailure if they can't be stepped."""
         lines = [self._line(c.sequence) for c in chunks]
         n_tokens = sum(len(c.tokens) for c in chunks)
         n_outputs = sum(min(c.outputs, len(c.tokens)) for c in chunks)
@@ -276,8 +280,10 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
 
     @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header
-        (kv_export.py)."""
+        """Return the KV of tokens [start, stop) after a header (kv_export.py).
+
+        For some models it is the full sequence's windows and state.
+        """
         self._check_range(sequence, start, stop)
         line = self._intact_line(sequence)
         data = self._exports.export_range(line, start, stop)
@@ -353,8 +359,10 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
         )
 
     def check_integrity(self) -> None:
-        """free + held == capacity, and every line stands where its length says; AssertionError
-        otherwise."""
+        """Check that cells add up and that every sequence's position matches its length.
+
+        Raises AssertionError otherwise.
+        """
         assert 0 <= self.cells_free() <= self.info.n_ctx, "more cells are held than there are"
         ahead = self.stepper.ahead
         for line in self._lines.values():
@@ -381,7 +389,7 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
     layout = loaded.shapes.layout
     heads = loaded.heads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    # Where no layer keeps every token there is nothing that states could be apart from.
+    # Without a layer that keeps every token, there is no KV to export separately from states.
     keeps_tokens = any(leaf.keeps_tokens for leaf in layout.leaves)
     apart = keeps_tokens and not layout.plain and loaded.n_shares == 1
     rewind: Literal["any", "bounded", "none"] = "bounded"
@@ -397,13 +405,12 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
     return Capabilities(
         rewind=rewind,
         rewind_tokens=n_rewind if layout.recurrent else layout.slack,
-        # The first token written after a fork copies the buffers, so a fork's cells are taken when
-        # it is made.
+        # The first write after a fork copies the buffers, so a fork takes its cells at once.
         shares_cells=False,
         segments=layout.plain or apart,
         states=apart,
-        # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far
-        # away.
+        # On a CPU, sampling on the device takes longer than reading the logits. On a GPU, reading
+        # them takes long.
         samples=on_gpu and loaded.n_shares == 1,
         kv_on_device=on_gpu,
         drafts=drafts,
@@ -416,10 +423,10 @@ def _model_info(loaded: Loaded, words: MlxVocabulary) -> ModelInfo:
     n_batch = loaded.n_batch
     mark = under_adapters(fingerprint(loaded.folder), spec.adapters)
     if loaded.heads is not None:
-        # What is stored with the heads' KV is of no use without them.
+        # KV that was stored with draft heads can't be used without them.
         mark += "-mtp"
     kv_type = loaded.shapes.kv_type
-    # The libraries that compute exported KV and lay it out.
+    # The libraries that compute exported KV and define its format.
     kv_meaning = f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
     if loaded.n_shares > 1:
         kv_meaning += f"; shared by {loaded.n_shares}"

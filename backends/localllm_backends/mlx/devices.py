@@ -1,8 +1,8 @@
-"""Asks MLX for its device and has it compute something: a program of its own, since a driver may
-end its process.
+"""Print MLX's device after a test computation, in a program of its own, since a driver may end its
+process.
 
-python -m localllm_backends.mlx.devices        (prints one JSON object, exits with 1 where MLX does
-                                               not compute)
+python -m localllm_backends.mlx.devices        (prints one JSON object, exits with 1 if MLX can't
+                                               compute)
 """
 
 from __future__ import annotations

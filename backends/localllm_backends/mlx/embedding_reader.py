@@ -1,9 +1,10 @@
-"""The language model as a step calls it: it reads embeddings in the place of tokens, at positions
-of three rows (M-RoPE) where its family has such, and with what an image adds behind its first
-layers (deepstack).
+"""Lets mlx-lm's language model read image embeddings in place of tokens.
 
-mlx-lm's models know tokens in one row. Their rotary embeddings and first layers are wrapped: while
-an image is read they do what mlx-vlm's do, and for text what they did."""
+For some model families, image tokens have positions in three dimensions (M-RoPE), and images add
+values after the first layers (deepstack). mlx-lm's models only support tokens with one-dimensional
+positions. So their rotary embeddings and first layers are wrapped. While an image is read, the
+wrappers compute the same as mlx-vlm; for text they change no result.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ from localllm_backends.contract import LoadError
 
 
 class EmbeddingReader:
-    """`shifts`: by how much each row of a step's caches stands at another position than its tokens
-    count."""
+    """Calls a language model on tokens or image embeddings.
+
+    `shifts`: for each row of a step's caches, the difference between position and token count.
+    """
 
     def __init__(self, model: Any, ahead: str, shifts: Callable[[Any], Sequence[int]]) -> None:
         self._model = model
@@ -30,25 +33,24 @@ class EmbeddingReader:
         self._width = int(probe.shape[-1])
         self._rows: Any = None
         self._places: Any = None
-        # What the wrapped parts ask for while the model is called: where the tokens of an image
-        # stand, or else how far those of text are shifted, and what an image adds to each layer.
+        # Read by the wrappers during a call. For an image: `places`, the positions of its tokens,
+        # and `added`, what it adds after each layer. For text: `shift` of the positions.
         self.places: Any = None
         self.shift: Any = None
         self.added: list[Any] = []
 
     def wrap(self, config: Mapping[str, Any], style: str) -> None:
-        """Make the model read positions in three rows, and add what an image does to its first
-        layers (deepstack)."""
+        """Wrap the model for positions in three dimensions, and for what images add (deepstack)."""
         from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
         text = config.get("text_config", config)
         rope_config = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        # How many frequencies of a head are of a token's time, height and width.
+        # Number of a head's frequencies for time, height and width.
         section = list(rope_config.get("mrope_section", ()))
         layers = self._text.layers
         for layer in layers:
             if not hasattr(layer, "self_attn"):
-                continue  # a recurrent layer knows no positions
+                continue  # a recurrent layer has no positions
             rope = layer.self_attn.rope
             if type(rope) is not nn.RoPE:
                 raise LoadError(f"images at positions of a {type(rope).__name__} are not read")
@@ -61,8 +63,10 @@ class EmbeddingReader:
             layers[i] = _added_to(layers[i], i, self)
 
     def give(self, rows: Any, places: Any) -> None:
-        """Let the next tokens be these `rows` of embeddings [tokens, width], at those `places`
-        [3, tokens] (None: in one row)."""
+        """Set the embeddings of the next tokens: `rows` [tokens, width] at `places` [3, tokens].
+
+        `places` None: one-dimensional positions.
+        """
         self._rows = mx.array(rows)[None].astype(self._dtype)
         self._places = None if places is None else mx.array(places)[:, None]
 
@@ -100,7 +104,7 @@ class EmbeddingReader:
 
 
 def _placed(rope: Any, in_rows: Any, reader: EmbeddingReader) -> Callable[..., Any]:
-    """A layer's rotary embedding, and the one for positions `in_rows`."""
+    """Wrap a layer's rotary embedding `rope`; `in_rows` is used for images."""
 
     def rotated(x: Any, offset: Any = 0) -> Any:
         if reader.places is not None:
@@ -113,7 +117,7 @@ def _placed(rope: Any, in_rows: Any, reader: EmbeddingReader) -> Callable[..., A
 
 
 def _added_to(layer: Any, i: int, reader: EmbeddingReader) -> Callable[..., Any]:
-    """Layer number `i`, behind which an image may add something."""
+    """Wrap layer number `i`, so that an image can add values to its output."""
 
     def added_to(*given: Any, **named: Any) -> Any:
         out = layer(*given, **named)

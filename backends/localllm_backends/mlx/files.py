@@ -1,5 +1,4 @@
-"""An mlx-lm checkpoint on disk: its folder, its weight files, and what identifies them and the KV
-made with them."""
+"""An mlx-lm checkpoint on disk: its folder, its weight files and its identity."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from localllm_backends.fingerprints import add_samples
 
 
 def checkpoint_folder(path: str) -> Path:
-    """The checkpoint's folder: `path` itself, or the folder of a .safetensors file."""
+    """Return the checkpoint's folder: `path` itself, or the folder of a .safetensors file."""
     given = Path(path)
     if given.suffix == ".safetensors" and given.is_file():
         return given.parent
@@ -19,12 +18,13 @@ def checkpoint_folder(path: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files mlx-lm reads weights from (mlx_lm/utils.py, load_model)."""
+    """Return the files from which mlx-lm reads weights (mlx_lm/utils.py, load_model)."""
     return sorted(folder.glob("model*.safetensors"))
 
 
 def check_folder(path: str) -> Path:
-    """The checkpoint's folder; LoadError naming what is missing in it."""
+    """Return the checkpoint's folder. Raises LoadError, with the missing part, if it is
+    incomplete."""
     folder = checkpoint_folder(path)
     name = folder.name
     if not folder.exists():
@@ -41,8 +41,10 @@ def check_folder(path: str) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and samples of every
-    weight file."""
+    """Return the identity of a checkpoint (hex, 32 digits).
+
+    It is a hash of its config and tokenizer, and of samples from each weight file.
+    """
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
         if (folder / name).is_file():

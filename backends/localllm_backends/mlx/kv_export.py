@@ -1,9 +1,11 @@
-"""A sequence's memory as bytes, and back: KV of any of its tokens and, apart from that, the state
-behind its last one; or, where there is nothing but state or several machines hold it, everything at
-once, as a state.
+"""Convert a sequence's memory to bytes and back.
 
-The bytes are a header that says which tokens they are of, then the arrays one after another: their
-types and shapes are those that the model makes for so many tokens (Shapes)."""
+It exports the KV of any range of tokens and, separately, the state after the last token. A purely
+recurrent model, or one that several machines share, exports everything at once as a state.
+
+The bytes are a header with the range of tokens, then the arrays one after another. The model
+defines their types and shapes for that many tokens (Shapes).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ _HEADER_BYTES = struct.Struct("<I")
 @dataclass(frozen=True, slots=True)
 class Blob:
     """Tokens [start, stop) of a sequence, and the images that end in them (SequenceCache).
-    `starts`: where the first token of each window stands (Layout.windows); `leaves`: the arrays of
-    each leaf."""
+
+    `starts`: position of the first token in each window (Layout.windows). `leaves`: the arrays of
+    each leaf.
+    """
 
     start: int
     stop: int
@@ -42,8 +46,11 @@ class Blob:
 
 @dataclass
 class KvExport:
-    """Reads and fills lines. `identity` names the model and how its memory is stored; `apart`:
-    windows and recurrent state are exported apart from the KV that every token keeps."""
+    """Exports and imports sequences.
+
+    `identity`: the model and the format of its memory. `apart`: windows and recurrent state are
+    exported separately from the KV that every token keeps.
+    """
 
     identity: str
     shapes: Shapes
@@ -60,7 +67,7 @@ class KvExport:
     # --- out --------------------------------------------------------------------------------------
 
     def export_range(self, line: SequenceCache, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop) behind a header."""
+        """Return the KV of tokens [start, stop) after a header."""
         if self._in_pieces:
             self.stepper.recompute(line)
             leaves = [line.planes_of(i, start, stop) for i in self._kept]
@@ -71,7 +78,7 @@ class KvExport:
         return self.export_state(line)
 
     def state_bytes(self, line: SequenceCache) -> int:
-        """How many bytes `export_state` gives, without computing them."""
+        """Return the number of bytes of `export_state`, without computing them."""
         blob = self._state_of(line)
         n_bytes = sum(int(a.nbytes) for a in chain.from_iterable(blob.leaves))
         return len(self._header(blob)) + n_bytes
@@ -80,8 +87,8 @@ class KvExport:
         return self._pack(self._state_of(line))
 
     def _state_of(self, line: SequenceCache) -> Blob:
-        """What the leaves of the state hold behind all tokens of `line`; of a window what the next
-        token sees."""
+        """Collect the state after all tokens of `line`. A window contributes what the next token
+        attends to."""
         self.stepper.recompute(line)
         starts = []
         for window in self._layout.windows:
@@ -100,7 +107,7 @@ class KvExport:
         return blob
 
     def _first(self, blob: Blob, window: int | None) -> int:
-        """Where the first token of a leaf of that window stands."""
+        """Return the position of the first token in a leaf with that window."""
         if window is None:
             return blob.start
         return blob.starts[self._layout.windows.index(window)]
@@ -117,7 +124,7 @@ class KvExport:
         return _HEADER_BYTES.pack(len(header)) + header
 
     def _pack(self, blob: Blob) -> bytes:
-        # NumPy has no bfloat16 and needs none: arrays travel as bytes.
+        # NumPy has no bfloat16, so arrays are converted as bytes.
         bodies: list[Any] = []
         for array in chain.from_iterable(blob.leaves):
             bodies.append(mx.contiguous(array).view(mx.uint8))
@@ -129,8 +136,10 @@ class KvExport:
     def import_range(
         self, line: SequenceCache, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        """Append tokens [start, stop) of an exported block; BackendFailure, having appended
-        nothing, on anything else."""
+        """Append tokens [start, stop) of an exported block.
+
+        Raises BackendFailure, without appending, for other data.
+        """
         if not self._in_pieces:
             self.load_state(line, self.read_state(data, stop))
             return
@@ -143,7 +152,7 @@ class KvExport:
         for i, arrays in zip(self._kept, block.leaves, strict=True):
             pieces = [array[:, :, begin:end] for array in arrays]
             line.leaves[i].write(pieces, start - line.start_of(i))
-        # Until their state comes.
+        # Empty until the state is imported.
         for leaf in [line.leaves[i] for i in self._state]:
             if isinstance(leaf, Attention):
                 leaf.planes = None
@@ -152,16 +161,20 @@ class KvExport:
         line.continue_at(stop)
 
     def read_state(self, data: bytes | memoryview, n_tokens: int) -> Blob:
-        """The state in `data`; BackendFailure where it is not one of this model behind
-        `n_tokens`."""
+        """Return the state in `data`.
+
+        Raises BackendFailure unless it is a state of this model after `n_tokens`.
+        """
         block = self._unpack(data, self._state)
         if (block.start, block.stop) != (0, n_tokens):
             raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
         return block
 
     def load_state(self, line: SequenceCache, block: Blob) -> None:
-        """Cut `line` to where the state in `block`, which `read_state` has found good, was taken,
-        and give it that."""
+        """Truncate `line` to the length of the state in `block`, and set that state.
+
+        `block` must come from `read_state`.
+        """
         self.stepper.undo_ahead_of(line)
         line.leave_batch()
         for i, arrays in zip(self._state, block.leaves, strict=True):
@@ -176,8 +189,10 @@ class KvExport:
         line.continue_at(block.stop)
 
     def _unpack(self, data: bytes | memoryview, which: Sequence[int]) -> Blob:
-        """The blob in `data`; BackendFailure where it is not one of this model's leaves of those
-        numbers, whole and of the tokens it says."""
+        """Return the blob in `data`, with the leaves whose numbers are in `which`.
+
+        Raises BackendFailure unless it comes from this model and has the length for its tokens.
+        """
         view = memoryview(data).cast("B")
         try:
             at = _HEADER_BYTES.size + _HEADER_BYTES.unpack_from(view)[0]
@@ -201,8 +216,8 @@ class KvExport:
             raise BackendFailure(f"this is not an exported KV block, or a damaged one: {e}") from e
 
     def _arrays_of(self, blob: Blob, i: int) -> Iterator[tuple[Any, list[int]]]:
-        """An array of each type, and the shape that it has for the tokens of `blob`, of leaf number
-        `i`."""
+        """Yield for each array of leaf number `i` one of its type, and its shape for the tokens of
+        `blob`."""
         leaf = self._layout.leaves[i]
         n_tokens = blob.stop - self._first(blob, leaf.window)
         for like in self.shapes.leaves[i]:

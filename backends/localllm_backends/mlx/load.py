@@ -1,4 +1,4 @@
-"""From a LoadSpec to a loaded mlx-lm model, or one sentence saying why not."""
+"""Load an mlx-lm model from a LoadSpec, or raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ from localllm_backends.mlx.vocabulary import read_json
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
 # The contract's names for the types in which a model can compute keys and values.
 _OWN_TYPES: dict[str, KvType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-# As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less. On a GPU as
-# many as mlx-lm's own.
+# As for llama.cpp: small steps cost no speed on a CPU and shorten the waits of other requests. On a
+# GPU, mlx-lm's own batch size.
 _CPU_BATCH = 128
 _GPU_BATCH = 2048
 _GROUP_SIZES = (64, 32)
-# Tokens that can be taken back from behind a sliding window: any draft, and little memory beside
-# the window's own.
+# Tokens that can be taken back in a sliding window: longer than any draft, with little memory
+# compared with the window's own.
 _REWIND_TOKENS = 512
 _DEFAULT_CONTEXT = 8192
 _PARTS_OF_PROGRESS = 16
-# Families that are served in float16 by others, in AWQ files above all, whose kernels know nothing
-# else. Not Gemma (its hidden states leave 65,504: github.com/unslothai/unsloth/pull/5092),
-# Falcon-H1 (github.com/unslothai/unsloth-zoo/pull/212), dense Qwen3
-# (github.com/vllm-project/vllm/pull/33972), nor any that nobody was seen to run so.
+# Model families that others serve in float16, mostly as AWQ files, whose kernels support only
+# float16. Excluded are Gemma (its hidden states exceed 65,504:
+# github.com/unslothai/unsloth/pull/5092), Falcon-H1 (github.com/unslothai/unsloth-zoo/pull/212),
+# dense Qwen3 (github.com/vllm-project/vllm/pull/33972), and all families without evidence.
 _HALF_FAMILIES = {"llama", "mistral", "qwen3_5_moe"}
 
 
 def check_spec(spec: LoadSpec) -> None:
-    """LoadError for what MLX has no setting for: nothing asked for is quietly left out."""
+    """Raise LoadError for settings that MLX does not have, so that no request is silently
+    ignored."""
     if spec.n_threads:
         raise LoadError("MLX has no setting for CPU threads: leave the number of threads to it")
     if spec.kv_type_k != spec.kv_type_v:
@@ -79,10 +80,10 @@ def check_spec(spec: LoadSpec) -> None:
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The model with its weights not read yet, and its config; never runs code from the
+    """Return the model, without reading its weights, and its config. Never runs code from the
     checkpoint."""
-    # Older mlx-lm imports such a file without asking, newer ones unless told to: neither gets the
-    # chance.
+    # Older mlx-lm versions import such a file without asking, newer ones unless told not to.
+    # Neither is called.
     if read_json(folder / "config.json").get("model_file") is not None:
         raise LoadError(
             f"{folder.name!r} wants to run Python code of its own to build the model, "
@@ -95,13 +96,15 @@ def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def lay_over(model: Any, spec: LoadSpec) -> None:
-    """Leave `model`, its weights not read yet, with adapted layers, as mlx-lm makes them. LoadError
-    for an adapter that is another model's."""
+    """Add the adapters to `model`, whose weights are not read yet, with mlx-lm's own code.
+
+    Raises LoadError if an adapter belongs to another model.
+    """
     for adapter in spec.adapters:
         try:
             load_adapters(model, adapter.path)
         except Exception as e:
-            # What does not fit stands below a line that names the folder.
+            # The mismatch comes after a line with the folder's name.
             why = str(e).rpartition("tensors:\n")[2]
             name = Path(adapter.path).name
             raise LoadError(
@@ -114,16 +117,17 @@ def lay_over(model: Any, spec: LoadSpec) -> None:
 
 
 def half_precision(chip: str, family: str) -> bool:
-    """True where bfloat16 weights are better computed in float16: on M1 and M2, which emulate
-    bfloat16 (prompts a fifth to a third
-    slower: github.com/jundot/omlx/issues/604), and in families that were seen not to leave its
-    range."""
+    """Return whether bfloat16 weights should be computed in float16.
+
+    True on M1 and M2, which emulate bfloat16 (prompts 20 to 33 % slower:
+    github.com/jundot/omlx/issues/604), for families that were seen to stay in float16's range.
+    """
     return re.match(r"Apple M[12]\b", chip) is not None and family in _HALF_FAMILIES
 
 
 def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
-    """Leave the bfloat16 parts of `model`, not read yet, in float16 where this GPU is faster in it
-    and the family allows."""
+    """Convert bfloat16 weights of `model`, not read yet, to float16 if this GPU and family
+    benefit."""
     family = str(config.get("model_type", ""))
     chip = str(mx.device_info().get("device_name", ""))
     if mx.default_device() == mx.Device(mx.cpu) or not half_precision(chip, family):
@@ -132,7 +136,7 @@ def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
 
 
 def _half(array: Any) -> Any:
-    """`array` in float16 if it is in bfloat16, else as it is."""
+    """Return a bfloat16 `array` in float16, and any other array unchanged."""
     if array.dtype == mx.bfloat16:
         return array.astype(mx.float16)
     return array
@@ -141,7 +145,7 @@ def _half(array: Any) -> Any:
 def read_weights(
     arrays: list[Any], name: str, on_progress: Callable[[float], None] | None = None
 ) -> None:
-    """Bring the weights in, in parts so that progress can be told."""
+    """Read the weights in parts, so that progress can be reported."""
     n = max(1, len(arrays) // _PARTS_OF_PROGRESS)
     try:
         for stop in range(n, len(arrays) + n, n):
@@ -170,8 +174,10 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
 def read_checkpoint(
     spec: LoadSpec, on_progress: Callable[[float], None] | None = None, group: Any = None
 ) -> Loaded:
-    """All that a backend is made from; with a `group` of mx.distributed, this machine's share of
-    it. LoadError or OutOfMemoryError."""
+    """Read everything that a backend needs. Raises LoadError or OutOfMemoryError.
+
+    With a `group` of mx.distributed, reads this machine's share.
+    """
     check_spec(spec)
     folder = check_folder(spec.path)
     if spec.n_gpu_layers == 0:
@@ -238,8 +244,10 @@ def _read(
 def draft_heads(
     model: Any, spec: LoadSpec, folder: Path, config: dict[str, Any], group: Any
 ) -> tuple[mtp.MtpModule | None, str]:
-    """The model's own draft heads where they are wanted, and why they are left out where they may
-    be. LoadError."""
+    """Return the model's draft heads if requested, or why optional heads are left out.
+
+    Raises LoadError if required heads can't be used.
+    """
     if not spec.mtp:
         return None, ""
     try:
@@ -258,8 +266,10 @@ def draft_heads(
 
 
 def shard(model: Any, config: dict[str, Any], group: Any) -> None:
-    """Leave `model` with this machine's share of every layer (tensor parallel, as mlx-lm does it).
-    LoadError where it has no such form, or can't be shared evenly by as many."""
+    """Reduce `model` to this machine's share of every layer (mlx-lm's tensor parallelism).
+
+    Raises LoadError if mlx-lm can't split it, or if it can't be split evenly.
+    """
     n = int(group.size())
     kind = str(config.get("model_type", ""))
     if not hasattr(model, "shard"):
@@ -279,9 +289,11 @@ def shard(model: Any, config: dict[str, Any], group: Any) -> None:
 
 
 def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
-    """The memory this model wants and the exact shapes it will have, without computing anything:
-    MLX knows the shapes of arrays it has not computed. LoadError where the asked KV type can't be
-    had."""
+    """Determine the exact shapes of the model's memory without computing.
+
+    MLX knows the shapes of arrays before they are computed. Raises LoadError if the requested KV
+    type is not possible.
+    """
     caches = list(make_prompt_cache(model))
     slack = min(n_batch, _REWIND_TOKENS)
     shapes = Shapes.of(model, Layout(caches, KvFormat(), slack))
@@ -296,8 +308,8 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
                 f"it is kept as {own}"
             )
         return replace(quantised, kv_type=asked)
-    # "f16" is the contract's word for "not quantised": MLX then keeps the type that the model
-    # computes, and `info` names it.
+    # In the contract, "f16" means "not quantised". MLX then keeps the type in which the model
+    # computes, and `info` gives it.
     if asked not in ("f16", own):
         raise LoadError(
             f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); "
@@ -307,8 +319,10 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
 
 
 def _own_type(kv: list[Any]) -> KvType:
-    """Return the contract's name for the type in which the model computes `kv`, its keys and
-    values. Raises LoadError if there is none."""
+    """Return the contract's name for the type of `kv`, the model's keys and values.
+
+    Raises LoadError if there is no such name.
+    """
     if not kv:
         return "f32"
     name = str(kv[0].dtype).removeprefix("mlx.core.")
@@ -323,7 +337,8 @@ def _own_type(kv: list[Any]) -> KvType:
 def _quantised(
     model: Any, caches: list[Any], slack: int, shapes: Shapes, bits: int
 ) -> Shapes | None:
-    """Return the shapes of a KV cache of `bits` a number; None if this model can't have one."""
+    """Return the shapes of a KV cache with `bits` per number; None if the model does not support
+    it."""
     if not shapes.kv or shapes.layout.windows:
         return None
     # Every head's width must be a multiple of the quantisation group.

@@ -1,9 +1,9 @@
-"""The machines that share one MLX model: who they are, how they reach each other, and the pipe to
-each of their processes.
+"""The machines that share one MLX model: their addresses, their connections, and the pipe to each
+machine's process.
 
-mlx.launch would start them too, but hands output on ten times a second and keeps a core busy; a
-stream of tokens wants neither. The hostfile is the same one, the environment that MLX reads as
-well.
+mlx.launch could start the processes too, but it forwards output ten times a second and keeps a core
+busy. Both are unsuitable for a stream of tokens. The hostfile and the environment for MLX are the
+same as mlx.launch's.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ HINT = (
     "`ssh` must reach each machine without a password, and find the same releases and files "
     "there: docs/many-machines.md"
 )
-# A machine that is cut off says nothing: ssh notices within 20 seconds, and its end is what we
-# hear.
+# A machine that is cut off sends no data. ssh notices that within 20 seconds and exits, which ends
+# the pipe.
 _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *_ALIVE)
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-# Where mlx.launch begins to count ports.
+# First port of mlx.launch.
 _FIRST_PORT = 32323
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One of them. `ssh`: how it is reached by SSH ("": this one). `addresses`: its own, one for
-    each cable. `rdma`: its device toward each of the machines (None: itself), where it has
-    Thunderbolt 5's."""
+    """One of the machines.
+
+    `ssh`: its SSH destination ("": this machine). `addresses`: its own addresses, one per cable.
+    `rdma`: its device toward each machine (None: itself), if it has Thunderbolt 5.
+    """
 
     ssh: str
     addresses: tuple[str, ...]
@@ -54,8 +56,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MachineRing:
-    """All machines, this one first, and what they speak as mlx.launch calls it: "ring", "jaccl" or
-    "jaccl-ring"."""
+    """All machines, this one first, and the type of connection in mlx.launch's terms.
+
+    The types are "ring", "jaccl" and "jaccl-ring".
+    """
 
     machines: tuple[Machine, ...]
     kind: str = "ring"
@@ -63,12 +67,14 @@ class MachineRing:
 
     @property
     def backend(self) -> str:
-        """Its name in mx.distributed."""
+        """Name of the connection type in mx.distributed."""
         return self.kind.partition("-")[0]
 
     def files(self, ports: Sequence[int]) -> dict[str, str]:
-        """What MLX wants in a file, by the variable that names it; `ports`: one for each address of
-        each machine."""
+        """Return the contents of files for MLX, by the environment variable that names the file.
+
+        `ports`: one for each address of each machine.
+        """
         if self.backend == "jaccl":
             return {"MLX_IBV_DEVICES": json.dumps([m.rdma for m in self.machines])}
         numbers = iter(ports)
@@ -78,7 +84,7 @@ class MachineRing:
         return {"MLX_HOSTFILE": json.dumps(at)}
 
     def variables(self, ports: Sequence[int]) -> dict[str, str]:
-        """What MLX wants in the environment of every machine, its files and MLX_RANK aside."""
+        """Return MLX's environment variables for every machine, except the files and MLX_RANK."""
         found = {}
         for setting in self.environment:
             name, _, value = setting.partition("=")
@@ -91,8 +97,11 @@ class MachineRing:
 
 
 def ring_of(named: Sequence[str]) -> MachineRing:
-    """The machines named: SSH destinations beside this machine, or one hostfile as
-    `mlx.distributed_config` writes it. OtherMachineError where that can't be."""
+    """Return this machine and the named ones.
+
+    `named` are SSH destinations, or one hostfile in the format of `mlx.distributed_config`. Raises
+    OtherMachineError if they are invalid.
+    """
     if len(named) == 1 and named[0].endswith(".json"):
         return _of_hostfile(Path(named[0]))
     others = []
@@ -121,7 +130,7 @@ def _of_hostfile(path: Path) -> MachineRing:
 
 
 def _fault(machines: Sequence[Machine], kind: str) -> str:
-    """Return what is wrong with a hostfile; "" if nothing is."""
+    """Return what is wrong with a hostfile; "" if it is valid."""
     if len(machines) < 2 or not all(machine.addresses for machine in machines):
         return "must name at least two machines, this one first, each with its addresses"
     if kind == "ring":
@@ -134,7 +143,7 @@ def _fault(machines: Sequence[Machine], kind: str) -> str:
 
 
 def _machine_of(host: dict[str, Any], *, first: bool) -> Machine:
-    """A machine as a hostfile describes it; the first one is this one."""
+    """Read a machine from a hostfile. The first one is this machine."""
     ssh = ""
     if not first and not _is_local(str(host["ssh"])):
         ssh = _destination(str(host["ssh"]))
@@ -147,7 +156,7 @@ def _is_local(destination: str) -> bool:
 
 
 def _destination(text: str) -> str:
-    """An SSH destination that is no option of ssh's."""
+    """Return `text` if it is an SSH destination and not an option of ssh."""
     if not text or text.startswith("-") or any(c.isspace() for c in text):
         raise OtherMachineError(
             f"{text!r} is no SSH destination, such as 10.0.0.8 or anna@studio.local", HINT
@@ -156,7 +165,7 @@ def _destination(text: str) -> str:
 
 
 def _address_of(destination: str) -> str:
-    """The address behind an SSH destination; names of ~/.ssh/config count."""
+    """Return the address of an SSH destination, including names in ~/.ssh/config."""
     host = _destination(destination).rpartition("@")[2]
     if _is_local(host):
         return "127.0.0.1"
@@ -172,7 +181,7 @@ def _address_of(destination: str) -> str:
 
 
 def _own_address(other: str) -> str:
-    """This machine's address on the way to `other`; nothing is sent."""
+    """Return this machine's address toward `other`, without sending data."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             s.connect((other, 9))
@@ -184,8 +193,10 @@ def _own_address(other: str) -> str:
 
 
 def ports_for(ring: MachineRing) -> list[int]:
-    """A port for every address: such as are free here where all of them are ours, else those that
-    mlx.launch takes."""
+    """Return a port for every address.
+
+    They are free ports if all machines are this one, else mlx.launch's ports.
+    """
     n = sum(len(m.addresses) for m in ring.machines)
     if any(m.ssh for m in ring.machines):
         return list(range(_FIRST_PORT, _FIRST_PORT + n))
@@ -197,8 +208,10 @@ def ports_for(ring: MachineRing) -> list[int]:
 
 
 class Follower:
-    """A process on another machine that does what this one does. Frames: one line of JSON, then as
-    many bytes as its "bytes" says."""
+    """A process on another machine that repeats this machine's operations.
+
+    A frame is one line of JSON, then as many bytes as its field "bytes" gives.
+    """
 
     def __init__(self, machine: Machine, program: Sequence[str]) -> None:
         self.machine = machine
@@ -207,7 +220,7 @@ class Follower:
         )
 
     def send(self, frame: Frame, body: bytes | memoryview = b"") -> None:
-        """OtherMachineError where it has gone."""
+        """Send a frame. Raises OtherMachineError if the process has ended."""
         try:
             write_frame(self._process.stdin, frame, body)
         except (OSError, ValueError) as e:
@@ -216,7 +229,10 @@ class Follower:
             ) from e
 
     def receive(self) -> tuple[Frame, bytes]:
-        """Its next frame. OtherMachineError where it has gone, or says that it can't."""
+        """Return the next frame.
+
+        Raises OtherMachineError if the process has ended or reports a failure.
+        """
         received = read_frame(self._process.stdout)
         if received is None:
             raise OtherMachineError(
@@ -227,7 +243,7 @@ class Follower:
         return received
 
     def stop(self) -> None:
-        """The end of its input is its order to end."""
+        """Close its input, which tells it to exit."""
         try:
             self._process.communicate(timeout=5)
         except (OSError, subprocess.TimeoutExpired):
@@ -235,7 +251,7 @@ class Follower:
             self._process.wait()
 
     def on_exit(self, call: Callable[[str], None]) -> None:
-        """`call` with its name once its process has ended, in a thread of its own."""
+        """Call `call` with the machine's name after its process ends, in a separate thread."""
 
         def wait() -> None:
             self._process.wait()
@@ -255,8 +271,10 @@ class Follower:
 
 
 def _command(machine: Machine, program: Sequence[str]) -> list[str]:
-    """How `program` (a module and its arguments, for our Python) is started there: with the Python
-    at the same place, also below another home folder."""
+    """Return the command that starts `program` there (a module for our Python, and its arguments).
+
+    It uses the Python at the same path, also relative to a different home folder.
+    """
     if not machine.ssh:
         return [sys.executable, "-m", *program]
     python = sys.executable
@@ -280,7 +298,7 @@ def write_frame(stream: BinaryIO | Any, frame: Frame, body: bytes | memoryview =
 
 
 def read_frame(stream: BinaryIO | Any) -> tuple[Frame, bytes] | None:
-    """Read one; None at the end, or where it is cut off."""
+    """Read a frame; None at the end, or if it is incomplete."""
     try:
         frame = json.loads(stream.readline())
         body = stream.read(frame["bytes"])

@@ -1,8 +1,7 @@
-"""How much memory MLX may use here, and the bounds this backend keeps on what MLX holds back for
-reuse.
+"""The memory that MLX may use here, and the limits on freed memory that MLX keeps for reuse.
 
-The wired limit is raised to the weights alone, and only for a model that fills much of the memory:
-with room in it for buffers that come and go, several streams were reported to panic macOS
+The wired limit is raised only to the size of the weights, and only for a model that fills much of
+the memory. With room for temporary buffers in it, several streams were reported to panic macOS
 (github.com/ml-explore/mlx/issues/3186).
 """
 
@@ -15,24 +14,29 @@ import mlx.core as mx
 
 from localllm_backends.contract import OutOfMemoryError
 
-# Freed buffers MLX may keep: enough for one step's temporaries, little beside any model worth
-# serving.
+# Freed buffers that MLX may keep: enough for the temporaries of one step, and small compared with
+# any model.
 CACHE_HIGH_BYTES = 512 * 2**20
-# Left to the system where memory is shared with everything else.
+# Memory left to the system if it is shared with the GPU or other processes.
 _MARGIN_BYTES = 256 * 2**20
 # Models above 60 to 75 % of memory ran 40 to 150 times slower unwired
-# (github.com/osaurus-ai/vmlx-swift/issues/418); below half macOS leaves them where they are.
+# (github.com/osaurus-ai/vmlx-swift/issues/418). Below half, macOS does not move them.
 _WIRED_FROM_SHARE = 0.5
 
 
 def usable_bytes(
     device: Mapping[str, Any], active_bytes: int, held_bytes: int, available_bytes: int
 ) -> int:
-    """Bytes that can still be allocated. On Metal: what the system recommends as a working set,
-    less what is in use (`device` is mx.device_info(); key max_recommended_working_set_size). With
-    CUDA: what the device says is free (which may be of when it was first asked: never more than its
-    total less what is in use). Elsewhere: what the operating system says is available. Both plus
-    what MLX holds unused, less a margin."""
+    """Return the bytes that can still be allocated.
+
+    * On Metal: the system's recommended working set minus the bytes in use. (`device` is
+      mx.device_info(), with key max_recommended_working_set_size.)
+    * With CUDA: the free memory that the device reports. That figure may be from the first query,
+      so it is limited to the total minus the bytes in use.
+    * Elsewhere: the available memory that the operating system reports.
+
+    The latter two include freed memory that MLX holds, minus a margin.
+    """
     recommended = device.get("max_recommended_working_set_size")
     if isinstance(recommended, int) and recommended > 0:
         return max(0, recommended - active_bytes)
@@ -45,7 +49,7 @@ def usable_bytes(
 
 
 def usable_now() -> int:
-    """`usable_bytes` of this machine, now."""
+    """Return `usable_bytes` of this machine now."""
     import psutil
 
     return usable_bytes(
@@ -57,8 +61,10 @@ def usable_now() -> int:
 
 
 def require(needed_bytes: int, what: str) -> None:
-    """OutOfMemoryError with both figures unless `needed_bytes` can be allocated; tries again
-    without MLX's reserve."""
+    """Raise OutOfMemoryError with both figures unless `needed_bytes` can be allocated.
+
+    Clears MLX's cache of freed memory if that is necessary.
+    """
     if needed_bytes <= usable_now():
         return
     mx.clear_cache()
@@ -70,9 +76,11 @@ def require(needed_bytes: int, what: str) -> None:
 
 
 def wire(*, wanted: bool) -> None:
-    """Hold what is loaded in memory on a GPU, so that macOS neither compresses nor moves it, never
-    more than Metal recommends; a model that is small beside the machine's memory is left where it
-    is. The limit goes with the process."""
+    """Wire the loaded model in GPU memory, so that macOS neither compresses nor moves it.
+
+    The limit never exceeds Metal's recommendation and lasts as long as the process. A model that is
+    small compared with the machine's memory is not wired.
+    """
     if not wanted or mx.default_device() == mx.Device(mx.cpu):
         return
     device = mx.device_info()
@@ -80,15 +88,17 @@ def wire(*, wanted: bool) -> None:
     recommended = device.get("max_recommended_working_set_size")
     total = device.get("memory_size")
     if not isinstance(recommended, int) or not isinstance(total, int):
-        return  # MLX knows no Metal device
+        return  # not a Metal device
     if active_bytes >= _WIRED_FROM_SHARE * total:
-        # What loading freed would be wired as well.
+        # Memory that was freed while loading would be wired too.
         mx.clear_cache()
         mx.set_wired_limit(min(active_bytes, recommended))
 
 
 def out_of_memory(error: Exception) -> bool:
-    """True for what MLX throws when an allocation fails (std::bad_alloc, [malloc] and
-    [metal::malloc] messages)."""
+    """Return whether MLX raised this error because an allocation failed.
+
+    Such errors have std::bad_alloc, [malloc] or [metal::malloc] messages.
+    """
     said = str(error).lower()
     return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said

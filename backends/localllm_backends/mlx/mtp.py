@@ -1,10 +1,10 @@
-"""A model's own draft heads (MTP) on MLX: the layer behind the model's last, which mlx-lm leaves
-out of what it loads.
+"""A model's own draft heads (MTP) on MLX: the layer after the model's last one, which mlx-lm does
+not load.
 
-A head guesses the token after next from a token and the hidden state the model had just before it:
-what its last norm made, which is what its output matrix reads, and so is what the head guesses on
-from (github.com/ggml-org/llama.cpp/pull/24025, github.com/vllm-project/vllm/pull/47448; vLLM's
-qwen3_next_mtp and mimo_mtp).
+From a token and the model's hidden state at the position before it, a head predicts the next token.
+The hidden state is the output of the model's last norm, which is also the input of its output
+matrix. The head continues from its own such output (github.com/ggml-org/llama.cpp/pull/24025,
+github.com/vllm-project/vllm/pull/47448; vLLM's qwen3_next_mtp and mimo_mtp).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, Sequence
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 
-# How checkpoints name a head's weights, and what they are called here: so that mlx-lm's own rules for
-# a layer and for norms hold of them.
+# Names of a head's weights in checkpoints, and our names. With ours, mlx-lm's own rules for a layer
+# and for norms apply.
 _QWEN = {
     "mtp.layers.0.": "model.layers.0.",
     "mtp.pre_fc_norm_embedding.": "embed_norm.input_layernorm.",
@@ -47,9 +47,9 @@ _MIMO = {
     "model.mtp_layers.0.": "model.layers.0.",
 }
 _FAMILIES = {"qwen3_next": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "mimo": _MIMO}
-# What joins the embedding and the hidden state wants the latter first.
+# Families whose joining matrix takes the hidden state before the embedding.
 _HIDDEN_FIRST = {"mimo"}
-# Settings that leave a model with one layer, such as the head's is.
+# Settings for a model with one layer of the same kind as the head's.
 _ONE_LAYER = {
     "num_hidden_layers": 1,
     "full_attention_interval": 1,
@@ -59,8 +59,10 @@ _ONE_LAYER = {
 
 
 class MtpModule(nn.Module):  # type: ignore[misc]
-    """A head's weights, loaded by mlx-lm as it loads a model: one of that kind with no other layer
-    says how they are stored."""
+    """A head's weights, loaded with mlx-lm's code.
+
+    A model of the same kind with a single layer defines how they are stored.
+    """
 
     def __init__(self, config: dict[str, Any], model: Any) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         def of_head() -> Any:
             return language_model
 
-        # Not as a member: its weights are no part of the head's.
+        # Not a member, because its weights are not part of the head's.
         self._language_model = of_head
         self._kind = str(config["model_type"])
         self._sanitize = getattr(kin, "sanitize", dict)
@@ -87,8 +89,9 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         self.join = nn.Linear(2 * width, width, bias=False)
 
     def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The head's of a checkpoint's weights, as mlx-lm changes those of such a layer."""
-        # How convolutions are stored is part of mlx-lm's rule for norms.
+        """Select the head's weights from a checkpoint, converted by mlx-lm's rules for such a
+        layer."""
+        # mlx-lm's rule for norms depends on how convolutions are stored.
         found = {name: value for name, value in weights.items() if "conv1d" in name}
         for name, value in weights.items():
             for theirs, ours in _FAMILIES[self._kind].items():
@@ -102,7 +105,7 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         return own
 
     def tap(self, hand_on: Callable[[Any], None]) -> None:
-        """Have the model hand on its hidden rows of every call."""
+        """Pass the model's hidden rows of every call to `hand_on`."""
         trunk = self._language_model().model
         norm = trunk.norm
 
@@ -114,7 +117,8 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         trunk.norm = tapped
 
     def __call__(self, tokens: Any, rows: Any, cache: Any) -> Any:
-        """Hidden rows behind `tokens` [lines, n], given the model's hidden rows before them."""
+        """Return the hidden rows after `tokens` [sequences, n], given the model's hidden rows
+        before them."""
         known = self._language_model().model.embed_tokens(tokens)
         parts = [
             self.embed_norm["input_layernorm"](known),
@@ -128,7 +132,7 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         return self.model["norm"](out)
 
     def logits(self, hidden: Any) -> Any:
-        """By the model's own output matrix."""
+        """Return logits computed with the model's own output matrix."""
         model = self._language_model()
         if "lm_head" in model:
             return model.lm_head(hidden)
@@ -136,8 +140,10 @@ class MtpModule(nn.Module):  # type: ignore[misc]
 
 
 def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
-    """The draft head of `model`, whose checkpoint that is, its weights not read yet. LoadError
-    where it has none that runs here."""
+    """Return the draft head in the checkpoint of `model`, without reading its weights.
+
+    Raises LoadError if there is no head that runs here.
+    """
     kind = str(config.get("model_type", ""))
     if kind not in _FAMILIES:
         known = ", ".join(_FAMILIES)
@@ -178,8 +184,10 @@ def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
 
 
 class MlxHeads(FollowingHeads[HiddenRow]):
-    """A head that guesses one token after another, each from the row that the one before it left
-    behind; all sequences in lockstep."""
+    """A head that drafts one token after another, each from the hidden row of the previous one.
+
+    All sequences draft in lockstep.
+    """
 
     kind = "mtp"
     longest = LONGEST_DRAFT
@@ -190,7 +198,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         held = shapes(module)
         self._module = module
         self._layout = held.layout
-        # What holds their KV.
+        # The head's KV of each sequence.
         self.caches: dict[SequenceId, SequenceCache] = {}
         self._batch = SequenceBatch(self._layout)
         self._zeros = mx.zeros((1, 1, module.width))
@@ -219,7 +227,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     def _guess(
         self, wanted: Sequence[tuple[SequenceId, int, int]], drafts: list[list[int]]
     ) -> None:
-        """Append likely tokens to each of `drafts` until none of them grows."""
+        """Append likely tokens to `drafts` until all of them have stopped."""
         caches = [self.caches[sequence] for sequence, _, _ in wanted]
         rows = [_stacked([self._lines[sequence].rows[-1]]) for sequence, _, _ in wanted]
         tokens = [[newest] for _, newest, _ in wanted]
@@ -228,7 +236,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
             hidden = self._call(caches, tokens, rows)
             rows = [known[0] for known in hidden]
             guesses = self._best(hidden)
-            # Those that have stopped go along: to leave a batch is dearer.
+            # Sequences that have stopped stay in the batch, because leaving it costs more.
             tokens = [[token] for token, _ in guesses]
             for draft, limit, (token, probability) in zip(drafts, limits, guesses, strict=True):
                 if step == len(draft) < limit and probability >= LEAST_PROBABILITY:
@@ -237,7 +245,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
                 return
 
     def _best(self, hidden: list[Any]) -> list[tuple[int, float]]:
-        """Of each row (the likeliest token, its probability among the ten likeliest)."""
+        """Return for each row the best token and its probability among the ten best."""
         logits = self._module.logits(mx.concatenate(hidden))[:, -1].astype(mx.float32)
         top = mx.topk(logits, min(CANDIDATES, int(logits.shape[-1])), axis=-1)
         behind = top - top.max(axis=-1, keepdims=True)
@@ -252,8 +260,11 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     def _call(
         self, lines: Sequence[SequenceCache], tokens: Sequence[list[int]], rows: Sequence[Any]
     ) -> list[Any]:
-        """The head over these tokens of each line: hidden rows [1, n, width], not computed yet. All
-        lines together, where each has some past and few new tokens."""
+        """Run the head over these tokens of each sequence; returns hidden rows [1, n, width], not
+        computed yet.
+
+        All sequences run together if each has a past and few new tokens.
+        """
         fit = [
             line.start_of(0) < line.length and len(new) <= WHOLE_TOKENS
             for line, new in zip(lines, tokens, strict=True)
@@ -325,7 +336,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     # --- in and out -------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """The heads' KV of tokens [start, stop); nothing where they have not read all of them."""
+        """Return the heads' KV of tokens [start, stop); empty if they have not read all of them."""
         self.catch_up([sequence])
         line = self.caches[sequence]
         if line.start_of(0) > start:
@@ -333,14 +344,14 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         return self._exports.export_range(line, start, stop)
 
     def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int) -> None:
-        """Append tokens [start, stop) of what `export_range` gave."""
+        """Append tokens [start, stop) from the data of `export_range`."""
         self.catch_up([sequence])
         with self._importing(sequence, stop):
             self._exports.import_range(self.caches[sequence], data, start, stop)
 
 
 def shapes(module: MtpModule) -> Shapes:
-    """Of a head's memory, computing nothing: keys and values of every token."""
+    """Return the shapes of a head's memory, without computing: keys and values of every token."""
     rows = mx.zeros((1, 2, module.width))
 
     def call(ids: Any, cache: Any) -> Any:
@@ -350,7 +361,7 @@ def shapes(module: MtpModule) -> Shapes:
 
 
 def _stacked(rows: Sequence[HiddenRow]) -> Any:
-    """One array [n, width] of these rows; those that lie side by side in one piece."""
+    """Return these rows as one array [n, width]. Adjacent rows are taken as one slice."""
     parts: list[Any] = []
     array, line, begin = rows[0]
     end = begin

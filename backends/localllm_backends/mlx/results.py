@@ -1,5 +1,5 @@
-"""What a step of MLX gives: logits that stay on the device until somebody asks, tokens sampled
-there, and hidden rows."""
+"""Results of an MLX step: logits that stay on the device until they are read, tokens sampled there,
+and hidden rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from localllm_backends.contract import Chunk, StepError, StepResult
 from localllm_backends.mlx.sampling import UNSURE, DeviceTokens
 from localllm_backends.mlx.sequence_cache import SequenceCache
 
-# A row of what the model knew at a token: an array [lines, tokens, width] and its place there.
+# The model's hidden row of a token: an array [sequences, tokens, width] and the indices of the row.
 HiddenRow = tuple[Any, int, int]
 
 
 @dataclass
 class LogitRows:
-    """Rows of logits that came out of one call, and the best token of each. `begun_ahead`: of a
-    step that nobody had asked for."""
+    """Logit rows of one model call, and the best token of each.
+
+    `begun_ahead`: the step was started before it was requested.
+    """
 
     logits: Any
     begun_ahead: bool = False
@@ -35,8 +37,11 @@ class LogitRows:
 
 @dataclass(eq=False)
 class ChunkOutput:
-    """What a step does with one chunk: its rows [start, stop) of the logits `group` came out of,
-    where it wanted any; the token that was `sampled`, and in which row; and its hidden rows."""
+    """The outputs of one chunk in a step.
+
+    These are: its rows [start, stop) of the logits in `group`, if it has any; the `sampled` token
+    and its row; and its hidden rows.
+    """
 
     chunk: Chunk
     line: SequenceCache
@@ -51,35 +56,38 @@ class ChunkOutput:
         self.line.follows_best = False
 
     def take(self, group: LogitRows, stop: int) -> None:
-        """Its outputs are the rows of `group` that end before `stop`."""
+        """Set its outputs to the rows of `group` that end before `stop`."""
         self.group = group
         self.stop = stop
         self.start = stop - min(self.chunk.outputs, len(self.chunk.tokens))
 
     @property
     def is_expected(self) -> bool:
-        """Is it the token that most likely follows what its line holds?"""
+        """True if its token is the predicted next token of its sequence."""
         if len(self.chunk.tokens) != 1 or not self.chunk.outputs:
             return False
         return self.chunk.tokens[0] == self.line.predicted
 
     @property
     def known(self) -> bool:
-        """Can its line go on unasked: is the next token sampled here, or, by the engine's habit, the
-        best one?"""
+        """True if the sequence's next step can start early.
+
+        Either the next token is sampled on the device, or the engine has been taking the best
+        token.
+        """
         takes_best = self._follows_best and self.is_expected and self.chunk.sample is None
         return self.sampled is not None or takes_best
 
     @property
     def next(self) -> tuple[DeviceTokens, int] | None:
-        """What most likely follows, and its row: what was sampled, else the best token."""
+        """The most likely next token and its row: the sampled token, else the best one."""
         if self.sampled is None and self.group is not None:
             return self.group.best, self.stop - 1
         return self.sampled
 
 
 def on_host(place: tuple[DeviceTokens, int] | None) -> int | None:
-    """The token at that place; None where there is none or the device was unsure of it."""
+    """Return the token at that place; None if there is no place or the device could not decide."""
     if place is None:
         return None
     tokens, row = place
@@ -91,13 +99,15 @@ def on_host(place: tuple[DeviceTokens, int] | None) -> int | None:
 
 @dataclass
 class MlxStepResult(StepResult):
-    """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers: on a
-    stream of their own, since the next step may be under way."""
+    """See StepResult. Logits stay in MLX's memory until they are read as numbers.
+
+    They are read on a stream of their own, since the next step may already be running.
+    """
 
     n_vocab: int
     parts: Sequence[ChunkOutput]
     stream: Any
-    # What must be computed for the step to be done, and is not under way.
+    # Arrays that the step must compute and that are not being computed yet.
     fresh: list[Any] = field(default_factory=list)
 
     def argmax(self, chunk: int) -> list[int]:

@@ -1,9 +1,9 @@
-"""Tokens sampled on the device, so that the next step can begin before anybody here has seen them.
+"""Sample tokens on the device, so that the next step can start before the host has seen them.
 
-What is computed, and in which order, is the contract's (`SampleSpec`). A row's best tokens are
-found by the peaks of blocks, so that no vocabulary is put in order, and all that lies between two
-reductions is one kernel (mx.compile). Parameters are arrays: one compiled function serves every mix
-of requests with the same stages.
+The contract defines the computation and its order (`SampleSpec`). The best tokens of a row are
+found from the maxima of blocks, without sorting the vocabulary. Everything between two reductions
+is one kernel (mx.compile). Parameters are arrays, so one compiled function serves every mix of
+requests with the same stages.
 """
 
 from __future__ import annotations
@@ -20,38 +20,40 @@ from numpy.typing import NDArray
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec, SeenTokens
 
 UNSURE = -1
-# The fewest tokens that are ranked: what top_k keeps is rounded up to a power of two, so that few
-# functions are compiled.
+# Fewest tokens that are ranked. top_k is rounded up to a power of two, so that few functions are
+# compiled.
 _LEAST_HEAD = 64
-# Metal sorts rows up to so long in one kernel (mlx/backend/metal/sort.cpp: 512 threads, 8 values
+# Longest row that Metal sorts in one kernel (mlx/backend/metal/sort.cpp: 512 threads, 8 values
 # each).
 _SORTED_AT_ONCE = 4096
-# What lies behind the ranked tokens is summed up by blocks of so many.
+# Block size for sums over the full vocabulary.
 _BLOCK = 64
-# Lists of tokens that differ in length between requests and steps are filled up to a power of two,
-# at least so many.
+# Token lists differ in length between requests and steps. They are padded to a power of two, at
+# least this one.
 _LEAST_LIST = 16
 _NOTHING_SEEN = SeenTokens(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
 
 @dataclass
 class DeviceTokens:
-    """Tokens on their way from the device. `asked`: what each was sampled by."""
+    """Tokens that the device computes. `asked`: the spec of each token."""
 
     tokens: Any
     asked: Sequence[SampleSpec] = ()
 
     @cached_property
     def on_host(self) -> list[int]:
-        """The tokens; UNSURE where the logits must be asked."""
+        """The tokens; UNSURE if the caller must sample from the logits."""
         return [int(t) for t in np.array(self.tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """What a compiled function does: draws from `head` ranked tokens (0: nobody wants that), with
-    the sum of the whole row (`total`) for a top_p among all tokens; draws from all by their ids
-    (`free`); takes the `best`."""
+    """The stages of a compiled function.
+
+    `head`: number of ranked tokens to draw from (0: no such draw). `total`: also sum the full row,
+    for a top_p over all tokens. `free`: draw from all tokens by id. `best`: take the best token.
+    """
 
     head: int
     total: bool
@@ -82,9 +84,11 @@ class _Stages:
 
 
 def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None) -> DeviceTokens:
-    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab]), on the stream
-    that is the default now. With `drawn`, tokens [len(asked)] that nobody has seen yet have come
-    behind what the specs tell of."""
+    """Start sampling one token from each of `rows` (logits [len(asked), n_vocab]).
+
+    Runs on the current default stream. `drawn` [len(asked)] are newer tokens, not yet known to the
+    host, that the specs do not include.
+    """
     n_vocab = int(rows.shape[-1])
     stream = mx.default_stream(mx.default_device())
     sampling = _compiled(_Stages.of(asked, n_vocab), str(stream))
@@ -96,11 +100,13 @@ def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None) -> DeviceT
 
 
 def _changes(asked: Sequence[SampleSpec], n_vocab: int, drawn: Any) -> dict[str, Any]:
-    """What is done to the logits, by name. What nobody asks for is not there, and no part of the
-    compiled function."""
+    """Return the changes to the logits, by name.
+
+    Unused changes are left out, and are not part of the compiled function.
+    """
     changes: dict[str, Any] = {}
     if _some(asked, "bias") or any(spec.banned for spec in asked):
-        # What is banned stays so whatever is done to it.
+        # A banned token has minus infinity, which later changes do not alter.
         changes["bias"] = _sparse([[spec.bias, _banned(spec)] for spec in asked], n_vocab)
     if _some(asked, "seen"):
         seen = [spec.seen or _NOTHING_SEEN for spec in asked]
@@ -120,7 +126,7 @@ def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
 
 
 def _parameters(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
-    """One row of numbers for each spec."""
+    """Return one row of numbers for each spec."""
     table = []
     for spec in asked:
         top_k = spec.top_k if 0 < spec.top_k < n_vocab else n_vocab
@@ -135,8 +141,10 @@ def _power(n: int, least: int) -> int:
 
 
 def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
-    """Lists of (ids, numbers) as two arrays, filled up with whatever each list begins with, or a
-    token 0 of number 0."""
+    """Turn lists of (ids, numbers) into two arrays.
+
+    Each list is padded with its first element, or with token 0 and number 0 if it is empty.
+    """
     longest = _power(max(len(ids) for ids, _ in lists), _LEAST_LIST)
     ids = np.zeros((len(lists), longest), dtype=np.int32)
     numbers = np.zeros((len(lists), longest), dtype=np.float32)
@@ -152,10 +160,10 @@ def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
 def _sparse(
     lists: Sequence[Sequence[tuple[NDArray[Any], NDArray[Any]] | None]], n_vocab: int
 ) -> list[Any]:
-    """What is added to some logits of each row, several lists of it."""
+    """Return sparse additions to the logits of each row, combined from several lists."""
     joined = []
     for given in lists:
-        # In front what nothing is added to: with that the lists are filled up.
+        # Start with an addition of zero, because lists are padded with their first element.
         all_ids = [np.zeros(1, dtype=np.int64)]
         all_amounts = [np.zeros(1, dtype=np.float32)]
         for part in given:
@@ -175,7 +183,7 @@ def _banned(spec: SampleSpec) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _allowed(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
-    """Whether a row allows each token (a spec says it by a bit each, the lowest first)."""
+    """Return which tokens each row allows, from the specs' bits (lowest bit first)."""
     table = np.ones((len(asked), n_vocab), dtype=np.bool_)
     for row, d in zip(table, asked, strict=True):
         if d.allowed is not None:
@@ -188,13 +196,15 @@ def _allowed(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
 
 @cache
 def _compiled(stages: _Stages, stream: str) -> Any:
-    """One for each stream: a compiled function stays on that on which it was first called."""
+    """Compile one function per stream, because a compiled function keeps the stream of its first
+    call."""
     return mx.compile(partial(_sample, stages))
 
 
 @cache
 def _numbers(n: int, dtype: Any = mx.uint32) -> Any:
-    """0 to n - 1: one array for all, where each function would make it again in every step."""
+    """Return 0 to n - 1. The array is cached, or each function would make it again in every
+    step."""
     found = mx.arange(n, dtype=dtype)
     mx.eval(found)
     return found
@@ -206,7 +216,7 @@ def _sample(stages: _Stages, rows: Any, parameters: Any, changes: dict[str, Any]
 
 
 def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
-    """The logits after bias, penalties, what is taken from some, and the mask."""
+    """Return the logits after bias, penalties, reductions and the mask."""
     if "bias" in changes:
         rows = _added(rows, *changes["bias"])
     if "seen" in changes:
@@ -218,7 +228,7 @@ def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
         values = mx.take_along_axis(rows, ids, axis=1)
         repeated = mx.where(values > 0, values / repeat, values * repeat)
         lower = repeated - presence - counts * frequency
-        # An id that stands there twice has the same count both times.
+        # An id that occurs twice in the list has the same count both times.
         rows = mx.put_along_axis(rows, ids, mx.where(counts > 0, lower, values), axis=1)
     if "reduced" in changes:
         rows = _added(rows, *changes["reduced"])
@@ -233,7 +243,7 @@ def _added(rows: Any, ids: Any, amounts: Any) -> Any:
 
 
 def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, Any]:
-    """`ids` and their counts, after `drawn` has come and `leaving` (-1: none) has left the
+    """Return `ids` and their counts after `drawn` entered and `leaving` (-1: none) left the
     window."""
     same = ids == drawn
     before = mx.where(same, counts, 0.0).max(axis=1, keepdims=True)
@@ -243,8 +253,10 @@ def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, A
 
 
 def _drawn(stages: _Stages, rows: Any, parameters: Any) -> Any:
-    """A token of each row, UNSURE where the best logit is no finite number or top_p ends behind the
-    ranked tokens."""
+    """Return a token for each row.
+
+    UNSURE if the best logit is not finite, or if top_p includes tokens after the ranked ones.
+    """
     asked, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
     temperature = mx.where(asked > 0, asked, 1.0)
     best = rows.max(axis=-1, keepdims=True)
@@ -262,8 +274,10 @@ def _drawn(stages: _Stages, rows: Any, parameters: Any) -> Any:
 
 
 def _either(condition: Any, token: Any, otherwise: Any) -> Any:
-    """`token` of the rows for which `condition` holds, `otherwise` of the others, and of all if
-    there is no `token`."""
+    """Return `token` for rows with `condition`, and `otherwise` for the others.
+
+    If `token` is None, return `otherwise` for all rows.
+    """
     if token is None:
         return otherwise
     return mx.where(condition, token, otherwise)
@@ -279,8 +293,10 @@ def _of_ranked(
     min_p: Any,
     uniform: Any,
 ) -> tuple[Any, Any]:
-    """The token where a running sum of the ranked ones passes `uniform`, and whether top_p ends
-    behind them."""
+    """Draw from the ranked tokens; the cumulative sum must pass `uniform`.
+
+    Also returns whether top_p includes tokens after the ranked ones.
+    """
     n_vocab = int(rows.shape[-1])
     ids, values = _ranked(rows, stages.head)
     rank = _numbers(stages.head)[None]
@@ -304,8 +320,10 @@ def _of_ranked(
 
 
 def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) -> Any:
-    """The token where a running sum of all by their ids, as far as min_p leaves them, passes
-    `uniform`: first of blocks, then within one."""
+    """Draw from all tokens that min_p keeps, in the order of their ids.
+
+    The cumulative sum must pass `uniform`. It is computed over blocks first, then within one block.
+    """
     behind = rows - best
     weights = mx.where(mx.exp(behind) >= min_p, mx.exp(behind / temperature), 0.0)
     blocks = _blocks(weights, _BLOCK, 0.0)
@@ -320,13 +338,13 @@ def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) ->
 
 
 def _at(reached: Any, goal: Any) -> Any:
-    """The first place at which a running sum passes `goal`, and none behind that where it ends."""
+    """Return the first index at which a cumulative sum passes `goal`, at most its last increase."""
     before = (reached <= goal) & (reached < reached[:, -1:])
     return before.astype(mx.uint32).sum(axis=-1, keepdims=True)
 
 
 def _blocks(rows: Any, size: int, filling: float) -> Any:
-    """[rows, blocks, size]"""
+    """Reshape to [rows, blocks, size]."""
     n_rows, width = rows.shape
     if width % size:
         rows = mx.pad(rows, [(0, 0), (0, -width % size)], constant_values=filling)
@@ -334,12 +352,12 @@ def _blocks(rows: Any, size: int, filling: float) -> Any:
 
 
 def _ranked(rows: Any, n: int) -> tuple[Any, Any]:
-    """Ids and values of the `n` greatest of each row, greatest first and the lower id first among
-    equals.
+    """Return ids and values of the `n` greatest logits of each row, greatest first.
 
-    They all lie in the `n` blocks with the greatest peaks, of equal peaks those of the lowest ids:
-    for any other block there are `n` tokens before its best one. So rows are narrowed until they
-    can be put in order at once."""
+    Equal logits are ordered by id. All `n` are in the `n` blocks with the greatest maxima (with the
+    lowest ids if maxima are equal), because any other block has `n` tokens that rank before its
+    best one. So rows are narrowed until they can be sorted at once.
+    """
     ids = None
     while int(rows.shape[-1]) > max(_SORTED_AT_ONCE, 2 * n):
         size = _power(-(-int(rows.shape[-1]) // _SORTED_AT_ONCE), 2)
@@ -354,7 +372,8 @@ def _ranked(rows: Any, n: int) -> tuple[Any, Any]:
 
 
 def _ids_at(ids: Any, places: Any) -> Any:
-    """The ids at these places of each row; the places themselves if the rows were not narrowed."""
+    """Return the ids at these places of each row; the places themselves if the rows were not
+    narrowed."""
     if ids is None:
         return places
     return mx.take_along_axis(ids, places, axis=-1)

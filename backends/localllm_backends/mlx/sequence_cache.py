@@ -1,9 +1,9 @@
-"""Sequences (`SequenceCache`), and the buffers of one alone or of several laid side by side for one
-call of the model (`SequenceBatch`).
+"""Sequences (`SequenceCache`), and the buffers of one or several sequences for a model call
+(`SequenceBatch`).
 
-A `Layout` is what `model.make_cache()` said, reduced to three kinds of leaf: attention over
-everything, attention over a window, and recurrent state (mlx-lm's own ArraysCache: a few arrays
-that each step replaces).
+A `Layout` is the result of `model.make_cache()`, reduced to three kinds of leaf: attention over
+everything, attention over a window, and recurrent state. The last is mlx-lm's own ArraysCache, a
+few arrays that each step replaces.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from localllm_backends.contract import LoadError
 from localllm_backends.mlx.attention import Attention, KvFormat, RowOffsets, phase_of
 
-# A batch that forms copies its rows, and waits for those copies whenever they come to so much.
+# A new batch copies its rows, and waits for the copies each time they reach this size.
 _COPIED_AT_ONCE_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One layer's memory: keys and values of all tokens or of a `window`, or `n_arrays` of
-    recurrent state."""
+    """One layer's memory: keys and values of all tokens or of a `window`, or `n_arrays` recurrent
+    arrays."""
 
     window: int | None = None
     n_arrays: int = 0
@@ -37,11 +37,13 @@ class Leaf:
 
 
 class Layout:
-    """The leaves a model wants, and how its keys and values are stored. `slack`: tokens that can be
-    taken back from behind a window."""
+    """A model's leaves, and the storage format of its keys and values.
+
+    `slack`: tokens that can be taken back in a window.
+    """
 
     def __init__(self, caches: Sequence[Any], form: KvFormat, slack: int) -> None:
-        # How many a layer has in a list of its own; 0: one, and no list.
+        # For each layer the length of its list of caches; 0: one cache, not a list.
         self._grouped: list[int] = []
         self.leaves: list[Leaf] = []
         for cache in caches:
@@ -58,12 +60,14 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """True when every leaf can be cut anywhere."""
+        """True if every leaf can be truncated to any length."""
         return not self.windows and not self.recurrent
 
     def build(self, rows: Mapping[int | None, RowOffsets]) -> tuple[list[Any], list[Any]]:
-        """The list of caches a model takes, and the same leaves in one flat list; `rows`: of each
-        window."""
+        """Return the caches as the model takes them, and the same leaves as a flat list.
+
+        `rows`: the positions for each window.
+        """
         flat: list[Any] = []
         for i, leaf in enumerate(self.leaves):
             if leaf.n_arrays:
@@ -81,7 +85,7 @@ class Layout:
 
 
 def _leaf(cache: Any) -> Leaf:
-    """What mlx-lm's `cache` of a layer keeps. LoadError for one that is not known here."""
+    """Return the leaf for mlx-lm's `cache` of a layer. Raises LoadError for an unknown type."""
     name = type(cache).__name__
     if name in ("KVCache", "ConcatenateKVCache"):
         return Leaf()
@@ -93,7 +97,7 @@ def _leaf(cache: Any) -> Leaf:
 
 
 def arrays_of(leaves: Iterable[Any]) -> list[Any]:
-    """Every array held by `leaves`: what must be computed for a step to be finished."""
+    """Return every array of `leaves`. A step is finished when all of them are computed."""
     found: list[Any] = []
     for leaf in leaves:
         held = leaf.cache if isinstance(leaf, ArraysCache) else leaf.planes or ()
@@ -103,8 +107,7 @@ def arrays_of(leaves: Iterable[Any]) -> list[Any]:
 
 @dataclass(slots=True)
 class Undo:
-    """What taking tokens back out of recurrent state needs: the state before a chunk, and the
-    chunk."""
+    """Data for taking tokens back from recurrent state: the state before a chunk, and the chunk."""
 
     length: int
     tokens: Sequence[int]
@@ -112,7 +115,7 @@ class Undo:
 
 
 def row_of_state(state: Sequence[Sequence[Any]], row: int) -> list[list[Any]]:
-    """What `SequenceBatch.snapshot` says of one row."""
+    """Return one row of `SequenceBatch.snapshot`."""
     return [_row_of(arrays, row) for arrays in state]
 
 
@@ -122,9 +125,12 @@ def _row_of(arrays: Sequence[Any], row: int) -> list[Any]:
 
 @dataclass(eq=False)
 class SequenceCache:
-    """One sequence. `length` is what the contract counts; `replay` are tokens of it that recurrent
-    memory, having been set back to an older state, has yet to read again: they go in front of the
-    next chunk. `batch` holds its memory, alone or beside others."""
+    """One sequence.
+
+    `length` is the contract's length. `replay` are tokens that recurrent memory must read again
+    after it was reset to an older state; they precede the next chunk. `batch` holds its memory,
+    alone or with other sequences.
+    """
 
     id: int
     layout: Layout
@@ -132,10 +138,10 @@ class SequenceCache:
     replay: list[int] = field(default_factory=list)
     undo: Undo | None = None
     predicted: int | None = None
-    # The engine took the best token of its last step.
+    # The engine took the best token of the last step.
     follows_best: bool = False
     broken: bool = False
-    # Of each image that takes fewer positions than tokens: where it ends, and how many fewer.
+    # For each image with fewer positions than tokens: its end, and the difference.
     images: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -143,7 +149,7 @@ class SequenceCache:
 
     @property
     def computed(self) -> int:
-        """Tokens the buffers stand for."""
+        """Number of tokens in the buffers."""
         return self.length - len(self.replay)
 
     @property
@@ -152,32 +158,32 @@ class SequenceCache:
 
     @property
     def row(self) -> int:
-        """Its row of the batch."""
+        """Its row in the batch."""
         return self.batch.lines.index(self)
 
     def position(self, n_tokens: int) -> int:
-        """Where the token behind the first `n_tokens` stands."""
+        """Return the position of the token after the first `n_tokens`."""
         return n_tokens - sum(fewer for stop, fewer in self.images if stop <= n_tokens)
 
     def cut_images(self, n_tokens: int) -> None:
         self.images = [image for image in self.images if image[0] <= n_tokens]
 
     def holds(self, n_tokens: int) -> bool:
-        """Can the attention leaves be cut to `n_tokens`?"""
+        """Return whether the attention leaves can be truncated to `n_tokens`."""
         return all(rows.holds(self.row, n_tokens) for rows in self.batch.rows.values())
 
     def place(self, n_tokens: int) -> None:
         self.batch.offsets[self.row] = n_tokens
 
     def leave_batch(self) -> None:
-        """Have buffers of its own; the row it leaves is freed by the next `hold`."""
+        """Move to buffers of its own. The next `hold` frees its old row."""
         batch = self.batch
         if len(batch.lines) > 1:
             self.batch = batch.copy_of(self, self)
             batch.free()
 
     def continue_at(self, n_tokens: int) -> None:
-        """Its buffers were filled, and stand for `n_tokens`."""
+        """Set the length to `n_tokens` after its buffers were filled."""
         self.length = n_tokens
         self.replay = []
         self.undo = None
@@ -187,7 +193,7 @@ class SequenceCache:
         self.batch.buffers = object()
 
     def clear(self, start: int = 0) -> None:
-        """Hold nothing; what comes next stands at `start`."""
+        """Remove everything. The next token is at position `start`."""
         batch = self.batch
         self.batch = SequenceBatch(self.layout, [self])
         batch.free()
@@ -196,11 +202,11 @@ class SequenceCache:
         self.continue_at(start)
 
     def start_of(self, i: int) -> int:
-        """The position of the first slot of attention leaf number `i`."""
+        """Return the position of the first slot of attention leaf number `i`."""
         return int(self.leaves[i].rows.starts[self.row])
 
     def planes_of(self, i: int, start: int, stop: int) -> list[Any]:
-        """The positions [start, stop) of attention leaf number `i`, as views."""
+        """Return positions [start, stop) of attention leaf number `i`, as views."""
         row = self.row
         first = self.start_of(i)
         begin = start - first
@@ -208,8 +214,8 @@ class SequenceCache:
         return [plane[row : row + 1, :, begin:end, :] for plane in self.leaves[i].planes]
 
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
-        """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared
-        until one writes."""
+        """Give the empty `other` the first `n_tokens`. Buffers are shared until one of the two
+        writes."""
         other.batch = self.batch.copy_of(self, other)
         other.length = n_tokens
         other.images = self.images
@@ -219,8 +225,10 @@ class SequenceCache:
 
 
 class SequenceBatch:
-    """Lines in one set of buffers: one alone, or several from step to step while the same ones
-    decode. `caches` is what a model takes, `leaves` the same in one flat list."""
+    """Sequences in one set of buffers: a single one, or several that keep decoding together.
+
+    `caches` are the model's argument, `leaves` the same as a flat list.
+    """
 
     def __init__(self, layout: Layout, lines: Sequence[SequenceCache] = ()) -> None:
         self.layout = layout
@@ -228,7 +236,7 @@ class SequenceBatch:
         self.offsets = [0] * len(lines)
         self.rows = {w: RowOffsets(w, self.offsets) for w in (None, *layout.windows)}
         self.caches, self.leaves = layout.build(self.rows)
-        # Names the buffers, so that those which several lines still share are counted once.
+        # Identity of the buffers, so that shared buffers are counted once.
         self.buffers = object()
 
     @property
@@ -236,7 +244,7 @@ class SequenceBatch:
         return [leaf for leaf in self.leaves if isinstance(leaf, ArraysCache)]
 
     def snapshot(self) -> list[list[Any]]:
-        """The arrays of its recurrent state."""
+        """Return the arrays of its recurrent state."""
         return [list(leaf.cache) for leaf in self.states]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
@@ -252,8 +260,12 @@ class SequenceBatch:
     def gather(
         self, lines: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
     ) -> tuple[SequenceBatch, list[int], Any]:
-        """A batch of exactly `lines`: this one, or of one line its own. Returns it, the place in
-        `lines` of each row's, and the `tokens` of each row by row, padded to the longest."""
+        """Form a batch of exactly `lines`: this one, or a sequence's own batch if there is only
+        one.
+
+        Returns the batch, for each row the index of its sequence in `lines`, and the `tokens` in
+        row order, padded to the longest.
+        """
         if len(lines) == 1:
             lines[0].leave_batch()
         else:
@@ -268,13 +280,13 @@ class SequenceBatch:
         return lines[0].batch, order, mx.array(ids)
 
     def hold(self, lines: Sequence[SequenceCache]) -> None:
-        """Hold exactly `lines`. Those that leave get buffers of their own."""
+        """Hold exactly `lines`. Sequences that leave get buffers of their own."""
         if self.is_of(lines):
             return
         for line in self.lines:
             if line.batch is self and line not in lines:
                 line.leave_batch()
-        # Where each is now: a row of this batch, or the one of its own.
+        # Each sequence's present place: a row of this batch, or its own batch.
         sources = [(line.batch, line.row) for line in lines]
         self._collect(sources)
         self._stand_as(sources)
@@ -283,14 +295,16 @@ class SequenceBatch:
         self.lines = list(lines)
 
     def _stand_as(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
-        """Each row stands where that row of a batch does."""
+        """Copy the positions of the rows from `sources`."""
         self.offsets[:] = [batch.offsets[row] for batch, row in sources]
         for window, rows in self.rows.items():
             rows.starts = [batch.rows[window].starts[row] for batch, row in sources]
 
     def _collect(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
-        """Fill the leaves from rows of batches; as many layers at a time as are small, so that
-        little is ever held twice."""
+        """Fill the leaves from rows of other batches.
+
+        Several small layers are copied at a time, so that few bytes are held twice.
+        """
         copied: list[Any] = []
         for n, leaf in enumerate(self.leaves):
             held = [(batch.leaves[n], row) for batch, row in sources]
@@ -298,13 +312,13 @@ class SequenceBatch:
                 states = [_row_of(theirs.cache, row) for theirs, row in held]
                 joined = []
                 for parts in zip(*states, strict=True):
-                    # One row alone is still a view.
+                    # A single row would still be a view.
                     joined.append(mx.contiguous(mx.concatenate(list(parts), axis=0)))
                 leaf.cache = joined
             else:
                 leaf.fill([theirs.row(row) for theirs, row in held])
                 for batch, _ in sources:
-                    # Memory that only moves here.
+                    # Free memory that moved here.
                     if batch is not self and len(batch.lines) == 1:
                         batch.leaves[n].planes = None
             copied += arrays_of([leaf])
@@ -314,14 +328,16 @@ class SequenceBatch:
         mx.async_eval(copied)
 
     def copy_of(self, line: SequenceCache, owner: SequenceCache) -> SequenceBatch:
-        """What it holds of `line`, alone, for `owner`: buffers are shared where nothing else is in
-        them."""
+        """Return a batch for `owner` with only the row of `line`.
+
+        Buffers are shared if they contain no other rows.
+        """
         own = SequenceBatch(self.layout, [owner])
         own._stand_as([(self, line.row)])
         if len(self.lines) > 1:
             own._collect([(self, line.row)])
-            # Until it is computed, a copy holds on to the batch's buffers, which the next step
-            # could not then reuse.
+            # Until it is computed, a copy keeps the batch's buffers alive, and the next step could
+            # not reuse them.
             mx.eval(arrays_of(own.leaves))
             return own
         own.buffers = self.buffers
@@ -332,7 +348,7 @@ class SequenceBatch:
         return own
 
     def free(self) -> None:
-        """A line has gone; the last one takes the buffers with it."""
+        """Call this when a sequence has left. The last one frees the buffers."""
         if not any(line.batch is self for line in self.lines):
             self.lines = []
             self.caches, self.leaves = self.layout.build(self.rows)
@@ -340,8 +356,10 @@ class SequenceBatch:
     # --- where they stand -------------------------------------------------------------------------
 
     def make_room(self, n: int) -> None:
-        """Room for `n` more tokens in every row, which are about to be written; windows that are
-        full lose what nobody sees any more."""
+        """Make room for `n` more tokens in every row, which will be written next.
+
+        Full windows lose tokens that are no longer attended to.
+        """
         self.buffers = object()
         for window, rows in self.rows.items():
             leaves = [x for x in self.leaves if isinstance(x, Attention) and x.rows is rows]
@@ -357,7 +375,7 @@ class SequenceBatch:
                 leaf.make_room(used, n)
 
     def advance(self, counts: Sequence[int]) -> None:
-        """After a call of the model: row i now ends `counts[i]` tokens further on."""
+        """Move the end of row i by `counts[i]` tokens, after a model call."""
         self.offsets[:] = [o + n for o, n in zip(self.offsets, counts, strict=True)]
         for leaf in self.leaves:
             if isinstance(leaf, Attention):

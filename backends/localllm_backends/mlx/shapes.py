@@ -1,5 +1,4 @@
-"""What a call of a model gives, and how much memory a sequence takes, known before anything is
-computed."""
+"""Shapes of a model's outputs and its memory per sequence, known without computing."""
 
 from __future__ import annotations
 
@@ -16,8 +15,10 @@ from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, arrays_o
 
 @dataclass
 class Shapes:
-    """What a call of the model gives: so many logits a token, and the arrays of each leaf of
-    `layout`."""
+    """Shapes of the results of a model call.
+
+    `n_vocab` logits per token, and the arrays of each leaf of `layout`.
+    """
 
     n_vocab: int
     layout: Layout
@@ -26,13 +27,13 @@ class Shapes:
 
     @property
     def kv(self) -> list[Any]:
-        """All arrays of keys and values; none in a purely recurrent model."""
+        """All arrays of keys and values; empty for a purely recurrent model."""
         pairs = zip(self.layout.leaves, self.leaves, strict=True)
         return list(chain.from_iterable(arrays for leaf, arrays in pairs if not leaf.n_arrays))
 
     @property
     def widths(self) -> set[int]:
-        """The widths of all heads' keys and values."""
+        """The widths of keys and values over all heads."""
         return {int(a.shape[3]) for a in self.kv}
 
     @classmethod
@@ -43,8 +44,8 @@ class Shapes:
         return cls(int(logits.shape[-1]), layout, [arrays_of([leaf]) for leaf in line.leaves])
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes: of one token in the layers that keep every token, and of everything else one
-        sequence holds."""
+        """Return the bytes of one token in layers that keep every token, and all other bytes of a
+        sequence."""
         token = line = 0
         for leaf, arrays in zip(self.layout.leaves, self.leaves, strict=True):
             held = sum(int(a.nbytes) for a in arrays)

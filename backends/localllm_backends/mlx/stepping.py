@@ -1,5 +1,5 @@
-"""One step over several lines: a batch of those that decode, each prefill by itself, and the next
-step begun early."""
+"""One step over several sequences: a batch of those that decode, each prefill separately, and an
+early start of the next step."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ from localllm_backends.mlx.sequence_cache import (
     row_of_state,
 )
 
-# A chunk up to this long computes all its rows of logits; a longer one is cut, so that the
-# vocabulary is multiplied only where logits are wanted (mlx-lm computes a prompt's last token by
-# itself for the same reason).
+# Longest chunk for which all logit rows are computed. A longer one is split, so that logits are
+# computed only for the outputs. (mlx-lm computes a prompt's last token separately for the same
+# reason.)
 WHOLE_TOKENS = 16
-# New tokens times all tokens that one call of the model attends with, mlx-lm's 2,048 at a depth of
-# 65,536: beyond that a chunk is computed in pieces. Where every score is held, a quarter of it:
-# heads of 256 took 11 GB more in steps of 2,048 than of 512 at a depth of 131,072, and were no
-# faster (github.com/ml-explore/mlx-lm/pull/1781).
+# Limit for one model call: new tokens times all tokens they attend to, mlx-lm's 2,048 at a depth of
+# 65,536. Larger chunks are computed in pieces. With a full score matrix the limit is a quarter of
+# it. At a depth of 131,072, heads of 256 took 11 GB more in steps of 2,048 tokens than in steps of
+# 512, and were no faster (github.com/ml-explore/mlx-lm/pull/1781).
 SCORES_AT_ONCE = 2048 * 65_536
 _PIECE = 64
 
 
 @dataclass
 class _Ahead:
-    """The next decode step, started before anybody asked for it, with the best token of each of
-    `lines` or the one sampled for it; the `batch` it was made in, the recurrent state before it,
-    and what the model knew. `samples`: what was sampled from it, and in which row."""
+    """The next decode step, started before it was requested.
+
+    Its input for each of `lines` is the best or the sampled token. `batch`: its buffers. `state`:
+    the recurrent state before it. `hidden`: the model's hidden rows. `samples`: tokens sampled from
+    it, with their rows.
+    """
 
     lines: list[SequenceCache]
     batch: SequenceBatch
@@ -49,8 +52,10 @@ class _Ahead:
 
 
 class Stepper:
-    """Runs steps over `lines` (those alive, by id) and owns what outlives one: the batch, and the
-    step begun early."""
+    """Runs steps over `lines` (the existing sequences, by id).
+
+    It owns what persists between steps: the batch, and the step that was started early.
+    """
 
     def __init__(
         self, model: Any, layout: Layout, lines: Mapping[int, SequenceCache], *,
@@ -64,17 +69,17 @@ class Stepper:
         self._n_rewind = n_rewind
         self._looks_ahead = looks_ahead
         self._fused = fused
-        # Tokens that go into one call whatever else holds: those of an image may see each other.
+        # Tokens that must go into one call, since the tokens of an image may attend to each other.
         self.undivided = WHOLE_TOKENS
         self._stream = mx.new_stream(mx.default_device())
         self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
         self.last: MlxStepResult | None = None
-        # What the model knew in its calls since this was taken, where somebody taps it.
+        # Hidden rows of the model calls since they were last taken, if draft heads tap them.
         self.hidden: list[Any] = []
 
     def keep_hidden(self, rows: Any) -> None:
-        """Add hidden rows of the call that runs."""
+        """Store the hidden rows of the running call."""
         self.hidden.append(rows)
 
     def _take_hidden(self) -> list[Any]:
@@ -83,8 +88,10 @@ class Stepper:
         return taken
 
     def _forward(self, batch: SequenceBatch, ids: Any, counts: Sequence[int] = ()) -> Any:
-        """Logits of the model over `ids` [rows, n] behind the rows of `batch`, of which `counts`
-        stay (none said: all)."""
+        """Run the model over `ids` [rows, n] after the rows of `batch`, and return logits.
+
+        `counts` tokens of each row are kept (empty: all).
+        """
         n = int(ids.shape[1])
         batch.make_room(n)
         logits = self.model(ids, cache=batch.caches)
@@ -95,8 +102,10 @@ class Stepper:
         return self._n_ctx - sum(line.length for line in self._lines.values())
 
     def run(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
-        """Append every chunk to its line; on any exception no line is longer, but what they hold
-        can't be trusted."""
+        """Append every chunk to its sequence.
+
+        After an exception no sequence is longer, but their contents are invalid.
+        """
         parts = [ChunkOutput(chunk, line) for chunk, line in zip(chunks, lines, strict=True)]
         self.hidden.clear()
         result = MlxStepResult(self._n_vocab, parts, self._stream)
@@ -104,8 +113,8 @@ class Stepper:
         self._compute(result)
         late = self._sample(result)
         if result.fresh:
-            # Apart from what is begun unasked, so that nobody waits for that. First what decides on
-            # the stream of the whole.
+            # Compute this before the early step, so that it need not wait for that. The sampling on
+            # the main stream comes first.
             mx.async_eval(*result.fresh, *late)
             late = []
         for part in parts:
@@ -126,7 +135,7 @@ class Stepper:
         return result
 
     def _compute(self, result: MlxStepResult) -> None:
-        """Call the model with all chunks but those whose outputs are under way."""
+        """Call the model with all chunks, except those whose outputs are already being computed."""
         rest = [part for part in result.parts if part.group is None]
         together = [part for part in rest if self._batchable(part)]
         if len(together) > 1 and len(rest) == len(result.parts):
@@ -136,8 +145,10 @@ class Stepper:
             self._call([part], result)
 
     def _batchable(self, part: ChunkOutput) -> bool:
-        """A decoding line: every token wants logits. Recurrent state would also read the padding of
-        uneven chunks."""
+        """Return whether the chunk is from a decoding sequence: every token wants logits.
+
+        With recurrent state, chunks must have one token, since the state would include padding.
+        """
         chunk = part.chunk
         line = part.line
         n = len(part.chunk.tokens)
@@ -146,7 +157,7 @@ class Stepper:
         return n == 1 or not self._layout.recurrent
 
     def _call(self, parts: Sequence[ChunkOutput], result: MlxStepResult) -> None:
-        """The chunks of `parts`, or any one, in one call of the model."""
+        """Compute the chunks of `parts`, or a single one of any kind, in one model call."""
         given = [[*part.line.replay, *part.chunk.tokens] for part in parts]
         batch, order, ids = self.batch.gather([part.line for part in parts], given)
         parts = [parts[i] for i in order]
@@ -166,7 +177,7 @@ class Stepper:
             if self._n_rewind:
                 line.undo = Undo(line.computed, tokens[row], row_of_state(state, row))
             line.replay = []
-            # A long chunk is computed in several calls, and with what is read again.
+            # A long chunk is computed in several calls, together with replayed tokens.
             known = _hidden_rows(hidden, row, len(tokens[row]))
             part.hidden = known[-len(part.chunk.tokens) :]
             if part.chunk.outputs:
@@ -178,7 +189,7 @@ class Stepper:
             result.fresh.extend(arrays_of(batch.leaves))
 
     def _read_before(self, ids: Any, part: ChunkOutput) -> Any:
-        """Compute as much of `ids`, of a chunk alone, as takes calls of its own; returns the
+        """Compute the part of a single chunk `ids` that needs separate calls, and return the
         rest."""
         line = part.line
         outputs = min(part.chunk.outputs, len(part.chunk.tokens))
@@ -190,8 +201,7 @@ class Stepper:
         return ids
 
     def _read(self, ids: Any, line: SequenceCache) -> Any:
-        """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns
-        the rest."""
+        """Compute the first part of `ids` in pieces of limited size, and return the rest."""
         scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
         attended = line.length + int(ids.shape[1])
         n_pieces = scores // attended // _PIECE
@@ -203,10 +213,12 @@ class Stepper:
         return ids
 
     def _sample(self, result: MlxStepResult) -> list[Any]:
-        """Begin sampling what the chunks ask for and is not under way: all rows of one group
-        together. What comes from logits of this step is `fresh` with them. The rest is returned: it
-        is sampled on a stream of its own, which is done before the next step is, though that is
-        begun in the same call."""
+        """Start sampling the chunks' tokens that are not being computed yet.
+
+        All rows of a group are sampled together. Arrays from logits of this step are added to
+        `fresh`. The others are returned. They are sampled on a separate stream, which finishes
+        before the next step although both start in the same call.
+        """
         late: list[Any] = []
         for group, parts in _sampled_groups(result.parts):
             stream = mx.default_stream(mx.default_device())
@@ -226,11 +238,13 @@ class Stepper:
     # --- one step ahead ---------------------------------------------------------------------------
 
     def _look_ahead(self, parts: Sequence[ChunkOutput]) -> list[Any]:
-        """Build the next decode step with the best tokens of this one, or those sampled from it,
-        before anybody has seen them: that then costs no time. Returns what is to be computed. If
-        something else is asked for, positions are set back and it is forgotten. A batch that has
-        yet to form waits for the next step: its copies would keep this one's tokens from whoever
-        waits."""
+        """Build the next decode step from the best or sampled tokens, before the host has seen
+        them.
+
+        That hides the host's time. Returns the arrays to compute. If the engine then requests
+        another step, positions are set back and this step is discarded. It is not started if its
+        batch must still be formed: the copies would delay this step's tokens.
+        """
         going = self._known_to_go_on(parts)
         lines = [part.line for part in going]
         if len(lines) == 1:
@@ -244,7 +258,7 @@ class Stepper:
             if part.next is not None:
                 tokens, row = part.next
                 following.append((tokens.tokens, row))
-        # Any token where the device was unsure.
+        # Any valid token if the device was unsure.
         given = mx.maximum(_gathered(following), 0)
         state = batch.snapshot() if self._layout.recurrent else []
         logits = self._forward(batch, given[:, None])[:, -1]
@@ -255,8 +269,10 @@ class Stepper:
         return [*arrays, *self.ahead.hidden, *held]
 
     def _known_to_go_on(self, parts: Sequence[ChunkOutput]) -> list[ChunkOutput]:
-        """The chunks whose lines decode on, where what follows all of them is known; none where it
-        isn't."""
+        """Return the chunks of sequences that keep decoding.
+
+        Returns an empty list unless the next token of all of them is known.
+        """
         if not self._looks_ahead:
             return []
         going = []
@@ -273,9 +289,12 @@ class Stepper:
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
-        """Begin sampling from the step ahead as the next one will ask; what is to be computed of
-        its rows. A row whose sampling depends on the token `given` is only computed; the next step
-        brings how it is sampled."""
+        """Start sampling from the early step with the specs of the next one; returns arrays to
+        compute.
+
+        If the sampling of a row depends on its `given` token, only the logits are computed. The
+        next step then brings the spec.
+        """
         arrays = [ahead.group.best.tokens if None in asked else ahead.group.logits]
         specs: dict[int, SampleSpec] = {}
         for row, spec in enumerate(asked):
@@ -291,8 +310,8 @@ class Stepper:
         return arrays
 
     def _take_ahead(self, parts: Sequence[ChunkOutput]) -> None:
-        """Give the chunks the outputs that are already under way; whatever else was started is set
-        back."""
+        """Give the chunks the outputs of the early step. If it does not match the chunks, undo
+        it."""
         ahead = self.ahead
         if ahead is None:
             return
@@ -318,7 +337,7 @@ class Stepper:
                     part.sampled = begun
 
     def undo_ahead(self) -> None:
-        """Every line stands where it stood before it was stepped unasked."""
+        """Set every sequence back to its length before the early step."""
         ahead = self.ahead
         if ahead is None:
             return
@@ -329,20 +348,21 @@ class Stepper:
             ahead.batch.restore(ahead.state)
 
     def undo_ahead_of(self, line: SequenceCache) -> None:
-        """Set back what was started for `line` unasked, where its memory could not be read
-        otherwise."""
+        """Undo the early step for `line`, if its memory could not be read otherwise."""
         if self.ahead is not None and self._layout.recurrent and line in self.ahead.lines:
             self.undo_ahead()
 
     def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
-        """The arrays behind all tokens of `line`, whatever was started for it unasked."""
+        """Return the recurrent arrays after all tokens of `line`, without the early step."""
         if self.ahead is not None and line in self.ahead.lines:
             return row_of_state(self.ahead.state, line.row)
         return row_of_state(line.batch.snapshot(), line.row)
 
     def touched_by_failure(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
-        """A step over `lines` failed: every line whose buffers it may have touched. Forgets what
-        was begun."""
+        """Return every sequence whose buffers a failed step over `lines` may have changed.
+
+        Discards the early step.
+        """
         touched = set(lines)
         if self.ahead is not None:
             touched.update(self.ahead.lines)
@@ -350,7 +370,7 @@ class Stepper:
         return list(chain.from_iterable(line.batch.lines for line in touched))
 
     def recompute(self, line: SequenceCache) -> None:
-        """Compute what a rewind left to be read again."""
+        """Compute the tokens that must be read again after a rewind."""
         if line.replay:
             tokens = line.replay
             line.replay = []
@@ -379,8 +399,7 @@ def _row_of_line(part: ChunkOutput) -> int:
 def _sampled_groups(
     parts: Sequence[ChunkOutput],
 ) -> Iterable[tuple[LogitRows, list[ChunkOutput]]]:
-    """The chunks that ask for a token which is not being sampled yet, by the group of their
-    rows."""
+    """Return the chunks whose token must still be sampled, grouped by their logits."""
     found: dict[int, tuple[LogitRows, list[ChunkOutput]]] = {}
     for part in parts:
         group = part.group
@@ -391,7 +410,7 @@ def _sampled_groups(
 
 
 def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:
-    """Of at most the first `n` tokens in that row of each array."""
+    """Return the hidden rows of at most the first `n` tokens in that row of each array."""
     known: list[HiddenRow] = []
     for array in arrays:
         known += [(array, row, at) for at in range(min(n, int(array.shape[1])))]
@@ -399,7 +418,8 @@ def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:
 
 
 def _gathered(parts: Sequence[tuple[Any, int]]) -> Any:
-    """One array of the (array, row) given; the array itself where that is what they are."""
+    """Return one array of these (array, row) pairs; the array itself if they are all of its
+    rows."""
     array = parts[0][0]
     rows = [row for _, row in parts]
     if any(a is not array for a, _ in parts):

@@ -1,8 +1,10 @@
-"""One MLX model on several machines: each holds a share of every layer (mlx-lm's tensor
-parallelism) and does every operation, this one's first. What a sweep adds up goes over
-mx.distributed; which operations, over a pipe to each machine.
+"""One MLX model on several machines (mlx-lm's tensor parallelism).
 
-As a program it is another machine's process, asked over its input until that ends:
+Each machine has a share of every layer and runs every operation after the first machine. Partial
+sums of a step go over mx.distributed. A pipe to each machine tells it the operations.
+
+As a program it is the process on another machine, which serves requests on its input until that
+ends:
 
     python -m localllm_backends.mlx.tensor_parallel
 """
@@ -50,16 +52,18 @@ from localllm_backends.mlx.sequence_cache import SequenceCache
 from localllm_backends.owned import owner_only
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
-# What another machine answers.
+# Operations that other machines answer.
 _ANSWERED = ("export_range", "import_range")
 
 
 class TensorParallelBackend(MlxBackend):
-    """This machine's share, which the `others` follow. One that ends, ends this process: nothing
-    can be computed without."""
+    """This machine's share of the model; the `others` repeat its operations.
+
+    If another machine's process ends, this process ends too, since it can't compute without it.
+    """
 
     def __init__(self, loaded: Loaded, others: Sequence[Follower]) -> None:
-        # None yet: they warm up by themselves.
+        # Empty at first, because the other machines warm up by themselves.
         self._others: Sequence[Follower] = ()
         super().__init__(loaded)
         self._others = others
@@ -79,7 +83,7 @@ class TensorParallelBackend(MlxBackend):
         self._with_others("drop", sequence)
 
     def _with_others(self, operation: str, *arguments: int) -> Any:
-        """Do it here and then there."""
+        """Run the operation here, then on the other machines."""
         done = getattr(super(), operation)(*arguments)
         self._broadcast(operation, *arguments)
         return done
@@ -89,13 +93,13 @@ class TensorParallelBackend(MlxBackend):
         try:
             return super()._sweep(chunks, lines)
         except BackendFailure:
-            # The others have done this step or hang in it: their memory is no longer this one's.
+            # The others have finished this step or hang in it, so their memory no longer matches.
             self._abort("one of the machines")
             raise
 
     @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """All shares of it."""
+        """Return the shares of all machines."""
         self._broadcast("export_range", sequence, start, stop)
         try:
             own = super().export_range(sequence, start, stop)
@@ -118,7 +122,10 @@ class TensorParallelBackend(MlxBackend):
             raise
 
     def _replies(self) -> list[bytes]:
-        """What the others answer; BackendFailure where one refuses, once all have answered."""
+        """Return the others' answers.
+
+        Raises BackendFailure if one of them reports an error, after all have answered.
+        """
         replies = [(other.machine.name, *other.receive()) for other in self._others]
         for name, frame, _ in replies:
             if "refused" in frame:
@@ -137,7 +144,8 @@ class TensorParallelBackend(MlxBackend):
             other.send({"do": operation, "with": arguments})
 
     def _abort(self, name: str) -> None:
-        """Without it nothing more can be computed, and the sweep that runs may never end."""
+        """End this process: it can't compute without that machine, and the running step may never
+        end."""
         if self._others:
             print(f"{name} is gone, which held a share of the model", file=sys.stderr, flush=True)
             os._exit(1)
@@ -146,8 +154,10 @@ class TensorParallelBackend(MlxBackend):
 def load_tensor_parallel(
     spec: LoadSpec, on_progress: Callable[[float], None] | None = None
 ) -> TensorParallelBackend:
-    """Load `spec` over this machine and those that its placement names. OtherMachineError by the
-    name of one that can't."""
+    """Load `spec` on this machine and the workers of its placement.
+
+    Raises OtherMachineError, with the machine's name, if a machine fails.
+    """
     folder = check_folder(spec.path)
     ring = ring_of(spec.placement.workers)
     followers: list[Follower] = []
@@ -155,7 +165,7 @@ def load_tensor_parallel(
         for machine in ring.machines[1:]:
             followers.append(Follower(machine, _PROGRAM))
         group = _form_group(spec, ring, followers, _identity(folder))
-        # Side by side: each reads its own disk.
+        # All machines load at once, each from its own disk.
         loaded = read_checkpoint(spec, on_progress, group)
         for follower in followers:
             follower.receive()
@@ -170,7 +180,7 @@ def load_tensor_parallel(
 def _form_group(
     spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower], ours: Mapping[str, str]
 ) -> Any:
-    """The group of all machines, once each has said that it has the same as this one."""
+    """Form the group of all machines, after checking that their files and versions equal ours."""
     ports = ports_for(ring)
     path = Path(spec.path).absolute()
     home = Path.home()
@@ -195,7 +205,7 @@ def _form_group(
     def join() -> None:
         met.append(_join({**order, "rank": 0}))
 
-    # Apart, since who waits for one that will never come is not told so.
+    # In a separate thread, because joining hangs without an error if another machine fails to join.
     joining = threading.Thread(target=join, name="join", daemon=True)
     joining.start()
     for follower in followers:
@@ -209,7 +219,7 @@ def _form_group(
 
 
 def _identity(folder: Path) -> dict[str, str]:
-    """What must be the same on all machines."""
+    """Return the facts that must be equal on all machines."""
     return {
         "the model's files": fingerprint(folder),
         **{name: version(name) for name in ("localllm", "mlx", "mlx-lm")},
@@ -229,8 +239,10 @@ def _check_same(follower: Follower, ours: Mapping[str, str]) -> None:
 
 
 def _join(order: Frame) -> Any:
-    """Meet the others: MLX reads how from the environment and files. OtherMachineError where they
-    can't be met."""
+    """Join the group of machines. MLX reads the settings from the environment and files.
+
+    Raises OtherMachineError if the machines can't connect.
+    """
     with tempfile.TemporaryDirectory() as kept:
         for name, text in order["files"].items():
             (Path(kept) / name).write_text(text, encoding="utf-8")
@@ -246,7 +258,10 @@ def _join(order: Frame) -> Any:
 
 
 def _do(backend: MlxBackend, frame: Frame, body: bytes, sink: BinaryIO) -> None:
-    """One operation on another machine. What the first machine was refused never comes here."""
+    """Run one operation on another machine.
+
+    Operations that the first machine rejected are not sent.
+    """
     operation = frame["do"]
     arguments = frame["with"]
     if operation == "step":
@@ -265,8 +280,8 @@ def _do(backend: MlxBackend, frame: Frame, body: bytes, sink: BinaryIO) -> None:
 
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Be told what to load, meet the others, and do what the first machine does until its process
-    ends."""
+    """Load the share of the model, join the group, and repeat the first machine's operations until
+    it exits."""
     inbox: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
 
     def read() -> None:
@@ -274,7 +289,7 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
         while received is not None:
             inbox.put(received)
             received = read_frame(source)
-        # Nobody is left to compute for, whatever this process is at.
+        # The first machine has exited, so end this process in any state.
         os._exit(0)
 
     threading.Thread(target=read, name="reader", daemon=True).start()
@@ -298,12 +313,12 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _main() -> None:
-    # Ctrl-C and a service's SIGTERM reach the whole group: the first machine decides, the end of
-    # our input says so.
+    # Ctrl-C and a service's SIGTERM reach the process group. The first machine decides, and closes
+    # our input.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    # Native code prints at times.
+    # Native code sometimes prints to standard output.
     source = os.fdopen(os.dup(0), "rb")
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

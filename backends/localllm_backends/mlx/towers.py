@@ -1,5 +1,7 @@
-"""Whose images mlx-vlm reads for an mlx-lm model, and what that takes: known from a checkpoint's
-config, with nothing loaded."""
+"""Models whose images mlx-vlm can read for mlx-lm, and the memory for it.
+
+This is known from a checkpoint's config, without loading it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from typing import Any, Literal
 
 from localllm_backends.mlx.files import weight_files
 
-# As llama.cpp bounds them: beyond, a tower's attention takes gigabytes for one picture.
+# The same limit as in llama.cpp: with more tokens, the attention of a vision encoder takes
+# gigabytes per picture.
 MOST_TOKENS = 1024
-# Rows as wide as the layer that are held in the middle of it, those of them that are padded, and
-# the heads that Metal's kernel takes.
+# Rows with the layer's width that are in memory in the middle of a layer; how many of them are
+# padded; and the head sizes that Metal's kernel supports.
 _LAYER_WIDTHS = 20
 _PADDED = 5
 _KERNEL_HEADS = (64, 80, 128)
@@ -24,12 +27,15 @@ _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How mlx-vlm reads one: its `processor`, in that `module`, and the `mark` that stands for an
-    image in a prompt (empty: as the processor says).
-    `rows`: how time, height and width of a token share the frequencies of a head, where a position
-    has all three.
-    `pads`: the tower's heads are widened to what Metal's kernel takes, `masks`: rows of scores that
-    it holds beside those of its heads."""
+    """How mlx-vlm reads images of a model family.
+
+    `module` and `processor`: the processor class and its module.
+    `mark`: the placeholder of an image in a prompt (empty: the processor's own).
+    `rows`: how time, height and width share the frequencies of a head, if positions have three
+    dimensions.
+    `pads`: heads of the vision encoder are padded to a size that Metal's kernel supports.
+    `masks`: extra score rows in memory, in addition to those of the heads.
+    """
 
     module: str
     processor: str
@@ -40,7 +46,7 @@ class Family:
 
 
 _QWEN3 = Family("qwen3_vl", "Qwen3VLProcessor", _QWEN_MARK, "interleaved", pads=True)
-# By `model_type`.
+# Keys are values of `model_type`.
 FAMILIES = {
     "mistral3": Family("mistral3", "Mistral3Processor"),
     "pixtral": Family("pixtral", "PixtralProcessor"),
@@ -54,15 +60,17 @@ FAMILIES = {
 
 
 def has_tower(folder: Path, config: Mapping[str, Any]) -> bool:
-    """True for a checkpoint that has what reads images: configs speak of it where the weights were
-    left out, too."""
+    """Return whether the checkpoint includes a vision encoder.
+
+    Checks the weights too, because a config may describe an encoder whose weights were left out.
+    """
     if not config.get("vision_config"):
         return False
     return any(_names_a_tower(file) for file in weight_files(folder))
 
 
 def _names_a_tower(weights: Path) -> bool:
-    """Whether a tensor's name in that file's header is one of a tower's."""
+    """Return whether the file's header names a tensor of a vision encoder."""
     with weights.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(min(size, _MOST_HEADER_BYTES))
@@ -70,7 +78,7 @@ def _names_a_tower(weights: Path) -> bool:
 
 
 def why_not(config: Mapping[str, Any]) -> str | None:
-    """Why the images of such a checkpoint can't be read (None: they can)."""
+    """Return why the images of such a checkpoint can't be read; None if they can."""
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -84,7 +92,7 @@ def why_not(config: Mapping[str, Any]) -> str | None:
 
 
 def seen_ahead(config: Mapping[str, Any]) -> Literal["", "everywhere", "in windows"]:
-    """In which layers the tokens of an image see each other, as the models were trained."""
+    """Return in which layers the tokens of an image attend to each other, as in training."""
     if config["model_type"] == "gemma3":
         return "everywhere"
     text = config.get("text_config", {})
@@ -94,15 +102,18 @@ def seen_ahead(config: Mapping[str, Any]) -> Literal["", "everywhere", "in windo
 
 
 def most_tokens(config: Mapping[str, Any]) -> int:
-    """Tokens of the largest image."""
+    """Return the tokens of the largest image."""
     fixed = config.get("mm_tokens_per_image", config.get("vision_soft_tokens_per_image"))
     return min(int(fixed or MOST_TOKENS), MOST_TOKENS)
 
 
 def image_buffer_bytes(config: Mapping[str, Any]) -> int:
-    """What reading the largest image takes beside the weights, in bytes: its pixels in floats, the
-    scores of a layer's attention (a GPU with a kernel for its heads holds none), and the
-    activations of one layer and what came of all. Measured at towers of several widths."""
+    """Return the bytes that the largest image needs in addition to the weights.
+
+    They hold its pixels as floats, the attention scores of one layer (none on a GPU with a kernel
+    for its heads), the activations of one layer, and the outputs. Measured on vision encoders of
+    several widths.
+    """
     vision = config["vision_config"]
     family = FAMILIES[str(config["model_type"])]
     patches = _most_patches(config)
@@ -125,7 +136,7 @@ def image_buffer_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _most_patches(config: Mapping[str, Any]) -> int:
-    """Patches of the largest image."""
+    """Return the patches of the largest image."""
     vision = config["vision_config"]
     if config["model_type"] == "gemma3":
         side = int(vision["image_size"]) // int(vision["patch_size"])

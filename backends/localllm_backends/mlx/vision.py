@@ -1,8 +1,8 @@
-"""Images through mlx-vlm: its processor and tower turn pixels into embeddings, which mlx-lm's model
-reads in the place of tokens.
+"""Image input with mlx-vlm.
 
-Of mlx-vlm's own model nothing else is kept: the language model is the one that serves text, with
-our memory, so an image's tokens are cached, cut and forked as any others are.
+Its processor and vision encoder turn pixels into embeddings, which mlx-lm's model reads in place of
+tokens. The rest of mlx-vlm's model is not used. The language model is the one that serves text,
+with our memory, so image tokens are cached, truncated and forked like other tokens.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from localllm_backends.mlx.towers import (
 from localllm_backends.owned import image_of, owner_only
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-# Prompts are laid out anew in every turn: so many images are known by their hash.
+# Number of images whose layout is cached, because the prompt is laid out again in every turn.
 _LAID_OUT = 1024
-# Sides are rounded up to whole patches.
+# Sides are rounded up to full patches.
 _A_LITTLE_LESS = 0.98
 _BLANK = ImagePixels(32, 32, bytes(3 * 32 * 32), b"blank")
 _WITHOUT = "`--images off` loads it without"
@@ -61,8 +61,10 @@ _WITHOUT = "`--images off` loads it without"
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What an image comes to in a prompt: the tokens before it, so many that embeddings stand for,
-    and the tokens behind it. `grid`: as in ImageRun."""
+    """The layout of an image in a prompt: tokens before it, number of embeddings, tokens after it.
+
+    `grid`: see ImageRun.
+    """
 
     before: list[int]
     n_tokens: int
@@ -71,8 +73,11 @@ class _Layout:
 
 
 class Eyes:
-    """A checkpoint's processor and tower. `lay_out` may be called by any thread, `encode` by one at
-    a time (each holds a lock: prompts are laid out while an image is encoded)."""
+    """A checkpoint's image processor and vision encoder.
+
+    Any thread may call `lay_out` and `encode`. Each has a lock of its own, so prompts can be laid
+    out while an image is encoded.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], language: Any) -> None:
         reason = why_not(config)
@@ -88,13 +93,13 @@ class Eyes:
         self._processor = _processor(folder, family)
         self._mark = family.mark or self._processor.image_token
         self.tower = _tower(folder, language)
-        # Of what mlx-lm's model multiplies by, and mlx-vlm's does not.
+        # mlx-lm's model multiplies embeddings by this factor, mlx-vlm's does not.
         self._scale = getattr(language.language_model.model, "embed_scale", 1.0)
         self._laid_out: dict[bytes, _Layout] = {}
         files = [folder / name for name in _PROCESSOR_FILES]
         settings = b"".join(file.read_bytes() for file in files if file.is_file())
         made_by = f"{fingerprint(folder)} {version('mlx-vlm')} {version('mlx')}".encode()
-        # Embeddings are bound to the weights that made them, and to the library that computed them.
+        # Embeddings depend on the weights and on the library that computed them.
         self._identity = hashlib.blake2b(settings + made_by, digest_size=32).digest()
 
     def lay_out(self, picture: ImagePixels) -> list[list[int] | ImageRun]:
@@ -129,8 +134,10 @@ class Eyes:
             self.tower = None
 
     def _inputs(self, picture: ImagePixels) -> dict[str, Any]:
-        """The image alone as mlx-vlm's processor has it for the model; made smaller where it would
-        come to more tokens than are read."""
+        """Return the processor's output for one image.
+
+        The image is scaled down until it takes at most MOST_TOKENS tokens.
+        """
         from PIL import Image
 
         image = Image.frombytes("RGB", (picture.width, picture.height), picture.data)
@@ -152,8 +159,10 @@ class Eyes:
             image = image.resize(smaller)
 
     def _layout(self, inputs: Mapping[str, Any]) -> _Layout:
-        """The span from the first to the last token of the image is its own, with the ends of rows
-        in it."""
+        """Return the image's layout.
+
+        Its span is from its first to its last image token, including tokens for the ends of rows.
+        """
         ids: list[int] = inputs["input_ids"][0].tolist()
         token = self._processor.image_token_id
         sides = inputs.get("image_grid_thw")
@@ -176,9 +185,9 @@ def _processor(folder: Path, family: Family) -> Any:
     try:
         made = importlib.import_module(f"mlx_vlm.models.{module}.processing_{module}")
         with warnings.catch_warnings():
-            # Of a processor for sound, which nobody asks for.
+            # Warnings about an audio processor, which is not used.
             warnings.simplefilter("ignore")
-            # Never the checkpoint's own code, nor anything from the network.
+            # Run no code from the checkpoint, and download no files.
             processor = getattr(made, family.processor).from_pretrained(
                 str(folder), trust_remote_code=False, local_files_only=True
             )
@@ -194,8 +203,10 @@ def _processor(folder: Path, family: Family) -> Any:
 
 
 def _tower(folder: Path, language: Any) -> Any:
-    """mlx-vlm's model of the checkpoint, its weights not read yet, with the embedding of `language`
-    in the place of its own language model."""
+    """Load mlx-vlm's model of the checkpoint without reading its weights.
+
+    The embedding of `language` replaces its language model.
+    """
     from mlx_vlm.utils import load_model
 
     try:
@@ -214,21 +225,22 @@ def _tower(folder: Path, language: Any) -> Any:
 
 
 def _no_rope_index(*_: Any) -> tuple[None, None]:
-    """Positions are told by the processor's grid."""
+    """The processor's grid determines the positions instead."""
     return None, None
 
 
 def load_seeing(
     spec: LoadSpec, on_progress: Callable[[float], None] | None = None
 ) -> MlxVisionBackend:
-    """The checkpoint with its tower. LoadError or OutOfMemoryError."""
+    """Load the checkpoint with its vision encoder. Raises LoadError or OutOfMemoryError."""
     loaded = read_checkpoint(spec, on_progress)
     name = loaded.folder.name
     eyes = Eyes(loaded.folder, loaded.config, loaded.model)
     weights = [a for _, a in tree_flatten(eyes.tower.parameters())]
     read_weights(weights, name)
     try:
-        # In this thread, whose streams have what the tower has yet to make of its config.
+        # In this thread: the encoder still has to create arrays from its config, and this thread
+        # owns their stream.
         for run in eyes.lay_out(_BLANK):
             if isinstance(run, ImageRun):
                 eyes.encode(run)
@@ -240,7 +252,7 @@ def load_seeing(
 
 
 class MlxVisionBackend(MlxBackend):
-    """An MlxBackend whose prompts may have images."""
+    """An MlxBackend whose prompts may contain images."""
 
     def __init__(self, loaded: Loaded, eyes: Eyes, tower_bytes: int) -> None:
         self._eyes = eyes
@@ -273,7 +285,7 @@ class MlxVisionBackend(MlxBackend):
 
     @owner_only
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
-        """One sweep over all chunks, or over one of an image."""
+        """Run one step over all chunks, or over a single chunk of an image."""
         image = image_of(chunks)
         if image is None:
             return super().step(chunks)
@@ -289,7 +301,7 @@ class MlxVisionBackend(MlxBackend):
         fewer = run.n_tokens - run.n_positions
         if stop == run.n_tokens and fewer > 0:
             line.images = [*line.images, (line.length + n, fewer)]
-        # No token is the one that was expected behind the last.
+        # The prediction after the last step does not apply to image tokens.
         line.predicted = None
         self.stepper.recompute(line)
         if self.capabilities.whole_images:
@@ -301,12 +313,12 @@ class MlxVisionBackend(MlxBackend):
             self._reader.clear()
             self.stepper.undivided = WHOLE_TOKENS
             line.cut_images(line.length)
-        # What stands for its tokens can't be read again.
+        # Image tokens can't be read again for a rewind.
         line.undo = None
         return result
 
     def _shifts(self, caches: Any) -> list[int]:
-        """By how much each row of `caches` stands at another position than its tokens count."""
+        """Return for each row of `caches` the difference between position and token count."""
         batches = {id(line.batch.caches): line.batch for line in self._lines.values()}
         lines = batches[id(caches)].lines
         return [line.position(line.length) - line.length for line in lines]

@@ -1,5 +1,5 @@
-"""From a checkpoint's tokenizer files to token ids, exact bytes, control tokens and the chat
-template's text."""
+"""Read a checkpoint's tokenizer files: token ids, exact bytes, control tokens and the chat
+template."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from localllm_backends.contract import LoadError
 from localllm_backends.vocabulary import TokenBytes
 
-# Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives
-# them (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
+# Names of fill-in-the-middle tokens in published coder models, by llama.cpp's name of the role
+# (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
 _FIM = {
     "pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> ▁<PRE> <｜fim▁begin｜> <|code_prefix|>",
     "suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <SUF> ▁<SUF> <｜fim▁hole｜> <|code_suffix|>",
@@ -25,7 +25,8 @@ _SPACE = "▁"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from `path`; {} where there is no such file; LoadError where it is not JSON."""
+    """Read a JSON object from `path`; {} if there is no such file. Raises LoadError if it is not
+    JSON."""
     if not path.is_file():
         return {}
     try:
@@ -38,13 +39,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def byte_of_char() -> dict[str, int]:
-    """GPT-2's table of the printable character that stands for each byte, turned round
-    (openai/gpt-2, encoder.py)."""
+    """Return the inverse of GPT-2's table from bytes to printable characters (openai/gpt-2,
+    encoder.py)."""
     printable: set[int] = set()
     for first, last in ("!~", "¡¬", "®ÿ"):
         printable.update(range(ord(first), ord(last) + 1))
     table = {}
-    # Bytes that can't be printed are counted from 256 on.
+    # Bytes without a printable character are numbered from 256 on.
     n_others = 0
     for byte in range(256):
         if byte in printable:
@@ -56,7 +57,7 @@ def byte_of_char() -> dict[str, int]:
 
 
 class MlxVocabulary(TokenBytes):
-    """Pure over its files."""
+    """The vocabulary of a checkpoint. It depends only on the checkpoint's files."""
 
     def __init__(self, folder: Path, config: dict[str, Any], n_vocab: int) -> None:
         settings = read_json(folder / "tokenizer_config.json")
@@ -71,7 +72,7 @@ class MlxVocabulary(TokenBytes):
         super().__init__(n_vocab, controls, added)
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
-        # Every token the checkpoint names as an end, in its own order.
+        # All end tokens that the checkpoint names, in its order.
         generation = read_json(folder / "generation_config.json")
         ends = [*_ids(generation.get("eos_token_id")), *_ids(config.get("eos_token_id"))]
         text = config.get("text_config")
@@ -94,7 +95,7 @@ class MlxVocabulary(TokenBytes):
                     break
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
+        """Return the token ids of `text`, with BOS first if `add_bos` and the model uses one."""
         tokenizer = self._parsing if special else self._literal
         ids = []
         if add_bos and self.adds_bos and self.bos_token is not None:
@@ -105,15 +106,14 @@ class MlxVocabulary(TokenBytes):
         return ids
 
     def is_control(self, token: int) -> bool:
-        """True for the added tokens the tokenizer marks special."""
+        """Return True for added tokens that the tokenizer marks as special."""
         return token in self._control
 
     def _bytes(self, token: int, special: bool) -> bytes:
         if token in self._control and not special:
             return b""
         text = self._parsing.id_to_token(token)
-        # The logits may be wider than the vocabulary: rows padded for the hardware stand for
-        # nothing.
+        # Logits may be wider than the vocabulary: padding rows for the hardware have no token.
         if text is None:
             return b""
         if token in self._added:
@@ -143,8 +143,10 @@ class MlxVocabulary(TokenBytes):
 
 
 def _tokenizer_json(folder: Path) -> str:
-    """The text of tokenizer.json; made from the older files by transformers where the checkpoint
-    has only those."""
+    """Return the text of tokenizer.json.
+
+    If the checkpoint has only the older files, transformers converts them.
+    """
     path = folder / "tokenizer.json"
     if path.is_file():
         return path.read_text("utf-8")
@@ -161,8 +163,8 @@ def _tokenizer_json(folder: Path) -> str:
 
 
 def _tokenizers(source: str) -> tuple[Any, Any]:
-    """The tokenizer that parses control tokens written in text, and the one that reads them as
-    plain text."""
+    """Return a tokenizer that parses control tokens in text, and one that reads them as plain
+    text."""
     from tokenizers import Tokenizer
 
     try:
@@ -178,7 +180,7 @@ def _tokenizers(source: str) -> tuple[Any, Any]:
 
 
 def _kind(decoder: Any) -> str:
-    """How a token's text stands for bytes, told by the tokenizer's own decoder."""
+    """Return how a token's text represents bytes, from the tokenizer's decoder."""
     said = json.dumps(decoder, ensure_ascii=False)
     if '"ByteLevel"' in said:
         return "bytelevel"
@@ -188,8 +190,8 @@ def _kind(decoder: Any) -> str:
 
 
 def chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The template's text: chat_template.jinja, chat_template.json, or the tokenizer_config's (its
-    "default")."""
+    """Return the chat template: chat_template.jinja, chat_template.json, or the tokenizer_config's
+    ("default")."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
