@@ -124,7 +124,7 @@ def _argument(
             return quoted[1]
     if tags.is_json is not None:
         return json.loads(text) if tags.is_json(opening) else text
-    if tags.wrapped and text[:1] == "\n":  # added by the template
+    if tags.wrapped and text[:1] == "\n":  # newlines added by the template
         text = text[1:].removesuffix("\n")
     return typed(text, opening[1], function, tools)
 
