@@ -384,7 +384,7 @@ class Backend(ABC):
         return [[] for _ in wanted]
 
     def interrupt(self) -> None:  # noqa: B027 - optional
-        """End the running step, or the next one between steps, with InterruptedStepError.
+        """End the running step with InterruptedStepError. Between steps, end the next one.
 
         A step that takes little time may finish instead. May be called from any thread at any time.
         """
@@ -480,7 +480,7 @@ class BackendType(ABC):
     ) -> Any:
         """Load the embedding model or reranker at `path`, for use by one thread.
 
-        `llamacpp/embed.py` calls the returned interface LlamaCppEmbedder. Raises LoadError, also if
-        the model computes neither embeddings nor scores.
+        The result has the interface of LlamaCppEmbedder (llamacpp/embed.py). Raises LoadError, also
+        if the model computes neither embeddings nor scores.
         """
         raise LoadError(f"the {self.declaration.name} backend makes no embeddings")

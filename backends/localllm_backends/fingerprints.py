@@ -29,7 +29,8 @@ def add_samples(digest: Any, path: Path) -> None:
 
 
 def under_adapters(mark: str, adapters: Iterable[LoraAdapter]) -> str:
-    """Return the identity (hex, 32 digits) of the weights `mark` with `adapters`.
+    """Return the identity (hex, 32 digits) of weights with `adapters`; `mark` identifies the
+    weights.
 
     It depends on the contents of the adapters' files and on their scales, but not on the names of
     the files.

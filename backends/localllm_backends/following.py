@@ -109,7 +109,7 @@ class FollowingHeads(ABC, Generic[Row]):
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[Sequence[Row]]) -> None:
         """Store the tokens of `chunks`, which the model has read, with their hidden rows.
 
-        Heads that lag too far behind then catch up.
+        Then let heads with too many unread tokens catch up.
         """
         late: list[SequenceId] = []
         for chunk, known in zip(chunks, rows, strict=True):

@@ -55,8 +55,8 @@ class Placement:
         return max(0, n_layers + 1 - self.gpu_layers)
 
     def host_expert_layers(self, n_layers: int) -> int:
-        """Return how many of the first `n_layers` layers keep their routed experts in system
-        memory."""
+        """Return how many layers, counted from the first of `n_layers`, keep their routed experts
+        in system memory."""
         if self.experts_on_host < 0:
             return n_layers
         return min(n_layers, self.experts_on_host)

@@ -347,7 +347,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """Compare KV of each pair of types with f16 over `tokens`, in separate contexts."""
         return compared(self._llama, self._model, self._spec, pairs, tokens)
 
-    # --- KV in and out ----------------------------------------------------------------------------
+    # --- export and import of KV ------------------------------------------------------------------
 
     @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:

@@ -208,7 +208,7 @@ class Decoder:
         return floats(address, n, self._n_vocab)
 
     def interrupt(self) -> None:
-        """End the running `decode`, or the next one between decodes, unless it is short.
+        """End the running `decode`, unless it is short. Between decodes, end the next one.
 
         May be called from any thread.
         """

@@ -231,7 +231,7 @@ class _BlockLayout:
         self.selector_top_k = header.number("dflash.selector_top_k")
 
 
-# --- opening one ----------------------------------------------------------------------------------
+# --- opening a drafter ----------------------------------------------------------------------------
 
 
 def open_drafter(

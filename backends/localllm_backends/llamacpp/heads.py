@@ -51,8 +51,8 @@ def staging_functions() -> dict[str, Any] | None:
 class DraftHeads(FollowingHeads[Rows]):
     """A second context that follows the model's context.
 
-    It reads the inputs of these `layers` of the model for each token, concatenated. None stands for
-    the output of the last layer, the hidden row.
+    It reads the inputs of these `layers` of the model for each token, concatenated. None means the
+    output of the last layer, the hidden row.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class DraftHeads(FollowingHeads[Rows]):
     def _zero_row(self) -> Rows:
         return np.zeros(self._width, dtype=np.float32)
 
-    # --- in and out -------------------------------------------------------------------------------
+    # --- export and import ------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
         """Return the heads' KV of tokens [start, stop).

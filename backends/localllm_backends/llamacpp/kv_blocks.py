@@ -231,7 +231,7 @@ class SequenceMemory:
                 self.read(sequence, state, partial=True)
             except BackendFailure:
                 refused.append((sequence, state))
-        # Reading a state frees the sequence's old cells, but may first fail for lack of free cells.
-        # The second attempt then finds room.
+        # Reading a state frees the sequence's old cells, even if it then fails for lack of free
+        # cells. After all old cells are freed, a second attempt finds room.
         for sequence, state in refused:
             self.read(sequence, state, partial=True)

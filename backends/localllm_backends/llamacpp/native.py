@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 # CUDA numbers the fastest card first; the driver's tools go by PCI address. Plans use the tools'
-# order. Any process reads this variable when the library starts.
+# order. CUDA reads this variable when the library starts, so it is set in every process.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 _MIB = 2**20

@@ -6,7 +6,7 @@ sequence. Our chain is a top-k of `KEPT`, and a softmax if a draw depends on the
 tokens. The token is chosen on the host (candidates.py), so that seeds and filters work as usual. If
 the top k do not determine it, the full row is read from the device. To bind or unbind a chain,
 llama.cpp reserves its graphs again, which takes a few milliseconds. So a sequence that recently
-needed full rows keeps its present state.
+needed full rows gets no chain for a while.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ class MlxBackend(MlxVocabulary, OwnedBackend):
             memory.require(kv_bytes + logits_bytes, f"a step of {n_tokens} tokens")
         return lines
 
-    # --- KV in and out ----------------------------------------------------------------------------
+    # --- export and import of KV ------------------------------------------------------------------
 
     @owner_only
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:

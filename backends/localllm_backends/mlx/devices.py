@@ -1,5 +1,6 @@
-"""Print MLX's device after a test computation, in a program of its own, since a driver may end its
-process.
+"""Print MLX's device after a test computation.
+
+This is a program of its own, since a driver may end its process.
 
 python -m localllm_backends.mlx.devices        (prints one JSON object, exits with 1 if MLX can't
                                                compute)

@@ -64,7 +64,7 @@ class KvExport:
         self._kept = [i for i, x in enumerate(leaves) if self._in_pieces and x.keeps_tokens]
         self._state = [i for i in range(len(leaves)) if i not in self._kept]
 
-    # --- out --------------------------------------------------------------------------------------
+    # --- export -----------------------------------------------------------------------------------
 
     def export_range(self, line: SequenceCache, start: int, stop: int) -> bytes:
         """Return the KV of tokens [start, stop) after a header."""
@@ -131,7 +131,7 @@ class KvExport:
         mx.eval(bodies)
         return b"".join([self._header(blob), *(memoryview(body) for body in bodies)])
 
-    # --- in ---------------------------------------------------------------------------------------
+    # --- import -----------------------------------------------------------------------------------
 
     def import_range(
         self, line: SequenceCache, data: bytes | memoryview, start: int, stop: int
@@ -216,8 +216,8 @@ class KvExport:
             raise BackendFailure(f"this is not an exported KV block, or a damaged one: {e}") from e
 
     def _arrays_of(self, blob: Blob, i: int) -> Iterator[tuple[Any, list[int]]]:
-        """Yield for each array of leaf number `i` one of its type, and its shape for the tokens of
-        `blob`."""
+        """Yield, for each array of leaf number `i`, an array of the same type and the shape for the
+        tokens of `blob`."""
         leaf = self._layout.leaves[i]
         n_tokens = blob.stop - self._first(blob, leaf.window)
         for like in self.shapes.leaves[i]:

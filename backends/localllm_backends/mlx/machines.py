@@ -84,7 +84,8 @@ class MachineRing:
         return {"MLX_HOSTFILE": json.dumps(at)}
 
     def variables(self, ports: Sequence[int]) -> dict[str, str]:
-        """Return MLX's environment variables for every machine, except the files and MLX_RANK."""
+        """Return MLX's environment variables for every machine, apart from the files and
+        MLX_RANK."""
         found = {}
         for setting in self.environment:
             name, _, value = setting.partition("=")

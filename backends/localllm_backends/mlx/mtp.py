@@ -255,7 +255,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         tokens = np.array(best).tolist()
         return list(zip(tokens, np.array(share).tolist(), strict=True))
 
-    # --- their memory -----------------------------------------------------------------------------
+    # --- the heads' memory ------------------------------------------------------------------------
 
     def _call(
         self, lines: Sequence[SequenceCache], tokens: Sequence[list[int]], rows: Sequence[Any]
@@ -333,7 +333,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         mx.async_eval(own)
         return own, 0, 0
 
-    # --- in and out -------------------------------------------------------------------------------
+    # --- export and import ------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """Return the heads' KV of tokens [start, stop); empty if they have not read all of them."""

@@ -251,7 +251,7 @@ class SequenceBatch:
         for leaf, arrays in zip(self.states, state, strict=True):
             leaf.cache = list(arrays)
 
-    # --- who is in it -----------------------------------------------------------------------------
+    # --- members ----------------------------------------------------------------------------------
 
     def is_of(self, lines: Sequence[SequenceCache]) -> bool:
         here = [line for line in self.lines if line.batch is self]
@@ -353,7 +353,7 @@ class SequenceBatch:
             self.lines = []
             self.caches, self.leaves = self.layout.build(self.rows)
 
-    # --- where they stand -------------------------------------------------------------------------
+    # --- positions --------------------------------------------------------------------------------
 
     def make_room(self, n: int) -> None:
         """Make room for `n` more tokens in every row, which will be written next.

@@ -113,8 +113,8 @@ class Stepper:
         self._compute(result)
         late = self._sample(result)
         if result.fresh:
-            # Compute this before the early step, so that it need not wait for that. The sampling on
-            # the main stream comes first.
+            # Compute this separately from the early step, so that it need not wait for that one.
+            # `fresh` comes first, because the first array determines the stream of the evaluation.
             mx.async_eval(*result.fresh, *late)
             late = []
         for part in parts:
@@ -235,7 +235,7 @@ class Stepper:
             begun.append(sampled.tokens)
         return late
 
-    # --- one step ahead ---------------------------------------------------------------------------
+    # --- the early step ---------------------------------------------------------------------------
 
     def _look_ahead(self, parts: Sequence[ChunkOutput]) -> list[Any]:
         """Build the next decode step from the best or sampled tokens, before the host has seen

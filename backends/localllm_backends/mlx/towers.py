@@ -16,8 +16,8 @@ from localllm_backends.mlx.files import weight_files
 # The same limit as in llama.cpp: with more tokens, the attention of a vision encoder takes
 # gigabytes per picture.
 MOST_TOKENS = 1024
-# Rows with the layer's width that are in memory in the middle of a layer; how many of them are
-# padded; and the head sizes that Metal's kernel supports.
+# A layer's memory at its peak, counted in rows of the layer's width, and how many of these are
+# padded. Then the head sizes that Metal's kernel supports.
 _LAYER_WIDTHS = 20
 _PADDED = 5
 _KERNEL_HEADS = (64, 80, 128)
@@ -110,9 +110,9 @@ def most_tokens(config: Mapping[str, Any]) -> int:
 def image_buffer_bytes(config: Mapping[str, Any]) -> int:
     """Return the bytes that the largest image needs in addition to the weights.
 
-    They hold its pixels as floats, the attention scores of one layer (none on a GPU with a kernel
-    for its heads), the activations of one layer, and the outputs. Measured on vision encoders of
-    several widths.
+    They hold its pixels as floats, the attention scores of one layer, the activations of one layer,
+    and the outputs. A GPU with a kernel for its heads stores no scores. Measured on vision encoders
+    of several widths.
     """
     vision = config["vision_config"]
     family = FAMILIES[str(config["model_type"])]
