@@ -8,7 +8,8 @@ Rules for every backend (tests/backends/test_conformance.py checks them):
 
 * One thread owns a backend. Only that thread may call `load`, `close` and every method except
   `tokenize`, `detokenize`, `token_bytes` and `interrupt`. `tokenize` and `detokenize` depend only
-  on the vocabulary and may be called from any thread.
+  on the vocabulary and may be called from any thread. So may other methods whose docstring permits
+  it.
 * A sequence is a list of tokens 0..n-1 whose KV is in memory.
   `new_sequence` creates an empty sequence;
   `step` appends to it;
@@ -17,8 +18,8 @@ Rules for every backend (tests/backends/test_conformance.py checks them):
   `Capabilities.shares_cells`);
   `drop` frees it.
   Each handle is an opaque int that is not reused while the sequence exists.
-* `step` reads the weights once for all chunks. It either appends every chunk, or raises and appends no
-  tokens.
+* `step` reads the weights once for all chunks. It either appends every chunk, or raises and
+  appends no tokens.
 * Memory figures are exact: `memory()` reports the allocated bytes, `cells_free()` the number of
   tokens that can still be appended.
 * Errors are `BackendFailure` and its subclasses, each with a message for the user. A backend raises
@@ -333,7 +334,8 @@ class Backend(ABC):
         """Create a sequence with the first `n_tokens` of `source` and the state exported after
         them.
 
-        Raises NoCellsError or BackendFailure, and leaves everything unchanged, if that is impossible.
+        Raises NoCellsError or BackendFailure, and leaves everything unchanged, if that is
+        impossible.
         """
         raise NotImplementedError
 
@@ -464,8 +466,8 @@ class BackendType(ABC):
         """Return the bytes that image input needs in addition to the weights.
 
         This is for models whose own files include a vision encoder; `LoadSpec.projector` is then
-        the model's own path. Returns 0 if they don't include one. Raises BackendFailure if this backend
-        can't use the encoder.
+        the model's own path. Returns 0 if they don't include one. Raises BackendFailure if this
+        backend can't use the encoder.
         """
         return 0
 

@@ -51,7 +51,8 @@ class LoadSpec:
     here.
     `drafter`: file of a drafter trained for the model (EAGLE-3, DFlash). LoadError if it belongs to
     another model.
-    `drafter_optional`: instead of that LoadError, load without draft heads and add a load note.
+    `drafter_optional`: instead of a LoadError for `mtp` or `drafter`, load without them and add a
+    load note.
     `placement`: the memories that hold layers, experts and KV. LoadError if the engine does not
     support it.
     `projector`: file of the image projector, or `path` if the model's own files include it ("": no

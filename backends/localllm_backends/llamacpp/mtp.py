@@ -1,7 +1,7 @@
 """A model's own draft heads (MTP, "NextN") on llama.cpp: layers after the model's last one.
 
-From a token and the model's hidden state at the position before it, a head predicts the next token.
-The order of operations follows llama.cpp's own driver: common/speculative.cpp,
+From a token and the model's hidden state at the position before it, a head predicts the token after
+it. The order of operations follows llama.cpp's own driver: common/speculative.cpp,
 common_speculative_impl_draft_mtp.
 """
 

@@ -1,8 +1,8 @@
 """A model's own draft heads (MTP) on MLX: the layer after the model's last one, which mlx-lm does
 not load.
 
-From a token and the model's hidden state at the position before it, a head predicts the next token.
-The hidden state is the output of the model's last norm, which is also the input of its output
+From a token and the model's hidden state at the position before it, a head predicts the token after
+it. The hidden state is the output of the model's last norm, which is also the input of its output
 matrix. The head continues from its own such output (github.com/ggml-org/llama.cpp/pull/24025,
 github.com/vllm-project/vllm/pull/47448; vLLM's qwen3_next_mtp and mimo_mtp).
 """
