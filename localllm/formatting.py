@@ -39,7 +39,7 @@ def span(seconds: float) -> str:
 
 
 def rate(tok_s: float) -> str:
-    """Format tokens per second with two or three significant digits."""
+    """Format tokens per second: without decimals from 20 on, with one below."""
     if tok_s >= 20:
         return f"{tok_s:.0f}"
     return f"{tok_s:.1f}"

@@ -39,7 +39,7 @@ DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "canc
 # Tokens of the first stream before the second request of "stall" arrives, and in total.
 _ALONE = 60
 _STALLED = 600
-# Functions in the file of "copy".
+# Number of functions in the file of "copy".
 _FUNCTIONS = 7
 # Number of attempts: a model may end its story before the second request arrives.
 _STORIES = 3
@@ -72,9 +72,12 @@ COPY = RoundComparison("copy-edit, one stream", "tok/s")
 
 
 class Scenarios:
-    """Each method runs one scenario once on one server and records its figures in `tables`.
-    `tokens` returns the tokens of messages by the template (None: tokens read twice can't be
-    counted). `means` names the scenarios and their meaning for a person."""
+    """The scenarios. Each method runs one of them once on one server, and records the results in
+    `tables`.
+
+    `tokens` returns the tokens of messages by the chat template. If it is None, repeated prefill
+    can't be counted. `means` maps the names of the scenarios to their descriptions.
+    """
 
     means: Mapping[str, str] = MEANS
 
@@ -107,15 +110,17 @@ class Scenarios:
             return self._seed
 
     def run(self, name: str, target: BenchTarget) -> None:
-        """Run one of `means`. Raises BackendError, also for an answer that is empty or too short to
-        say anything."""
+        """Run one of `means`. Raises BackendError, also if an answer is empty or too short to
+        measure."""
         getattr(self, f"run_{name}")(target)
 
     # --- speed ------------------------------------------------------------------------------------
 
     def run_single(self, t: BenchTarget) -> None:
-        """Decode speed of one stream, and how evenly it comes: a draft that is verified holds the
-        words before it back."""
+        """Measure the decode speed of one stream, and the evenness of its gaps.
+
+        While a draft is verified, the stream pauses.
+        """
         answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
         self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
         if len(answer.gaps_s) >= _ENOUGH_GAPS:
@@ -162,8 +167,10 @@ class Scenarios:
     # --- waiting ----------------------------------------------------------------------------------
 
     def run_stall(self, t: BenchTarget) -> None:
-        """Send a 3,000-token prompt while a stream runs: the largest gap of the stream meanwhile,
-        and the TTFT of the new request."""
+        """Send a 3,000-token prompt while a stream runs.
+
+        Records the largest gap of the stream meanwhile, and the TTFT of the new request.
+        """
         pieces: list[int] = []
         for _ in range(_STORIES):
             too_short = self._stall(t)
@@ -175,7 +182,8 @@ class Scenarios:
         )
 
     def _stall(self, t: BenchTarget) -> StreamedAnswer | None:
-        """One story; None once it is measured, else the story, which ended too soon."""
+        """Run one attempt. Returns None if it was measured, or the streamed answer that ended too
+        early."""
         decoding = threading.Event()
 
         def heard(n: int) -> None:
@@ -206,10 +214,12 @@ class Scenarios:
         return None
 
     def per_token_s(self, gap: float, text: str) -> float:
-        """The gap before a piece, divided by the tokens of the character in it. A character of
-        several tokens takes as many steps on every server: “ takes two with SmolLM2's tokenizer. A
-        piece of several tokens that are words does not count as several: the stream paused before
-        it."""
+        """Return the gap before a piece, divided by the tokens of the character in it.
+
+        A character of several tokens takes as many steps on every server. For example, “ has two
+        tokens with SmolLM2's tokenizer. A piece with several tokens of words is not divided,
+        because the stream paused before it.
+        """
         one = text.strip()
         if len(one) != 1 or one.isascii():
             return gap
@@ -225,7 +235,8 @@ class Scenarios:
     # --- what is kept -----------------------------------------------------------------------------
 
     def run_warm(self, t: BenchTarget) -> None:
-        """A 1,400-token prefix, then a new last turn, then the same again."""
+        """Measure the TTFT of a new 1,400-token prefix, of a new last turn, and of the same prompt
+        again."""
         system = self._system()
         cold = self._chat(t, [system, *user("First question?")], 8)
         time.sleep(_SETTLE_S)
@@ -237,7 +248,8 @@ class Scenarios:
         self.put(AGAIN, t, again.ttft_s * 1000)
 
     def run_again(self, t: BenchTarget) -> None:
-        """The same 2,000 tokens in every round, twice: only the first round reads them."""
+        """Send the same 2,000 tokens twice in every round: only the first round has to prefill
+        them."""
         messages = user(unique(400, self._first))
         self._chat(t, messages, 8)
         again = self._chat(t, messages, 8)
@@ -274,7 +286,7 @@ class Scenarios:
         self.put(TURNS, t, 1000 * statistics.mean(ttfts))
 
     def run_restart(self, t: BenchTarget) -> None:
-        """The same 1,400-token prompt after a restart."""
+        """Measure the TTFT of the same 1,400-token prompt after a restart."""
         if t.restart is None:
             raise UnsupportedError(
                 f"nobody said how {t.name} is started again: --restart-cmd does, for each server"
@@ -324,7 +336,7 @@ def _together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAns
         return [future.result() for future in futures]
 
 
-# About 1,400 tokens: as long as a coding agent's instructions are at least.
+# About 1,400 tokens: a coding agent's instructions have at least this length.
 SYSTEM = (
     "You are a careful assistant. "
     + ("Rule: answer shortly, plainly and only about what was asked. ") * 110
@@ -362,9 +374,11 @@ def source_file(seed: int) -> str:
 
 
 def copy_edit(seed: int) -> str:
-    """A file, and the beginning of its copy with one word changed: a text to continue. The copy is
-    begun for the model and shown once before: a small model without it writes another text, which
-    would not measure drafting."""
+    """Return a file and the beginning of its copy with one word changed, as a text to continue.
+
+    The beginning and a complete copy are given because a small model would otherwise write another
+    text, which would not measure drafting.
+    """
     text = source_file(seed)
     head = "\n".join(text.splitlines()[:5]).replace("def ", "async def ", 1)
     return f"{text}\n\n---\n\n{text}\n\n---\n\n{head}\n"

@@ -1,7 +1,7 @@
-"""A client as thin as possible for timing any OpenAI-compatible server: SSE lines and a clock.
+"""A minimal client for timing any OpenAI-compatible server: SSE lines and a clock.
 
-httpx takes 56 µs of the processor for a token, http.client 37 µs (both with its JSON, a busy Xeon):
-0.2 % of a token at 100 tok/s.
+Per token, httpx takes 56 µs of CPU time and http.client 37 µs (both with its JSON, a busy Xeon).
+That is 0.2 % of the time per token at 100 tok/s.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ _BEYOND_OPENAI = ("ignore_eos",)
 
 @dataclass
 class StreamedAnswer:
-    """A streamed answer and the times of its pieces; `first_at_s` is a value of perf_counter.
-    `gaps_s` and `later` have one entry for every piece after the first: the seconds before it, and
-    its text."""
+    """A streamed answer and the times of its pieces.
+
+    `first_at_s`: a value of perf_counter.
+    `gaps_s`, `later`: one entry for every piece after the first: the seconds before it, and its
+    text.
+    """
 
     text: str = ""
     ttft_s: float = 0.0
@@ -77,8 +80,11 @@ class StreamedAnswer:
         return found
 
     def rate(self, tokens: int) -> float:
-        """Tokens per second after the first event, if the answer has `tokens` tokens in all; one event
-        brings several if drafts were accepted. Infinite if all pieces came at once."""
+        """Return tokens per second after the first event, for an answer of `tokens` tokens.
+
+        An event contains several tokens if drafts were accepted. Infinite if all pieces came at
+        once.
+        """
         spent = sum(self.gaps_s)
         if spent:
             return (tokens - 1) / spent
@@ -86,16 +92,20 @@ class StreamedAnswer:
 
     @property
     def decode_tok_s(self) -> float:
-        """Tokens per second after the first event, as the server counts them, else one for each
-        event."""
+        """Tokens per second after the first event. Without a count by the server, each event counts
+        as one token."""
         return self.rate(self.said_tokens or self.pieces)
 
 
 @dataclass
 class BenchTarget:
-    """A server to measure: `url` ends in /v1, `model` is what requests name. `restart` ends and
-    starts it again.
-    `refused`: fields it does not know, found out as it refuses them."""
+    """A server to measure.
+
+    `url`: ends in /v1.
+    `model`: the model named in requests.
+    `restart`: stops the server and starts it again.
+    `refused`: fields that the server has rejected.
+    """
 
     name: str
     url: str
@@ -122,9 +132,12 @@ class BenchTarget:
         on_piece: Callable[[int], None] | None = None,
         stop_after: int | None = None,
     ) -> StreamedAnswer:
-        """POST `body` to /chat/completions (/completions for one with a `prompt`) with stream=true
-        and read the answer to its end, or leave after `stop_after` pieces. Raises BackendError for
-        everything but text."""
+        """POST `body` with stream=true, and read the answer to its end or until `stop_after`
+        pieces.
+
+        The path is /completions for a body with a `prompt`, else /chat/completions. Raises
+        BackendError if the reply is no text.
+        """
         path = "/completions" if "prompt" in body else "/chat/completions"
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         while True:
@@ -266,7 +279,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _text(chunk: Mapping[str, Any]) -> str:
-    """The text of one event, reasoning included: it took as long to make."""
+    """The text of one event, including reasoning, because it takes as much time."""
     choice = (chunk.get("choices") or [{}])[0]
     delta = choice.get("delta") or {}
     return (

@@ -1,5 +1,4 @@
-"""Counts of tokens: of the texts of answers, and of prompt tokens that a server computed a second
-time."""
+"""Count the tokens of answers, and the prompt tokens that a server computed more than once."""
 
 from __future__ import annotations
 
@@ -64,9 +63,11 @@ class TokensRead:
         self.twice = 0
 
     def add(self, messages: Messages, answer: StreamedAnswer) -> None:
-        """Count one request. The answer's own tokens count as read too, as far as its text makes
-        the same tokens again; the last token of a prompt does not: it is always computed, its
-        logits are needed."""
+        """Count one request.
+
+        The answer's own tokens count as read if its text results in the same tokens. The last token
+        of a prompt does not count: it is always computed, because its logits are needed.
+        """
         prompt = list(self._tokens(messages))
         shared = max((common(prompt, line) for line in self._lines), default=0)
         known = min(shared, len(prompt) - 1)
@@ -76,7 +77,7 @@ class TokensRead:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of tokens at their beginnings that are equal."""
+    """The length of the common prefix in tokens."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

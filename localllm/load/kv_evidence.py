@@ -1,4 +1,4 @@
-"""Precision loss of quantized KV types, measured and stored once per model and build.
+"""Precision loss of quantised KV types, measured and stored once per model and build.
 
 `localllm doctor --kv` measures it, and the planner uses it.
 

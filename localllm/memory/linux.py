@@ -46,7 +46,7 @@ def meminfo(text: str) -> MemInfo | None:
 
     MemFree is never used alone, because it counts page cache as used. MemAvailable excludes
     reserved huge pages, because only programs that request huge pages can use them. Kernels before
-    3.14 and WSL 1 lack MemAvailable. It is then computed as free plus cached minus shared memory.
+    3.14 and WSL 1 lack MemAvailable. It is then computed as MemFree + Cached + Buffers - Shmem.
     Shared memory counts as cache but can't be dropped. This is the formula of free(1) before it
     used MemAvailable.
     """

@@ -154,8 +154,8 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
 def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
     """Return `url` in the form for clients, ending in /v1, and the API key for it.
 
-    The key is `api_key`, or else LOCALLLM_API_KEY. If `url` is this user's own server, its stored
-    key is used. That key is sent to no other server.
+    The key is `api_key`, or else LOCALLLM_API_KEY. If both are missing and `url` is this user's own
+    server, its stored key is used. That key is sent to no other server.
     """
 
     from localllm.server.http.settings import is_loopback

@@ -52,7 +52,7 @@ def doctor(
     It decodes a few tokens on each backend, and lists the checks that were not possible.
     --accelerator tests the device with the starter model: ten tokens compared with the CPU's, and
     all rules for engines. It writes a text file that you can attach to an issue. --kv compares a
-    model's logits with quantized KV and with f16, and stores the result for the planner. --report
+    model's logits with quantised KV and with f16, and stores the result for the planner. --report
     alone writes the probes' readings of this machine, without serial numbers.
     """
     from localllm.cli import doctor_checks
