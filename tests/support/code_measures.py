@@ -40,6 +40,13 @@ def product() -> dict[str, ast.Module]:
     return {path: ast.parse(text) for path, text in sources().items()}
 
 
+def syntax(path: str, text: str) -> ast.Module:
+    """The syntax of `text`. A file that is as in the checkout is not parsed again."""
+    if sources().get(path) == text:
+        return product()[path]
+    return ast.parse(text)
+
+
 @cache
 def all_nodes(tree: ast.Module) -> list[ast.AST]:
     """Every node of a file. Cached, because many tests walk the same files."""
@@ -123,6 +130,7 @@ def is_nested(node: ast.AST) -> bool:
     return len(node.generators) > 1 or any(inner)
 
 
+@cache
 def riddles() -> frozenset[str]:
     """Names that say too little: the first column of the glossary's last table."""
     table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not named")[2]
@@ -149,6 +157,7 @@ COUNTED = (
     "statements_over_60_nodes",
     "walrus",
 )
+MAXIMA = ("branches_of_a_function", "statements_of_a_function")
 PER_1000_STATEMENTS = ("lambdas", "packed_assignments")
 
 
@@ -159,49 +168,63 @@ class Measures:
     figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     largest: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, n: int = 1) -> None:
+    def add(self, name: str, n: float = 1) -> None:
         self.figures[name] = self.figures.get(name, 0) + n
 
-    def maximum(self, name: str, n: int, where: str) -> None:
+    def maximum(self, name: str, n: float, where: str) -> None:
         if n > self.figures.get(name, -1):
             self.figures[name] = n
             self.largest[name] = where
+
+
+@cache
+def measure_file(path: str, text: str) -> tuple[Measures, Counter[str]]:
+    """The figures of one file, and the counts that ratios are made of."""
+    measures = Measures()
+    totals: Counter[str] = Counter()
+    tree = syntax(path, text)
+    nodes = all_nodes(tree)
+    texts_only = docstrings(nodes)
+    totals["nodes"] = size(nodes) - 2 * len(texts_only)
+    measures.add("broken_strings", broken_strings(text))
+    for node in nodes:
+        if isinstance(node, ast.stmt) and id(node) not in texts_only:
+            totals["statements"] += 1
+            if not hasattr(node, "body") and size(ast.walk(node)) > MOST_NODES:
+                measures.add("statements_over_60_nodes")
+        totals["ifs"] += isinstance(node, ast.If)
+        totals["conditional_expressions"] += isinstance(node, ast.IfExp)
+        totals["lambdas"] += isinstance(node, ast.Lambda)
+        totals["packed_assignments"] += is_packed(node)
+        measures.add("nested_comprehensions", is_nested(node))
+        measures.add("walrus", isinstance(node, ast.NamedExpr))
+    for name, function in functions(tree):
+        inside = list(ast.walk(function))
+        n_branches = branches(inside)
+        where = f"{path}::{name}"
+        measures.add("functions_over_12_branches", n_branches > 12)
+        measures.maximum("branches_of_a_function", n_branches, where)
+        measures.maximum("statements_of_a_function", statements(inside) - 1, where)
+    riddle_names = riddles()
+    defined = [node.name for node in nodes if isinstance(node, Function | ast.ClassDef)]
+    named = [name for node in nodes for name in named_values(node)]
+    measures.add("riddle_functions", sum(name.strip("_") in riddle_names for name in defined))
+    measures.add("riddle_values", sum(name.strip("_") in riddle_names for name in named))
+    return measures, totals
 
 
 def measure(texts: dict[str, str]) -> Measures:
     """Measure the files of a product. `texts` maps the path of each file to its text."""
     measures = Measures()
     totals: Counter[str] = Counter()
-    riddle_names = riddles()
-    own = sources()
     for path, text in texts.items():
-        tree = product()[path] if own.get(path) == text else ast.parse(text)
-        nodes = all_nodes(tree)
-        texts_only = docstrings(nodes)
-        totals["nodes"] += size(nodes) - 2 * len(texts_only)
-        measures.add("broken_strings", broken_strings(text))
-        for node in nodes:
-            if isinstance(node, ast.stmt) and id(node) not in texts_only:
-                totals["statements"] += 1
-                if not hasattr(node, "body") and size(ast.walk(node)) > MOST_NODES:
-                    measures.add("statements_over_60_nodes")
-            totals["ifs"] += isinstance(node, ast.If)
-            totals["conditional_expressions"] += isinstance(node, ast.IfExp)
-            totals["lambdas"] += isinstance(node, ast.Lambda)
-            totals["packed_assignments"] += is_packed(node)
-            measures.add("nested_comprehensions", is_nested(node))
-            measures.add("walrus", isinstance(node, ast.NamedExpr))
-        for name, function in functions(tree):
-            inside = list(ast.walk(function))
-            n_branches = branches(inside)
-            where = f"{path}::{name}"
-            measures.add("functions_over_12_branches", n_branches > 12)
-            measures.maximum("branches_of_a_function", n_branches, where)
-            measures.maximum("statements_of_a_function", statements(inside) - 1, where)
-        defined = [node.name for node in nodes if isinstance(node, Function | ast.ClassDef)]
-        named = [name for node in nodes for name in named_values(node)]
-        measures.add("riddle_functions", sum(name.strip("_") in riddle_names for name in defined))
-        measures.add("riddle_values", sum(name.strip("_") in riddle_names for name in named))
+        of_file, counts = measure_file(path, text)
+        totals += counts
+        for name, n in of_file.figures.items():
+            if name in MAXIMA:
+                measures.maximum(name, n, of_file.largest[name])
+            else:
+                measures.add(name, n)
     n_statements = totals["statements"]
     measures.figures["nodes_per_statement"] = totals["nodes"] / n_statements
     for name in PER_1000_STATEMENTS:
@@ -223,6 +246,6 @@ def nodes_of_packages(texts: dict[str, str]) -> dict[str, int]:
     """The number of AST nodes of each package, docstrings left out."""
     found: Counter[str] = Counter()
     for path, text in texts.items():
-        nodes = list(ast.walk(ast.parse(text)))
+        nodes = all_nodes(syntax(path, text))
         found[package(path)] += size(nodes) - 2 * len(docstrings(nodes))
     return dict(found)
