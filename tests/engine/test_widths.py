@@ -1,5 +1,5 @@
-"""How far a request's log-probabilities move with what else is computed, held to what docs/api.md
-says of it."""
+"""Compare how far a request's log-probabilities depend on its batch with the limits in
+docs/api/sampling.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
 
-DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+DOCS = Path(__file__).parents[2] / "docs" / "api" / "sampling.md"
 QUESTIONS = (
     "Name three colours and say why.",
     "What is a lighthouse for?",
@@ -63,7 +63,7 @@ def test_log_probabilities_move_no_further_than_the_docs_say(smollm2: Path, tmp_
     alone = answers(engine, "first", shares=False)
     said = {
         "alone": answers(engine, "again", shares=False),
-        "beside three others": answers(engine, "beside", shares=False, together=True),
+        "with three others": answers(engine, "beside", shares=False, together=True),
     }
     answers(engine, "cold")
     said["from the cache in memory"] = answers(engine, "warm")

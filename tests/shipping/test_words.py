@@ -21,7 +21,8 @@ from localllm_catalog import catalog
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
-PAGES = [README, ROOT / "docs" / "index.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *GUIDES, *API]
 LINK = re.compile(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)")
 
 
