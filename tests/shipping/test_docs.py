@@ -230,9 +230,12 @@ def test_every_figure_beside_a_peer_stands_on_the_page_that_it_is_from() -> None
         assert any(round(number, digits) == value for number in measured), f"{page}: {figure}"
 
 
-def test_the_readme_shows_what_recommend_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_first_page_shows_what_recommend_prints(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    page = (ROOT / "README.md").read_text("utf-8")
+    page = (ROOT / name).read_text("utf-8")
     shown = page.partition('$ localllm recommend --device "Strix Halo"\n')[2].partition("```")[0]
     printed = CliRunner().invoke(app, ["recommend", "--device", "Strix Halo"]).stdout
     assert len(shown.splitlines()) > 5
