@@ -118,7 +118,7 @@ class ClusterPlan:
         )
 
 
-def layer_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
+def bytes_of_layers(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
     """Return the bytes of each layer: weights, KV and state."""
     return [sum(of_all) for of_all in memory.layer_ledger(model, variant, settings).layers]
 
@@ -132,7 +132,7 @@ def divide(
     Equal machines get equal parts, so that each has room for more context. Returns None if the
     machines cannot hold all layers.
     """
-    left = layer_bytes(model, variant, settings)
+    left = bytes_of_layers(model, variant, settings)
     parts = places.parts(model, variant)
 
     def rate(device: Device) -> float:
@@ -332,7 +332,7 @@ def needs_bytes(
     parts = places.parts(model, variant)
     ends = parts.input_bytes + parts.own_output_bytes
     fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
-    return -(-sum(layer_bytes(model, variant, settings)) // n) + ends + fixed
+    return -(-sum(bytes_of_layers(model, variant, settings)) // n) + ends + fixed
 
 
 def tensor_parallel_plan(
