@@ -131,7 +131,7 @@ def run(
 def planned(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> list[int]:
     """Bytes of each device as the planner counts them, without the reserve it keeps for other
     engines' schedulers."""
-    from localllm.planner import memory, places
+    from localllm.planner import layer_bytes, memory
     from localllm.planner.types import RunSettings
     from localllm_backends.placement import Placement
     from localllm_catalog import from_gguf, gguf
@@ -150,7 +150,7 @@ def planned(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> 
     rows = memory.layer_ledger(model, variant, ran).device_layers(ran.placement)
     split = ran.placement.tensor_split or (1.0,) * options.devices
     scratch = memory.compute_bytes(model, ran) + memory.pipeline_bytes(model, ran, options.devices)
-    return [held + scratch for held in places.as_split(rows, split, options.devices)]
+    return [held + scratch for held in layer_bytes.as_split(rows, split, options.devices)]
 
 
 def compare(path: Path, options: argparse.Namespace, endpoints: list[str]) -> None:

@@ -173,7 +173,7 @@ def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
 
 def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Plan `path`, and where it fits load it, and measure."""
-    from localllm.planner import speed, why
+    from localllm.planner import explanations, speed
 
     device, model, plan, measured = planned(path, options.context)
     found: dict[str, Any] = {
@@ -181,7 +181,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         "planned_gb": plan.memory.total_bytes / 1e9,
     }
     if plan.fits == "no":
-        return {**found, "refused": why.does_not_fit(plan, device)}
+        return {**found, "refused": explanations.does_not_fit(plan, device)}
     from localllm.load.options import load_spec
     from localllm_backends.contract import Chunk
     from localllm_backends.llamacpp import backend_type

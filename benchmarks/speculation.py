@@ -33,8 +33,8 @@ from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
-from localllm_backends.llamacpp.companion import KINDS
 from localllm_backends.llamacpp.gguf_header import NativeHeader
+from localllm_backends.llamacpp.trained_drafter import KINDS
 
 
 def _chat(*turns: str) -> str:

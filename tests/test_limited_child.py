@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from localllm.grammars.trial import COMPILED
+from localllm.grammars.compile_limit import COMPILED
 from localllm.limited_child import ChildError, ChildLimits, LimitedChild, Stages
 
 SETUP = {"n_vocab": 300, "special": {"<|end|>": 299}, "named": {}, "eog": [299]}
@@ -27,7 +27,10 @@ TOO_MUCH = {
 @pytest.fixture(scope="module")
 def stages() -> Iterator[Stages]:
     made = Stages(
-        [LimitedChild("localllm.grammars.trial", limits, lambda: SETUP) for limits in LIMITS]
+        [
+            LimitedChild("localllm.grammars.compile_limit", limits, lambda: SETUP)
+            for limits in LIMITS
+        ]
     )
     yield made
     made.close()
@@ -60,7 +63,7 @@ def test_why_a_grammar_is_refused_is_told(stages: Stages) -> None:
 
 
 def test_closing_ends_what_is_at_work() -> None:
-    child = LimitedChild("localllm.grammars.trial", ChildLimits(60.0, 2**30), lambda: SETUP)
+    child = LimitedChild("localllm.grammars.compile_limit", ChildLimits(60.0, 2**30), lambda: SETUP)
     assert child.ask(SMALL)
     threading.Timer(0.1, child.close).start()
     with pytest.raises(ChildError, match="nobody waits"):

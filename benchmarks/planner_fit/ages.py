@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from localllm.planner import kernels
+from localllm.planner.bytes_per_token import facts
 from localllm.planner.decode_cost import CostTerm
-from localllm.planner.streams import facts
 from localllm_catalog.types import Model
 
 # AMD's GPUs with units for matrices, which llama.cpp's Vulkan uses from RDNA3 on.

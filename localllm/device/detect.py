@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm import paths
-from localllm.device import bandwidth, ggml, in_use
+from localllm.device import backend_view, bandwidth, ggml
 from localllm.device.machines import identify
 from localllm.device.parsers.linux import last_level_cache_bytes
 from localllm.device.probes import matrix_rate
@@ -29,7 +29,7 @@ def detect(*, measure: bool = False) -> Device:
     found = from_readings(readings, measure=measure, settled=True)
     if found.accelerator == "metal":
         return found
-    build = in_use.build_here()
+    build = backend_view.build_here()
     processor = found
     if (
         found.accelerator != "cpu"
@@ -37,9 +37,9 @@ def detect(*, measure: bool = False) -> Device:
         and not build.failure
         and ggml.driven_by(found, build) == "cpu"
     ):
-        readings = in_use.without_gpus(readings)
+        readings = backend_view.without_gpus(readings)
         processor = from_readings(readings, measure=measure, settled=True)
-    return with_matrix_rates(in_use.as_used(found, processor, build), measure=measure)
+    return with_matrix_rates(backend_view.as_used(found, processor, build), measure=measure)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -105,7 +105,7 @@ def with_matrix_rates(
     are due. A measurement takes about half a second a type. Rates that are due for another
     measurement are left out.
     """
-    build = in_use.identity() if device.accelerator == "cpu" else None
+    build = backend_view.identity() if device.accelerator == "cpu" else None
     if build is None:
         return device
     folder = paths.cache_dir()

@@ -14,9 +14,9 @@ from functools import cache
 from itertools import chain, combinations
 from pathlib import Path
 
-from localllm.device import table, typed
-from localllm.device.table import DeviceRow
-from localllm.device.typed import FORMS, SUFFIXES, Typed
+from localllm.device import name_parser, parts_table
+from localllm.device.name_parser import FORMS, SUFFIXES, Typed
+from localllm.device.parts_table import DeviceRow
 
 _NICKNAMES_FILE = Path(__file__).with_name("nicknames.toml")
 
@@ -25,11 +25,11 @@ _NICKNAMES_FILE = Path(__file__).with_name("nicknames.toml")
 def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
     """Rows indexed by the set of words that name them, without memory sizes and core counts."""
     index: dict[frozenset[str], list[DeviceRow]] = {}
-    for row in table.rows():
+    for row in parts_table.rows():
         if row.kind == "system":
             continue
         for alias in _aliases(row):
-            words = frozenset(typed.read(alias).words)
+            words = frozenset(name_parser.read(alias).words)
             if words and row not in index.setdefault(words, []):
                 index[words].append(row)
     return {words: tuple(found) for words, found in index.items()}
@@ -60,7 +60,7 @@ def _aliases(row: DeviceRow) -> list[str]:
 
 
 # Words that identify no part.
-SAY_NOTHING = {"laptop", *typed.DECORATIONS, *map(str, range(10))}
+SAY_NOTHING = {"laptop", *name_parser.DECORATIONS, *map(str, range(10))}
 # Vendors of cards that are also words in machines' names.
 MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 
@@ -74,7 +74,7 @@ def _listed_nicknames() -> dict[str, str]:
 @cache
 def _nicknames() -> dict[frozenset[str], frozenset[str]]:
     return {
-        frozenset(typed.words(nick)): frozenset(typed.read(meant).words)
+        frozenset(name_parser.words(nick)): frozenset(name_parser.read(meant).words)
         for nick, meant in _listed_nicknames().items()
     }
 
@@ -93,7 +93,7 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     """
     rows, found = _found(part)
     if not rows and part.count > 1:  # "evo x2" is one machine.
-        rows, found = _found(replace(part, words=typed.words(part.text), count=1))
+        rows, found = _found(replace(part, words=name_parser.words(part.text), count=1))
     if not rows:
         return (), part
     return rows, found
@@ -101,12 +101,14 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
 
 def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     known = _known() - MAKERS
-    plain = [word for word in part.words if word in known or word not in typed.DECORATIONS | MAKERS]
+    plain = [
+        word for word in part.words if word in known or word not in name_parser.DECORATIONS | MAKERS
+    ]
     for tried in (part, replace(part, words=tuple(plain))):
         found = _named(tried.words, tried.memory_gb)
         if found:
             return found, tried
-        shorter = typed.without_number(tried)
+        shorter = name_parser.without_number(tried)
         if shorter is None or shorter.memory_gb is None:
             continue
         sold = tuple(row for row in _named(shorter.words) if shorter.memory_gb in row.memory_gb)
@@ -127,9 +129,9 @@ def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
         run = words[start:end]
         rest = words[:start] + words[end:]
         beside = {*words[start - 1 : start], *words[end : end + 1]}
-        if not typed.is_apart(words[:start], words[end:]):
+        if not name_parser.is_apart(words[:start], words[end:]):
             continue
-        is_number_left = any(typed.is_number(word) for word in rest)
+        is_number_left = any(name_parser.is_number(word) for word in rest)
         if not is_number_left and beside & (_known() - MAKERS - SAY_NOTHING):
             continue
         rows, found = _found(replace(part, words=run))
@@ -155,7 +157,7 @@ def is_machine(part: Typed) -> bool:
         return False
     own = [re.fullmatch(r"[a-z]+[0-9]+[a-z]*", word) is not None for word in words]
     before = [word.isalpha() and word not in _known() for word in ("0", *words)]
-    numbers = [i for i, word in enumerate(words) if typed.is_number(word)]
+    numbers = [i for i, word in enumerate(words) if name_parser.is_number(word)]
     return any(own) or (bool(numbers) and all(own[i] or before[i] for i in numbers))
 
 
@@ -166,7 +168,7 @@ def called(name: str) -> DeviceRow | None:
     """
     text = _spelled(name)
     begun = []
-    for row in table.rows():
+    for row in parts_table.rows():
         spelled = _spelled(row.name)
         if spelled == text:
             return row
@@ -182,7 +184,7 @@ def line(words: tuple[str, ...]) -> DeviceRow | None:
         return None
     found = [
         row
-        for row in table.rows()
+        for row in parts_table.rows()
         if row.kind == "system" and wanted <= set(_spelled(row.name).split())
     ]
     return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
@@ -216,7 +218,7 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
 def _own_words(row: DeviceRow) -> frozenset[str]:
     """Return the words of a row's own name, or of the chip's name for a Mac."""
     name = row.chip if row.vendor == "Apple" else row.name
-    return frozenset(typed.read(name).words)
+    return frozenset(name_parser.read(name).words)
 
 
 def _nearly_named(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
@@ -263,7 +265,7 @@ def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
     The extra words are a brand, a vendor, or words that only one such part has.
     """
     words = set(extra)
-    if any(typed.is_number(word) for word in wanted):
+    if any(name_parser.is_number(word) for word in wanted):
         words -= _TIERS
     if any(c.isdigit() for c in "".join(words)):
         return False
@@ -289,11 +291,11 @@ def longer(part: Typed) -> list[str]:
 @cache
 def _spellings() -> dict[str, str]:
     spelled = {}
-    for row in reversed(table.rows()):
+    for row in reversed(parts_table.rows()):
         name = _short(row)
-        spelled[" ".join(typed.words(name))] = name
+        spelled[" ".join(name_parser.words(name))] = name
     for nick, meant in _listed_nicknames().items():
-        rows = _index().get(frozenset(typed.words(meant)), ())
+        rows = _index().get(frozenset(name_parser.words(meant)), ())
         if rows:
             spelled[nick] = _short(rows[0])
     return spelled
@@ -301,7 +303,7 @@ def _spellings() -> dict[str, str]:
 
 def nearest(name: str, count: int = 3) -> list[str]:
     """Return up to `count` names of the table that are similar to `name`."""
-    wanted = [word for word in typed.words(name) if word not in MAKERS | {"laptop"}]
+    wanted = [word for word in name_parser.words(name) if word not in MAKERS | {"laptop"}]
     close = difflib.get_close_matches(" ".join(wanted), _spellings(), n=2 * count, cutoff=0.5)
     return list(dict.fromkeys(_spellings()[spelled] for spelled in close))[:count]
 

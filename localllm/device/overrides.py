@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device import cards, usable
-from localllm.device.described import Computer, with_host
 from localllm.device.ram import StatedRam
+from localllm.device.synthetic_device import Computer, with_host
 from localllm.device.types import GIB, Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import keeping

@@ -23,7 +23,7 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
     Raises DeviceNotFoundError.
     """
     from localllm.device.detect import detect
-    from localllm.device.named import resolve
+    from localllm.device.name_lookup import resolve
     from localllm.device.overrides import overridden
 
     if name is not None:

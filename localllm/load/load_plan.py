@@ -23,7 +23,7 @@ from localllm.library.catalog import load_catalog, open_model
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm.load.adapters import adapter_named, planned_with
-from localllm.load.companions import (
+from localllm.load.drafters_and_projector import (
     ImageProjector,
     chosen_drafter,
     projector_beside,

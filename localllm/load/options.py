@@ -9,7 +9,7 @@ from localllm import paths
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.library.types import LocalModel
-from localllm.load.companions import ChosenDrafter, ImageProjector
+from localllm.load.drafters_and_projector import ChosenDrafter, ImageProjector
 from localllm.load.plan_inputs import offload_options
 from localllm.memory.system import SystemMemory
 from localllm.planner.types import DraftChoice, Plan, RunSettings

@@ -12,9 +12,9 @@ from localllm.errors import UsageError
 from localllm.library.catalog import OpenedModel
 from localllm.library.types import LocalModel
 from localllm.load import kv_evidence, measurements
-from localllm.load.companions import ChosenDrafter
+from localllm.load.drafters_and_projector import ChosenDrafter
 from localllm.planner import kernels
-from localllm.planner.placing import OffloadOptions
+from localllm.planner.placement_search import OffloadOptions
 from localllm.planner.plan import plan_for
 from localllm.planner.quality import KvPrecision
 from localllm.planner.starting_settings import Overrides

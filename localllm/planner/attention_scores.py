@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.planner.streams import facts
+from localllm.planner.bytes_per_token import facts
 from localllm.planner.types import RunSettings
 from localllm_catalog.types import Model
 

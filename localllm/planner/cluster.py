@@ -19,8 +19,8 @@ from itertools import accumulate
 from operator import attrgetter
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, memory, places, speed
-from localllm.planner.streams import streamed
+from localllm.planner import decode_cost, layer_bytes, memory, speed
+from localllm.planner.bytes_per_token import streamed
 from localllm.planner.types import Range, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
 
@@ -133,7 +133,7 @@ def divide(
     machines cannot hold all layers.
     """
     left = bytes_of_layers(model, variant, settings)
-    parts = places.parts(model, variant)
+    parts = layer_bytes.parts(model, variant)
 
     def rate(device: Device) -> float:
         return speed.decode(device, model, variant, settings).value
@@ -329,7 +329,7 @@ def needs_bytes(
 
     Each holds its share of the layers and their KV, and all of the embedding and output.
     """
-    parts = places.parts(model, variant)
+    parts = layer_bytes.parts(model, variant)
     ends = parts.input_bytes + parts.own_output_bytes
     fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
     return -(-sum(bytes_of_layers(model, variant, settings)) // n) + ends + fixed

@@ -31,8 +31,8 @@ from functools import lru_cache
 
 from localllm.device.types import Device, TypeRates
 from localllm.planner import efficiency, kernels
+from localllm.planner.bytes_per_token import Streamed, facts, streamed
 from localllm.planner.kernel_facts import facts as kernel_facts
-from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
 

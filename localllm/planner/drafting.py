@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, memory, places
+from localllm.planner import decode_cost, layer_bytes, memory
+from localllm.planner.bytes_per_token import facts, streamed
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.speed import decode_step
-from localllm.planner.streams import facts, streamed
 from localllm.planner.types import USUAL, Plan, Range, RunSettings, Workload, backend_of
 from localllm_catalog.types import Model, Variant
 
@@ -62,9 +62,12 @@ def speculation_gain(
 
 
 def draft_gain(
-    device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]
+    device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant] | None
 ) -> float:
-    """Return the predicted speed-up if `draft` proposes four tokens a step (below 1 = slower)."""
+    """Return the predicted speed-up if `draft` proposes four tokens a step (below 1 = slower; 1
+    without a draft model)."""
+    if draft is None:
+        return 1.0
     draft_s = decode_step(device, *draft, USUAL).total_s
     target_s = decode_step(device, *target, USUAL).total_s
     (verify,) = verify_ratios(device, *target, (_DRAFT_LENGTH + 1,))
@@ -168,7 +171,7 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     if not model.mtp_layers or not backend_of(plan.variant).draft_heads:
         return None
     read = streamed(model, plan.variant).total_bytes
-    output = places.parts(model, plan.variant).output_bytes
+    output = layer_bytes.parts(model, plan.variant).output_bytes
     # A guess computes one layer and the output matrix.
     guess = min(1.0, output / max(1, read) + 1 / len(model.layers))
     lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]

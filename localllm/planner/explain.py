@@ -16,14 +16,14 @@ from localllm.planner import (
     efficiency,
     kernels,
     kv_sizes,
-    places,
+    layer_bytes,
     prefill_cost,
     quality,
     speed,
 )
-from localllm.planner.streams import facts, streamed
+from localllm.planner.bytes_per_token import facts, streamed
+from localllm.planner.explanations import left_behind
 from localllm.planner.types import Plan, Range, RunSettings, backend_of
-from localllm.planner.why import left_behind
 from localllm_catalog.types import ESTIMATED, Layer, Variant
 
 
@@ -77,7 +77,7 @@ def _memory_lines(plan: Plan, device: Device) -> Iterator[str]:
     if need.host_bytes:
         yield _part("host memory", need.host_bytes, "beside it, in system memory")
     if need.disk_bytes:
-        row = f"{places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
+        row = f"{layer_bytes.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
         rows = f"tables: {plan.model.lookup_rows} rows a token, {row}"
         yield _part("on the disk", need.disk_bytes, rows)
     if settings.placement.is_split:
@@ -146,12 +146,12 @@ def _card_lines(plan: Plan, device: Device) -> Iterator[str]:
 
 def _split_lines(plan: Plan, device: Device) -> list[str]:
     """Return the cost of a token of a split plan, by memory; empty for a plan that is not split."""
-    share = places.shares(plan.model, plan.variant, plan.settings.placement)
+    share = layer_bytes.shares(plan.model, plan.variant, plan.settings.placement)
     if share.is_whole or device.kind != "discrete":
         return []
     read = streamed(plan.model, plan.variant)
     left = read.dense_bytes * (1 - share.dense) + read.routed_bytes * (1 - share.experts)
-    experts = places.parts(plan.model, plan.variant).expert_bytes * (1 - share.experts)
+    experts = layer_bytes.parts(plan.model, plan.variant).expert_bytes * (1 - share.experts)
     crossing = f"{speed.CROSSING_S * 1e6:.0f} µs, assumed: a step changes memories"
     return [
         f"  in system memory {left / 1e9:>6.3f} GB of what a token reads; "
@@ -318,7 +318,7 @@ def _rate(plan: Plan, device: Device) -> str:
 
 def _divided_line(plan: Plan, device: Device, on_card_s: float) -> str:
     """Return the time that a part in system memory adds to a prompt token; "" if it adds no time."""
-    share = places.shares(plan.model, plan.variant, plan.settings.placement)
+    share = layer_bytes.shares(plan.model, plan.variant, plan.settings.placement)
     longer_s = 1 / plan.prefill_tok_s.value - on_card_s
     if share.is_whole or device.kind != "discrete" or longer_s <= 0:
         return ""

@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import Literal
 
 from localllm.device.types import Device, MatrixRates, TypeRates
-from localllm.planner import efficiency, needs
+from localllm.planner import efficiency, scoring
+from localllm.planner.bytes_per_token import streamed
 from localllm.planner.kernel_facts import facts
-from localllm.planner.streams import streamed
 from localllm.planner.types import Workload, backend_of
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
@@ -257,7 +257,7 @@ def layout(
     usual = flops_s(device.matrix_rates, model, variant, stored=False)
     if stored is None or usual is None:
         return "auto"
-    need = needs.need_of(workload)
+    need = scoring.need_of(workload)
 
     def work(flops_s: tuple[float, float]) -> float:
         prompt, token = flops_s

@@ -12,7 +12,7 @@ import math
 from fractions import Fraction
 from itertools import chain
 
-from localllm.planner.streams import facts
+from localllm.planner.bytes_per_token import facts
 from localllm.planner.types import RunSettings
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration

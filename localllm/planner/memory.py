@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
-from localllm.planner import kv_sizes, places
+from localllm.planner import kv_sizes, layer_bytes
 from localllm.planner.attention_scores import scores_bytes
+from localllm.planner.bytes_per_token import facts
 from localllm.planner.kv_sizes import (
     CONTEXT_STEP,
     F16,
@@ -26,7 +27,6 @@ from localllm.planner.kv_sizes import (
     mlx_kv_bytes,
     recurrent_bytes,
 )
-from localllm.planner.streams import facts
 from localllm.planner.types import (
     CompanionDrafter,
     DraftChoice,
@@ -104,7 +104,7 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
     """Return the bytes of the token embedding table in this variant's format, with lookup tables."""
     if model.lookup_bits:
         # The tables have their own format. The other tensors take the rest of the file.
-        tables = places.table_bytes(model, variant)
+        tables = layer_bytes.table_bytes(model, variant)
         total = model.params_total - model.lookup_params
         tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=total)
         rest = replace(variant, file_bytes=weights_bytes(variant) - tables, weights_bytes=0)
@@ -224,13 +224,13 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
     return (_PIPELINE_COPIES - 1) * inputs * settings.n_batch
 
 
-def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> places.Ledger:
+def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> layer_bytes.Ledger:
     """Return the bytes of each layer in this run."""
     kv = layer_kv_bytes(model, settings)
     state = layer_state_bytes(model, settings)
-    found = places.parts(model, variant)
+    found = layer_bytes.parts(model, variant)
     rows = tuple((d, e, k, s) for (d, e), k, s in zip(found.layers, kv, state, strict=True))
-    return places.Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes)
+    return layer_bytes.Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes)
 
 
 def need(
@@ -247,13 +247,13 @@ def need(
     n_cards = 1
     limit = 0
     if device is not None:
-        device = places.used(device, settings.placement)
+        device = layer_bytes.used(device, settings.placement)
         n_cards = device.n_gpus
         limit = device.room_bytes
         if device.kind == "discrete":
             return _need_apart(model, variant, settings, device)
     weights, _ = whole_weights(model, variant, device)
-    on_disk = places.disk_bytes(model, variant, settings)
+    on_disk = layer_bytes.disk_bytes(model, variant, settings)
     compute = n_cards * _step_bytes(model, settings, device)
     return MemoryNeed(
         weights_bytes=weights - on_disk,
@@ -297,14 +297,14 @@ def _need_apart(
         overhead = overhead_bytes(device)
         projector = settings.projector_bytes
     drafted = _draft_bytes(model, variant, settings, device)
-    on_disk = min(host_weights, places.disk_bytes(model, variant, settings))
+    on_disk = min(host_weights, layer_bytes.disk_bytes(model, variant, settings))
     host = host_weights - on_disk + host_kept + settings.projector_bytes - projector
     host += host_compute_bytes(model, settings) + copies + output_bytes(model, settings.slots)
     cards: tuple[int, ...] = ()
     limits: tuple[int, ...] = ()
     if n_cards > 1:
         limits = cards_limits(device)
-        each = places.as_split(rows, placed.tensor_split or limits, n_cards)
+        each = layer_bytes.as_split(rows, placed.tensor_split or limits, n_cards)
         cards = _cards_bytes(each, compute + overhead // n_cards, drafted, settings)
     return MemoryNeed(
         weights_bytes=max(0, weights),
@@ -370,7 +370,7 @@ def _draft_bytes(
 _HEADS_DRAFT_CELLS = 48
 _REWIND_TOKENS = 3
 # Tokens that our llama.cpp backend lets a trained drafter read at once
-# (localllm_backends/llamacpp/companion.py). The drafter reads the rows of about five of the model's
+# (localllm_backends/llamacpp/trained_drafter.py). The drafter reads the rows of about five of the model's
 # layers.
 _COMPANION_BATCH = 128
 _COMPANION_LAYERS = 5

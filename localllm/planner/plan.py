@@ -18,17 +18,17 @@ from localllm.planner import (
     decode_cost,
     drafting,
     kv_sizes,
+    layer_bytes,
     memory,
-    needs,
-    places,
-    placing,
+    placement_search,
     prefill_cost,
     quality,
+    scoring,
     speed,
 )
 from localllm.planner.kernel_facts import facts as kernel_facts
-from localllm.planner.needs import SPLIT_COST, Need, score
-from localllm.planner.placing import verdict
+from localllm.planner.placement_search import verdict
+from localllm.planner.scoring import SPLIT_COST, Need, score
 from localllm.planner.starting_settings import (
     NOTHING_FIXED,
     Overrides,
@@ -80,11 +80,11 @@ def max_context(device: Device, plan: Plan) -> int:
 
 
 def _longest(device: Device, model: Model, variant: Variant, settings: RunSettings) -> int:
-    used = places.used(device, settings.placement)
+    used = layer_bytes.used(device, settings.placement)
 
     def is_too_long(steps: int) -> bool:
         longer = replace(settings, n_ctx=steps * kv_sizes.CONTEXT_STEP)
-        divided = placing.over_cards(used, model, variant, longer)
+        divided = placement_search.over_cards(used, model, variant, longer)
         return verdict(used, memory.need(model, variant, divided, used)) == "no"
 
     most = (model.native_context or 131072) // kv_sizes.CONTEXT_STEP
@@ -176,7 +176,7 @@ class _Run:
         workload: Workload,
         overrides: Overrides,
     ) -> _Run:
-        purpose = needs.need_of(workload)
+        purpose = scoring.need_of(workload)
         tokens = context_for(model, workload) // max(1, workload.parallel)
         prompt = min(purpose.prompt_tokens, tokens)
         return cls(device, model, variant, workload, overrides, purpose, tokens, prompt)
@@ -226,15 +226,20 @@ class _Run:
         if the fastest choice of cards is free.
         """
         wanted = wanted.with_kv_type(kv_types[0])
-        weights_bytes = self.variant.file_bytes - places.disk_bytes(self.model, self.variant, USUAL)
+        weights_bytes = self.variant.file_bytes - layer_bytes.disk_bytes(
+            self.model, self.variant, USUAL
+        )
         best = None
         fastest = 0.0
         choices: Sequence[tuple[int, ...]] = ()
         if self.overrides.offload.tensor_split is None:
-            choices = placing.choices(self.device)
+            choices = placement_search.choices(self.device)
         for cards in choices:
             settings = wanted.placed(cards=cards)
-            if cards and weights_bytes <= places.used(self.device, settings.placement).room_bytes:
+            if (
+                cards
+                and weights_bytes <= layer_bytes.used(self.device, settings.placement).room_bytes
+            ):
                 top = self.planned(_Settled(settings, _UNKNOWN, "yes"))
                 fastest = max(fastest, top.decode_tok_s.value)
                 best = self.best_of([top], kv_types, best)
@@ -255,8 +260,8 @@ class _Run:
         needs no memory."""
         if plan.memory is _UNKNOWN:
             return True
-        used = places.used(self.device, plan.settings.placement)
-        parts = placing.needed_parts(used, plan.memory)
+        used = layer_bytes.used(self.device, plan.settings.placement)
+        parts = placement_search.needed_parts(used, plan.memory)
         return all(part.needs_bytes <= part.free_bytes for part in parts)
 
     def best_of(
@@ -278,7 +283,7 @@ class _Run:
         """Yield the ways to run the file on the cards of `top`."""
         lost = 0.0
         if self.device.accelerator != "cpu":
-            lost = needs.prompt_lost(top, self.purpose)
+            lost = scoring.prompt_lost(top, self.purpose)
         costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
         for kv_type, cost in zip(kv_types, costs, strict=True):
             yield _Way(True, self.rank(top, cost - lost), top, kv_type)
@@ -300,8 +305,8 @@ class _Run:
 
     def on_cards(self, settings: RunSettings) -> _Settled:
         """Place all of the model on the cards of `settings`, and judge whether it fits."""
-        used = places.used(self.device, settings.placement)
-        tried = placing.over_cards(
+        used = layer_bytes.used(self.device, settings.placement)
+        tried = placement_search.over_cards(
             used, self.model, self.variant, self.overrides.offload.applied_to(settings)
         )
         need = memory.need(self.model, self.variant, tried, used)
@@ -311,7 +316,7 @@ class _Run:
     def divided(self, settings: RunSettings) -> _Settled | None:
         """Split `settings` with system memory for the fastest decoding. Returns None if no split
         fits."""
-        found = placing.best_split(
+        found = placement_search.best_split(
             self.device, self.model, self.variant, settings, self.overrides.offload
         )
         if found is None:
@@ -332,7 +337,7 @@ class _Run:
     def read(self, plan: Plan) -> Plan:
         """Return `plan`, or the same with larger prefill steps if prompts cost points and the score
         improves."""
-        if self.device.accelerator == "cpu" or not needs.prompt_lost(plan, self.purpose):
+        if self.device.accelerator == "cpu" or not scoring.prompt_lost(plan, self.purpose):
             return plan
         settled = self.larger(_Settled(plan.settings, plan.memory, plan.fits))
         if settled.settings == plan.settings:
@@ -367,7 +372,7 @@ class _Run:
         """Take the largest micro-batch that pays and needs little memory, for settings that fit
         ("yes"). Returns `settled` itself if no size qualifies."""
         settings, need, fits = settled
-        used = places.used(self.device, settings.placement)
+        used = layer_bytes.used(self.device, settings.placement)
         sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings)]
         if used.accelerator != "cpu" and backend_of(self.variant).buffers == "grown":
             most = min(self.prompt_tokens, int(settings.n_ctx * _SHARE_OF_CONTEXT))
@@ -388,7 +393,7 @@ class _Run:
         step's buffers are larger. A CPU is limited by arithmetic long before that, so the result is
         empty.
         """
-        device = places.used(self.device, settings.placement)
+        device = layer_bytes.used(self.device, settings.placement)
         if device.accelerator == "cpu":
             return ()
         hardware = decode_cost.hardware_of(device, backend_of(self.variant).name)
@@ -418,7 +423,7 @@ class _Run:
         """Return the Plan for `settled`, with its speeds and its score."""
         settings, need, fits = settled
         if fits == "split" and not rough:
-            settings = placing.pinned(self.device, settings, need)
+            settings = placement_search.pinned(self.device, settings, need)
         plan = Plan(
             model=self.model,
             variant=self.variant,
@@ -428,7 +433,9 @@ class _Run:
             load_s=speed.load_time(self.variant),
             **self.speeds(settings, rough=rough),
             **self._quality(settings),
-            draft_gain=self._draft_gain(settings),
+            draft_gain=drafting.draft_gain(
+                self.device, (self.model, self.variant), settings.drafter.second
+            ),
         )
         drafted = drafting.for_purpose(self.device, plan, self.workload)
         if drafted is not None:
@@ -449,13 +456,6 @@ class _Run:
             "kv_bytes_per_1k": kv_sizes.kv_bytes_per_1k_tokens(self.model, settings.kv_type),
             "kv_why": quality.why(settings.kv_type, self.workload.purpose, evidence),
         }
-
-    def _draft_gain(self, settings: RunSettings) -> float:
-        """How many times as fast the settings' drafter makes decoding; 1 without a drafter."""
-        second = settings.drafter.second
-        if second is None:
-            return 1.0
-        return drafting.draft_gain(self.device, (self.model, self.variant), second)
 
     def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
         """Return the decode speed with an empty and a full context, the prefill speed, and the time

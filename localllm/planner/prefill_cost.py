@@ -22,6 +22,7 @@ from functools import lru_cache
 
 from localllm.planner import efficiency, kernels
 from localllm.planner.attention_scores import moved_bytes
+from localllm.planner.bytes_per_token import facts, streamed
 from localllm.planner.decode_cost import (
     PEAK_SHARE,
     CostTerm,
@@ -31,7 +32,6 @@ from localllm.planner.decode_cost import (
     lag,
 )
 from localllm.planner.kernel_facts import facts as kernel_facts
-from localllm.planner.streams import facts, streamed
 from localllm.planner.types import DEFAULT_BATCH
 from localllm_backends import registry
 from localllm_catalog.types import Layer, Model, Variant

@@ -21,17 +21,17 @@ from localllm.formatting import gb, mb
 from localllm.planner import (
     drafting,
     efficiency,
+    explanations,
+    layer_bytes,
     memory,
-    needs,
-    picks,
-    places,
     quality,
+    scoring,
+    selection,
     speed,
-    why,
 )
-from localllm.planner.needs import Need
-from localllm.planner.placing import verdict
+from localllm.planner.placement_search import verdict
 from localllm.planner.plan import finished, max_context, plan_for
+from localllm.planner.scoring import Need
 from localllm.planner.starting_settings import NOTHING_FIXED, Overrides, draft_pair, typical
 from localllm.planner.types import (
     USUAL,
@@ -66,7 +66,7 @@ def backends_of(device: Device) -> tuple[str, ...]:
 def too_slow(plan: Plan, need: Need) -> bool:
     """Return whether the plan's speed, or its wait for the first token, is unacceptable for the
     purpose."""
-    return plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need)
+    return plan.stream_tok_s < need.least_tok_s or scoring.too_long(plan, need)
 
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
@@ -80,7 +80,9 @@ def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> 
     room_bytes = device.room_bytes
     if device.host and device.kind == "discrete":
         room_bytes += device.host.limit_bytes
-    return [v for v in variants if v.file_bytes - places.disk_bytes(model, v, USUAL) <= room_bytes]
+    return [
+        v for v in variants if v.file_bytes - layer_bytes.disk_bytes(model, v, USUAL) <= room_bytes
+    ]
 
 
 def _is_sound(model: Model, variant: Variant) -> bool:
@@ -107,10 +109,10 @@ def recommend(
 
     `on_plan` gets each model's own best plan as soon as it is found, unranked. At most two picks
     are from one family, with different sizes, so that one maker cannot fill all eight. No pick is
-    matched by another one in all figures (localllm/planner/picks.py).
+    matched by another one in all figures (localllm/planner/selection.py).
     """
     everything = list(models)
-    need = needs.need_of(workload)
+    need = scoring.need_of(workload)
     best: list[Plan] = []
     rejected: list[Rejected] = []
     for model in everything:
@@ -121,16 +123,16 @@ def recommend(
                 on_plan(outcome)
         elif outcome is not None:
             rejected.append(outcome)
-    best = picks.no_less_than_older(best)
+    best = selection.no_less_than_older(best)
     best.sort(key=attrgetter("model.release_date", "model.id"), reverse=True)
     best.sort(key=_rank)
-    shown, left = picks.choose(_sure_first(best), limit)
+    shown, left = selection.choose(_sure_first(best), limit)
     for plan, reason in left:
         rejected.append(_not_shown(device, plan, reason, workload, overrides))
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
     detailed = [
         detailed_plan(device, plan, everything, workload, overrides)
-        for plan in why.explained(shown, need)
+        for plan in explanations.explained(shown, need)
     ]
     return Recommendation(tuple(detailed), tuple(rejected), workload)
 
@@ -169,7 +171,7 @@ def _not_shown(
     if usual.file_bytes > plan.variant.file_bytes:
         whole = plan_for(device, plan.model, usual, workload, overrides=overrides, rough=True)
         if whole.fits == "no":
-            reason = f"{why.does_not_fit(whole, device)}; {plan.variant.quant} would fit"
+            reason = f"{explanations.does_not_fit(whole, device)}; {plan.variant.quant} would fit"
             return Rejected(plan.model, usual, reason, "memory")
     return Rejected(plan.model, plan.variant, reason, "ranking")
 
@@ -192,13 +194,13 @@ def detailed_plan(
         f"up to {longest:,} tokens of context fit; each further 1,024 cost {more}"
     ]
     predicted = speed.decode(device, plan.model, plan.variant, plan.settings)
-    reasons.append(why.on_disk(plan, predicted.value))
+    reasons.append(explanations.on_disk(plan, predicted.value))
     if "measured" not in plan.decode_tok_s.basis:
         reasons.append(efficiency.limit_of(device))
-    reasons.append(needs.sentence(plan, needs.need_of(workload)))
+    reasons.append(scoring.sentence(plan, scoring.need_of(workload)))
     other = _other_engine(device, plan, workload, overrides)
     if other is not None:
-        reasons.append(picks.compare(device, plan, other))
+        reasons.append(selection.compare(device, plan, other))
     reasons += [
         _other_kernels(device, plan),
         _draft_sentence(device, plan, models),
@@ -217,7 +219,7 @@ def _other_engine(
     others = [
         v for v in _candidates(device, plan.model, overrides) if backend_of(v).name != plan.backend
     ]
-    variant = picks.nearest_of_other(plan, others)
+    variant = selection.nearest_of_other(plan, others)
     if variant is None:
         return None
     other = plan_for(device, plan.model, variant, workload, overrides=overrides)
@@ -290,7 +292,7 @@ def _best_of(
     if not variants:
         return None
     smallest = min(variants, key=lambda v: (v.file_bytes, v.quant))
-    unsuited = needs.unsuited(model, workload)
+    unsuited = scoring.unsuited(model, workload)
     if unsuited is not None:
         return Rejected(model, smallest, unsuited, "purpose")
     untrained = beyond_training(model, workload)
@@ -307,9 +309,9 @@ def _best_of(
         fitting = fitting or plans
     if fitting:
         quickest = max(fitting, key=attrgetter("stream_tok_s", "variant.quant"))
-        return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
+        return Rejected(model, quickest.variant, explanations.is_too_slow(quickest, need), "speed")
     shown = typical(variants)
-    return Rejected(model, shown, why.does_not_fit(rough(shown), device), "memory")
+    return Rejected(model, shown, explanations.does_not_fit(rough(shown), device), "memory")
 
 
 def _by_class(model: Model, variants: Sequence[Variant]) -> Iterator[list[Variant]]:
@@ -337,7 +339,7 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
         p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)
     ]
     near = [p for p in near if _loses_little(p)] or near
-    near = [p for p in near if needs.context_can_grow(p, need)] or near
+    near = [p for p in near if scoring.context_can_grow(p, need)] or near
     kept = [p for p in near if p.stream_tok_s >= need.good_tok_s]
     if kept:
         return best, max(kept, key=lambda p: (p.quality, _worth(p)))
@@ -346,7 +348,7 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
 
 def _worth(plan: Plan) -> tuple[float, int, str]:
     """Return the sort key for plans of one model: score, then memory, then name."""
-    return plan.score, -why.all_memory(plan), plan.variant.quant
+    return plan.score, -explanations.all_memory(plan), plan.variant.quant
 
 
 def _loses_little(plan: Plan) -> bool:
@@ -358,12 +360,12 @@ def variants_of(
 ) -> list[Plan]:
     """Return the plans of all variants of a model that this machine's engines can read, smallest
     file first. Plans that do not fit are included."""
-    need = needs.need_of(workload)
+    need = scoring.need_of(workload)
     untrained = beyond_training(model, workload)
     plans = []
     for variant in _candidates(device, model, overrides):
         plan = plan_for(device, model, variant, workload, overrides=overrides)
-        reason = why.of_variant(plan, device, need)
+        reason = explanations.of_variant(plan, device, need)
         plan = replace(plan, max_ctx=max_context(device, plan), why=reason)
         if untrained:
             plan = replace(plan, fits="no", why=untrained)
@@ -397,7 +399,7 @@ def reaching(
     Formats that lose more quality than a smaller model are not considered. Neither are plans whose
     prompt takes too long.
     """
-    need = needs.need_of(workload)
+    need = scoring.need_of(workload)
     found: dict[str, tuple[Device, Plan]] = {}
     nearest: tuple[Device, Plan] | None = None
     for device in sorted(devices, key=lambda d: (d.bandwidth_gbps.value, d.room_bytes, d.name)):
@@ -409,7 +411,7 @@ def reaching(
             for variant in variants
             if _is_sound(model, variant)
         ]
-        whole = [p for p in plans if p.fits in ("yes", "tight") and not needs.too_long(p, need)]
+        whole = [p for p in plans if p.fits in ("yes", "tight") and not scoring.too_long(p, need)]
         fast = [p for p in whole if p.decode_tok_s.value >= tok_s]
         if fast:
             best = max(fast, key=attrgetter("quality", "decode_tok_s.value"))

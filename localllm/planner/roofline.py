@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from localllm.device.types import Device
 from localllm.planner import efficiency
-from localllm.planner.streams import streamed
+from localllm.planner.bytes_per_token import streamed
 from localllm.planner.types import Plan
 
 

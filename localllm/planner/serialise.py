@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, speed
-from localllm.planner.streams import facts, streamed
+from localllm.planner.bytes_per_token import facts, streamed
 from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Variant

@@ -2,7 +2,7 @@
 range and basis.
 
 The predictions of the two cost models (decode_cost.py, prefill_cost.py) are adjusted by
-measurements on this machine (learned.py). Units: tokens/s and seconds.
+measurements on this machine (calibration.py). Units: tokens/s and seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost, ranges
-from localllm.planner.streams import streamed
+from localllm.planner import calibration, decode_cost, efficiency, layer_bytes, prefill_cost, ranges
+from localllm.planner.bytes_per_token import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
@@ -138,7 +138,7 @@ class DecodeStep:
     routed_s: float = 0.0
 
     @property
-    def parts(self) -> learned.Parts:
+    def parts(self) -> calibration.Parts:
         return self.weights_s, self.fixed_s, self.attention_s
 
     @property
@@ -155,7 +155,7 @@ def decode_step(
     depth: int = 0,
     n_sequences: int = 1,
 ) -> DecodeStep:
-    device = places.used(device, settings.placement)
+    device = layer_bytes.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     terms = partial(
         decode_cost.decode_terms,
@@ -165,13 +165,13 @@ def decode_step(
         kv_type=settings.kv_type,
         n_sequences=n_sequences,
     )
-    cards = places.weights_of_cards(model, variant, settings.placement, device)
+    cards = layer_bytes.weights_of_cards(model, variant, settings.placement, device)
     on_cards = [(part, terms(hardware=hardware(card, variant, settings))) for card, part in cards]
     seconds = {
         cause: sum(part * cost.seconds[cause] for part, cost in on_cards)
         for cause in on_cards[0][1].seconds
     }
-    waits_s = n_sequences * places.token_s(model, variant, settings)
+    waits_s = n_sequences * layer_bytes.token_s(model, variant, settings)
     waits_s += (device.n_gpus - 1) * CROSSING_S
     basis, spread = _basis("decode", machine, model, depth=depth)
     if device.bandwidth_gbps.basis == "assumed":
@@ -185,13 +185,13 @@ def decode_step(
         if row_s is None:
             row_s = prefill_cost.prefill_terms(model, variant, machine).seconds["matmul"]
         rows_s = n_sequences * row_s
-    share = places.shares(model, variant, settings.placement)
+    share = layer_bytes.shares(model, variant, settings.placement)
     if not share.is_whole and device.kind == "discrete":
         host = _host(device)
         beside = device.host_bandwidth_gbps
         there = terms(hardware=host).seconds
         for cause, here_s in seconds.items():
-            part: float = getattr(share, places.SHARED_AS[cause])
+            part: float = getattr(share, layer_bytes.SHARED_AS[cause])
             seconds[cause] = part * here_s + (1 - part) * there[cause]
         copied_s = n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
         waits_s += share.crossings * (CROSSING_S + copied_s)
@@ -236,21 +236,21 @@ def _as_measured(
     Each run shows the cost of weights, layers and attention here (`learned`). The part of a
     variant's own figures that this does not explain applies to that variant alone.
     """
-    observed: list[learned.Observation] = []
-    of_this: list[learned.Observation] = []
+    observed: list[calibration.Observation] = []
+    of_this: list[calibration.Observation] = []
     for m in here:
         same = _same(m, model, variant)
         noise = _OWN_NOISE if same else _RUN_NOISE
         for depth, rate in m.decoded:
             parts = decode_step(device, m.model, m.variant, m.run, depth=depth).parts
-            observation = learned.Observation(parts, 1 / rate, noise)
+            observation = calibration.Observation(parts, 1 / rate, noise)
             observed.append(observation)
             if same:
                 of_this.append(observation)
-    prior = learned.ACCELERATOR
+    prior = calibration.ACCELERATOR
     if efficiency.engine_of(device, backend_of(variant).name) == "cpu":
-        prior = learned.CPU
-    learnt = learned.learn(observed, prior)
+        prior = calibration.CPU
+    learnt = calibration.learn(observed, prior)
     seconds = learnt.seconds(step.parts)
     unsure = learnt.uncertainty(step.parts)
     if of_this:
@@ -279,7 +279,7 @@ def prefill(
 ) -> Range:
     """Return the predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached
     tokens."""
-    device = places.used(device, settings.placement)
+    device = layer_bytes.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     basis, spread = _basis("prefill", machine, model, depth=depth + prompt_tokens // 2)
@@ -289,7 +289,10 @@ def prefill(
         spread = max(spread, 0.5)
     elif known == "measured":
         basis = "formula on what this build's kernels were measured to multiply here"
-    if device.kind == "discrete" and not places.shares(model, variant, settings.placement).is_whole:
+    if (
+        device.kind == "discrete"
+        and not layer_bytes.shares(model, variant, settings.placement).is_whole
+    ):
         spread = max(spread, 0.4)
     backend = backend_of(variant).name
     here = [
@@ -320,11 +323,11 @@ def _prompt_seconds(
             model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
         ).total_s
 
-    device = places.used(device, settings.placement)
-    held = places.weights_of_cards(model, variant, settings.placement, device)
+    device = layer_bytes.used(device, settings.placement)
+    held = layer_bytes.weights_of_cards(model, variant, settings.placement, device)
     seconds = sum(part * seconds_on(hardware(card, variant, settings)) for card, part in held)
-    seconds += places.token_s(model, variant, settings)
-    share = places.shares(model, variant, settings.placement)
+    seconds += layer_bytes.token_s(model, variant, settings)
+    share = layer_bytes.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
         return seconds
     read = streamed(model, variant)
@@ -340,7 +343,7 @@ def _prompt_seconds(
 # it, and launches the next part.
 CROSSING_S = 15e-6
 # Share of its memory's nominal rate that a desktop CPU reads. Set so that the six published runs
-# split between a card and system memory (tests/planner/test_placing.py) are right on average.
+# split between a card and system memory (tests/planner/test_placement_search.py) are right on average.
 NOMINAL_SHARE = 0.7
 # Uncertainty (ln) of two memories and the link between them together: the spread of those six runs.
 _SPLIT_SPREAD = 0.3

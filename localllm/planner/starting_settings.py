@@ -12,12 +12,12 @@ from operator import attrgetter
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
-from localllm.planner import kernels, kv_sizes, memory, needs, places
-from localllm.planner.placing import FREE, OffloadOptions
+from localllm.planner import kernels, kv_sizes, layer_bytes, memory, scoring
+from localllm.planner.bytes_per_token import facts
+from localllm.planner.placement_search import FREE, OffloadOptions
 from localllm.planner.projector import listed_bytes
 from localllm.planner.quality import KvPrecision
 from localllm.planner.speed import Measured
-from localllm.planner.streams import facts
 from localllm.planner.types import (
     DEFAULT_SLOTS,
     USUAL,
@@ -76,7 +76,7 @@ NOTHING_FIXED = Overrides()
 def context_for(model: Model, workload: Workload) -> int:
     """Return the tokens of context to serve, × parallel. This is the requested context, else the
     purpose's default within the model's native context."""
-    usual = needs.NEEDS[workload.purpose].context
+    usual = scoring.NEEDS[workload.purpose].context
     wanted = workload.context or min(usual, model.native_context or 8192)
     return kv_sizes.pad(wanted * max(1, workload.parallel))
 
@@ -102,7 +102,7 @@ def settings_for(
     )
     if backend.snapshots:
         settings = replace(settings, n_rewind=memory.rewind_for(model, drafter))
-    if places.disk_bytes(model, variant, USUAL):
+    if layer_bytes.disk_bytes(model, variant, USUAL):
         settings = settings.placed(tables="disk")
     if KINDS[device.accelerator].reads_weights and backend.splits:
         settings = settings.placed(weights="read")

@@ -17,7 +17,6 @@ from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
 from localllm.grammars.json_schema import enforceable
-from localllm.server.awake import Awake
 from localllm.server.generation.chat import (
     MOST_COUNTS,
     ChatRequest,
@@ -43,6 +42,7 @@ from localllm.server.http.streaming import KeptStreams, Outbox, Produce, StreamR
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive
+from localllm.server.sleep_inhibitor import Awake
 from localllm_backends.control_text import without_marks
 
 log = logging.getLogger("localllm.server")

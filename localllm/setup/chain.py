@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from localllm.setup import builds, install, trial
+from localllm.setup import build_check, builds, install
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost
 from localllm.setup.install import Run, Say
@@ -81,11 +81,11 @@ def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
         return
     environment = dict(os.environ)
     builds.apply(builds.OWN, environment)
-    expected = trial.reference(model, environment)
+    expected = build_check.reference(model, environment)
     if isinstance(expected, str):
         raise SetupError(expected, hint="localllm doctor")
     builds.apply(recipe.name, environment)
-    verdict = trial.judge(recipe.backend, expected, environment)
+    verdict = build_check.judge(recipe.backend, expected, environment)
     if verdict.failure:
         hint = (
             "`localllm setup --again` makes it anew, "

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from localllm import paths
-from localllm.device.in_use import ask_build
+from localllm.device.backend_view import ask_build
 from localllm.device.probes import programs
-from localllm.setup import builds, installer, processor_part, trial
+from localllm.setup import build_check, builds, installer, processor_part
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, installed_version
 from localllm.setup.steps import FOLDER, MLX, BuildRecipe, Step
@@ -68,7 +68,7 @@ def make(
         # The reference is the build that was installed with localllm, on the CPU.
         plain = dict(os.environ)
         builds.apply(builds.OWN, plain)
-        expected = trial.reference(model, plain)
+        expected = build_check.reference(model, plain)
         if isinstance(expected, str):
             raise SetupError(f"{recipe.name} was built, but {expected}", hint="localllm doctor")
         environment = builds.with_folder(folder, recipe.library_dirs, plain)
@@ -111,11 +111,11 @@ class SlowerBuildError(
 def _judged(
     recipe: BuildRecipe,
     folder: Path,
-    expected: trial.ReferenceAnswer,
+    expected: build_check.ReferenceAnswer,
     environment: Mapping[str, str],
     plain: Mapping[str, str],
     say: Say,
-) -> trial.TrialVerdict:
+) -> build_check.TrialVerdict:
     """Test the build.
 
     A ready-made build is first tested with the CPU library of the build that was compiled here. If
@@ -126,8 +126,8 @@ def _judged(
     if any("--only-binary" in step.pip for step in recipe.steps):
         own = ask_build(plain).folder
     if own and processor_part.exchange(package, Path(own)):
-        verdict = trial.judge(recipe.backend, expected, environment)
-        failure = verdict.failure or trial.computed(expected, environment, layers=0).failure
+        verdict = build_check.judge(recipe.backend, expected, environment)
+        failure = verdict.failure or build_check.computed(expected, environment, layers=0).failure
         if not failure:
             own_part = "the processor's part is that of the build which came with localllm"
             say(f"   {own_part}: it was compiled for this processor")
@@ -135,7 +135,7 @@ def _judged(
         own_part = "with the processor's part of the build which came with localllm"
         say(f"   {own_part} {failure}: its own is put back")
         processor_part.put_back(package)
-    return trial.judge(recipe.backend, expected, environment)
+    return build_check.judge(recipe.backend, expected, environment)
 
 
 def _before(
@@ -175,7 +175,7 @@ def _slower(
     for turn in range(turns):
         # The two builds alternate in going first.
         for is_new in (turn % 2 == 1, turn % 2 == 0):
-            seconds = trial.turn_s(model, now if is_new else before)
+            seconds = build_check.turn_s(model, now if is_new else before)
             if seconds is None:
                 return ""
             if is_new:

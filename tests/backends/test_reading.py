@@ -9,7 +9,7 @@ import pytest
 
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
-from localllm_backends.reading import estimated_tokens
+from localllm_backends.token_estimate import estimated_tokens
 
 WINDOW = 256
 PIECES = ("a", " ", "\U000e0001", "the cat sat ", "\n\n", "<|im_start|>", "0", "-" * 64)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localllm import settings
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.engine.worker import backends
 from localllm.errors import UsageError
 from localllm.planner import recommend

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.planner import decode_cost, kv_sizes, memory
 from localllm.planner.explain import explain
 from localllm.planner.plan import plan_for

@@ -16,7 +16,7 @@ from localllm.engine.worker import backends
 from localllm.errors import LocalLLMError, UnsupportedError
 from localllm.library import store
 from localllm.load.load_plan import load_plan_named
-from localllm.planner.streams import streamed
+from localllm.planner.bytes_per_token import streamed
 from localllm.settings import Settings
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx

@@ -9,7 +9,7 @@ import pytest
 
 from localllm.cli.serve.served_models import planned
 from localllm.device.detect import detect
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.engine.worker import backends
 from localllm.errors import UnsupportedError
 from localllm.load.load_plan import load_plan_named

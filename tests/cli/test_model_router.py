@@ -19,9 +19,9 @@ import pytest
 from localllm.cli.serve.model_router import router_for
 from localllm.engine.messages import Finish, Sampling
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
-from localllm.load import sharing
+from localllm.load import fit_several_models
+from localllm.load.fit_several_models import load_plans_together
 from localllm.load.plan_inputs import PlanInputs
-from localllm.load.sharing import load_plans_together
 from localllm.planner.types import Plan
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelAdmission
@@ -99,7 +99,7 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
     chosen = load_plans_together(two, Settings({"context": 131072}))
     assert [c.options.spec.n_ctx for c in chosen] == [131072, 131072]
     alone = load_plans_together(two[:1], Settings())[0].options.spec.n_ctx
-    monkeypatch.setattr(sharing, "LEAST_SHARED_CONTEXT", 1)
+    monkeypatch.setattr(fit_several_models, "LEAST_SHARED_CONTEXT", 1)
 
     def tighter(self: PlanInputs, holds: Callable[[Plan], bool]) -> Plan:
         plan = tight(self, holds)

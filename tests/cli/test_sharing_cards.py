@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.engine.worker.client import WorkerOptions
 from localllm.library.types import LocalModel
+from localllm.load.fit_several_models import on_cards_of_their_own
 from localllm.load.load_plan import LoadPlan
-from localllm.load.sharing import on_cards_of_their_own
 from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import typical
 from localllm.planner.types import Workload

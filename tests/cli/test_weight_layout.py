@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localllm.device.detect import detect
-from localllm.device.kept import Measurement
+from localllm.device.measurement_store import Measurement
 from localllm.device.probes import matrix_rate
 from localllm.load.load_plan import load_plan_named
 from localllm.settings import Settings

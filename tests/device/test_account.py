@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device import recordings
-from localllm.device import cards, ggml, in_use, usable
+from localllm.device import backend_view, cards, ggml, usable
 from localllm.device.machines import identify
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.overrides import with_memory
 from localllm.device.parsers import macos
 from localllm.device.types import Device, Readings
@@ -22,7 +22,7 @@ from localllm.errors import DoesNotFitError, UsageError
 from localllm.memory.account import headroom_bytes, with_released
 from localllm.memory.guard import check_load
 from localllm.memory.system import SystemMemory
-from localllm.planner.placing import verdict
+from localllm.planner.placement_search import verdict
 from localllm.planner.types import MemoryNeed
 
 FOLDER = Path(__file__).parent / "memory"
@@ -244,7 +244,7 @@ def test_a_gpu_that_only_a_build_knows_has_what_the_build_says_is_free(
 ) -> None:
     files = {"/proc/meminfo": "MemTotal: 65536000 kB\nMemAvailable: 60000000 kB\n"}
     here = identify(Readings("linux", "x86_64", files))
-    used = in_use.as_used(here, here, _build(log, log[: log.index("0:")], kind))
+    used = backend_view.as_used(here, here, _build(log, log[: log.index("0:")], kind))
     assert used.memory.loadable_bytes / MIB == pytest.approx(most_mib, rel=1e-3)
 
 
@@ -256,11 +256,11 @@ def test_a_carve_out_is_what_each_build_sees_of_it(
 ) -> None:
     """A build's own total, less what is in use and what the system keeps of its RAM."""
     readings = recordings.load("halo_96gb", FOLDER)
-    processor = identify(in_use.without_gpus(readings))
+    processor = identify(backend_view.without_gpus(readings))
     gpu = ggml.GgmlDevice(
         f"{backend}0", "8060S", backend, "igpu", int(95.8 * GIB), int(seen_gib * GIB)
     )
-    used = in_use.as_used(identify(readings), processor, ggml.GgmlBuild(devices=(gpu,)))
+    used = backend_view.as_used(identify(readings), processor, ggml.GgmlBuild(devices=(gpu,)))
     assert used.memory.limit_bytes <= seen_gib * GIB
     assert used.memory.loadable_bytes / GIB <= gib + 1.9
     assert used.memory.loadable_bytes > 95 * GIB

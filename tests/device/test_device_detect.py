@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.device import bandwidth, in_use, kept
+from localllm.device import backend_view, bandwidth, measurement_store
 from localllm.device.detect import detect, from_readings, measures_ram, with_matrix_rates
-from localllm.device.kept import Measurement
 from localllm.device.machines import identify
-from localllm.device.named import resolve
+from localllm.device.measurement_store import Measurement
+from localllm.device.name_lookup import resolve
 from localllm.device.parsers import gpus as parsers
 from localllm.device.probes import matrix_rate
 from localllm.device.probes import nvidia as probes
@@ -85,7 +85,7 @@ def test_arrays_outgrow_the_cache_but_not_a_twentieth_of_memory() -> None:
 def test_a_measurement_is_kept_and_used_until_the_machine_changes(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "BUSY_SHARE", math.inf)
+    monkeypatch.setattr(measurement_store, "BUSY_SHARE", math.inf)
     readings = read()
     first = identify(readings)
     if not measures_ram(first):
@@ -106,7 +106,7 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
 ) -> None:
     if detect().accelerator != "cpu":
         pytest.skip("on this machine the processor computes nothing")
-    monkeypatch.setattr(kept, "BUSY_SHARE", math.inf)
+    monkeypatch.setattr(measurement_store, "BUSY_SHARE", math.inf)
     assert detect().matrix_rates == ()
     asked: list[str] = []
     time_them = matrix_rate.measure
@@ -128,7 +128,7 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
             assert figure.basis == "measured"
             assert re.search(rf"{rates.type} .*\d{{4}}-\d{{2}}-\d{{2}}", figure.source)
     assert detect().matrix_rates == first.matrix_rates
-    monkeypatch.setattr(in_use, "identity", lambda: "another build")
+    monkeypatch.setattr(backend_view, "identity", lambda: "another build")
     assert detect().matrix_rates == ()
 
 

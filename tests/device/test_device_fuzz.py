@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device import recordings
-from localllm.device import parsers, table
+from localllm.device import parsers, parts_table
 from localllm.device.machines import identify
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.parsers import linux, macos, windows
 from localllm.device.parsers.gpus import amd_gpus, kfd_nodes, marketing_name, nvml, smi, vulkaninfo
 from localllm.device.types import DeviceNotFoundError, Readings
@@ -28,7 +28,7 @@ TEXT_PARSERS: list[Any] = [
     windows.adapters, windows.processor, windows.memory_status, windows.physical_memory,
     vulkaninfo,
     parsers.integer, parsers.decimal, parsers.hexadecimal, parsers.key_values,
-    table.plain, table.by_gpu_name, table.by_cpu,
+    parts_table.plain, parts_table.by_gpu_name, parts_table.by_cpu,
 ]  # fmt: skip
 
 # Words the parsers look for, so that random text gets past their first condition.

@@ -15,7 +15,7 @@ from localllm.cli.commands import device as device_command
 from localllm.cli.commands import doctor as doctor_command
 from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, judge
 from localllm.device.machines import identify
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.probes import health
 from localllm.device.types import device_to_json
 from localllm.errors import UsageError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm.device import cpus, lookup, table
+from localllm.device import cpus, lookup, parts_table
 from localllm.device.lookup import nearest
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.overrides import overridden
 from localllm.device.types import DeviceNotFoundError
 from localllm.errors import NotFoundError, UsageError
@@ -62,7 +62,7 @@ def test_the_reference_machines_resolve_however_they_are_typed(row: str, typed: 
 
 
 def test_every_row_answers_to_its_own_name() -> None:
-    found = {row.name: resolve(row.name).match for row in table.rows()}
+    found = {row.name: resolve(row.name).match for row in parts_table.rows()}
     assert {name: match for name, match in found.items() if match != name} == {}
 
 
@@ -226,7 +226,7 @@ def test_the_two_sizes_of_an_a770_have_different_memory() -> None:
         figure = resolve(f"Arc A770 {size}GB").bandwidth_gbps
         assert figure is not None
         assert figure.value == gbps
-        row = table.by_pci("8086", "56a0", memory_bytes=size << 30)
+        row = parts_table.by_pci("8086", "56a0", memory_bytes=size << 30)
         assert row is not None
         assert row.bandwidth_gbps == gbps
 
@@ -280,16 +280,16 @@ def test_names_people_typed(typed: str, named: str, gbps: str, gib: str, acceler
         assert device.memory.total_bytes / GIB == pytest.approx(float(gib), rel=0.06)
 
 
-DISCRETE = [row for row in table.rows() if row.kind == "discrete"]
+DISCRETE = [row for row in parts_table.rows() if row.kind == "discrete"]
 SUFFIXES = ("Ti", "SUPER", "XT", "XTX", "GRE", "D", "Laptop", "Mobile", "Max-Q", "Ada", "PRO")
 
 
-def _bare_name(row: table.DeviceRow) -> str:
+def _bare_name(row: parts_table.DeviceRow) -> str:
     return re.sub(r"\s*\d+ GB\b", "", row.name)
 
 
 @pytest.mark.parametrize("row", DISCRETE, ids=lambda row: row.name)
-def test_a_card_answers_to_its_name_however_it_is_decorated(row: table.DeviceRow) -> None:
+def test_a_card_answers_to_its_name_however_it_is_decorated(row: parts_table.DeviceRow) -> None:
     name, size = _bare_name(row), row.memory_gb[0]
     plain = re.sub(r"^(GeForce|Radeon|Tesla|Instinct) ", "", name)
     spellings = [
@@ -323,7 +323,7 @@ def test_a_card_answers_to_its_name_however_it_is_decorated(row: table.DeviceRow
 
 @pytest.mark.parametrize("row", DISCRETE, ids=lambda row: row.name)
 def test_a_suffix_more_or_less_is_another_part(
-    row: table.DeviceRow, monkeypatch: pytest.MonkeyPatch
+    row: parts_table.DeviceRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the row that is called just that, or nobody's."""
     # What is suggested for the many that are nobody's takes longest, and has its own tests.

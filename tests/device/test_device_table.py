@@ -7,14 +7,14 @@ import json
 import pytest
 
 from device import recordings
-from localllm.device import table
+from localllm.device import parts_table
 
 GIB = 1 << 30
 
 
 def test_every_row_has_a_source_and_sane_figures() -> None:
-    assert len(table.rows()) == 311
-    for row in table.rows():
+    assert len(parts_table.rows()) == 311
+    for row in parts_table.rows():
         assert row.source.startswith(("https://", "computed: ", "not published: ")), row.name
         assert row.kind in ("unified", "discrete", "system")
         assert row.bandwidth_gbps is None or 15 < row.bandwidth_gbps < 10_000, row.name
@@ -28,9 +28,9 @@ def test_every_row_has_a_source_and_sane_figures() -> None:
 
 
 def test_names_are_unique_and_the_table_reaches_where_it_should() -> None:
-    names = [row.name for row in table.rows()]
+    names = [row.name for row in parts_table.rows()]
     assert len(set(names)) == len(names)
-    chips = {row.chip for row in table.rows()}
+    chips = {row.chip for row in parts_table.rows()}
     for generation in range(1, 6):
         for tier in ("", " Pro", " Max"):
             assert f"Apple M{generation}{tier}" in chips
@@ -71,7 +71,7 @@ def test_names_are_unique_and_the_table_reaches_where_it_should() -> None:
     ],
 )
 def test_a_reported_name_finds_its_row(reported: str, memory_gib: float, row: str) -> None:
-    found = table.by_gpu_name(reported, int(memory_gib * GIB))
+    found = parts_table.by_gpu_name(reported, int(memory_gib * GIB))
     assert found is not None
     assert found.name == row
 
@@ -89,16 +89,16 @@ def test_a_reported_name_finds_its_row(reported: str, memory_gib: float, row: st
     ],
 )  # fmt: skip
 def test_a_part_the_table_lacks_is_not_mistaken_for_another(reported: str) -> None:
-    assert table.by_gpu_name(reported) is None
+    assert parts_table.by_gpu_name(reported) is None
 
 
 def test_a_known_name_with_another_memory_size_is_another_part() -> None:
-    assert table.by_gpu_name("NVIDIA GeForce RTX 4090", 48 * GIB) is None
+    assert parts_table.by_gpu_name("NVIDIA GeForce RTX 4090", 48 * GIB) is None
 
 
 def test_two_cards_of_one_name_and_size_are_told_apart_by_their_clocks() -> None:
-    slow = table.by_gpu_name("NVIDIA GeForce RTX 3060 Ti", 8 * GIB, 448.0)
-    fast = table.by_gpu_name("NVIDIA GeForce RTX 3060 Ti", 8 * GIB, 608.0)
+    slow = parts_table.by_gpu_name("NVIDIA GeForce RTX 3060 Ti", 8 * GIB, 448.0)
+    fast = parts_table.by_gpu_name("NVIDIA GeForce RTX 3060 Ti", 8 * GIB, 608.0)
     assert slow is not None
     assert fast is not None
     assert (slow.bandwidth_gbps, fast.bandwidth_gbps) == (448, 608.3)
@@ -124,13 +124,13 @@ def test_two_cards_of_one_name_and_size_are_told_apart_by_their_clocks() -> None
 def test_apple_bins_have_their_own_bandwidth(
     chip: str, cores: int | None, memory_gib: int, bandwidth: float
 ) -> None:
-    row = table.by_chip(chip, cores, memory_gib * GIB)
+    row = parts_table.by_chip(chip, cores, memory_gib * GIB)
     assert row is not None
     assert row.bandwidth_gbps == bandwidth
 
 
 def test_an_unlisted_bin_of_a_chip_with_two_bandwidths_is_unknown() -> None:
-    assert table.by_chip("Apple M4 Max", 36, 64 * GIB) is None
+    assert parts_table.by_chip("Apple M4 Max", 36, 64 * GIB) is None
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,16 @@ def test_an_unlisted_bin_of_a_chip_with_two_bandwidths_is_unknown() -> None:
 def test_a_processor_with_shared_memory_is_known_by_name_in_any_case(
     cpu: str, row: str | None
 ) -> None:
-    found = table.by_cpu(cpu)
+    found = parts_table.by_cpu(cpu)
     assert (found.name if found else None) == row
 
 
 def test_missing_compute_is_derived_within_a_family_and_says_so() -> None:
-    row = next(row for row in table.rows() if row.name == "M4 Max (32-core GPU)")
-    fp16 = table.facts(row)["fp16_tflops"]
+    row = next(row for row in parts_table.rows() if row.name == "M4 Max (32-core GPU)")
+    fp16 = parts_table.facts(row)["fp16_tflops"]
     assert (fp16.value, fp16.basis) == (pytest.approx(18.4 * 32 / 40, abs=0.05), "derived")
-    laptop = next(row for row in table.rows() if row.name == "GeForce RTX 4090 Laptop")
-    assert table.facts(laptop)["fp16_tflops"] is None  # its power limit decides: not derived
+    laptop = next(row for row in parts_table.rows() if row.name == "GeForce RTX 4090 Laptop")
+    assert parts_table.facts(laptop)["fp16_tflops"] is None  # its power limit decides: not derived
 
 
 # What the table holds of the hardware strings users' machines reported; the rest is older or rarer
@@ -183,13 +183,15 @@ def test_strings_real_machines_reported_find_a_row_of_that_part_or_none() -> Non
         (recordings.FOLDER / "community_hardware.json").read_text(encoding="utf-8")
     )["machines"]
     names = {machine["hardwareName"] for machine in machines if machine["os"] != "macos"}
-    found = {name for name in names if table.by_gpu_name(name) is not None}
+    found = {name for name in names if parts_table.by_gpu_name(name) is not None}
     assert names >= COMMUNITY_KNOWN
     assert found == COMMUNITY_KNOWN
     # two parts in one name, of the same memory: the smaller
-    smaller = table.by_gpu_name("Radeon 840M / 860M Graphics")
+    smaller = parts_table.by_gpu_name("Radeon 840M / 860M Graphics")
     assert smaller is not None
     assert "840M" in smaller.name
     for machine in machines:
         if machine["os"] == "macos":
-            assert table.by_chip(machine["cpu"], None, int(machine["ramGb"] * GIB)) is not None
+            assert (
+                parts_table.by_chip(machine["cpu"], None, int(machine["ramGb"] * GIB)) is not None
+            )

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from device import recordings
-from localllm.device import ggml, in_use, table
+from localllm.device import backend_view, ggml, parts_table
+from localllm.device.backend_view import ask_build
 from localllm.device.health import HealthFacts, judge
-from localllm.device.in_use import ask_build
 from localllm.device.machines import identify
 
 VULKAN_LINE = (
@@ -183,8 +183,8 @@ def test_doctor_lists_the_devices_and_says_when_nobody_was_asked() -> None:
 @pytest.mark.parametrize("name", [n for n in recordings.names() if not n.startswith("mac")])
 def test_plans_with_a_build_for_the_processor_are_made_for_the_processor(name: str) -> None:
     readings = recordings.load(name)
-    machine, processor = identify(readings), identify(in_use.without_gpus(readings))
-    used = in_use.as_used(machine, processor, cpu_build())
+    machine, processor = identify(readings), identify(backend_view.without_gpus(readings))
+    used = backend_view.as_used(machine, processor, cpu_build())
     assert used.accelerator == "cpu"
     assert used.memory.limit_bytes <= processor.memory.total_bytes
     if machine.accelerator != "cpu":
@@ -195,16 +195,16 @@ def test_plans_with_a_build_for_the_processor_are_made_for_the_processor(name: s
 def test_plans_go_with_the_backend_that_drives_the_gpu() -> None:
     machine = identify(recordings.load("strix_halo_raised"))
     vulkan = answer("Vulkan0", "Vulkan", machine.memory.limit_bytes, kind="igpu")
-    used = in_use.as_used(machine, machine, vulkan)
+    used = backend_view.as_used(machine, machine, vulkan)
     assert (used.accelerator, used.memory) == ("vulkan", machine.memory)
     rocm = answer("ROCm0", "ROCm", machine.memory.limit_bytes)
-    assert in_use.as_used(machine, machine, rocm) == machine
+    assert backend_view.as_used(machine, machine, rocm) == machine
 
 
 def test_no_engine_and_one_that_does_not_answer_change_no_plan() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
-    assert in_use.as_used(machine, machine, None) == machine
-    assert in_use.as_used(machine, machine, ggml.GgmlBuild(failure="it hung")) == machine
+    assert backend_view.as_used(machine, machine, None) == machine
+    assert backend_view.as_used(machine, machine, ggml.GgmlBuild(failure="it hung")) == machine
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("gpu", "discrete"), ("igpu", "unified")])
@@ -212,10 +212,10 @@ def test_a_gpu_that_only_the_build_knows_is_what_plans_are_made_for(
     kind: str, expected: str
 ) -> None:
     machine = identify(recordings.load("cpu_only_ddr4_one_stick"))
-    used = in_use.as_used(machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
+    used = backend_view.as_used(machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
     assert (used.kind, used.accelerator, used.memory.limit_bytes) == (expected, "vulkan", 2 << 30)
     assert used.host == (machine.memory if expected == "discrete" else None)
-    like = table.of_like_cards("", "", 2 << 30)
+    like = parts_table.of_like_cards("", "", 2 << 30)
     assert used.bandwidth_gbps == (like if expected == "discrete" else machine.bandwidth_gbps)
     (finding,) = [
         f

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from localllm.device import ggml, in_use
+from localllm.device import backend_view, ggml
 from localllm.device.machines import identify
 from localllm.device.parsers.gpus import visible
 from localllm.device.types import Device, Readings
@@ -415,7 +415,7 @@ def vulkan_build(*gpus: tuple[str, float, str]) -> ggml.GgmlBuild:
 def test_a_second_card_of_a_kind_that_the_registry_shows_once_is_counted() -> None:
     one = linux(amd(0, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"))
     navi = "AMD Radeon RX 7900 XTX (RADV NAVI31)"
-    used = in_use.as_used(
+    used = backend_view.as_used(
         one, one, vulkan_build((navi, 24, "0000:0b:00.0"), (navi, 24, "0000:03:00.0"))
     )
     assert (used.n_gpus, used.accelerator) == (2, "vulkan")
@@ -429,7 +429,7 @@ def test_under_vulkan_cards_of_two_makers_share_a_model_in_the_order_of_their_ad
         ("NVIDIA GeForce RTX 5060 Ti", 15.93, "0000:41:00.0"),
         ("AMD Radeon RX 7900 XTX (RADV NAVI31)", 24, "0000:03:00.0"),
     )
-    used = in_use.as_used(nvidia_alone, nvidia_alone, build)
+    used = backend_view.as_used(nvidia_alone, nvidia_alone, build)
     assert [(c.number, c.match, c.accelerator) for c in used.cards] == [
         (0, "Radeon RX 7900 XTX", "vulkan"), (1, "GeForce RTX 5060 Ti 16 GB", "vulkan"),
     ]  # fmt: skip
@@ -444,5 +444,5 @@ def test_a_build_that_does_not_see_one_of_the_cards_changes_nothing() -> None:
         [("NVIDIA GeForce RTX 5090", 32, "")],
         [("NVIDIA GeForce RTX 5090", 32, ""), ("A", 8, ""), ("B", 8, "")],
     ):
-        used = in_use.as_used(two, two, vulkan_build(*seen))  # type: ignore[arg-type]
+        used = backend_view.as_used(two, two, vulkan_build(*seen))  # type: ignore[arg-type]
         assert [c.match for c in used.cards] == [c.match for c in two.cards]

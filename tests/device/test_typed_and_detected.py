@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from localllm.device import table
+from localllm.device import parts_table
 from localllm.device.machines import identify
-from localllm.device.named import resolve
-from localllm.device.table import DeviceRow
+from localllm.device.name_lookup import resolve
+from localllm.device.parts_table import DeviceRow
 from localllm.device.types import Readings
 
 GIB = 1 << 30
@@ -117,11 +117,11 @@ def system(row: DeviceRow) -> Readings:
 
 
 def cases() -> list[tuple[DeviceRow, float]]:
-    rows = [row for row in table.rows() if row.name not in PLANNED_ONLY]
+    rows = [row for row in parts_table.rows() if row.name not in PLANNED_ONLY]
     return [(row, size) for row in rows for size in row.memory_gb or (32.0,)]
 
 
-@pytest.mark.parametrize("vendor", sorted({row.vendor for row in table.rows()}))
+@pytest.mark.parametrize("vendor", sorted({row.vendor for row in parts_table.rows()}))
 def test_a_machine_is_one_by_name_and_by_what_it_prints(vendor: str) -> None:
     for row, gib in (case for case in cases() if case[0].vendor == vendor):
         if row.kind == "discrete":
@@ -158,7 +158,7 @@ def test_a_desktop_processors_small_graphics_are_none(device: str) -> None:
     ["Ryzen 5 3400G", "Ryzen 5 PRO 6650U", "Ryzen 7 PRO 6850U", "Ryzen Z2", "Ryzen Z2 Extreme"],
 )
 def test_processors_with_graphics_are_one_by_name_and_by_what_they_print(name: str) -> None:
-    row = table.by_cpu(f"AMD {name} with Radeon Graphics")
+    row = parts_table.by_cpu(f"AMD {name} with Radeon Graphics")
     assert row is not None
     files = drm(vendor="0x1002", device=f"0x{GFX[row.compute_capability]}")
     files |= drm(mem_info_vram_total=GIB // 2, mem_info_gtt_total=30 * GIB)

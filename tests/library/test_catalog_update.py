@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from library.hub import Hub, Repo
 from localllm.cli.commands import catalog as command
 from localllm.cli.recommend.view import table
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.errors import DownloadError, UsageError
 from localllm.library import catalog_update
 from localllm.library.catalog import (

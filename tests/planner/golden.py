@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, Workload

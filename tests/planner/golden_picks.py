@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.planner.recommend import recommend
 from localllm.planner.types import Plan, Workload
 from localllm_catalog import catalog

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.planner_fit.clusters import compared
 from localllm.cli.all_commands import app
 from localllm.cli.recommend.cluster import machines
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog
 from localllm.planner import cluster, speed
@@ -37,7 +37,9 @@ def test_two_equal_machines_share_evenly_and_every_byte_is_on_one() -> None:
     assert plan is not None
     assert [s.n_layers for s in plan.shares] == [47, 47]
     assert all(s.needs_bytes <= s.limit_bytes for s in plan.shares)
-    assert sum(s.needs_bytes for s in plan.shares) >= sum(cluster.bytes_of_layers(big, q6, SETTINGS))
+    assert sum(s.needs_bytes for s in plan.shares) >= sum(
+        cluster.bytes_of_layers(big, q6, SETTINGS)
+    )
     assert plan.alone is None
     alone = speed.decode(spark, big, q6, SETTINGS).value
     assert 0.8 * alone < plan.decode_tok_s.value < alone

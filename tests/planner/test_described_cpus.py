@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device import cpus, table
-from localllm.device.named import resolve
+from localllm.device import cpus, parts_table
+from localllm.device.name_lookup import resolve
 from localllm.device.overrides import overridden
 from localllm.device.types import Figure, MatrixRates, TypeRates
 from localllm.planner import speed
@@ -18,7 +18,7 @@ from localllm_catalog import catalog
 from localllm_catalog.types import Model, Variant
 
 CATALOG = catalog.load()
-CPUS = [row.name for row in table.rows() if row.accelerator == "cpu"]
+CPUS = [row.name for row in parts_table.rows() if row.accelerator == "cpu"]
 
 
 def file_of(model_id: str, quant: str) -> tuple[Model, Variant]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.engine.worker import backends
 from localllm.load.load_plan import load_plan_named
 from localllm.planner import drafting

@@ -10,8 +10,8 @@ from typing import get_args
 
 import pytest
 
-from localllm.device.named import resolve
-from localllm.planner import drafting, explain, kv_sizes, memory, picks, recommend
+from localllm.device.name_lookup import resolve
+from localllm.planner import drafting, explain, kv_sizes, memory, recommend, selection
 from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import DraftChoice, Plan, Recommendation, RunSettings, Workload
@@ -130,10 +130,10 @@ def test_the_sentence_follows_the_predicted_speeds() -> None:
     gguf = plan("M4 Max 128GB", "qwen3-8b", "Q4_K_M", fmt="gguf")
     mlx = plan("M4 Max 128GB", "qwen3-8b", "4bit", fmt="mlx")
     faster = mlx.decode_tok_s.value > gguf.decode_tok_s.value
-    assert picks.compare(device, gguf, mlx).startswith(
+    assert selection.compare(device, gguf, mlx).startswith(
         f"MLX (4bit) is predicted {'faster' if faster else 'slower'}: {mlx.decode_tok_s.value:.3g}"
     )
-    assert "predicted as fast as" in picks.compare(
+    assert "predicted as fast as" in selection.compare(
         device, gguf, replace(mlx, decode_tok_s=gguf.decode_tok_s)
     )
 
@@ -156,7 +156,7 @@ def test_elsewhere_neither_mlx_nor_a_word_of_it(machine: str) -> None:
 def test_files_of_another_size_are_not_compared() -> None:
     big = plan("M4 Max 128GB", "qwen3-8b", "Q8_0", fmt="gguf")
     small = [v for v in big.model.variants if v.quant == "4bit"]
-    assert picks.nearest_of_other(big, small) is None
+    assert selection.nearest_of_other(big, small) is None
 
 
 # --- drafts ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
 from localllm.planner import kernels
 from localllm.planner.plan import plan_for

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.load.options import load_spec
 from localllm.planner import memory, speed
 from localllm.planner.explain import explain

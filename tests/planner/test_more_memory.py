@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device import table
-from localllm.device.named import resolve
+from localllm.device import parts_table
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device
-from localllm.planner import needs, quality
+from localllm.planner import quality, scoring
 from localllm.planner.plan import plan_for
 from localllm.planner.recommend import recommend
 from localllm.planner.types import Plan, Workload
@@ -20,8 +20,8 @@ from localllm_catalog import catalog
 from localllm_catalog.types import Purpose
 
 CATALOG = catalog.load()
-NAMES = [row.name for row in table.rows()]
-CASES = [(name, purpose) for name in NAMES for purpose in needs.NEEDS]
+NAMES = [row.name for row in parts_table.rows()]
+CASES = [(name, purpose) for name in NAMES for purpose in scoring.NEEDS]
 SAMPLED = random.Random(46).sample(CASES, 6)
 # Of a first pick that is surer than the one before, points that it may be behind it.
 NEAR_POINTS = 2.0
@@ -33,7 +33,7 @@ def ladder(name: str, seed: str, steps: int) -> list[Device]:
     """The device in sizes from half of what is sold to beyond it, each up to 8 % above the one
     before."""
     draw = random.Random(f"{name} {seed}")
-    sold = next(row.memory_gb for row in table.rows() if row.name == name) or (32.0,)
+    sold = next(row.memory_gb for row in parts_table.rows() if row.name == name) or (32.0,)
     size = min(sold) * 2 ** draw.uniform(-1, 1.5)
     found = []
     for _ in range(steps):
@@ -107,7 +107,7 @@ def test_more_memory_is_never_worse_sampled(name: str, purpose: Purpose) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_more_memory_is_never_worse(name: str) -> None:
-    for purpose in needs.NEEDS:
+    for purpose in scoring.NEEDS:
         holds(ladder(name, purpose, 2), purpose)
 
 
@@ -119,7 +119,7 @@ def test_more_bandwidth_is_never_worse_sampled(name: str, purpose: Purpose) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_more_bandwidth_is_never_worse(name: str) -> None:
-    for purpose in needs.NEEDS:
+    for purpose in scoring.NEEDS:
         holds(faster(name, purpose), purpose)
 
 
@@ -129,9 +129,9 @@ def test_another_card_is_never_worse_sampled(name: str, purpose: Purpose) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [row.name for row in table.rows() if row.kind == "discrete"])
+@pytest.mark.parametrize("name", [row.name for row in parts_table.rows() if row.kind == "discrete"])
 def test_another_card_is_never_worse(name: str) -> None:
-    for purpose in needs.NEEDS:
+    for purpose in scoring.NEEDS:
         holds([resolve(name), resolve(f"2x {name}")], purpose)
 
 
@@ -148,7 +148,7 @@ def test_a_processor_nobody_knows_is_not_given_a_worse_model_for_a_faster_memory
 
 
 def test_more_memory_of_any_device_never_makes_less_loadable() -> None:
-    for row in table.rows():
+    for row in parts_table.rows():
         sizes = [resolve(row.name, memory_gb=1.5**n) for n in range(16)]
         for less, more in itertools.pairwise(sizes):
             assert less.room_bytes <= more.room_bytes <= more.memory.total_bytes

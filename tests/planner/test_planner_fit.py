@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.planner_fit import ages, batched, fit, ranges, report
 from benchmarks.planner_fit import rows as planner_rows
 from benchmarks.planner_fit.rows import Row
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.planner import decode_cost, efficiency, prefill_cost
 from localllm_catalog import catalog
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.planner import decode_cost, efficiency, prefill_cost
 from localllm_catalog import catalog
 

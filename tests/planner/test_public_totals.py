@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.planner import memory
 from localllm.planner.plan import plan_for
 from localllm.planner.types import RunSettings, Workload

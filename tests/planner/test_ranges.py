@@ -12,10 +12,10 @@ from statistics import median
 
 import pytest
 
-from localllm.device import table
-from localllm.device.described import simulate, together
-from localllm.device.named import resolve
-from localllm.device.table import DeviceRow
+from localllm.device import parts_table
+from localllm.device.name_lookup import resolve
+from localllm.device.parts_table import DeviceRow
+from localllm.device.synthetic_device import simulate, together
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, prefill_cost, ranges, speed
 from localllm.planner.types import USUAL, Range
@@ -72,7 +72,7 @@ def narrower(than: dict[str, float], found: dict[str, float]) -> dict[str, tuple
     }
 
 
-@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", parts_table.rows(), ids=lambda row: row.name)
 def test_a_deeper_context_never_makes_a_range_narrower(row: DeviceRow) -> None:
     device = machine(row)
     widths = [predicted(device, depth=depth) for depth in (0, 8_192, 16_384, 100_000)]
@@ -80,7 +80,7 @@ def test_a_deeper_context_never_makes_a_range_narrower(row: DeviceRow) -> None:
         assert not narrower(shallow, deep)
 
 
-@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", parts_table.rows(), ids=lambda row: row.name)
 def test_less_evidence_never_makes_a_range_narrower(row: DeviceRow) -> None:
     """A part that nobody measured is known no better than one of its family that somebody did."""
     device = machine(row)
@@ -91,7 +91,7 @@ def test_less_evidence_never_makes_a_range_narrower(row: DeviceRow) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in table.rows() if row.kind == "discrete"], ids=lambda row: row.name
+    "row", [row for row in parts_table.rows() if row.kind == "discrete"], ids=lambda row: row.name
 )
 def test_more_cards_never_make_a_range_narrower(row: DeviceRow) -> None:
     one = machine(row)

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from localllm.device.named import resolve
-from localllm.device.table import rows
+from localllm.device.name_lookup import resolve
+from localllm.device.parts_table import rows
 from localllm.device.types import Device, Figure, Memory
 from localllm.planner import (
     explain,
     kv_sizes,
     memory,
-    needs,
     quality,
     recommend,
     roofline,
+    scoring,
     serialise,
     verify,
 )
@@ -98,7 +98,7 @@ def test_a_crawling_plan_is_refused_with_its_speed() -> None:
         Figure(20.0, "given"), n_cpu_cores=4,
     )  # fmt: skip
     answer = recommend.recommend(slow, MODELS, Workload())
-    assert all(p.decode_tok_s.value >= needs.NEEDS["chat"].least_tok_s for p in answer.plans)
+    assert all(p.decode_tok_s.value >= scoring.NEEDS["chat"].least_tok_s for p in answer.plans)
     reason = next(r for r in answer.rejected if r.model.id == "llama-3.3-70b-instruct")
     assert reason.kind == "speed"
     assert "too slow for chat" in reason.reason

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from localllm.cli.commands import recommend
 from localllm.cli.commands.device import lines as device_lines
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.load import measurements
 

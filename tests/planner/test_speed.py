@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from localllm.device import table
-from localllm.device.named import resolve
+from localllm.device import parts_table
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
 from localllm.planner import decode_cost, drafting, efficiency, kv_sizes, recommend, speed
+from localllm.planner.bytes_per_token import streamed
 from localllm.planner.speed import Measured
-from localllm.planner.streams import streamed
 from localllm.planner.types import RunSettings, Workload
 from localllm_backends.placement import Placement
 from localllm_catalog import catalog, shapes
@@ -236,7 +236,7 @@ def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
         resolve("RTX 4090"),
         name="?",
         match="",
-        bandwidth_gbps=table.of_like_cards("", "", 24 << 30),
+        bandwidth_gbps=parts_table.of_like_cards("", "", 24 << 30),
     )
     m = model("qwen3-8b")
     found = speed.decode(nothing, m, variant(m, "Q4_K_M"))

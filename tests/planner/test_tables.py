@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.load.options import load_spec
-from localllm.planner import memory, places, speed
+from localllm.planner import layer_bytes, memory, speed
 from localllm.planner.explain import explain
 from localllm.planner.plan import plan_for
 from localllm.planner.recommend import recommend
@@ -70,7 +70,7 @@ def test_rows_cost_time_and_a_slow_disk_is_warned_about() -> None:
         1 / speed.decode(device, MODEL, BIG, plan.settings).value
         - 1 / speed.decode(device, MODEL, BIG, held).value
     )
-    assert slower == pytest.approx(16 * places.ROW_S)
+    assert slower == pytest.approx(16 * layer_bytes.ROW_S)
     assert (
         1 / speed.prefill(device, MODEL, BIG, plan.settings).value
         > 1 / speed.prefill(device, MODEL, BIG, held).value
@@ -94,7 +94,9 @@ def test_small_tables_are_read_like_anything_else() -> None:
 def test_a_table_read_from_a_header_is_its_part_of_the_input() -> None:
     tokens = MODEL.vocab_size * MODEL.hidden_size
     header = replace(BIG, input_bytes=(MODEL.lookup_params + tokens) // 2)
-    assert places.table_bytes(MODEL, header) == pytest.approx(MODEL.lookup_params / 2, rel=1e-6)
+    assert layer_bytes.table_bytes(MODEL, header) == pytest.approx(
+        MODEL.lookup_params / 2, rel=1e-6
+    )
 
 
 def test_the_closed_form_agrees_with_llamacpp_on_tables_indexers_and_streams(

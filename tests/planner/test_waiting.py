@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import needs
-from localllm.planner.needs import score
+from localllm.planner import scoring
 from localllm.planner.plan import plan_for
 from localllm.planner.recommend import recommend
+from localllm.planner.scoring import score
 from localllm.planner.types import Workload
 from localllm_catalog import catalog
 
 BY_ID = catalog.load().by_id
-CHAT = needs.NEEDS["chat"]
+CHAT = scoring.NEEDS["chat"]
 
 
 def test_a_thinking_model_answers_later_than_its_twin_that_does_not_think() -> None:
@@ -26,12 +26,14 @@ def test_a_thinking_model_answers_later_than_its_twin_that_does_not_think() -> N
     silent = replace(model, reasoning_kind="none")
     thinks, answers = (plan_for(device, m, m.variants[0], Workload()) for m in (model, silent))
     thoughts_s = CHAT.thinking_tokens / thinks.decode_tok_s.value
-    assert needs.answer_s(thinks, CHAT) - needs.answer_s(answers, CHAT) == pytest.approx(thoughts_s)
+    assert scoring.answer_s(thinks, CHAT) - scoring.answer_s(answers, CHAT) == pytest.approx(
+        thoughts_s
+    )
     assert score(thinks, CHAT) < score(answers, CHAT)
-    said = needs.sentence(thinks, CHAT)
+    said = scoring.sentence(thinks, CHAT)
     assert said is not None
     assert "600 tokens (assumed)" in said
-    assert needs.sentence(answers, CHAT) is None
+    assert scoring.sentence(answers, CHAT) is None
 
 
 def test_an_agents_prompt_that_takes_many_minutes_is_not_offered() -> None:
@@ -41,7 +43,7 @@ def test_an_agents_prompt_that_takes_many_minutes_is_not_offered() -> None:
     )
     models = [BY_ID[name] for name in ("qwen3.6-35b-a3b", "qwen3-4b-instruct-2507")]
     answer = recommend(slow, models, Workload("coding"))
-    longest = needs.NEEDS["coding"].ttft_longest_s
+    longest = scoring.NEEDS["coding"].ttft_longest_s
     assert all(plan.ttft_s.value <= longest for plan in answer.plans)
     refused = [r for r in answer.rejected if "first token of 16,384" in r.reason]
     assert refused

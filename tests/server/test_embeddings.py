@@ -19,8 +19,8 @@ from localllm.cli.serve.model_router import router_for
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
+from localllm.load.fit_several_models import load_plans_together
 from localllm.load.load_plan import load_plan_named
-from localllm.load.sharing import load_plans_together
 from localllm.server.models.router import ServedModel
 from localllm.settings import Settings
 from models.tiny_bert import CTX, E, write_bert

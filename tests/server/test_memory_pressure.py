@@ -13,9 +13,9 @@ import pytest
 
 from localllm.cli.serve.model_router import router_for
 from localllm.errors import BusyError, DoesNotFitError
-from localllm.load import sharing
+from localllm.load import fit_several_models
+from localllm.load.fit_several_models import load_plans_together
 from localllm.load.load_plan import load_plan_named
-from localllm.load.sharing import load_plans_together
 from localllm.memory.account import headroom_bytes
 from localllm.memory.guard import memory_is_short
 from localllm.memory.system import SystemMemory
@@ -131,7 +131,7 @@ def test_what_models_may_have_is_what_the_guard_lets_them_load(
 ) -> None:
     headroom = headroom_bytes(16 * GB)
     machine["available"] = headroom + 12345
-    _, available = sharing.memory_for_models()
+    _, available = fit_several_models.memory_for_models()
     assert available() == 12345
     machine["available"] = headroom - 1
     assert available() == 0

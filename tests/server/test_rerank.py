@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from localllm.cli.serve.model_router import router_for
-from localllm.load.sharing import load_plans_together
+from localllm.load.fit_several_models import load_plans_together
 from localllm.settings import Settings
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models.tiny_bert import CTX, write_bert

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from localllm.setup import builds, trial
+from localllm.setup import build_check, builds
 
-_asked = trial.reference
+_asked = build_check.reference
 
 
 @cache
-def _answer(model: Path) -> trial.ReferenceAnswer | str:
+def _answer(model: Path) -> build_check.ReferenceAnswer | str:
     environment = dict(os.environ)
     builds.apply(builds.OWN, environment)
     return _asked(model, environment)
@@ -23,4 +23,4 @@ def _answer(model: Path) -> trial.ReferenceAnswer | str:
 @pytest.fixture(autouse=True)
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of its own computes it, as ever: the first time."""
-    monkeypatch.setattr(trial, "reference", lambda model, _environment, **_: _answer(model))
+    monkeypatch.setattr(build_check, "reference", lambda model, _environment, **_: _answer(model))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device
 from localllm.setup import cuda, recipes
 from localllm.setup.builds import SetupError

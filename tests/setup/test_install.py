@@ -17,7 +17,7 @@ import pytest
 from localllm import paths
 from localllm.cli import engine_builds
 from localllm.errors import UsageError
-from localllm.setup import builds, chain, install, steps, trial
+from localllm.setup import build_check, builds, chain, install, steps
 from localllm.setup.builds import BuildNotFoundError, SetupError
 from localllm.setup.host import BuildHost
 from localllm.setup.steps import BuildRecipe, Step
@@ -306,11 +306,11 @@ def test_a_builds_own_libraries_are_found_while_it_runs() -> None:
 
 
 def test_near_ties_pass_and_nonsense_does_not() -> None:
-    expected = trial.ReferenceAnswer(Path("m"), (1, 2, 3), "abc")
+    expected = build_check.ReferenceAnswer(Path("m"), (1, 2, 3), "abc")
     close = {"gaps": [0.0, 0.3, 0.0], "text": "abd", "decode_s": 0.01}
-    assert trial.compare(expected, close).failure == ""
+    assert build_check.compare(expected, close).failure == ""
     for gaps in ([0.0, 9.0, 0.0], [0.0, float("nan"), 0.0], [0.0], [0.0, 1e30, 0.0]):
-        assert trial.compare(expected, {**close, "gaps": gaps}).failure
+        assert build_check.compare(expected, {**close, "gaps": gaps}).failure
 
 
 def test_the_cuda_packages_get_the_names_that_linking_asks_for(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 from device import recordings
 from localllm.cli import engine_builds
 from localllm.cli.commands import setup as command
-from localllm.device import ggml, in_use
+from localllm.device import backend_view, ggml
 from localllm.device.machines import identify
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Figure, Readings
 from localllm.setup import recipes, steps
 from localllm.setup.builds import SetupError
@@ -104,7 +104,7 @@ def test_a_better_build_is_told_with_the_speed_to_expect() -> None:
     plain = replace(
         card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match=""
     )
-    processor = in_use.as_used(card, plain, ggml.GgmlBuild())
+    processor = backend_view.as_used(card, plain, ggml.GgmlBuild())
     said = engine_builds.sentence(processor, card, engine_builds.yardstick_plan(processor))
     assert "tok/s" in said
     assert "localllm setup" in said

@@ -15,9 +15,9 @@ import pytest
 
 from device import recordings
 from localllm.cli.commands import setup as command
-from localllm.device import ggml, in_use
+from localllm.device import backend_view, ggml
 from localllm.device.machines import identify
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device, Memory, Readings
 from localllm.engine.cache import eviction
 from localllm.engine.cache.store import KvStore
@@ -26,7 +26,7 @@ from localllm.load.options import load_spec
 from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import typical
 from localllm.planner.types import Plan, Workload
-from localllm.setup import builds, trial
+from localllm.setup import build_check, builds
 from localllm.setup.host import assumed
 from localllm_backends import candidates
 from localllm_backends.contract import Chunk
@@ -252,8 +252,10 @@ def seen_by(name: str, backend: str, total_gib: float, free_gib: float) -> Memor
     gpu = ggml.GgmlDevice(
         f"{backend}0", "8060S", backend, "igpu", int(free_gib * GIB), int(total_gib * GIB)
     )
-    processor = identify(in_use.without_gpus(readings))
-    return in_use.as_used(identify(readings), processor, ggml.GgmlBuild(devices=(gpu,))).memory
+    processor = identify(backend_view.without_gpus(readings))
+    return backend_view.as_used(
+        identify(readings), processor, ggml.GgmlBuild(devices=(gpu,))
+    ).memory
 
 
 def rocm_and_vulkan_differ() -> None:
@@ -283,9 +285,9 @@ def wrong_numbers_after_an_update() -> None:
     build = builds.Build("rocm", "rocm", "", "0.3.36", "2026-11-01", drivers="6.17.1; amdgpu 6.14")
     assert not builds.stale(build, "6.17.1; amdgpu 6.14")
     assert "localllm setup" in builds.stale(build, "6.18.0; amdgpu 6.14")
-    expected = trial.ReferenceAnswer(Path(), tuple(range(10)), "H, I, J")
+    expected = build_check.ReferenceAnswer(Path(), tuple(range(10)), "H, I, J")
     garbage = {"gaps": [0.0, *[11.3] * 9], "text": "!!!!!!!!!!", "tokens": [0] * 10}
-    assert "other tokens" in trial.compare(expected, garbage).failure
+    assert "other tokens" in build_check.compare(expected, garbage).failure
 
 
 def states_are_rare() -> None:

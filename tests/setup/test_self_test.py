@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from device import recordings
 from localllm.cli.all_commands import app
-from localllm.device.in_use import ask_build
+from localllm.device.backend_view import ask_build
 from localllm.device.machines import identify
 from localllm.library import starter
-from localllm.setup import trial
+from localllm.setup import build_check
 from localllm.setup.builds import SetupError
 from localllm_backends import conformance
-from localllm_backends import trial as program
+from localllm_backends import self_test as program
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
 from support.scripted_backend import ScriptedResult
@@ -30,14 +30,14 @@ MACHINE = identify(recordings.load("cpu_only_vm"))
 
 
 def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_model: Path) -> None:
-    test = trial.examine(MACHINE, ask_build(), tiny_model, dict(os.environ))
+    test = build_check.examine(MACHINE, ask_build(), tiny_model, dict(os.environ))
     assert test.failures == ()
     assert len(test.checks) == len(conformance.CHECKS)
     # llama.cpp samples no tokens itself.
     assert [c["check"] for c in test.checks if c["outcome"] != "ok"] == [
         "what is sampled follows from the logits"
     ]
-    text = "\n".join(trial.report(test))
+    text = "\n".join(build_check.report(test))
     assert "result: passed" in text
     assert "10 of 10 tokens" in text
     for check in conformance.CHECKS:
@@ -119,21 +119,21 @@ def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(
     )
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    test = trial.examine(MACHINE, ask_build(), tiny_model, environment)
+    test = build_check.examine(MACHINE, ask_build(), tiny_model, environment)
     (failure,) = test.failures
     assert "a fork at the end continues independently" in failure
     assert "SIGABRT" in failure
     before = conformance.CHECKS.index(conformance.a_fork_at_the_end_continues_independently)
     assert len(test.checks) == before
-    assert "1 failure(s)" in "\n".join(trial.report(test))
+    assert "1 failure(s)" in "\n".join(build_check.report(test))
 
 
 def test_a_build_that_does_not_start_is_a_report_too() -> None:
     build = replace(
         ask_build(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so"
     )
-    test = trial.examine(MACHINE, build, Path("none"), {})
-    text = "\n".join(trial.report(test))
+    test = build_check.examine(MACHINE, build, Path("none"), {})
+    text = "\n".join(build_check.report(test))
     assert "SIGSEGV" in text
     assert "somebody" not in text
 

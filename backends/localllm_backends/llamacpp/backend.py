@@ -24,8 +24,8 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
+from localllm_backends.draft_head_state import joined, parted
 from localllm_backends.fingerprints import fingerprint, under_adapters
-from localllm_backends.following import joined, parted
 from localllm_backends.llamacpp.batch import (
     ABORTED,
     Batch,
@@ -50,7 +50,7 @@ from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabiliti
 from localllm_backends.llamacpp.native import Buffers, log, purpose_bytes
 from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
 from localllm_backends.llamacpp.top_logits import TopLogits
-from localllm_backends.owned import OwnedBackend, owner_only
+from localllm_backends.shared_behaviour import OwnedBackend, owner_only
 
 
 class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):

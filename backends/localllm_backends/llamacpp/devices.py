@@ -32,7 +32,7 @@ from localllm_backends.llamacpp.native import (
     log,
     start_native,
 )
-from localllm_backends.program import print_answers
+from localllm_backends.probe_process import print_answers
 
 # ggml-backend.h: enum ggml_backend_dev_type
 PROCESSOR = 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from localllm_backends.contract import Chunk, SequenceId
-from localllm_backends.following import CANDIDATES, FollowingHeads
+from localllm_backends.draft_head_state import CANDIDATES, FollowingHeads
 from localllm_backends.llamacpp.batch import Decoder, Rows, floats
 from localllm_backends.llamacpp.kv_blocks import SequenceMemory
 from localllm_backends.llamacpp.native import bindings

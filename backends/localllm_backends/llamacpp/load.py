@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec
-from localllm_backends.llamacpp import companion, kv_probe, mtp, rpc, vision
+from localllm_backends.llamacpp import kv_probe, mtp, rpc, trained_drafter, vision
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context, with_adapters
 from localllm_backends.llamacpp.devices import check_kv
@@ -92,7 +92,7 @@ def _open_heads(
         return mtp.MtpHeads(llama, context, second), log.buffers()
     if not spec.drafter:
         return None, Buffers()
-    heads, weights = companion.open_drafter(
+    heads, weights = trained_drafter.open_drafter(
         llama, model, context, replace(spec, adapters=()), n_seq_max
     )
     return heads, weights + log.buffers()

@@ -28,7 +28,7 @@ from typing import Any
 
 from localllm_backends.llamacpp.native import GgmlInitParams, ggml_function, start_native
 from localllm_backends.llamacpp.threads import usable_cores
-from localllm_backends.program import print_answers
+from localllm_backends.probe_process import print_answers
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
 _F32 = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, SequenceId
-from localllm_backends.following import LEAST_PROBABILITY, LONGEST_DRAFT
+from localllm_backends.draft_head_state import LEAST_PROBABILITY, LONGEST_DRAFT
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions

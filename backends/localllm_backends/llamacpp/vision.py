@@ -40,7 +40,7 @@ from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import bindings, bindings_version, log, purpose_bytes
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file
-from localllm_backends.owned import image_of, owner_only
+from localllm_backends.shared_behaviour import image_of, owner_only
 
 _TEXT = 0
 _IMAGE = 1

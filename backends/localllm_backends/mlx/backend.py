@@ -25,8 +25,8 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
+from localllm_backends.draft_head_state import joined, parted
 from localllm_backends.fingerprints import under_adapters
-from localllm_backends.following import joined, parted
 from localllm_backends.mlx import backend_type, memory
 from localllm_backends.mlx.attention import Attention
 from localllm_backends.mlx.files import fingerprint
@@ -37,7 +37,7 @@ from localllm_backends.mlx.sequence_cache import SequenceCache, Undo
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
-from localllm_backends.owned import OwnedBackend, owner_only
+from localllm_backends.shared_behaviour import OwnedBackend, owner_only
 
 # Tokens that a recurrent model with draft heads can take back by default. Few drafts are longer.
 _DRAFT_REWIND = 3

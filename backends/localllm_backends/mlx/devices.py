@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from localllm_backends.program import print_answers
+from localllm_backends.probe_process import print_answers
 
 
 def _answers() -> Iterator[dict[str, Any]]:

@@ -21,7 +21,12 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from localllm_backends.contract import LoadError, SequenceId
-from localllm_backends.following import CANDIDATES, LEAST_PROBABILITY, LONGEST_DRAFT, FollowingHeads
+from localllm_backends.draft_head_state import (
+    CANDIDATES,
+    LEAST_PROBABILITY,
+    LONGEST_DRAFT,
+    FollowingHeads,
+)
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.files import weight_files
 from localllm_backends.mlx.kv_export import KvExport

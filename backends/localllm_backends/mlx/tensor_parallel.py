@@ -33,7 +33,7 @@ from localllm_backends.contract import (
     Placement,
     SequenceId,
 )
-from localllm_backends.following import joined, parted
+from localllm_backends.draft_head_state import joined, parted
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
@@ -49,7 +49,7 @@ from localllm_backends.mlx.machines import (
 )
 from localllm_backends.mlx.results import MlxStepResult
 from localllm_backends.mlx.sequence_cache import SequenceCache
-from localllm_backends.owned import owner_only
+from localllm_backends.shared_behaviour import owner_only
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
 # Operations that other machines answer.

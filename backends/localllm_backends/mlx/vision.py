@@ -48,7 +48,7 @@ from localllm_backends.mlx.towers import (
     seen_ahead,
     why_not,
 )
-from localllm_backends.owned import image_of, owner_only
+from localllm_backends.shared_behaviour import image_of, owner_only
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Number of images whose layout is cached, because the prompt is laid out again in every turn.

@@ -56,9 +56,9 @@ class LocalModelService:
     def plan(
         self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
     ) -> PlanList:
-        from localllm.planner import needs
         from localllm.planner import recommend as planner
-        from localllm.planner.needs import need_of
+        from localllm.planner import scoring
+        from localllm.planner.scoring import need_of
         from localllm.planner.serialise import plan_to_json
 
         catalog = self.catalog
@@ -71,7 +71,7 @@ class LocalModelService:
         def choice_of(plan: Plan) -> PlanChoice:
             here = candidates.installed_names([plan], catalog, there)
             name = here.get((plan.model.id, plan.variant.quant), "")
-            return PlanChoice(plan_to_json(plan), needs.answer_s(plan, need), name)
+            return PlanChoice(plan_to_json(plan), scoring.answer_s(plan, need), name)
 
         def report(plan: Plan) -> None:
             choice = choice_of(plan)

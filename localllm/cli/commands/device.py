@@ -45,9 +45,9 @@ def device(
     import sys
     from dataclasses import asdict
 
-    from localllm.device import ggml, in_use
+    from localllm.device import backend_view, ggml
     from localllm.device.detect import hardware
-    from localllm.device.named import resolve
+    from localllm.device.name_lookup import resolve
     from localllm.device.overrides import overridden, with_memory
     from localllm.device.types import device_to_json
     from localllm.errors import UsageError
@@ -62,7 +62,7 @@ def device(
             print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
         here = hardware(measure=measure, remeasure=measure)
         found = overridden(here, memory_gb=memory, bandwidth_gbps=bandwidth)
-        build = in_use.build_here(fresh=True)
+        build = backend_view.build_here(fresh=True)
     found = with_memory(found, ram_gb=ram)
     body = device_to_json(found)
     if build is not None:

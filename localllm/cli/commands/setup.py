@@ -205,9 +205,9 @@ def _findings(machine: Device) -> list[str]:
 
 def _machine(name: str) -> tuple[Device, BuildHost]:
     """Return this machine or the named one, and its build tools."""
+    from localllm.device.backend_view import ask_build
     from localllm.device.detect import hardware
-    from localllm.device.in_use import ask_build
-    from localllm.device.named import resolve
+    from localllm.device.name_lookup import resolve
     from localllm.setup import builds, host
 
     if name:

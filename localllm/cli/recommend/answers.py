@@ -11,7 +11,7 @@ from pathlib import Path
 
 from localllm.cli import engine_builds
 from localllm.cli.recommend import machines_view, page, view
-from localllm.device import named
+from localllm.device import name_lookup
 from localllm.device.types import Device
 from localllm.errors import ModelNotFoundError
 from localllm.library.catalog import age_days, user_folder
@@ -148,5 +148,7 @@ def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_j
         variants = tuple(v for v in model.variants if same_quant(quant, v.quant))
         model = replace(model, variants=variants)
     # Use both engines: the question is about other machines, not about this installation.
-    reach = planner.reaching(named.everything(), model, workload, tok_s, overrides=Overrides())
+    reach = planner.reaching(
+        name_lookup.everything(), model, workload, tok_s, overrides=Overrides()
+    )
     page.out(machines_view.reach(model, tok_s, reach, as_json=as_json))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog

@@ -12,7 +12,7 @@ from localllm.library.catalog import OLD_DAYS
 from localllm.load.candidates import image_facts
 from localllm.memory.verdict import TIGHT_MEANS
 from localllm.plain_output import ascii_json
-from localllm.planner import kv_sizes, needs
+from localllm.planner import kv_sizes, scoring
 from localllm.planner.serialise import recommendation_to_json
 from localllm.planner.types import Plan, Recommendation, Rejected, backend_of
 from localllm_backends import registry
@@ -128,7 +128,7 @@ def table(
     `installed`: ids and quants of installed models.
     `listings_days`: the age of the catalog's listings.
     """
-    need = needs.need_of(answer.workload)
+    need = scoring.need_of(answer.workload)
     plans = answer.plans
     at = ""
     if plans:

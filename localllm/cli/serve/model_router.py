@@ -15,8 +15,8 @@ from localllm.cli.serve.served_models import ServedModels, on_disk, real_path
 from localllm.cli.serve.upstreams import load_upstreams
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.library.types import LocalModel
+from localllm.load.fit_several_models import memory_for_models
 from localllm.load.load_plan import LoadPlan
-from localllm.load.sharing import memory_for_models
 from localllm.model_names import NameTable, Rule, find
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.served import ServedModel

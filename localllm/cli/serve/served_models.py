@@ -22,8 +22,8 @@ from localllm.library.digests import model_digest
 from localllm.library.file_kinds import header_facts
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
+from localllm.load.fit_several_models import load_plans_together
 from localllm.load.load_plan import LoadPlan, make_load_plan
-from localllm.load.sharing import load_plans_together
 from localllm.planner.plan import max_context
 from localllm.planner.serialise import physics
 from localllm.planner.types import Plan

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from localllm.device import cards, cpus, table, usable
+from localllm.device import cards, cpus, parts_table, usable
 from localllm.device.accelerators import KINDS, driver
+from localllm.device.parsers.dimms import Ram
 from localllm.device.parsers.gpus import NvidiaGpu, environment, nvml, smi, visible
-from localllm.device.parsers.sticks import Ram
-from localllm.device.table import DeviceRow
+from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Memory, Readings
 
 # Preferred accelerator for each vendor's cards, as long as its builds support them.
@@ -35,14 +35,14 @@ def card_of(
     (`told`) that differs by more than 10 %, or if the table has no figure, `told` is used. Without
     either, the bandwidth is that of similar cards.
     """
-    facts = table.facts(row)
+    facts = parts_table.facts(row)
     facts["compute_units"] = units or facts["compute_units"]
     if row is None:
         kind = _OWN_KIND[maker]
         drives = driver(kind, architecture)
         family: str = drives
         findings = []
-        figure = told or table.of_like_cards(maker, architecture, memory.total_bytes)
+        figure = told or parts_table.of_like_cards(maker, architecture, memory.total_bytes)
         if drives != kind:
             label = KINDS[kind].label
             lacks = f"{label}'s builds have no code of {architecture} ({name}) any more"
@@ -118,7 +118,7 @@ def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vector
     known = measured or told
     if known is not None:
         return known
-    row = table.by_cpu(cpu)
+    row = parts_table.by_cpu(cpu)
     if row is not None:
         return row.bandwidth()
     return cpus.usual_bandwidth(cpu, vectors)
@@ -175,7 +175,7 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
     derived = gpu.derived_bandwidth_gbps
     row = None
     if not is_slice:
-        row = table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
+        row = parts_table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
     memory, findings = _nvidia_memory(gpu, row, is_slice=is_slice)
     if memory is None:
         return None, findings
@@ -207,7 +207,7 @@ def no_driver(fix: str) -> Finding:
 
 def as_processor(base: Device) -> Device:
     """Return a machine without an accelerator, with its processor's table row if there is one."""
-    row = table.by_cpu(base.cpu)
+    row = parts_table.by_cpu(base.cpu)
     if row is None:
         return base
     if row.accelerator == base.accelerator:
@@ -217,7 +217,7 @@ def as_processor(base: Device) -> Device:
 
 def _share_of_whole(name: str, memory_bytes: int) -> Figure | None:
     """Return a slice's bandwidth: the same share of its card's bandwidth as of its memory."""
-    whole = table.by_gpu_name(re.sub(r" MIG .*|-[0-9]{1,3}[QCAB]$", "", name))
+    whole = parts_table.by_gpu_name(re.sub(r" MIG .*|-[0-9]{1,3}[QCAB]$", "", name))
     if whole is None:
         return None
     share = min(1.0, memory_bytes / (whole.memory_gb[0] * GIB))

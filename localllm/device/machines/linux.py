@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.device import table
+from localllm.device import parts_table
 from localllm.device.machines.common import (
     as_processor,
     left_idle,
@@ -23,7 +23,7 @@ from localllm.device.machines.linux_intel import arcs, identify_intel
 from localllm.device.machines.linux_system import LinuxSystem, noted, read_system, system_pool
 from localllm.device.parsers import hexadecimal, linux
 from localllm.device.parsers.gpus import DRM_CARDS, NvidiaGpu, amd_gpus, pci_folders
-from localllm.device.table import DeviceRow
+from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Device, Figure, Finding, Readings
 
 _ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
@@ -66,8 +66,8 @@ def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> De
     """
     # A container without the driver's name table reports "Device [10de:2e12]".
     if "10de:2e12" in gpu.name.lower():
-        return table.by_gpu_name("NVIDIA GB10")
-    row = table.by_gpu_name(gpu.name)
+        return parts_table.by_gpu_name("NVIDIA GB10")
+    row = parts_table.by_gpu_name(gpu.name)
     if row is None or row.family not in _ONE_POOL_FAMILIES:
         return None
     board = readings.file("/proc/device-tree/model") or gpu.name
@@ -82,7 +82,10 @@ def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -
     GPUs in the table are excluded. x86 machines are excluded too: a 32 GB card with 32 GB of RAM is
     not unified memory.
     """
-    if table.by_gpu_name(gpu.name) is not None or readings.architecture not in ("aarch64", "arm64"):
+    if parts_table.by_gpu_name(gpu.name) is not None or readings.architecture not in (
+        "aarch64",
+        "arm64",
+    ):
         return False
     if gpu.bus_bits is not None:
         return False
@@ -103,7 +106,7 @@ def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRo
         return None
     found = [
         row
-        for row in table.rows()
+        for row in parts_table.rows()
         if row.family == "Jetson" and row.memory_gb and kind in row.name.lower()
     ]
     # A module reports a few per cent less than its memory. The smallest size that holds MemTotal is
@@ -151,7 +154,7 @@ def _one_pool(
         memory=memory,
         family=family,
         bandwidth_gbps=bandwidth,
-        **table.facts(row),
+        **parts_table.facts(row),
         compute_capability=capability,
         findings=findings,
     )
@@ -162,8 +165,10 @@ def _unknown_pool(capability: str) -> Figure:
 
     It is the lowest among such GPUs of the same compute capability, or among all of them.
     """
-    pools = [row for row in table.rows() if row.family in _ONE_POOL_FAMILIES]
-    return table.slowest([row for row in pools if row.compute_capability == capability] or pools)
+    pools = [row for row in parts_table.rows() if row.family in _ONE_POOL_FAMILIES]
+    return parts_table.slowest(
+        [row for row in pools if row.compute_capability == capability] or pools
+    )
 
 
 def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.device import table, usable
+from localllm.device import parts_table, usable
 from localllm.device.machines.common import card_of, one_machine, shared_bandwidth
 from localllm.device.machines.linux_system import LinuxSystem, noted
 from localllm.device.parsers.gpus import AmdGpu, amd_gpus, environment, marketing_name, visible
-from localllm.device.table import DeviceRow
+from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Readings
 
 # Graphics with two compute units (Raphael and its successors, Mendocino). The CPU cores compute as
@@ -46,9 +46,9 @@ def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Device]:
 def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Device:
     gpu = max(gpus, key=_reach)
     # The processor's name identifies the SKU.
-    row = table.by_cpu(system.cpu.name) or _by_pci(gpu)
+    row = parts_table.by_cpu(system.cpu.name) or _by_pci(gpu)
     if row is None and gpu.gfx:
-        row = next((r for r in table.rows() if r.compute_capability == gpu.gfx), None)
+        row = next((r for r in parts_table.rows() if r.compute_capability == gpu.gfx), None)
     accelerator: Accelerator
     if row is not None and row.accelerator == "rocm":
         accelerator = "rocm"
@@ -57,7 +57,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
         accelerator = "vulkan"
         available = system.memory.available_bytes() or 0
         memory = usable.apu(gpu, system.base.memory.total_bytes, available)
-    facts = table.facts(row)
+    facts = parts_table.facts(row)
     facts["compute_units"] = gpu.compute_units or facts["compute_units"]
     return replace(
         system.base,
@@ -79,7 +79,7 @@ def _reach(gpu: AmdGpu) -> int:
 
 
 def _by_pci(gpu: AmdGpu, memory_bytes: int | None = None) -> DeviceRow | None:
-    return table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", memory_bytes)
+    return parts_table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", memory_bytes)
 
 
 def _amd_name(readings: Readings, gpu: AmdGpu, row: DeviceRow | None) -> str:
@@ -95,7 +95,7 @@ def _amd_name(readings: Readings, gpu: AmdGpu, row: DeviceRow | None) -> str:
 def _amd_card(readings: Readings, gpu: AmdGpu) -> Device:
     total = gpu.vram_total_bytes
     name = _amd_name(readings, gpu, None)
-    row = table.by_gpu_name(name, total) or _by_pci(gpu, total)
+    row = parts_table.by_gpu_name(name, total) or _by_pci(gpu, total)
     if row is not None and name.startswith("AMD GPU "):
         name = row.name
     memory = usable.vram(total, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used")

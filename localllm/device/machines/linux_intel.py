@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from localllm.device import table, usable
+from localllm.device import parts_table, usable
 from localllm.device.machines.common import card_of, one_machine, shared_bandwidth
 from localllm.device.machines.linux_system import LinuxSystem, noted
 from localllm.device.parsers import hexadecimal, integer
 from localllm.device.parsers.gpus import DRM_CARDS, environment, pci_folders, visible, vulkaninfo
-from localllm.device.table import DeviceRow
+from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Device, Finding, Readings
 
 _INTEL_VENDOR = 0x8086
@@ -24,12 +24,14 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
         told = "memory in use on it can't be read without root, so all of it counts as free"
         system = noted(system, [Finding("info", f"{cards[left[0]].name}: {told}")])
         return one_machine([cards[i] for i in left], system.base)
-    named = [table.by_gpu_name(name) for name, _, _ in vulkaninfo(readings.output("vulkaninfo"))]
+    named = [
+        parts_table.by_gpu_name(name) for name, _, _ in vulkaninfo(readings.output("vulkaninfo"))
+    ]
     listed = [
         _by_pci(readings, folder) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
     ]
     shown = [row for row in (*named, *listed) if row and row.vendor == "Intel"]
-    integrated = table.by_cpu(system.cpu.name) or next(iter(shown), None)
+    integrated = parts_table.by_cpu(system.cpu.name) or next(iter(shown), None)
     if integrated is None or integrated.vendor != "Intel" or integrated.kind != "unified":
         return None
     note = Finding(
@@ -50,7 +52,7 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
 
 
 def _by_pci(readings: Readings, folder: str, memory_bytes: int | None = None) -> DeviceRow | None:
-    return table.by_pci("8086", _device_id(readings, folder), "", memory_bytes)
+    return parts_table.by_pci("8086", _device_id(readings, folder), "", memory_bytes)
 
 
 def _device_id(readings: Readings, folder: str) -> str:
@@ -86,7 +88,7 @@ def _arc(readings: Readings, folder: str, names: list[str]) -> Device | None:
         name = row.name
     elif names and (total or _on_own_bus(readings, folder)):
         name = names.pop(0)
-        row = table.by_gpu_name(name, total)
+        row = parts_table.by_gpu_name(name, total)
     if row is not None and row.kind != "discrete":
         return None
     if total:

@@ -12,7 +12,7 @@ from localllm.device.machines.common import (
     with_findings,
 )
 from localllm.device.parsers import linux
-from localllm.device.table import DeviceRow
+from localllm.device.parts_table import DeviceRow
 from localllm.device.types import (
     GIB,
     Device,
@@ -110,9 +110,9 @@ def _board_row(board: str) -> DeviceRow | None:
     if not board:
         return None
     # Imported here because it indexes all rows' names, which only boards need.
-    from localllm.device import lookup, typed
+    from localllm.device import lookup, name_parser
 
-    named = typed.read(board)
+    named = name_parser.read(board)
     rows, _ = lookup.find(named)
     if not rows:
         rows, _ = lookup.run_of(named)

@@ -5,7 +5,7 @@ Values that can be queried are not computed.
 
 from __future__ import annotations
 
-from localllm.device import cpus, table, usable
+from localllm.device import cpus, parts_table, usable
 from localllm.device.parsers import macos
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Readings
 from localllm.memory.account import shared_pool
@@ -41,7 +41,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     if why:
         return _without_gpu(mac, to_be_had, ram_bandwidth, why, findings)
 
-    row = table.by_chip(chip, cores, mac.memory_bytes)
+    row = parts_table.by_chip(chip, cores, mac.memory_bytes)
     working_set = macos.metal_working_set(readings.output("metal"))
     memory = usable.mac(mac.memory_bytes, working_set, mac.wired_limit_mb, free, to_be_had)
     findings += _limit_findings(mac, memory.basis == "assumed", working_set)
@@ -55,7 +55,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         if cores is None:
             took = f"the number of GPU cores could not be read: took {row.name}"
             findings.append(Finding("warning", took))
-    facts = table.facts(row)
+    facts = parts_table.facts(row)
     facts["compute_units"] = cores or 0
     return Device(
         name=f"{chip} ({cores}-core GPU)" if cores else chip,
@@ -77,9 +77,9 @@ def _of_unlisted(chip: str) -> Figure:
 
     It comes from the chip's other bins, or from its tier ("Pro", "Max") in other generations.
     """
-    macs = [row for row in table.rows() if row.vendor == "Apple"]
+    macs = [row for row in parts_table.rows() if row.vendor == "Apple"]
     tier = [row for row in macs if row.chip.split()[2:] == chip.split()[2:]]
-    return table.slowest([row for row in macs if row.chip == chip] or tier or macs)
+    return parts_table.slowest([row for row in macs if row.chip == chip] or tier or macs)
 
 
 def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from localllm.device import cpus, table, usable
+from localllm.device import cpus, parts_table, usable
 from localllm.device.machines import common
 from localllm.device.machines.common import (
     as_processor,
@@ -103,7 +103,7 @@ def _cards(adapters: list[windows.Adapter]) -> list[Device]:
     """
     cards = []
     for adapter in adapters:
-        row = table.by_gpu_name(adapter.name, adapter.memory_bytes or None)
+        row = parts_table.by_gpu_name(adapter.name, adapter.memory_bytes or None)
         maker = _MAKERS.get(adapter.vendor, "")
         if row is None:
             family = "vulkan"
@@ -150,8 +150,8 @@ def _integrated(
     not see the reserved part. Returns None if there is a discrete card: an APU's share is never
     added to a card's memory.
     """
-    by_cpu = table.by_cpu(base.cpu)
-    found = [(adapter, table.by_gpu_name(adapter.name) or by_cpu) for adapter in adapters]
+    by_cpu = parts_table.by_cpu(base.cpu)
+    found = [(adapter, parts_table.by_gpu_name(adapter.name) or by_cpu) for adapter in adapters]
     if any(row is not None and row.kind == "discrete" for _, row in found):
         return None
     for adapter, row in found:
@@ -180,7 +180,7 @@ def _integrated(
                 carve_out_bytes=own_bytes,
             ),
             bandwidth_gbps=shared_bandwidth(row, told, base),
-            **table.facts(row),
+            **parts_table.facts(row),
             compute_capability=row.compute_capability,
         )
     return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from localllm.device.parsers import integer, key_values
-from localllm.device.parsers.sticks import Ram, Stick, ram_of
+from localllm.device.parsers.dimms import Ram, Stick, ram_of
 from localllm.device.types import Readings
 
 

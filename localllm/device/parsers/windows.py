@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from localllm.device.parsers import from_json, integer, key_values
-from localllm.device.parsers.sticks import Ram, Stick, ram_of
+from localllm.device.parsers.dimms import Ram, Stick, ram_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from localllm.device.probes import llama_cpp_folder, read_text, run
 
 
 def read(cache: Path, data: Path) -> HealthFacts:
-    """Return the facts for `health.judge`, except the build's own device list (see in_use.py).
+    """Return the facts for `health.judge`, except the build's own device list (see backend_view.py).
 
     Facts that could not be read stay None, so that they are reported as not checked.
     """

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from localllm.device.kept import FigureFile, Measurement, ProcessorTimes
+from localllm.device.measurement_store import FigureFile, Measurement, ProcessorTimes
 from localllm.device.probes import programs
 from localllm.device.types import Figure, MatrixRates, TypeRates
 
@@ -31,7 +31,7 @@ TYPES = (
     "F16",
     "BF16",
 )
-# TFLOP/s by machine, build, type, layout and kind of product: see kept.py.
+# TFLOP/s by machine, build, type, layout and kind of product: see measurement_store.py.
 _SHELF = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
 _KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
 _LAYOUTS = ("stored", "laid_out")

@@ -1,4 +1,4 @@
-"""Run programs of the backends (localllm_backends/program.py) in child processes.
+"""Run programs of the backends (localllm_backends/probe_process.py) in child processes.
 
 A broken library may crash or hang there.
 """

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.sampling.row import Row
+from localllm.grammars.compile_limit import SPECIAL, grammar_text, matcher_of
 from localllm.grammars.number_end import NumberEnd
 from localllm.grammars.reasons import why_stuck
-from localllm.grammars.trial import SPECIAL, grammar_text, matcher_of
 from localllm.limited_child import ChildLimits, LimitedChild, Stages
 from localllm_backends.contract import Backend
 
@@ -73,7 +73,7 @@ class Vocabulary:
         self.tokenizer: Any = llguidance.LLTokenizer(wrapped, eos_token=list(info.eog_tokens))
 
     def outline(self) -> dict[str, Any]:
-        """The data that trial compilations need (grammars/trial.py).
+        """The data that trial compilations need (grammars/compile_limit.py).
 
         It has the number of tokens, the `special` ones, and those whose names look special.
         """
@@ -216,7 +216,9 @@ def trials(compiler: GrammarCompiler) -> Stages:
     """The stages in which a grammar is tried before `compiler` compiles it."""
     return Stages(
         [
-            LimitedChild("localllm.grammars.trial", most, lambda: compiler.vocabulary.outline())
+            LimitedChild(
+                "localllm.grammars.compile_limit", most, lambda: compiler.vocabulary.outline()
+            )
             for most in _LIMITS
         ]
     )

@@ -36,8 +36,8 @@ from localllm.engine.worker import backends
 from localllm.engine.worker.child_pipe import ChildPipe, Message, Pulse, reason
 from localllm.errors import ContextLengthError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
-from localllm_backends.reading import estimated_tokens
 from localllm_backends.registry import read_code
+from localllm_backends.token_estimate import estimated_tokens
 
 _PROGRESS_STEP = 0.02
 # characters. Tokenising more takes about ten milliseconds.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.drive import GREEDY, settle
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.planner.drafting import verify_ratios

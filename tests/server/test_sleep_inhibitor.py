@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.server.awake import Awake, holding_command
+from localllm.server.sleep_inhibitor import Awake, holding_command
 from support.until import until
 
 EVERYTHING = {name: f"/usr/bin/{name}" for name in ("caffeinate", "systemd-inhibit")}
@@ -99,7 +99,7 @@ def test_it_is_let_go_with_the_process(tmp_path: Path) -> None:
     file = tmp_path / "state"
     code = (
         "import asyncio, os, sys, pathlib\n"
-        "from localllm.server.awake import Awake\n"
+        "from localllm.server.sleep_inhibitor import Awake\n"
         "async def scene():\n"
         "    awake = Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0)\n"
         "    with awake.held():\n"

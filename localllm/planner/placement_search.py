@@ -23,7 +23,7 @@ from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
 from localllm.memory.verdict import TIGHT_SHARE, Fits, Part
 from localllm.memory.verdict import verdict as judge
-from localllm.planner import memory, places, speed
+from localllm.planner import layer_bytes, memory, speed
 from localllm.planner.types import USUAL, MemoryNeed, RunSettings
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
@@ -98,13 +98,13 @@ def over_cards(
     """Return `settings` with the number of layers of each card; unchanged for one card, or if a
     split was given."""
     placed = settings.placement
-    device = places.used(device, placed)
+    device = layer_bytes.used(device, placed)
     if device.n_gpus < 2 or device.kind != "discrete" or placed.tensor_split:
         return settings
     rows = memory.layer_ledger(model, variant, settings).device_layers(placed)
     if not rows:
         return settings
-    counts, _ = places.over_cards(rows, _goals(device, model, variant, settings, sum(rows)))
+    counts, _ = layer_bytes.over_cards(rows, _goals(device, model, variant, settings, sum(rows)))
     return settings.placed(tensor_split=tuple(float(n) for n in counts))
 
 
@@ -225,7 +225,7 @@ def best_split(
     """Return `settings` placed on `device` and its host for the fastest decoding. Returns None if
     no placement fits. The context counts as half full."""
     found = _Search(
-        places.used(device, settings.placement),
+        layer_bytes.used(device, settings.placement),
         model,
         variant,
         offload.applied_to(settings),
@@ -353,7 +353,7 @@ class _Search:
         rows = self._book.device_layers(placed)
         each = self._beside_bytes // len(self._limits)
         if placed.tensor_split:
-            held = places.as_split(rows, placed.tensor_split, len(self._limits))
+            held = layer_bytes.as_split(rows, placed.tensor_split, len(self._limits))
         else:
-            _, held = places.over_cards(rows, self._limits)
+            _, held = layer_bytes.over_cards(rows, self._limits)
         return all(b + each <= limit for b, limit in zip(held, self._limits, strict=True))

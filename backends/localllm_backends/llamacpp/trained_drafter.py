@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from localllm_backends.contract import LoadError, LoadSpec, SequenceId
-from localllm_backends.following import LEAST_PROBABILITY, HeadsLine
+from localllm_backends.draft_head_state import LEAST_PROBABILITY, HeadsLine
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts

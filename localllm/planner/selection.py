@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost
+from localllm.planner.explanations import all_memory
 from localllm.planner.types import Plan, backend_of
-from localllm.planner.why import all_memory
 from localllm_catalog.types import Model, Variant
 
 _PER_FAMILY = 2

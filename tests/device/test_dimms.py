@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localllm.device.machines import identify
 from localllm.device.parsers import linux, windows
-from localllm.device.parsers.sticks import Stick, ram_of
+from localllm.device.parsers.dimms import Stick, ram_of
 from localllm.device.types import Figure, Readings
 
 

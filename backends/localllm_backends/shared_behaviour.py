@@ -15,7 +15,7 @@ from localllm_backends.contract import (
     NoCellsError,
     SequenceId,
 )
-from localllm_backends.following import FollowingHeads
+from localllm_backends.draft_head_state import FollowingHeads
 
 Owned = TypeVar("Owned", bound="OwnedBackend")
 Given = ParamSpec("Given")

@@ -9,13 +9,13 @@ from typing import cast
 
 import pytest
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.planner import quality
-from localllm.planner.picks import line_of
+from localllm.planner.explanations import all_memory
 from localllm.planner.recommend import recommend, variants_of
+from localllm.planner.selection import line_of
 from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, Recommendation, Workload
-from localllm.planner.why import all_memory
 from localllm_catalog import catalog
 from localllm_catalog.types import ESTIMATED, Purpose
 from planner import golden_picks

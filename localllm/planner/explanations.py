@@ -9,8 +9,8 @@ from operator import attrgetter
 
 from localllm.device.types import Device
 from localllm.formatting import gb, rate, span
-from localllm.planner import needs, places
-from localllm.planner.needs import Need
+from localllm.planner import layer_bytes, scoring
+from localllm.planner.scoring import Need
 from localllm.planner.types import Plan
 
 
@@ -34,7 +34,9 @@ def on_disk(plan: Plan, tok_s: float) -> str | None:
     left = plan.memory.disk_bytes
     if not left:
         return None
-    read_s = places.token_s(plan.model, plan.variant, plan.settings, row_s=places.SLOW_ROW_S)
+    read_s = layer_bytes.token_s(
+        plan.model, plan.variant, plan.settings, row_s=layer_bytes.SLOW_ROW_S
+    )
     turning = 1 / (1 / tok_s + read_s)
     return (
         f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: "
@@ -89,7 +91,7 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
     """Return the verdict on one variant, for `recommend -m MODEL`."""
     if plan.fits == "no":
         return does_not_fit(plan, device)
-    if plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need):
+    if plan.stream_tok_s < need.least_tok_s or scoring.too_long(plan, need):
         return is_too_slow(plan, need)
     more = f"{rate(plan.stream_tok_s)} tok/s; up to {plan.max_ctx // 1024}k context"
     if plan.fits == "split":

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.device.named import resolve
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import learned, speed, verify
-from localllm.planner.learned import Observation
+from localllm.planner import calibration, speed, verify
+from localllm.planner.calibration import Observation
 from localllm.planner.speed import Measured
 from localllm_catalog import catalog
 from localllm_catalog.types import Model, Variant
@@ -142,13 +142,13 @@ EMPTY = (5e-3, 3e-3, 0.1e-3)
 parts = st.tuples(*[st.floats(1e-5, 1e-1)] * 3)
 
 
-def _seen(step: learned.Parts, factors: learned.Parts) -> Observation:
+def _seen(step: calibration.Parts, factors: calibration.Parts) -> Observation:
     return Observation(step, sum(p * f for p, f in zip(step, factors, strict=True)), 0.02)
 
 
 def test_attention_that_is_slower_at_depth_alone_moves_attention_alone() -> None:
     truth = (1.0, 1.0, 2.0)
-    found = learned.learn([_seen(EMPTY, truth), _seen(STEP, truth)], learned.CPU)
+    found = calibration.learn([_seen(EMPTY, truth), _seen(STEP, truth)], calibration.CPU)
     weights, layers, attention = (math.exp(x) for x in found.logs)
     assert attention > 1.6
     assert weights == pytest.approx(1, abs=0.12)
@@ -160,28 +160,34 @@ def test_models_that_differ_in_a_cause_tell_it_apart(cause: int) -> None:
     truth = [1.0, 1.0, 1.0]
     truth[cause] = 1.8
     steps = [(9e-3, 1e-3, 1e-4), (1e-3, 9e-3, 1e-4), (4e-3, 4e-3, 8e-3)]
-    found = learned.learn([_seen(s, (truth[0], truth[1], truth[2])) for s in steps], learned.CPU)
+    found = calibration.learn(
+        [_seen(s, (truth[0], truth[1], truth[2])) for s in steps], calibration.CPU
+    )
     for i, log in enumerate(found.logs):
         assert math.exp(log) == pytest.approx(truth[i], rel=0.1)
 
 
 @given(step=parts, slower=st.floats(0.4, 2.5))
-def test_a_gpu_that_is_slower_is_slower_at_everything(step: learned.Parts, slower: float) -> None:
-    found = learned.learn([Observation(step, sum(step) * slower, 0.02)], learned.ACCELERATOR)
+def test_a_gpu_that_is_slower_is_slower_at_everything(
+    step: calibration.Parts, slower: float
+) -> None:
+    found = calibration.learn(
+        [Observation(step, sum(step) * slower, 0.02)], calibration.ACCELERATOR
+    )
     for log in found.logs:
         assert log == pytest.approx(math.log(slower), abs=0.2 * abs(math.log(slower)) + 0.01)
 
 
 @given(step=parts, other=parts, slower=st.floats(0.3, 3.0))
 def test_a_figure_only_ever_makes_surer_and_nothing_seen_changes_nothing(
-    step: learned.Parts, other: learned.Parts, slower: float
+    step: calibration.Parts, other: calibration.Parts, slower: float
 ) -> None:
-    nothing = learned.learn([], learned.CPU)
+    nothing = calibration.learn([], calibration.CPU)
     assert nothing.seconds(step) == pytest.approx(sum(step))
-    assert learned.learn([Observation(step, sum(step), 0.05)], learned.CPU).seconds(
+    assert calibration.learn([Observation(step, sum(step), 0.05)], calibration.CPU).seconds(
         other
     ) == pytest.approx(sum(other))
-    seen = learned.learn([Observation(step, sum(step) * slower, 0.05)], learned.CPU)
+    seen = calibration.learn([Observation(step, sum(step) * slower, 0.05)], calibration.CPU)
     assert seen.seconds(step) == pytest.approx(sum(step) * slower, rel=0.05)
     assert seen.uncertainty(step) < nothing.uncertainty(step)
 

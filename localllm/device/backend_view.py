@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from localllm import json_store, paths
-from localllm.device import cards, ggml, table, usable
+from localllm.device import cards, ggml, parts_table, usable
 from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
 from localllm.device.probes import llama_cpp_folder, programs
 from localllm.device.types import Device, Finding, Memory, Readings
@@ -162,7 +162,9 @@ def _alike(name: str, description: str) -> bool:
 
     Example: "Radeon RX 7900 XTX" and "AMD Radeon RX 7900 XTX (RADV NAVI31)".
     """
-    short, long = sorted((f"{table.plain(name)} ", f"{table.plain(description)} "), key=len)
+    short, long = sorted(
+        (f"{parts_table.plain(name)} ", f"{parts_table.plain(description)} "), key=len
+    )
     return long.startswith(short)
 
 
@@ -170,15 +172,15 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
     """Return a card of `device`'s machine, described by ggml and the table."""
     total = gpu.memory_total_bytes
     used = total - min(gpu.memory_free_bytes, total)
-    row = table.by_gpu_name(gpu.description, total)
+    row = parts_table.by_gpu_name(gpu.description, total)
     card = replace(
         device,
         name=gpu.description or gpu.name,
         memory=usable.vram(total, used, 0, f"llama.cpp ({gpu.backend})"),
-        **table.facts(row),
+        **parts_table.facts(row),
     )
     if row is None:
-        bandwidth = table.of_like_cards("", "", total)
+        bandwidth = parts_table.of_like_cards("", "", total)
         return replace(
             card, family=gpu.accelerator, bandwidth_gbps=bandwidth, compute_capability=""
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 from localllm import __version__
 from localllm.device import ggml
-from localllm.device.in_use import ask_build
+from localllm.device.backend_view import ask_build
 from localllm.device.probes import programs
 from localllm.device.probes.programs import ProgramAnswers
 from localllm.device.types import Device

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from localllm.device import cards
 from localllm.device.types import Device
-from localllm.planner.streams import facts, streamed
+from localllm.planner.bytes_per_token import facts, streamed
 from localllm.planner.types import RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog import quants

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.device import table
-from localllm.device.named import resolve
+from localllm.device import parts_table
+from localllm.device.name_lookup import resolve
 from localllm.device.types import Device, Figure
-from localllm.planner import explain, kv_sizes, memory, places, placing, speed
-from localllm.planner.placing import OffloadOptions
+from localllm.planner import explain, kv_sizes, layer_bytes, memory, placement_search, speed
+from localllm.planner.placement_search import OffloadOptions
 from localllm.planner.plan import max_context, plan_for
 from localllm.planner.serialise import plan_to_json
 from localllm.planner.speed import Measured
@@ -54,7 +54,7 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
     assert 0 < placed.experts_on_host < len(m.layers)
     assert plan.memory.kv_bytes == kv_sizes.kv_bytes(m, plan.settings)
     # Whole layers instead would be far slower: attention would be read from system memory too.
-    layers = placing.best_split(
+    layers = placement_search.best_split(
         device,
         m,
         variant(m),
@@ -105,9 +105,9 @@ def test_what_neither_memory_holds_is_refused_with_both_named() -> None:
     device, m = resolve("rtx 3060 12GB + 16GB RAM"), model(DENSE)
     plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
     assert plan.fits == "no"
-    from localllm.planner import why
+    from localllm.planner import explanations
 
-    said = why.does_not_fit(plan, device)
+    said = explanations.does_not_fit(plan, device)
     assert "11.8 GB and 14.2 GB of system memory usable" in said
 
 
@@ -192,7 +192,7 @@ def test_a_longer_context_is_promised_with_all_the_cards() -> None:
 CARDS = sorted(
     {
         r.name
-        for r in table.rows()
+        for r in parts_table.rows()
         if r.kind == "discrete" and r.accelerator == "cuda" and r.memory_gb
     }
 )
@@ -316,7 +316,7 @@ def test_nothing_is_lost_or_counted_twice(
     total = memory.weights_bytes(v) + kv + sum(kv_sizes.layer_state_bytes(m, run)) + copied
     assert sum(on_device) + host + host_kv + host_state == total
     assert kv == pytest.approx(kv_sizes.kv_bytes(m, run), abs=len(m.layers))
-    share = places.shares(m, v, placed)
+    share = layer_bytes.shares(m, v, placed)
     assert all(-1e-9 <= x <= 1 + 1e-9 for x in (share.dense, share.experts, share.kv, share.layers))
 
 
@@ -328,11 +328,11 @@ def test_nothing_is_lost_or_counted_twice(
 def test_a_count_of_layers_is_followed_as_llamacpp_follows_it(
     layers: list[int], limits: list[int]
 ) -> None:
-    counts, held = places.over_cards(layers, limits)
+    counts, held = layer_bytes.over_cards(layers, limits)
     assert sum(counts) == len(layers)
     assert sum(held) == sum(layers)
     if len(layers) > len(limits):
-        assert places.as_split(layers, counts, len(limits)) == held
+        assert layer_bytes.as_split(layers, counts, len(limits)) == held
 
 
 @given(st.integers(1, 80), st.integers(0, 81))
@@ -351,7 +351,7 @@ def test_a_files_header_says_what_every_layer_weighs(
 ) -> None:
     header = gguf.read(write(tmp_path / "model.gguf"))
     m = from_gguf.model_from_gguf(header)
-    found = places.parts(m, m.variants[0])
+    found = layer_bytes.parts(m, m.variants[0])
     of_layer = [
         [t.n_bytes for t in header.tensors if t.name.startswith(f"blk.{i}.")] for i in range(len(m.layers))
     ]  # fmt: skip

@@ -4,11 +4,11 @@ It runs ten greedy tokens, the contract's checks (conformance.py), a timed turn,
 KV types. A broken engine build may crash, hang or compute wrong results. So a build is tested with
 this program:
 
-    python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": 0}'
-    python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": -1, "follow": [284, 1904]}'
-    python -m localllm_backends.trial llamacpp conformance MODEL '{"layers": -1}'
-    python -m localllm_backends.trial llamacpp turn MODEL '{"layers": -1}'
-    python -m localllm_backends.trial llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
+    python -m localllm_backends.self_test llamacpp greedy MODEL '{"layers": 0}'
+    python -m localllm_backends.self_test llamacpp greedy MODEL '{"layers": -1, "follow": [284, 1904]}'
+    python -m localllm_backends.self_test llamacpp conformance MODEL '{"layers": -1}'
+    python -m localllm_backends.self_test llamacpp turn MODEL '{"layers": -1}'
+    python -m localllm_backends.self_test llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
 
 It prints JSON lines to standard output. The first argument may also be a file format ("gguf").
 
@@ -42,7 +42,7 @@ from localllm_backends.contract import (
     LoadSpec,
     Placement,
 )
-from localllm_backends.program import print_answers
+from localllm_backends.probe_process import print_answers
 
 # Even the smallest model is almost certain of the next tokens here. Near ties would not test a
 # device.

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from localllm.device import cpus, lookup, table, typed
+from localllm.device import cpus, lookup, name_parser, parts_table
 from localllm.device.cpus import USUAL_PROCESSOR
-from localllm.device.described import (
+from localllm.device.name_parser import Typed
+from localllm.device.overrides import check_overrides
+from localllm.device.parts_table import DeviceRow
+from localllm.device.ram import NO_RAM
+from localllm.device.synthetic_device import (
     Computer,
     by_figures,
     simulate,
@@ -20,10 +24,6 @@ from localllm.device.described import (
     with_host,
     without_card,
 )
-from localllm.device.overrides import check_overrides
-from localllm.device.ram import NO_RAM
-from localllm.device.table import DeviceRow
-from localllm.device.typed import Typed
 from localllm.device.types import Device, DeviceNotFoundError, Finding
 from localllm.errors import UsageError
 
@@ -112,16 +112,16 @@ def _read(name: str) -> Computer:
         following = name
         if called.kind == "system":
             following = name[len(called.name) :]
-        computer.parts.append(((called,), typed.read(following)))
+        computer.parts.append(((called,), name_parser.read(following)))
         return computer
-    for text in typed.split(name):
-        part = typed.read(text)
+    for text in name_parser.split(name):
+        part = name_parser.read(text)
         if part.words:
             _add_part(computer, text, part)
         elif part.sizes_gb or part.ram or part.own_gb:
             _add_size(computer, part, name)
     if not computer.parts and computer.cpu is None and not computer.ram.kind:
-        raise _not_found(name, typed.read(name))
+        raise _not_found(name, name_parser.read(name))
     return computer
 
 
@@ -135,7 +135,7 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
     if not rows:
         rows, found = _processor_or_run(computer, text, part)
     if rows:  # "framework desktop 395": words in the row's own name are not left over.
-        called = typed.words(rows[0].name)
+        called = name_parser.words(rows[0].name)
         found = replace(found, rest=tuple(word for word in found.rest if word not in called))
     _add_rest(computer, text, part, rows, found)
     if rows and not _is_repeated(computer, rows):
@@ -153,7 +153,7 @@ def _add_rest(
 
     Otherwise, add a finding with the words that were not recognised.
     """
-    if found.rest != part.words and any(typed.is_number(word) for word in found.rest):
+    if found.rest != part.words and any(name_parser.is_number(word) for word in found.rest):
         more = replace(found, words=found.rest, rest=(), count=1)
         if rows and rows[0].kind == "discrete":
             more = replace(more, sizes_gb=(), own_gb=None, ram=None)
@@ -205,7 +205,7 @@ def _processor_or_run(
         rest = ()
     else:
         return _run_or_line(text, part)
-    graphics = table.by_cpu(computer.cpu.name)
+    graphics = parts_table.by_cpu(computer.cpu.name)
     processor = replace(part, words=(), rest=rest, count=1)
     if graphics is not None and graphics.kind == "unified":
         return (graphics,), processor
@@ -217,9 +217,9 @@ def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
 
     Returns no rows for a machine's own name. Raises DeviceNotFoundError for unknown words.
     """
-    whole = table.by_cpu(" ".join(part.words))
+    whole = parts_table.by_cpu(" ".join(part.words))
     if whole is not None:
-        said = set(typed.words(" ".join((whole.name, *whole.cpu))))
+        said = set(name_parser.words(" ".join((whole.name, *whole.cpu))))
         return (whole,), replace(part, rest=tuple(w for w in part.words if w not in said))
     rows, found = lookup.run_of(part)
     if rows:
@@ -394,7 +394,7 @@ def _of_size(
     sizes = ((2, wanted_gb), (1, (wanted_gb or 0.0) / _MODDED))
 
     def fit(row: DeviceRow) -> tuple[float, ...]:
-        plain = typed.read(row.name).memory_gb is None
+        plain = name_parser.read(row.name).memory_gb is None
         size = max((rank for rank, gb in sizes if gb in row.memory_gb), default=0)
         return (is_sized or not row.rare, is_sized or plain, row.compute_units == part.cores, size)
 
@@ -405,6 +405,6 @@ def _of_size(
 def everything() -> list[Device]:
     """Return every machine of the table, once for each memory size it is sold with."""
     devices: list[Device] = []
-    for row in table.rows():
+    for row in parts_table.rows():
         devices += [simulate(row, size, []) for size in sorted(row.memory_gb)]
     return devices

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from localllm.device import cards, table, usable
+from localllm.device import cards, parts_table, usable
 from localllm.device.cpus import USUAL_PROCESSOR, Processor
+from localllm.device.name_parser import Typed
+from localllm.device.parts_table import DeviceRow
 from localllm.device.ram import NO_RAM, StatedRam
-from localllm.device.table import DeviceRow
-from localllm.device.typed import Typed
 from localllm.device.types import GIB, Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import with_released
@@ -82,7 +82,7 @@ def simulate(
         family=row.family,
         memory=memory,
         bandwidth_gbps=bandwidth,
-        **table.facts(row),
+        **parts_table.facts(row),
         compute_capability=row.compute_capability,
         simulated=True,
         findings=(*findings, *said),
