@@ -73,9 +73,12 @@ samplings = st.builds(
 
 
 class Grammar:
-    """Allows every token that does not divide by `n`."""
+    """The constraint of an answer whose grammar allows every token that `n` does not divide."""
 
     finished = False
+    active = True
+    in_call = False
+    may_go_on_freely = False
 
     def __init__(self, n: int, n_vocab: int) -> None:
         self.tokens = np.arange(n_vocab) % n > 0
@@ -83,8 +86,9 @@ class Grammar:
     def allowed(self) -> np.ndarray:
         return np.packbits(self.tokens, bitorder="little")
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> int:
         assert self.tokens[token]
+        return token
 
 
 def spell(token: int) -> bytes:
