@@ -97,7 +97,7 @@ def _summary(runs: Sequence[Run]) -> list[str]:
 
 
 def _best(table: RoundComparison, name: str) -> str:
-    return f"{table.median(OURS):.4g} {table.unit} beside {table.median(name):.4g}"
+    return f"{table.median(OURS):.4g} {table.unit} against {table.median(name):.4g}"
 
 
 def _group(run: Run) -> list[str]:
