@@ -63,13 +63,6 @@ def sheet(name: str) -> str:
     return _svg(parts, width, top)
 
 
-def alone(name: str, size: str, look: str) -> str:
-    """One SVG of the screen in this size and look."""
-    columns, rows = (int(n) for n in size.split("x"))
-    drawn = _drawn(read(name, size, look), columns, rows, look)
-    return _svg(drawn, columns * CELL_X, rows * CELL_Y)
-
-
 def _svg(parts: list[str], width: float, height: float) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
@@ -133,10 +126,9 @@ def _run(text: str, style: str, x: int, y: int, look: str) -> Iterator[str]:
 
 
 def pictures() -> dict[Path, str]:
-    """Every picture by its path; the README's shows one screen alone."""
+    """Every picture by its path. (The README's is a screenshot of a real chat.)"""
     names = sorted(file.name.removesuffix("-80x24.txt") for file in SNAPSHOTS.glob("*-80x24.txt"))
-    drawn = {PICTURES / f"{name}.svg": sheet(name) for name in names}
-    return {**drawn, PICTURES / "readme.svg": alone("glass", "120x40", "dark")}
+    return {PICTURES / f"{name}.svg": sheet(name) for name in names}
 
 
 def main() -> None:
