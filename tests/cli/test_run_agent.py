@@ -118,6 +118,16 @@ def test_a_model_is_named_or_the_server_has_none_of_that_name(server: Running, p
     assert ran("goose", "-m", "nosuch", "--url", server.url) == 3
 
 
+def test_an_unknown_name_is_answered_with_those_that_can_be_started(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ran("foo") == 3
+    error = capfd.readouterr().err
+    known = error.partition("known: ")[2].splitlines()[0]
+    assert known.split(", ") == STARTED
+    assert "roo" not in error.partition("hint")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

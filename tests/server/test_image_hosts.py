@@ -244,7 +244,7 @@ def test_an_image_in_a_tool_s_result_is_fetched_and_one_that_can_t_be_is_a_note(
     [
         ("/gone", "answers with 404"),
         ("/outside", "another one that was not named"),
-        ("/round", "sends on and on"),
+        ("/round", "redirected more than"),
         ("/large", "more than 20000000 bytes"),
     ],
 )

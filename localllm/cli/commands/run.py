@@ -80,12 +80,12 @@ def run(
     from localllm.cli.editors.recipes import ClientTarget, recipe_named
 
     # Report all errors before a model is loaded.
-    recipe_of = recipe_named(agent)
+    recipe_of = recipe_named(agent, to_run=True)
     process = recipe_of(ClientTarget("http://127.0.0.1", "model", 4096), Path.home()).run
     if process is None:
         raise UsageError(
-            f"{agent} can't be started with settings of its own",
-            hint=f"see `localllm connect {agent}`",
+            f"localllm can't start {agent}, because it is not a command-line program",
+            hint=f"`localllm connect {agent}` shows how to set it up",
         )
     program = shutil.which(process.command[0])
     if program is None:

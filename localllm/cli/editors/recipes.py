@@ -260,16 +260,22 @@ def _variables(entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
     return {k: v for k, v in filled.items() if v is not None}
 
 
-def recipe_named(name: str) -> Callable[[ClientTarget, Path], ClientRecipe]:
+def recipe_named(
+    name: str, *, to_run: bool = False
+) -> Callable[[ClientTarget, Path], ClientRecipe]:
     """Return the recipe called `name`, or the one for the program of that name.
 
-    Raises NotFoundError with the closest match.
+    Raises NotFoundError with the closest match. `to_run`: the error names only the clients that
+    `localllm run` can start.
     """
     found = RECIPES.get(name.lower()) or _BY_PROGRAM.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
+        names = [*RECIPES]
+        if to_run:
+            names = [name for name, entry in _ENTRIES.items() if "run" in entry]
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else None
-        raise NotFoundError(f"no recipe for {name!r}; known: {', '.join(RECIPES)}", hint=hint)
+        raise NotFoundError(f"no recipe for {name!r}; known: {', '.join(names)}", hint=hint)
     return found
 
 

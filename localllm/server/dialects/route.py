@@ -162,5 +162,5 @@ def event_number(sent: str | None, where: str) -> int:
     """Return the number of the last event that the client has; -1 means that it has no event yet.
     Raises RequestError."""
     if re.fullmatch("[0-9]{0,9}", sent or "") is None:
-        raise RequestError(f"{where} is the number of an event", param=where)
+        raise RequestError(f"{where} must be a whole number of at most 9 digits", param=where)
     return int(sent or -1)

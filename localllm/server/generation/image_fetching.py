@@ -136,7 +136,7 @@ class ImageFetcher:
                         "the image's host sends to another one that was not named, "
                         "which is not followed"
                     )
-        raise RequestError(f"the image's host sends on and on; {_MAX_REDIRECTS} times are followed")
+        raise RequestError(f"the image's host redirected more than {_MAX_REDIRECTS} times")
 
 
 def _with(

@@ -179,7 +179,7 @@ def admins_only(what: str) -> None:
     """Raise AuthError if the caller may not do `what`."""
     if not caller().admin:
         raise AuthError(
-            f"{what} is for the server's owner: others use it too",
+            f"{what} needs an admin key, because it changes the server for all keys",
             hint="use the key without a name, or one with `admin = true` in config.toml",
         )
 

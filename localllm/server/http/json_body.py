@@ -71,13 +71,11 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
                 f"the body is not what its Content-Encoding says ({encoding})"
             ) from None
         except EOFError:
-            raise RequestError(
-                f"the body ends before what is packed in it does ({encoding})"
-            ) from None
+            raise RequestError(f"the {encoding} body is truncated") from None
         if not packed:
             return bytes(unpacked)
         if not body.startswith(_GZIP_MAGIC):
-            raise RequestError(f"something stands behind the packed body ({encoding})")
+            raise RequestError(f"the {encoding} body has more data after its end")
     raise BodyTooLargeError(f"the body has more than {_MOST_MEMBERS:,} gzip members")
 
 

@@ -315,7 +315,7 @@ class KeptStream(Outbox):
         itself."""
         begin = after + 1 - self._first
         if begin < 0 or begin > len(self._blocks):
-            raise StreamGoneError(f"of this stream the events behind {after} are not here")
+            raise StreamGoneError(f"the events after {after} of this stream are no longer stored")
         if self._timer is not None:
             self._timer.cancel()
         self.readers.append(outbox)
