@@ -175,7 +175,7 @@ def run(
     # If other programs are running, threads that spin while they wait for each other are very slow
     # (engine/worker/supervisor.py).
     changed = {"GOMP_SPINCOUNT": "1000", **environment}
-    return programs.ask("trial", *arguments, environment=changed, timeout_s=timeout_s)
+    return programs.ask("self_test", *arguments, environment=changed, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
