@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat screen test quick profile replay snapshots test-long test-oldest test-clean test-vulkan check unit format bench peers docs release clean help
+.PHONY: chat screen test quick profile replay snapshots test-long test-oldest test-clean test-vulkan check unit format bench peers commands docs release clean help
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ bench: $(VENV)/.dev ## measure against peers and limits (minutes; never part of 
 
 peers: $(VENV)/.dev ## measure beside llama-server and others, and write docs/benchmarks.md (an hour, a machine left alone)
 	$(BIN)/python -m benchmarks.peers --page docs/benchmarks.md $(ARGS)
+
+commands: $(VENV)/.dev ## write docs/commands.md from the commands' own help
+	$(BIN)/python packaging/commands_page.py
 
 docs: $(VENV)/.dev ## the site of docs/, in site/; fails on a broken link
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable '.[docs]'

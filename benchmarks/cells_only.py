@@ -40,7 +40,7 @@ class CellsOnly(Backend):
     """A backend that computes nothing: it counts cells, and exports each token as so many bytes."""
 
     def __init__(self, n_ctx: int) -> None:
-        self.capabilities = Capabilities("any", 0, shares_cells=True, segments=True)
+        self.capabilities = Capabilities("any", 0, shares_cells=True, segments=True, unified=True)
         self.info = ModelInfo(
             architecture="cells", description="cells", fingerprint="cells", n_vocab=260,
             n_ctx=n_ctx, n_ctx_train=n_ctx,

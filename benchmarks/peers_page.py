@@ -117,7 +117,9 @@ def _group(run: Run) -> list[str]:
         )
     said += ["", f"{run.found.rounds} rounds; tokens counted {run.found.counter}."]
     for name, (theirs, ours) in run.found.counter.differing.items():
-        said.append(f"{name} counts otherwise: it said {theirs} tokens where at most {ours} came.")
+        said.append(
+            f"{name} counts differently: it reported {theirs} tokens, but at most {ours} arrived."
+        )
     said += run.found.notes
     said += [f"Failed: {fault}." for fault in run.found.faults]
     return said

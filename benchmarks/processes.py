@@ -148,7 +148,7 @@ class ProcessScenarios(Scenarios):
         **MEANS,
         "crowded": "a short chat while much of others' is kept: does what is kept slow you down",
         "burnt": "you stop an answer: does the machine go on computing it",
-        "kill": "the server is killed (power, memory): is a conversation it had read still known",
+        "kill": "the server is killed (power, memory): is an earlier conversation still cached",
         "burst": "32 people ask at the same moment, the first thing on a new server and again",
         "known": "a conversation of 2,000 and of 10,000 tokens comes once more, and goes on",
         "fresh": "the second question to a server that was just started",

@@ -31,6 +31,7 @@ from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
 from localllm.engine.core import Engine
 from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
+from localllm.server.proxy.pool import PoolNode, by_preference
 
 SHAPES = Path(__file__).parent / "data" / "agent_traces.json"
 N_CTX = 131_072
@@ -113,27 +114,40 @@ def _squeezed(session: Session) -> Session:
 
 
 class Line(list[int]):
-    """A request's prompt as ids of blocks, equal where the whole prefix is, and when it comes."""
+    """A request's prompt as ids of blocks, equal where the whole prefix is, and when it comes, and
+    the number of its session."""
 
     at_s = 0.0
+    session = 0
 
 
 def interleaved(sessions: Sequence[Session], together: int) -> list[Line]:
     """All requests in order of time, `together` sessions at any time."""
     free_s, asks = [0.0] * together, []
-    for session in sessions:
+    for number, session in enumerate(sessions):
         slot = min(range(together), key=lambda i: free_s[i])
-        asks += [Ask(free_s[slot] + ask.at_s, ask.blocks) for ask in session]
+        asks += [(number, Ask(free_s[slot] + ask.at_s, ask.blocks)) for ask in session]
         free_s[slot] += session[-1].at_s + _NEXT_SESSION_S
     ids: dict[tuple[int, Hashable], int] = {}
     lines = []
-    for ask in sorted(asks, key=lambda ask: ask.at_s):
+    for number, ask in sorted(asks, key=lambda numbered: numbered[1].at_s):
         line = Line()
         line.at_s = ask.at_s
+        line.session = number
         for block in ask.blocks:
             line.append(ids.setdefault((line[-1] if line else 0, block), len(ids) + 1))
         lines.append(line)
     return lines
+
+
+def by_server(lines: Sequence[Line], n_servers: int) -> list[list[Line]]:
+    """The requests that each server of a pool gets: a session stays on one."""
+    nodes = [PoolNode(str(i), "") for i in range(n_servers)]
+    parts: list[list[Line]] = [[] for _ in nodes]
+    for line in lines:
+        first = by_preference(nodes, str(line.session).encode(), 0.0)[0]
+        parts[int(first.name)].append(line)
+    return parts
 
 
 # --- the limits -----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ model's, left as it is. No part of the product and of no use to other models.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -28,7 +27,8 @@ from numpy.typing import NDArray
 from benchmarks.models import smollm2
 from benchmarks.speculation import prompt
 from localllm_backends.contract import LoadSpec
-from localllm_backends.llamacpp.heads import floats, staging_functions
+from localllm_backends.llamacpp.batch import floats
+from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.weights import load_model
 
 Floats = NDArray[np.float32]
@@ -58,13 +58,10 @@ class Speaker:
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        found = staging_functions()
-        assert found is not None, (
-            "this build of llama.cpp does not export what drafting from features needs"
-        )
-        self._staging = found
+        self._llama = start_native()
+        assert not self._llama.missing("drafters")
         for layer in LAYERS:
-            found["set_layer_rows"](self._context, layer, True)
+            self._llama.llama_set_embeddings_layer_inp(self._context, layer, True)
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
 
     def tokens(self, text: str) -> list[int]:
@@ -84,9 +81,10 @@ class Speaker:
         assert llama_cpp.llama_decode(self._context, batch) == 0
         n, width = len(entries), 576
         given = [
-            floats(self._staging["layer_rows"](self._context, layer), n, width) for layer in LAYERS
+            floats(self._llama.llama_get_embeddings_layer_inp(self._context, layer), n, width)
+            for layer in LAYERS
         ]
-        logits = ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.c_void_p).value
+        logits = llama_cpp.llama_get_logits(self._context)
         return np.concatenate(given, axis=1).astype(np.float16), floats(logits, n, self.n_vocab)
 
     def texts(

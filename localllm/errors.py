@@ -9,6 +9,7 @@ code and hint.
     │   │   ├── NotConstrainableError a tool format can't express it (conversation)      400
     │   │   └── CannotDecideError     a model can't answer by labels (server)            501
     │   ├── ConstraintStuckError      the grammar's answer can't be completed            400
+    │   ├── NoSummaryError            the model wrote no summary to compact to (server)  400
     │   ├── ContextLengthError        prompt + answer do not fit the served context      400
     │   ├── AuthError                 Host, Origin or key refused                        403/401
     │   │   └── KeyRequiredError      the key is missing or wrong (server)               401
@@ -17,11 +18,13 @@ code and hint.
     │   ├── BodyTooLargeError         the body is larger than the limit (server)         413
     │   ├── SlowBodyError             the body did not arrive in time (server)           408
     │   ├── MethodError               the path exists, the method does not (server)      405
+    │   ├── KvDiffersError            the KV of two servers can't be exchanged (server)       409
     │   ├── BadJsonError              the body is not JSON that we accept (server)       400
     │   └── TemplateError             the chat template raises an error (conversation)   400
     ├── NotFoundError                 unknown device, conversation, route                404  exit 3
     │   ├── ModelNotFoundError        no model of that name here or in the catalog       404
     │   ├── BuildNotFoundError        no build of llama.cpp of that name (setup)         404
+    │   ├── ReleaseNotFoundError      no release of llama.cpp with that tag (cli)        404
     │   ├── DeviceNotFoundError       no device of that name in the table (device)       404
     │   ├── RouteNotFoundError        no such path (server)                              404
     │   ├── PreviousResponseError     the stored response does not exist (server)        404
@@ -31,16 +34,21 @@ code and hint.
     ├── DoesNotFitError               the plan needs more memory than the machine has    507  exit 5
     ├── BackendError                  the engine's native code failed                    500  exit 6
     │   ├── BackendMissingError       the package for this backend is not installed      500
+    │   ├── LibraryError              the library of llama.cpp can't be used             500
+    │   ├── EngineTooOldError         llama.cpp can't read the model's architecture (load) 500
     │   ├── OtherMachineGoneError     a machine that holds layers does not answer        503
     │   └── WorkerDiedError           the worker process ended during a request          503
     ├── BusyError                     queue full: retry later                            503  exit 7
     ├── RateLimitError                a key has used up its quota for now (server)       429  exit 7
+    ├── TransferError                 a transfer of KV ended early (engine)              502  exit 6
+    │   └── BadFrameError             another server sent no valid frame of KV           502
     ├── UpstreamError                 another server is unreachable or disconnected (server) 502
                                       exit 6
     ├── PortInUseError                the port is taken                                  -    exit 8
     ├── DownloadError                 the hub or the disk failed                         502  exit 9
     │   └── HubUnreachableError       the hub can't be reached now (library)             502
     ├── ServerUnreachableError        no server answers, or it went away                 500  exit 6
+    ├── MalformedError                JSON of another program is unusable (foreign_json) 502  exit 6
     ├── SetupError                    a build fails, or is broken (setup)                500  exit 6
     │   └── SlowerBuildError          the build works but is slower than before (setup)  500
     ├── ServiceError                  the service manager refused or is missing (service)  500
@@ -125,7 +133,8 @@ class UsageError(
 
 
 class CatalogFileError(UsageError, code="bad_catalog_file"):
-    """A catalog file can't be read or lacks required fields. It is nearly always one of the user's."""
+    """A catalog file can't be read or lacks required fields. It is nearly always one of the
+    user's."""
 
 
 class RequestError(
@@ -146,7 +155,7 @@ class ConstraintStuckError(
     RequestError,
     code="constraint_stuck",
     default_hint=(
-        "what was written so far is no answer; loosen the schema, the grammar or the logit_bias"
+        "discard the text generated so far, and loosen the schema, the grammar or the logit_bias"
     ),
 ):
     """The grammar allows no further token, but the answer is incomplete."""
@@ -174,6 +183,16 @@ class ContextLengthError(
         super().__init__(message, hint=hint, param=param)
         self.counts = counts
 
+    def to_openai(self) -> dict[str, Any]:
+        """OpenAI's shape with the type and the counts of llama.cpp's server."""
+        body = super().to_openai()
+        if self.counts is not None:
+            tokens, n_ctx = self.counts
+            body["error"] |= {
+                "type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": n_ctx
+            }  # fmt: skip
+        return body
+
     @property
     def openai_message(self) -> str:
         """OpenAI's wording, followed by our own, if the counts are known.
@@ -186,7 +205,7 @@ class ContextLengthError(
         tokens, window = self.counts
         return (
             f"This model's maximum context length is {window} tokens. However, your messages "
-            f"resulted in {tokens} tokens. "
+            f"resulted in {tokens} tokens, which exceeds the available context size. "
             f"Please reduce the length of the messages ({self.message})."
         )
 
@@ -234,11 +253,13 @@ class BackendError(LocalLLMError, code="backend_error", exit_code=6):
 class BackendMissingError(
     BackendError,
     code="backend_missing",
-    default_hint=(
-        "install localllm again with the engine's packages: see README.md, What runs where"
-    ),
+    default_hint=("install localllm again with the engine's packages (README.md, Install)"),
 ):
     """The package of this backend is not installed."""
+
+
+class LibraryError(BackendError, code="library_unusable"):
+    """The library of llama.cpp can't be loaded, or has another layout than its headers declare."""
 
 
 class WorkerDiedError(

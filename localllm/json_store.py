@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T", bound=DataclassInstance)
 
-MOST_BYTES = 32 << 20
+MAX_BYTES = paths.MAX_FILE_BYTES
 # JSON types that a field with this annotation accepts. Other fields (unions, literals) are not
 # checked.
 _JSON_OF: dict[str, type | tuple[type, ...]] = {
@@ -35,13 +35,11 @@ def parsed(text: str) -> Any:
         return None
 
 
-def load(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """Parse a JSON file. Raises OSError, or ValueError if it is larger than `most_bytes` or
+def load(path: Path, most_bytes: int = MAX_BYTES) -> Any:
+    """Parse a JSON file. Raises OSError as `paths.file_bytes` does, or ValueError if it is
     invalid."""
-    if path.stat().st_size > most_bytes:
-        raise ValueError(f"it is larger than {most_bytes} bytes")
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(paths.file_text(path, most_bytes, "utf-8-sig"))
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
 

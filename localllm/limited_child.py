@@ -176,7 +176,7 @@ class _Process:
                 stderr=subprocess.DEVNULL,
             )
         except OSError as e:
-            raise ChildError(f"no process can be started for it ({e})") from e
+            raise ChildError(f"its child process can't be started ({e})") from e
         threading.Thread(target=self._begin, args=[first], name="child", daemon=True).start()
 
     @property
@@ -186,20 +186,20 @@ class _Process:
 
     def answer(self, question: Any, wanted: Callable[[], bool]) -> Any:
         while self._worker is None:
-            self._worker = self._ready(self._heard(wanted))
+            self._worker = self._ready(self._next_message(wanted))
         self._asked += 1
         n_bytes = self._send([self._asked, question])
         ended = True
         reply: dict[str, Any] = {"of": 0}
         try:
             while reply.get("of", self._asked) != self._asked:
-                reply = self._heard(wanted, self._limits)
+                reply = self._next_message(wanted, self._limits)
             ended = "ended" in reply or self._held_bytes > self._limits.memory_bytes / 2
         finally:
             if ended:
                 self._end_worker()
             if ended and n_bytes > _PIPE_BYTES:
-                self.close()  # the next process would read the rest of the question
+                self.close()  # a new process would otherwise read the rest of the old question
         if "ended" in reply:
             if reply["ended"] == getattr(signal, "SIGPROF", None):
                 raise _over_time(self._limits)
@@ -248,7 +248,7 @@ class _Process:
             return _write(cast("BinaryIO", self._process.stdin), message)
         return 0
 
-    def _heard(
+    def _next_message(
         self, wanted: Callable[[], bool], limits: ChildLimits | None = None
     ) -> dict[str, Any]:
         """Return the child's next message. Raises OverLimitError if the work exceeds `limits`
@@ -260,15 +260,15 @@ class _Process:
                 line = self._lines.get(timeout=_LOOK_S)
             except queue.Empty:
                 if not wanted():
-                    raise ChildError("nobody waits for it any more") from None
+                    raise ChildError("its caller stopped waiting") from None
                 if limits is not None:
                     before_s = self._look(limits, before_s)
                 continue
             if not line:
                 raise ChildError("its process ended")
             with suppress(ValueError):  # skip a line that was cut short
-                heard: dict[str, Any] = json.loads(line)
-                return heard
+                message: dict[str, Any] = json.loads(line)
+                return message
 
     def _look(self, limits: ChildLimits, before_s: float | None) -> float:
         """Return the CPU seconds that the process had used before the work.
@@ -294,11 +294,11 @@ class _Process:
 
 
 def _over_time(limits: ChildLimits) -> OverLimitError:
-    return OverLimitError(f"it takes over {limits.cpu_s:g} s of computing")
+    return OverLimitError(f"it takes more than {limits.cpu_s:g} s of computing")
 
 
 def _over_memory(limits: ChildLimits) -> OverLimitError:
-    return OverLimitError(f"it takes over {limits.memory_bytes >> 20} MiB of memory")
+    return OverLimitError(f"it takes more than {limits.memory_bytes >> 20} MiB of memory")
 
 
 # --- the child ------------------------------------------------------------------------------------

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+from localllm.errors import UsageError
+
 APP = "localllm"
+# Largest text file that is read unless a caller sets another limit.
+MAX_FILE_BYTES = 32 << 20
+# Opening a pipe waits for its writer without this flag. Windows has no such files.
+_READ_ONLY = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def _dir(env: str, default: str) -> Path:
@@ -14,7 +23,22 @@ def _dir(env: str, default: str) -> Path:
         return Path(override).expanduser()
     import platformdirs
 
+    check_home()
     return Path(getattr(platformdirs.PlatformDirs(APP), default))
+
+
+def check_home() -> None:
+    """Raise UsageError if HOME is a relative path.
+
+    Files would be in another place for each working directory. platformdirs then takes the home of
+    the account, which is not the one that was named.
+    """
+    home = os.environ.get("HOME", "")
+    if home and not Path(home).is_absolute() and os.name != "nt":
+        raise UsageError(
+            f"HOME is {home!r}, which is not an absolute path",
+            hint="set HOME to a folder's full path, for example /home/me",
+        )
 
 
 def config_dir() -> Path:
@@ -52,6 +76,11 @@ def decisions_dir() -> Path:
     """Fitted temperatures for decisions, one file per model
     (server/dialects/systemone/questions.py)."""
     return data_dir() / "decisions"
+
+
+def quants_dir() -> Path:
+    """Quants that `localllm quantize` made, one folder per model."""
+    return data_dir() / "quants"
 
 
 def builds_dir() -> Path:
@@ -98,3 +127,39 @@ def write_private(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def file_bytes(path: Path, most_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Read a regular file of at most `most_bytes`.
+
+    Raises OSError, also for pipes, devices and larger files: a pipe may wait forever, and a device
+    may have no end.
+    """
+    with open(path, "rb", opener=_opened) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file", str(path))
+        if about.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
+        return file.read(most_bytes)
+
+
+def _opened(path: str, _flags: int) -> int:
+    return os.open(path, _READ_ONLY)
+
+
+def file_text(path: Path, most_bytes: int = MAX_FILE_BYTES, encoding: str = "utf-8") -> str:
+    """Read a regular text file, with any newline as "\\n".
+
+    Raises OSError as `file_bytes` does, and UnicodeDecodeError.
+    """
+    text = file_bytes(path, most_bytes).decode(encoding)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def regular_files(folder: Path, pattern: str) -> Iterator[Path]:
+    """The files in `folder` that match `pattern`, without folders, pipes and devices: to open a pipe
+    would wait for its writer."""
+    for path in folder.glob(pattern):
+        if path.is_file():
+            yield path

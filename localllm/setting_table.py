@@ -23,6 +23,8 @@ class Setting:
     `choices`: the allowed values (empty: any of its kind).
     `many`: the value is a tuple of texts, given as a list or as one text with commas.
     `percent`: a number from 1 to 100, with or without a percent sign.
+    `least`: the smallest allowed number except 0, which means automatic (None: no limit).
+    `largest`: the largest allowed number (None: no limit).
     `flag`, `metavar`: its command-line option and the placeholder for the option's value.
     `loads`: it decides how one model is loaded, so a model's preset may override it.
     """
@@ -36,6 +38,8 @@ class Setting:
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     many: bool = False
     percent: bool = False
+    least: int | None = None
+    largest: int | None = None
     loads: bool = False
 
     @property
@@ -58,7 +62,7 @@ def _engines() -> tuple[str, ...]:
 
 
 TABLE: tuple[Setting, ...] = (
-    Setting("model", str, None, "MODEL used when none is named"),
+    Setting("model", str, None, "MODEL to use if no model is named"),
     Setting(
         "host",
         str,
@@ -66,7 +70,7 @@ TABLE: tuple[Setting, ...] = (
         "address to listen on; anything but loopback requires an API key",
         flag="--host",
     ),
-    Setting("port", int, 11535, "port to listen on", flag="--port"),
+    Setting("port", int, 11535, "port to listen on", flag="--port", largest=65_535),
     Setting(
         "unix_socket",
         str,
@@ -79,8 +83,15 @@ TABLE: tuple[Setting, ...] = (
         "api_key",
         str,
         None,
-        "key that clients must send (generated when the host is not loopback)",
+        "key that clients must send (generated if the host is not loopback)",
         flag="--api-key",
+    ),
+    Setting(
+        "allow_users",
+        bool,
+        False,
+        "answer every user of this machine without a key, not only the user of the server",
+        flag="--allow-users",
     ),
     Setting(
         "allow_host",
@@ -105,8 +116,7 @@ TABLE: tuple[Setting, ...] = (
         "allow_upstream",
         str,
         (),
-        "other machines that requests may be handed on to by [[upstream]]: "
-        "names, addresses or networks",
+        "machines that [[upstream]] may forward requests to: names, addresses or networks",
         many=True,
     ),
     Setting(
@@ -118,7 +128,46 @@ TABLE: tuple[Setting, ...] = (
         metavar="URL",
         many=True,
     ),
-    Setting("pool_key", str, None, "key that the servers of the pool want"),
+    Setting("pool_key", str, None, "key that the servers of the pool require"),
+    Setting(
+        "kv_from",
+        str,
+        (),
+        "another server of the same pool, from which the KV of system prompts is copied",
+        flag="--kv-from",
+        metavar="URL",
+        many=True,
+    ),
+    Setting(
+        "prefill_from",
+        str,
+        (),
+        "another localllm server that reads long prompts for this one and sends their KV, if "
+        "that is faster",
+        flag="--prefill-from",
+        metavar="URL",
+        many=True,
+    ),
+    Setting(
+        "prefill_key",
+        str,
+        None,
+        "key that the servers of --prefill-from and --kv-from want; there it needs `kv = true`",
+    ),
+    Setting(
+        "prefill_from_tokens",
+        int,
+        0,
+        "uncached tokens from which a prompt is always read by --prefill-from; 0 = if that is "
+        "expected to be faster",
+    ),
+    Setting(
+        "allow_plain",
+        bool,
+        False,
+        "send KV to other machines without encryption, and ask them for it",
+        flag="--allow-plain",
+    ),
     Setting(
         "tls_cert",
         str,
@@ -141,22 +190,38 @@ TABLE: tuple[Setting, ...] = (
         None,
         "context in tokens (default: what fits)",
         flag="--context",
+        least=256,
         loads=True,
     ),
     Setting(
         "kv_type",
         str,
         "auto",
-        "element type of the KV cache; q8_0/q4_0: of keys and of values",
+        "element type of the KV cache; q8_0/q4_0: q8_0 keys and q4_0 values; the types after q4_0 "
+        "are only for MLX",
         flag="--kv-type",
-        choices=("auto", "f16", "q8_0", "q8_0/q4_0", "q4_0"),
+        choices=(
+            "auto",
+            "f16",
+            "q8_0",
+            "q8_0/q4_0",
+            "q4_0",
+            "q6_0",
+            "q5_0",
+            "q3_0",
+            "q2_0",
+            "turbo4",
+            "turbo3",
+            "turbo2",
+        ),
         loads=True,
     ),
     Setting(
         "draft",
         str,
         "auto",
-        "drafting: auto, off, ngram, mtp (own heads), a trained drafter, or a draft MODEL",
+        "drafting: auto, off, ngram, mtp (the model's "
+        "MTP heads), a trained drafter, or a draft MODEL",
         flag="--draft",
         loads=True,
     ),
@@ -164,7 +229,7 @@ TABLE: tuple[Setting, ...] = (
         "lora",
         str,
         (),
-        "LoRA adapter laid over the model: FILE, or FILE:SCALE",
+        "LoRA adapter to apply to the model: FILE, or FILE:SCALE",
         flag="--lora",
         metavar="FILE[:SCALE]",
         many=True,
@@ -183,13 +248,19 @@ TABLE: tuple[Setting, ...] = (
         "build",
         str,
         None,
-        "build of llama.cpp to run, of `localllm setup --list` (automatic: the one chosen there)",
+        "llama.cpp build to run, from `localllm setup --list` (automatic: the build chosen there)",
+    ),
+    Setting(
+        "engine_releases",
+        str,
+        "https://api.github.com/repos/ggml-org/llama.cpp",
+        "address of the API that lists llama.cpp's releases, such as a mirror of GitHub's",
     ),
     Setting(
         "gpu_layers",
         str,
         "auto",
-        "layers on the GPU, the output counted as one (default: as many as fit)",
+        "layers on the GPU; the output counts as one layer (default: as many as fit)",
         flag="--gpu-layers",
         metavar="N|all",
         loads=True,
@@ -198,7 +269,8 @@ TABLE: tuple[Setting, ...] = (
         "cpu_moe",
         str,
         "auto",
-        "layers whose experts stay in system memory, from the first (default: as needed)",
+        "number of layers, from the first, whose experts "
+        "stay in system memory (default: as needed)",
         flag="--cpu-moe",
         metavar="N|all",
         loads=True,
@@ -216,8 +288,8 @@ TABLE: tuple[Setting, ...] = (
         "workers",
         str,
         (),
-        "machine that shares the model: HOST:PORT of `localllm worker`; for MLX an SSH "
-        "destination, or a hostfile of MLX",
+        "machine that runs a part of the model: HOST:PORT of `localllm worker`; for MLX an SSH "
+        "destination or an MLX hostfile",
         flag="--with",
         metavar="MACHINE",
         many=True,
@@ -226,15 +298,15 @@ TABLE: tuple[Setting, ...] = (
         "gap_ms",
         float,
         20.0,
-        "ms that a prompt read at the same time may add between two tokens on a GPU, "
-        "or one step if that is longer",
+        "ms that prefill of another prompt may add between two tokens on a GPU, or one step if "
+        "that is longer",
     ),
     Setting(
         "power",
         float,
         100.0,
-        "share of the time spent computing, in %; below 100 it rests after each step, which saves "
-        "heat, noise and battery",
+        "share of the time to compute, in %; below 100 the engine pauses after each step, which "
+        "saves heat, noise and battery",
         flag="--power",
         metavar="N%",
         percent=True,
@@ -253,7 +325,7 @@ TABLE: tuple[Setting, ...] = (
         int,
         None,
         "CPU threads (automatic: fast physical cores, within a container's quota; fewer for "
-        "decode while others want them)",
+        "decode while other programs use the cores)",
         loads=True,
     ),
     Setting(
@@ -263,44 +335,47 @@ TABLE: tuple[Setting, ...] = (
         "memory for cached prefixes in GB (automatic: a share of what is free)",
         loads=True,
     ),
-    Setting("cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 keeps none"),
+    Setting(
+        "cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 = keep none on disk"
+    ),
     Setting(
         "cache_disk_daily_gb",
         float,
         64.0,
-        "GB of cached prefixes written to disk in a day at most; 0 = no limit",
+        "most GB of cached prefixes to write to disk in a day; 0 = no limit",
     ),
-    Setting(
-        "cache_disk_free_gb", float, 2.0, "GB of the disk that cached prefixes leave to others"
-    ),
+    Setting("cache_disk_free_gb", float, 2.0, "GB of the disk that cached prefixes leave free"),
     Setting(
         "memory_headroom_gb",
         float,
         None,
-        "memory left to other programs in GB (automatic: 5 % of it); 0 = no guard",
+        "memory to leave to other programs in GB (automatic: 5 % of it); 0 = no memory guard",
     ),
     Setting(
         "wired",
         bool,
         True,
-        "keep the weights of a model that fills half the memory of a Mac or more in place (MLX)",
+        "wire the weights of a model that fills half of a Mac's memory or more (MLX)",
     ),
     Setting(
-        "keep_awake", bool, True, "keep a desktop from idle sleep while requests run (macOS, Linux)"
+        "keep_awake",
+        bool,
+        True,
+        "prevent idle sleep of a desktop while requests run (macOS, Linux)",
     ),
     Setting(
         "only",
         bool,
         False,
-        "serve the models that were named and their presets, and no other that is installed",
+        "serve only the named models and their presets, not all installed models",
         flag="--only",
     ),
     Setting(
         "hang_min",
         float,
         5.0,
-        "minutes without any sign of life after which a model's process that is at a request is "
-        "replaced; 0 = never",
+        "minutes without a sign of life after which a model's process that runs a request is "
+        "restarted; 0 = never",
     ),
     Setting(
         "idle_unload_min",
@@ -309,17 +384,27 @@ TABLE: tuple[Setting, ...] = (
         "minutes without a request after which a model is unloaded; 0 = never",
     ),
     Setting(
+        "warm",
+        str,
+        None,
+        "instructions to prefill in idle time after the start: last = those that each client sent "
+        "last (they are kept on disk), or a file with a system prompt or a chat request",
+        flag="--warm",
+        metavar="FILE|last",
+    ),
+    Setting(
         "compaction",
         str,
         "ask",
-        "a chat that outgrows the context: ask, or auto = leave out its oldest messages",
+        "if a chat outgrows the context: ask = ask what "
+        "to do, auto = leave out its oldest messages",
         choices=("ask", "auto"),
     ),
     Setting(
         "images",
         str,
         "auto",
-        "images in prompts, if a projector lies beside the model; auto = if it fits",
+        "images and sounds in prompts (needs the model's projector file); auto = if it fits",
         flag="--images",
         choices=("auto", "on", "off"),
     ),
@@ -327,7 +412,7 @@ TABLE: tuple[Setting, ...] = (
         "allow_image_hosts",
         str,
         (),
-        "host (name or name:port) that images may be fetched from by https",
+        "host (name or name:port) from which images may be fetched by https",
         flag="--allow-image-hosts",
         metavar="NAME",
         many=True,
@@ -336,28 +421,45 @@ TABLE: tuple[Setting, ...] = (
         "allow_pull",
         bool,
         False,
-        "let clients of the server fetch and remove models (Ollama's pull and delete)",
+        "allow clients to download and remove models (Ollama's pull and delete)",
         flag="--allow-pull",
     ),
     Setting(
-        "max_connections", int, 512, "connections of requests that were let in at the same time"
+        "chat_thinking",
+        str,
+        "folded",
+        "how the chat shows the model's thinking at first",
+        choices=("shown", "folded", "off"),
     ),
+    Setting("chat_mouse", bool, True, "use the mouse in the full-screen chat"),
+    Setting(
+        "chat_screen_reader",
+        bool,
+        False,
+        "chat for a screen reader: add lines only, without frames, with the terminal's own cursor",
+        flag="--screen-reader",
+    ),
+    Setting("max_connections", int, 512, "connections with an accepted request, at the same time"),
     Setting(
         "max_unknown_connections",
         int,
         64,
-        "connections without a key, from this machine and from outside each",
+        "connections without a key, for this machine and for other machines each",
     ),
-    Setting("idle_timeout_s", float, 60.0, "seconds that a connection may rest between requests"),
+    Setting(
+        "idle_timeout_s", float, 60.0, "seconds that a connection may be idle between requests"
+    ),
     Setting("idle_unknown_timeout_s", float, 5.0, "the same without a key"),
     Setting("header_timeout_s", float, 10.0, "seconds that a request's headers may take"),
     Setting(
         "body_timeout_s",
         float,
         10.0,
-        "seconds that a request's body may take, besides its bytes at the least rate",
+        "seconds that a request's body may take, in addition to its bytes at the lowest rate",
     ),
-    Setting("min_body_bytes_s", int, 64_000, "least rate of a request's body, in bytes a second"),
+    Setting(
+        "min_body_bytes_s", int, 64_000, "lowest rate of a request's body, in bytes per second"
+    ),
     Setting("offline", bool, False, "never contact the hub", flag="--offline"),
 )
 

@@ -63,7 +63,9 @@ class Settings:
         """
         if not self._chosen[name].automatic:
             origin = self._chosen[name].origin
-            raise UsageError(f"{name} was chosen by {origin}: it is not changed to make things fit")
+            raise UsageError(
+                f"{name} was chosen by {origin}, so it is not changed to make the model fit"
+            )
         return self._copy({name: Chosen(value, "default")})
 
     def preset(self, values: Mapping[str, Value]) -> Settings:
@@ -129,13 +131,26 @@ def _parsed(setting: Setting, value: Any) -> Any:
         raise ValueError
     if setting.kind in (int, float) and not (math.isfinite(parsed) and parsed >= 0):
         raise ValueError
+    if not _in_range(setting, parsed):
+        raise ValueError
     return parsed
+
+
+def _in_range(setting: Setting, number: Any) -> bool:
+    """Return False for a number outside the setting's limits. 0 means automatic."""
+    if setting.least is not None and 0 < number < setting.least:
+        return False
+    return setting.largest is None or number <= setting.largest
 
 
 def _kind(setting: Setting) -> str:
     """Describe the kind of value that the setting takes, for an error."""
     if setting.percent:
         return "a percentage of 1 to 100"
+    if setting.largest is not None:
+        return f"a number of 0 to {setting.largest:,}"
+    if setting.least is not None:
+        return f"a whole number of {setting.least:,} or more"
     if setting.kind is int:
         return "a whole number of 0 or more"
     if setting.kind is float:
@@ -150,7 +165,7 @@ def _parse_many(setting: Setting, value: Any, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         texts = value.split(",")
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{setting.name} in {where} must be texts, not {value!r}")
+        raise UsageError(f"{setting.name} in {where} must be strings, not {value!r}")
     return tuple(text.strip() for text in texts if text.strip())
 
 
@@ -172,7 +187,7 @@ def config_path() -> Path:
 
 def config_text(path: Path) -> str:
     """Read config.toml as text, without the byte order mark (BOM) that Windows editors add."""
-    return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    return paths.file_text(path, encoding="utf-8-sig")
 
 
 def read_config() -> dict[str, Any]:
@@ -185,7 +200,7 @@ def read_config() -> dict[str, Any]:
     try:
         data = tomllib.loads(config_text(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
-        hint = "mend the file or remove it"
+        hint = "correct the file or remove it"
         if any(sign in str(e) for sign in ("hex value", "\\", "scaped")):
             hint = (
                 'in "…" a backslash begins an escape: '
@@ -206,12 +221,12 @@ def mistyped() -> list[str]:
     prefix = "LOCALLLM_"
     names = [s.env.removeprefix(prefix) for s in setting_table.TABLE]
     others = [name.removeprefix(prefix) for name in sorted(os.environ) if name.startswith(prefix)]
-    said = []
+    warnings_ = []
     for name in [n for n in others if n not in names and not n.endswith("_DIR")]:
         meant = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
         if meant:
-            said.append(
+            warnings_.append(
                 f"{prefix}{name} is not a setting and has no effect: did you mean "
                 f"{prefix}{meant[0]}?"
             )
-    return said
+    return warnings_

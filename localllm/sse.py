@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+
+from localllm import foreign_json
 
 DONE = "[DONE]"
 
@@ -19,11 +19,15 @@ class LineBuffer:
         self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> list[str]:
-        """Return the lines that `piece` completes."""
-        self._buffer += piece
-        *complete, rest = self._buffer.split(b"\n")
-        self._buffer = rest
-        return [_text(line) for line in complete]
+        """Return the lines that `piece` completes. Raises MalformedError for an endless line."""
+        end = piece.find(b"\n")
+        if end < 0:  # a long line: looking at its beginning again would take quadratic time
+            self._buffer += piece
+            foreign_json.check_size(self._buffer)
+            return []
+        first, *complete, rest = (bytes(self._buffer) + piece).split(b"\n")
+        self._buffer = bytearray(rest)
+        return [_text(line) for line in (first, *complete)]
 
     def end(self) -> list[str]:
         """Return the last line if it has no line ending."""
@@ -32,7 +36,7 @@ class LineBuffer:
         return []
 
 
-def _text(line: bytearray) -> str:
+def _text(line: bytes | bytearray) -> str:
     return line.removesuffix(b"\r").decode("utf-8", "replace")
 
 
@@ -43,9 +47,10 @@ def data_of(line: str) -> str | None:
     return None
 
 
-def objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a stream. Other data, such as `[DONE]`, is skipped."""
+def objects(lines: Iterable[str]) -> Iterator[foreign_json.JsonPart]:
+    """Yield the JSON objects of a stream. Other data, such as `[DONE]`, is skipped. Raises
+    MalformedError."""
     for line in lines:
         data = data_of(line)
         if data is not None and data.startswith("{"):
-            yield json.loads(data)
+            yield foreign_json.parse(data)

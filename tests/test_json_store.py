@@ -41,7 +41,7 @@ def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes | None) -
 def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     json_store.write(file, {"a": 1})
-    with pytest.raises(ValueError, match="larger than 4 bytes"):
+    with pytest.raises(OSError, match="larger than 4 bytes"):
         json_store.load(file, 4)
 
 

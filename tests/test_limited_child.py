@@ -1,4 +1,4 @@
-"""What takes too much is ended, and what nobody waits for: the next question finds a fresh child."""
+"""What takes too much is ended, and what caller stopped waiting for: the next question finds a fresh child."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Answer:
 def test_what_is_too_much_is_ended_and_the_next_is_answered(stages: Stages, kind: str) -> None:
     over = Answer(stages, TOO_MUCH[kind])
     assert over.answer is None
-    assert "it takes over" in over.reason
+    assert "it takes more than" in over.reason
     small = Answer(stages, SMALL)
     assert small.answer is not None
     assert small.answer[0] == COMPILED
@@ -66,5 +66,5 @@ def test_closing_ends_what_is_at_work() -> None:
     child = LimitedChild("localllm.grammars.compile_limit", ChildLimits(60.0, 2**30), lambda: SETUP)
     assert child.ask(SMALL)
     threading.Timer(0.1, child.close).start()
-    with pytest.raises(ChildError, match="nobody waits"):
+    with pytest.raises(ChildError, match="caller stopped waiting"):
         child.ask(TOO_MUCH["alternatives"])

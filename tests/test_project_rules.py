@@ -147,6 +147,8 @@ MOST_PARAMETERS = 8
 _TYPER = "Typer reads a command's options off its signature: one parameter each, with its help"
 TOO_MANY_PARAMETERS = {
     "localllm/cli/commands/chat.py::chat": _TYPER,
+    "localllm/cli/commands/bench.py::bench": _TYPER,
+    "localllm/cli/commands/quality.py::quality": _TYPER,
     "localllm/cli/commands/recommend.py::recommend": _TYPER,
     "localllm/cli/commands/setup.py::setup": _TYPER,
 }
@@ -217,6 +219,24 @@ def test_no_comment_or_page_names_a_file_that_is_gone() -> None:
     }
     gone = {name for name in named if not any(path.endswith(f"/{name}") for path in ours)}
     assert gone == FOREIGN_FILES
+
+
+# Modules that read files of the kernel, of an archive that they unpacked, or that they made.
+READERS_OF_KNOWN_FILES = {
+    "localllm/device/library_facts.py", "localllm/library/file_kinds.py", "localllm/memory/linux.py",
+    "localllm/setup/archives.py", "tui/localllm_tui/screens/background_work.py",
+}  # fmt: skip
+
+
+def test_files_of_users_are_read_only_if_they_are_plain_and_small() -> None:
+    """`paths.file_bytes` refuses pipes, devices and large files. Files of the package are known."""
+    found = set()
+    for path in [*(ROOT / "localllm").rglob("*.py"), *(ROOT / "tui").rglob("*.py")]:
+        source = path.read_text()
+        for call in re.findall(r"(\S+)\.read_(?:text|bytes)\(", source):
+            if "__file__" not in call and not re.search(r"\b_?[A-Z_]+$", call):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == READERS_OF_KNOWN_FILES
 
 
 def contracts() -> list[dict[str, Any]]:

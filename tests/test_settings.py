@@ -36,7 +36,7 @@ def test_a_flag_nobody_gave_is_not_a_choice() -> None:
 @pytest.mark.parametrize(
     "config",
     ["port = 'many'\n", "kv_type = 'q3'\n", "prot = 1\n", "port = \n", "offline = 'perhaps'\n",
-     "power = 0\n", "power = 101\n", "power = 'half'\n", "port = '80%'\n"],
+     "power = 0\n", "power = 101\n", "power = 'half'\n", "port = '80%'\n", "port = 65536\n"],
 )  # fmt: skip
 def test_what_is_wrong_in_config_is_said(config: str) -> None:
     write_config(config)
@@ -53,3 +53,11 @@ def test_every_setting_has_help_and_its_default_is_allowed() -> None:
     for setting in TABLE:
         assert setting.help
         assert setting.default is None or not setting.allowed or setting.default in setting.allowed
+
+
+def test_a_port_that_does_not_exist_is_refused_with_its_range() -> None:
+    with pytest.raises(
+        UsageError, match=r"port in the command line must be a number of 0 to 65,535"
+    ):
+        Settings({"port": 99_999})
+    assert Settings({"port": 65_535}).value("port") == 65_535

@@ -24,4 +24,4 @@ def test_pieces_change_nothing(cuts: list[int]) -> None:
         lines += buffer.feed(STREAM[start:end])
     lines += buffer.end()
     assert lines[0] == ": prefill 1/2"
-    assert list(objects(lines)) == [{"a": "x\u2028y"}, {"b": 2}, {"é": 3}]
+    assert [part.value for part in objects(lines)] == [{"a": "x\u2028y"}, {"b": 2}, {"é": 3}]

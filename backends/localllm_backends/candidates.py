@@ -61,7 +61,7 @@ def _changes(spec: SampleSpec) -> bool:
     """Return whether `spec` changes logits before a token is chosen."""
     if spec.banned or spec.allowed is not None:
         return True
-    return bool(spec.seen or spec.bias or spec.reduced)
+    return bool(spec.seen or spec.bias or spec.dry_bias)
 
 
 def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
@@ -82,7 +82,7 @@ def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
         was = out[hit]
         was = np.where(was > 0, was / repeat, was * repeat)
         out[hit] = was - (counts * np.float32(seen.frequency) + np.float32(seen.presence))
-    _add(out, ids, spec.reduced)
+    _add(out, ids, spec.dry_bias)
     if spec.allowed is not None:
         bits = spec.allowed[ids >> 3] >> (ids & 7)
         out[bits & 1 == 0] = -np.inf
@@ -98,7 +98,7 @@ def _raises(spec: SampleSpec) -> bool:
     seen = spec.seen
     if seen is not None and (seen.repeat < 1.0 or seen.presence < 0.0 or seen.frequency < 0.0):
         return True
-    return _any_positive(spec.bias) or _any_positive(spec.reduced)
+    return _any_positive(spec.bias) or _any_positive(spec.dry_bias)
 
 
 def _any_positive(amounts: Amounts | None) -> bool:
@@ -124,7 +124,7 @@ def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDAr
 
 
 def _draw_settings(spec: SampleSpec) -> tuple[float, float, float, float, float]:
-    """Return (temperature, top_k, top_p, min_p, uniform) for `FewChooser`."""
+    """Return (temperature, top_k, top_p, min_p, uniform) for `TopKChooser`."""
     if spec.temperature <= 0:
         # Draws the best token.
         return (1.0, 1.0, math.inf, 0.0, 0.0)
@@ -132,7 +132,7 @@ def _draw_settings(spec: SampleSpec) -> tuple[float, float, float, float, float]
     return (spec.temperature, spec.top_k, top_p, spec.min_p, spec.uniform)
 
 
-class FewChooser:
+class TopKChooser:
     """Chooses the next tokens of the `chunks` with the indices `where`.
 
     The constructor prepares everything that depends only on the specs. It runs while the device
@@ -203,7 +203,8 @@ class FewChooser:
     def _drawn(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
         """Draw one token per row, and return whether it is certain.
 
-        It is not certain if its logit is the least of the top k: there may be equals outside.
+        A token is not certain if its logit is the smallest of the top k, because tokens outside may
+        have the same logit.
         """
         n, k = logits.shape
         rows = self._rows
@@ -231,15 +232,15 @@ class FewChooser:
                 good &= ~cut[:, 0] | ~kept[rows, last]
             tempered = tempered * kept
         reached = np.add.accumulate(tempered, axis=1)
-        few = reached[:, -1:]
-        mass = few
+        top_mass = reached[:, -1:]
+        mass = top_mass
         if totals is not None:
             # The weight of the tokens outside is known only at temperature 1.
             beyond = (totals > 0) & ~self._filtered
             mass = np.where(beyond, np.maximum(totals, mass), mass)
-            among_few = self._at_one & (self._uniform * mass < few)
+            among_few = self._at_one & (self._uniform * mass < top_mass)
             good &= ~beyond[:, 0] | among_few[:, 0]
-        goal = np.minimum(self._uniform * mass, np.nextafter(few, 0.0))
+        goal = np.minimum(self._uniform * mass, np.nextafter(top_mass, 0.0))
         rank = (reached <= goal).argmin(axis=1)
         drawn = ranked[rows, rank]
         hit = logits == drawn[:, None]

@@ -50,7 +50,7 @@ class BrokenRuleError(BackendFailure):
     """The backend violates its contract."""
 
 
-class NotHere(Exception):  # noqa: N818 - no error: the memory has no such ability
+class NotApplicable(Exception):  # noqa: N818 - no error: the memory has no such ability
     """This check does not apply to the loaded model's memory."""
 
 
@@ -84,7 +84,7 @@ class Subject:
             while self.held:
                 self.backend.drop(self.held.pop())
 
-    def line(self, n: int, start: int = 0) -> list[int]:
+    def text_tokens(self, n: int, start: int = 0) -> list[int]:
         """Return `n` tokens of a fixed text, starting with token number `start`."""
         text = self.backend.tokenize(_TEXT, special=False)
         return list(islice(cycle(text), start, start + n))
@@ -121,7 +121,8 @@ class Subject:
         # Written so that NaN fails.
         require(
             share <= self.noise,
-            f"{what}: logits differ by {share:.3g} of the largest, {self.noise:.3g} is allowed",
+            f"{what}: logits differ by {share:.3g} of the largest logit; "
+            f"{self.noise:.3g} is allowed",
         )
         self.worst = max(self.worst, share)
 
@@ -153,7 +154,7 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
     """
     backend = subject.backend
     last = 8
-    tokens = subject.line(backend.info.n_batch)
+    tokens = subject.text_tokens(backend.info.n_batch)
     half = tokens[: len(tokens) // 2]
     at_once = subject.fresh(tokens, last)
     at_half = subject.fresh(half)
@@ -178,8 +179,8 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
     # Written so that NaN and empty results fail.
     require(
         _OUTSIDE_NOISE * subject.worst < changed / 2,
-        f"the same line computed in other ways differs by {subject.worst:.3g} of the largest "
-        f"logit, and a token more changes no more than {changed:.3g}",
+        f"the same tokens computed in other ways differ by {subject.worst:.3g} of the largest "
+        f"logit, and one more token changes it only by {changed:.3g}",
     )
     subject.noise = max(subject.noise, _OUTSIDE_NOISE * subject.worst)
 
@@ -189,14 +190,14 @@ def a_step_appends_and_counts(subject: Subject) -> None:
     backend = subject.backend
     free = backend.cells_free()
     sequence = subject.new()
-    subject.feed(sequence, subject.line(35))
-    without = backend.step([Chunk(sequence, subject.line(5), outputs=0)])
-    require(not without.argmax(0), "a step without outputs gave some")
-    require(not len(without.logits(0)), "a step without outputs gave some")
-    require(backend.length(sequence) == 40, "40 tokens were appended, others are held")
+    subject.feed(sequence, subject.text_tokens(35))
+    without = backend.step([Chunk(sequence, subject.text_tokens(5), outputs=0)])
+    require(not without.argmax(0), "a step without outputs returned outputs")
+    require(not len(without.logits(0)), "a step without outputs returned outputs")
+    require(backend.length(sequence) == 40, "not all of 40 tokens were appended")
     require(backend.cells_free() == free - 40, "40 tokens did not take 40 cells")
     subject.drop(sequence)
-    require(backend.cells_free() == free, "a dropped sequence did not give its cells back")
+    require(backend.cells_free() == free, "a dropped sequence did not free its cells")
 
 
 def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
@@ -206,9 +207,9 @@ def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
     argmax is the index of the largest logit.
     """
     backend = subject.backend
-    first = subject.line(12)
-    second = subject.line(9, 30)
-    third = subject.line(5, 20)
+    first = subject.text_tokens(12)
+    second = subject.text_tokens(9, 30)
+    third = subject.text_tokens(5, 20)
     expected = [subject.fresh(first[:n]) for n in range(8, 13)]
     expected.append(subject.fresh(second))
     chunks = [
@@ -218,11 +219,14 @@ def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
     ]
     result = backend.step(chunks)
     rows = np.concatenate([result.logits(i) for i in range(3)])
-    require(len(rows) == 6, f"6 outputs were asked for, {len(rows)} came")
+    require(len(rows) == 6, f"6 outputs were requested, {len(rows)} were returned")
     for i, row in enumerate(rows):
         subject.same(expected[i][0], row, f"output {i} of a step of three sequences")
     best = [*result.argmax(0), *result.argmax(1), *result.argmax(2)]
-    require(best == [int(row.argmax()) for row in rows], "argmax is not where the largest logit is")
+    require(
+        best == [int(row.argmax()) for row in rows],
+        "argmax differs from the largest logit",
+    )
 
 
 def _sample_specs(n_vocab: int) -> list[SampleSpec]:
@@ -242,7 +246,7 @@ def _sample_specs(n_vocab: int) -> list[SampleSpec]:
     among_all = [
         SampleSpec(1.2, 0, 1.0, 0.0, 0.9),
         SampleSpec(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)),
-        SampleSpec(1.0, 0, 1.0, 0.1, 0.3, reduced=lowered, allowed=odd),
+        SampleSpec(1.0, 0, 1.0, 0.1, 0.3, dry_bias=lowered, allowed=odd),
     ]
     return [*by_top_k, best, *among_all]
 
@@ -255,33 +259,35 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
     """
     backend = subject.backend
     if not backend.capabilities.samples:
-        raise NotHere("this backend leaves sampling to the engine")
+        raise NotApplicable("this backend does not sample; the engine does")
     specs = _sample_specs(backend.info.n_vocab)
-    # All specs in one step, with `few`. For few streams a device may find it as cheap to return
-    # full rows, which leaves sampling to the engine. From four streams on, the device's top-k
-    # logits are used.
+    # All specs in one step, with `top_k_suffices`. For few streams a device may find it as cheap to
+    # return full rows, which leaves sampling to the engine. From four streams on, the device's
+    # top-k logits are used.
     named = 0
     at_once = min(len(specs), backend.info.n_seq_max)
     for first in range(0, len(specs), at_once):
         group = specs[first : first + at_once]
         sequences = [subject.new() for _ in group]
         for sequence in sequences:
-            backend.step([Chunk(sequence, subject.line(11), outputs=0)])
+            backend.step([Chunk(sequence, subject.text_tokens(11), outputs=0)])
         chunks = []
         for i, (sequence, spec) in enumerate(zip(sequences, group, strict=True)):
-            chunks.append(Chunk(sequence, [20 + i], sample=spec, few=True))
+            chunks.append(Chunk(sequence, [20 + i], sample=spec, top_k_suffices=True))
         result = backend.step(chunks)
         for i, spec in enumerate(group):
             token = result.sampled(i)
             row = result.logits(i)[-1].astype(np.float64)
             named += token is not None
             fits = token is None or may_be_sampled(token, row, spec)
-            require(fits, f"{token} was sampled for {spec}, not what the logits give")
-        unsampled = backend.step([Chunk(sequence, [30], few=True) for sequence in sequences])
+            require(fits, f"{token} was sampled for {spec}, but the logits give another token")
+        unsampled = backend.step(
+            [Chunk(sequence, [30], top_k_suffices=True) for sequence in sequences]
+        )
         for i, sequence in enumerate(sequences):
-            require(unsampled.sampled(i) is None, "what nobody asked to sample was sampled")
+            require(unsampled.sampled(i) is None, "a chunk without a sample spec got a token")
             subject.drop(sequence)
-    require(named > 0, "of all these tokens none was sampled")
+    require(named > 0, "no token was sampled for any chunk")
 
 
 # Allowed difference of single from double precision, as a share of the probability mass.
@@ -303,8 +309,8 @@ def may_be_sampled(
         values = row[seen.ids]
         values = np.where(values > 0, values / seen.repeat, values * seen.repeat)
         row[seen.ids] = values - seen.presence - seen.counts * seen.frequency
-    if spec.reduced is not None:
-        row[spec.reduced[0]] += spec.reduced[1]
+    if spec.dry_bias is not None:
+        row[spec.dry_bias[0]] += spec.dry_bias[1]
     if spec.allowed is not None:
         bits = np.unpackbits(spec.allowed, bitorder="little")
         row[bits[: len(row)] == 0] = -np.inf
@@ -344,7 +350,7 @@ def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, ne
 def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     """Two sequences with a common prefix continue independently, and one of them may be dropped."""
     backend = subject.backend
-    tokens = subject.line(30)
+    tokens = subject.text_tokens(30)
     source = subject.new()
     subject.feed(source, tokens)
     free = backend.cells_free()
@@ -360,16 +366,16 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     subject.same(subject.fresh([*tokens, 7]), after_7, "a fork")
     subject.drop(source)
     require(backend.length(other) == 31, "a fork lost tokens with its source")
-    subject.feed(other, subject.line(3, 5))
+    subject.feed(other, subject.text_tokens(3, 5))
 
 
-def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
+def truncated_tokens_leave_no_trace(subject: Subject) -> None:
     """`truncate` works as far as promised, and rejected tokens leave no trace.
 
     A memory that can't rewind raises CannotRewindError.
     """
     backend = subject.backend
-    tokens = subject.line(90)
+    tokens = subject.text_tokens(90)
     sequence = subject.new()
     capabilities = backend.capabilities
     most = 8
@@ -377,24 +383,24 @@ def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
         most = min(8, capabilities.rewind_tokens)
     for start in range(0, 90, 10):
         accepted = tokens[start : start + 10]
-        rejected = subject.line(most, start + 40)
+        rejected = subject.text_tokens(most, start + 40)
         backend.step([Chunk(sequence, [*accepted, *rejected], outputs=1 + most)])
         backend.truncate(sequence, start + 10)
-        require(backend.length(sequence) == start + 10, "a rewind left another length")
+        require(backend.length(sequence) == start + 10, "truncate left a wrong length")
     expected = subject.fresh([*tokens, 11])
     subject.same(expected, subject.feed(sequence, [11]), "rejected drafts")
     if capabilities.rewind == "none":
-        with refused(CannotRewindError, "a memory that can't rewind did"):
+        with refused(CannotRewindError, "truncate worked on a memory that can't rewind"):
             backend.truncate(sequence, 80)
-        require(backend.length(sequence) == 91, "a refused rewind changed the sequence")
+        require(backend.length(sequence) == 91, "a rejected truncate changed the sequence")
     backend.truncate(sequence, 0)
-    require(backend.length(sequence) == 0, "a sequence that is cut to 0 holds tokens")
+    require(backend.length(sequence) == 0, "a sequence truncated to 0 still holds tokens")
 
 
 def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
     """Exported KV can be imported in full, and in pieces if the backend supports segments."""
     backend = subject.backend
-    tokens = subject.line(60)
+    tokens = subject.text_tokens(60)
     source = subject.new()
     able = backend.capabilities
     expected = subject.feed(source, tokens)
@@ -405,7 +411,7 @@ def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
         backend.import_range(copy, data, start, stop)
     if able.states:
         backend.import_state(copy, backend.export_state(source), 60)
-    require(backend.length(copy) == 60, "an import of 60 tokens left another length")
+    require(backend.length(copy) == 60, "the sequence does not have 60 tokens after their import")
     after_source = backend.step([Chunk(source, [9])]).logits(0)[0].copy()
     after_copy = backend.step([Chunk(copy, [9])]).logits(0)[0]
     subject.same(after_source, after_copy, "exported and imported KV")
@@ -421,36 +427,36 @@ def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
     backend = subject.backend
     source = subject.new()
     target = subject.new()
-    subject.feed(source, subject.line(20))
+    subject.feed(source, subject.text_tokens(20))
     good = backend.export_range(source, 0, 20)
     free = backend.cells_free()
     for bad in (b"", b"x", b"not a block of KV at all, but long enough", good[: len(good) // 2]):
-        with refused(BackendFailure, f"{len(bad)} foreign bytes were taken for KV"):
+        with refused(BackendFailure, f"{len(bad)} bytes of other data were accepted as KV"):
             backend.import_range(target, bad, 0, 20)
-        require(backend.length(target) == 0, "a refused import left tokens")
-        require(backend.cells_free() == free, "a refused import left cells taken")
+        require(backend.length(target) == 0, "a rejected import left tokens")
+        require(backend.cells_free() == free, "a rejected import left cells in use")
     backend.import_range(target, good, 0, 20)
 
 
-def running_out_of_cells_is_said_and_changes_nothing(subject: Subject) -> None:
+def running_out_of_cells_is_reported_and_changes_nothing(subject: Subject) -> None:
     backend = subject.backend
     a = subject.new()
     b = subject.new()
-    subject.feed(a, subject.line(backend.info.n_ctx - 10))
+    subject.feed(a, subject.text_tokens(backend.info.n_ctx - 10))
     free = backend.cells_free()
     with refused(NoCellsError, f"{free + 1} tokens were appended to {free} free cells"):
-        backend.step([Chunk(b, subject.line(free + 1))])
-    require(backend.length(b) == 0, "a refused step left tokens")
-    require(backend.cells_free() == free, "a refused step left cells taken")
+        backend.step([Chunk(b, subject.text_tokens(free + 1))])
+    require(backend.length(b) == 0, "a rejected step left tokens")
+    require(backend.cells_free() == free, "a rejected step left cells in use")
     subject.drop(a)
-    subject.feed(b, subject.line(30))
+    subject.feed(b, subject.text_tokens(30))
 
 
-def running_out_of_sequences_is_said(subject: Subject) -> None:
+def running_out_of_sequences_is_reported(subject: Subject) -> None:
     most = subject.backend.info.n_seq_max
     held = [subject.new() for _ in range(most)]
-    require(len(set(held)) == most, "two sequences have one handle")
-    with refused(NoCellsError, f"more than {most} sequences were given out"):
+    require(len(set(held)) == most, "two sequences have the same id")
+    with refused(NoCellsError, f"more than {most} sequences were created"):
         subject.new()
     subject.drop(held[0])
     subject.new()
@@ -459,10 +465,10 @@ def running_out_of_sequences_is_said(subject: Subject) -> None:
 def a_step_that_is_too_large_or_empty_is_refused(subject: Subject) -> None:
     backend = subject.backend
     sequence = subject.new()
-    for tokens, outputs in ((subject.line(backend.info.n_batch + 1), 0), ([], 1)):
-        with refused(BackendFailure, f"a step of {len(tokens)} tokens was taken"):
+    for tokens, outputs in ((subject.text_tokens(backend.info.n_batch + 1), 0), ([], 1)):
+        with refused(BackendFailure, f"a step of {len(tokens)} tokens was accepted"):
             backend.step([Chunk(sequence, tokens, outputs=outputs)])
-        require(backend.length(sequence) == 0, "a refused step appended tokens")
+        require(backend.length(sequence) == 0, "a rejected step appended tokens")
 
 
 def text_survives_tokens(subject: Subject) -> None:
@@ -470,10 +476,10 @@ def text_survives_tokens(subject: Subject) -> None:
     text = "Grüße, 世界! \n\t{x}"
     tokens = backend.tokenize(text, special=False)
     whole = backend.detokenize(tokens)
-    require(whole.strip() == text.strip(), "text came back from its tokens as other text")
+    require(whole.strip() == text.strip(), "detokenizing the tokens of a text gave another text")
     pieces = b"".join(backend.token_bytes(t) for t in tokens).decode("utf-8", "replace")
-    require(pieces.strip() == text.strip(), "the tokens' bytes are not the text's")
-    with refused(BackendFailure, "a token behind the vocabulary has bytes"):
+    require(pieces.strip() == text.strip(), "the bytes of the tokens are not the bytes of the text")
+    with refused(BackendFailure, "a token outside the vocabulary has bytes"):
         backend.token_bytes(backend.info.n_vocab)
 
 
@@ -483,11 +489,11 @@ CHECKS: tuple[Check, ...] = (
     one_step_serves_several_sequences_and_outputs,
     what_is_sampled_follows_from_the_logits,
     a_fork_at_the_end_continues_independently,
-    what_is_taken_back_leaves_no_trace,
+    truncated_tokens_leave_no_trace,
     exported_kv_gives_the_same_continuation,
     foreign_bytes_are_refused_and_append_nothing,
-    running_out_of_cells_is_said_and_changes_nothing,
-    running_out_of_sequences_is_said,
+    running_out_of_cells_is_reported_and_changes_nothing,
+    running_out_of_sequences_is_reported,
     a_step_that_is_too_large_or_empty_is_refused,
     text_survives_tokens,
 )

@@ -32,28 +32,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from localllm_backends.declaration import (
-    Declaration,
-)
-from localllm_backends.placement import (
-    Placement,
-)
+from localllm_backends.declaration import Declaration
+from localllm_backends.placement import Placement
 from localllm_backends.values import (
     MAX_SAMPLED_TOP_K,
     Capabilities,
     Chunk,
-    ImagePart,
     ImagePixels,
-    ImageRun,
     KvFidelity,
     KvType,
     LoadSpec,
     LoraAdapter,
+    Media,
+    MediaPart,
+    MediaRun,
     MemoryReport,
     ModelInfo,
+    QuantizeOrder,
     SampleSpec,
     SeenTokens,
     SequenceId,
+    SoundSamples,
 )
 
 if TYPE_CHECKING:
@@ -64,36 +63,13 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "MAX_SAMPLED_TOP_K",
-    "Backend",
-    "BackendFailure",
-    "BackendType",
-    "CannotRewindError",
-    "Capabilities",
-    "Chunk",
-    "Declaration",
-    "ImagePart",
-    "ImagePixels",
-    "ImageRun",
-    "InterruptedStepError",
-    "KvFidelity",
-    "KvType",
-    "LoadError",
-    "LoadSpec",
-    "LoraAdapter",
-    "MemoryReport",
-    "ModelInfo",
-    "NoCellsError",
-    "OtherMachineError",
-    "OutOfMemoryError",
-    "Placement",
-    "PrefillSlices",
-    "SampleSpec",
-    "SeenTokens",
-    "SequenceId",
-    "StepError",
-    "StepResult",
-]
+    "MAX_SAMPLED_TOP_K", "Backend", "BackendFailure", "BackendType", "CannotRewindError",
+    "Capabilities", "Chunk", "Declaration", "ImagePixels", "InterruptedStepError", "KvFidelity",
+    "KvType", "LoadError", "LoadSpec", "LoraAdapter", "Media", "MediaPart", "MediaRun",
+    "MemoryReport", "ModelInfo", "NoCellsError", "OtherMachineError", "OutOfMemoryError",
+    "Placement", "PrefillSlices", "QuantizeOrder", "SampleSpec", "SeenTokens", "SequenceId",
+    "SoundSamples", "StepError", "StepResult",
+]  # fmt: skip
 
 
 class BackendFailure(Exception):  # noqa: N818 - the family's name; its subclasses end in Error
@@ -111,6 +87,10 @@ class BackendFailure(Exception):  # noqa: N818 - the family's name; its subclass
 class LoadError(BackendFailure):
     """The files can't be loaded: missing, truncated, in another format, or of an unknown
     architecture."""
+
+
+class UnusableEngineError(BackendFailure):
+    """The engine's own library can't be loaded or used. No model is at fault."""
 
 
 class OutOfMemoryError(BackendFailure):
@@ -282,7 +262,7 @@ class Backend(ABC):
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """Return the KV of tokens [start, stop) as bytes.
 
-        `import_range` accepts them if the fingerprint, the KV types and `ModelInfo.kv_meaning` are
+        `import_range` accepts them if the fingerprint, the KV types and `ModelInfo.kv_layout` are
         equal.
         """
 
@@ -339,21 +319,21 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
-    # --- Capabilities.vision: a sequence can't be truncated, forked, exported or imported in the
-    # middle of an image.
+    # --- Capabilities.vision and audio: a sequence can't be truncated, forked, exported or imported
+    # in the middle of a run.
 
-    def tokenize_images(
-        self, parts: Sequence[str | ImagePixels], *, add_bos: bool = False
-    ) -> list[list[int] | ImageRun]:
-        """Turn a prompt of text and images into runs of token ids and ImageRuns.
+    def tokenize_media(
+        self, parts: Sequence[str | Media], *, add_bos: bool = False
+    ) -> list[list[int] | MediaRun]:
+        """Turn a prompt of text and media into runs of token ids and MediaRuns.
 
-        The result includes the tokens that the model needs around each image. Control tokens in a
-        LiteralText are not parsed. May be called from any thread. Raises BackendFailure if an image
+        The result includes the tokens that the model needs around each medium. Control tokens in a
+        LiteralText are not parsed. May be called from any thread. Raises BackendFailure if a medium
         can't be read.
         """
         raise NotImplementedError
 
-    def encode_image(self, run: ImageRun) -> Logits:
+    def encode_media(self, run: MediaRun) -> Logits:
         """Return the embeddings of `run`: float32 [n_tokens, width].
 
         May be called from any thread, one call at a time, also during a step.
@@ -375,6 +355,16 @@ class Backend(ABC):
         raise NotImplementedError
 
     # --- Other abilities. Each has a flag of its own name, or a default that works without one.
+
+    def use_adapters(self, scales: Sequence[float]) -> None:
+        """Compute the next steps and sliced prefills with these scales of `ModelInfo.adapters`.
+
+        An adapter of scale 0 is not applied. At first, the scales are those of `ModelInfo.adapters`.
+        The KV of a sequence does not change: each sequence belongs to the scales it was computed
+        with.
+        """
+        if scales:
+            raise BackendFailure("this backend has no adapters")
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Draft with the model's draft heads.
@@ -460,7 +450,7 @@ class BackendType(ABC):
 
     def reads_images(self) -> str | None:
         """Return None if an image projector could be loaded, else the reason."""
-        return "this engine reads no images"
+        return "this backend does not support images"
 
     def image_bytes(self, path: str) -> int:
         """Return the bytes that image input needs in addition to the weights.
@@ -485,4 +475,12 @@ class BackendType(ABC):
         The result has the interface of LlamaCppEmbedder (llamacpp/embed.py). Raises LoadError, also
         if the model computes neither embeddings nor scores.
         """
-        raise LoadError(f"the {self.declaration.name} backend makes no embeddings")
+        raise LoadError(f"the {self.declaration.name} backend does not support embedding models")
+
+    def quantize(self, order: QuantizeOrder, on_planned: Callable[[int], None]) -> None:
+        """Write a quant of a model in this backend's format.
+
+        `on_planned` is called once before writing, with the bytes of the result (0: unknown).
+        Raises LoadError.
+        """
+        raise LoadError(f"the {self.declaration.name} backend can't make quants")

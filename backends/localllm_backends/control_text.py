@@ -25,7 +25,7 @@ class LiteralText(str):
     __slots__ = ()
 
 
-class ReadAnyway:
+class AlwaysParsedTexts:
     """Control texts that a tokenizer parses even if told not to.
 
     Examples are gpt-oss's <|channel|> in llama.cpp, Gemma 4's <|tool_call>, and Command R's turns

@@ -27,9 +27,10 @@ class Declaration:
     `mixed_kv`: keys and values may have different types, on a processor.
     `host_embedding`: the token embedding stays in system memory.
     `disk_tables`: lookup tables may stay on disk.
-    `lays_out`: weights can be repacked for the processor.
+    `repacks_weights`: weights can be repacked for the processor.
     `spare_sequence`: one sequence is kept in addition to the served ones.
     `draft_heads`: it runs the model's own draft heads (MTP), which published files include.
+    `trained_drafters`: it runs drafters trained for a model, in the formats of its models.
     `adapters`: a LoRA adapter is a "file" or a "folder" ("": not supported).
     `projectors`: it reads images with a projector file.
     `towers`: prefixes of catalog ids of models whose images it reads with the vision encoder in
@@ -55,9 +56,10 @@ class Declaration:
     mixed_kv: bool = False
     host_embedding: bool = False
     disk_tables: bool = False
-    lays_out: bool = False
+    repacks_weights: bool = False
     spare_sequence: bool = False
     draft_heads: bool = False
+    trained_drafters: bool = False
     adapters: Literal["", "file", "folder"] = ""
     projectors: bool = False
     towers: tuple[str, ...] = ()
@@ -65,6 +67,19 @@ class Declaration:
     tensor_parallel: bool = False
     fused_heads: tuple[int, ...] = ()
     scores_at_once: int = 0
+
+    @property
+    def label_with_version(self) -> str:
+        """The label with the version of the first of `packages`, if that is installed."""
+        # imported on use: the command line reads declarations at its start
+        from importlib.metadata import PackageNotFoundError, version
+
+        if not self.packages:
+            return self.label
+        try:
+            return f"{self.label} ({self.packages[0]} {version(self.packages[0])})"
+        except PackageNotFoundError:
+            return self.label
 
     def runs_on(self, accelerator: str) -> bool:
         return not self.accelerators or accelerator in self.accelerators

@@ -26,7 +26,7 @@ _CATCH_UP_TOKENS = 32
 # Drafts stop at a token to which the heads give a lower probability; it is not worth a row in the
 # model's step. Assumed: no real heads were measured here. The engine learns from such stops as from
 # rejections.
-LEAST_PROBABILITY = 0.4
+MIN_PROBABILITY = 0.4
 # Probabilities are computed over this many candidates, as in llama.cpp's own driver
 # (common/speculative.cpp).
 CANDIDATES = 10
@@ -35,7 +35,7 @@ LONGEST_DRAFT = 16
 
 
 @dataclass
-class HeadsLine(Generic[Row]):
+class HeadState(Generic[Row]):
     """The heads' state of a sequence.
 
     The heads' KV holds positions below `read`. `unread` are the tokens from there on that the model
@@ -48,7 +48,7 @@ class HeadsLine(Generic[Row]):
     unread: list[int] = field(default_factory=list)
 
 
-class FollowingHeads(ABC, Generic[Row]):
+class StatefulDraftHeads(ABC, Generic[Row]):
     """Draft heads for a backend's sequences. They belong to the backend's thread.
 
     `kind`: name of the type of heads. `longest`: longest draft in tokens. `first`: first position
@@ -61,7 +61,7 @@ class FollowingHeads(ABC, Generic[Row]):
 
     def __init__(self, n_batch: int) -> None:
         self._n_batch = n_batch
-        self._lines: dict[SequenceId, HeadsLine[Row]] = {}
+        self._states: dict[SequenceId, HeadState[Row]] = {}
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
@@ -100,11 +100,11 @@ class FollowingHeads(ABC, Generic[Row]):
         """Copy the heads' memory of the first `n_tokens` of `source` to the empty `target`."""
 
     def open(self, sequence: SequenceId) -> None:
-        self._lines[sequence] = HeadsLine(0, [self._zero_row()])
+        self._states[sequence] = HeadState(0, [self._zero_row()])
 
     def close(self, sequence: SequenceId) -> None:
         self._restart(sequence, 0)
-        self._lines.pop(sequence, None)
+        self._states.pop(sequence, None)
 
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[Sequence[Row]]) -> None:
         """Store the tokens of `chunks`, which the model has read, with their hidden rows.
@@ -113,64 +113,64 @@ class FollowingHeads(ABC, Generic[Row]):
         """
         late: list[SequenceId] = []
         for chunk, known in zip(chunks, rows, strict=True):
-            line = self._lines[chunk.sequence]
-            if chunk.image is not None:
+            state = self._states[chunk.sequence]
+            if chunk.media is not None:
                 # Heads can't read image tokens. They restart after the image.
-                end = line.read + len(line.unread) + len(chunk.tokens)
+                end = state.read + len(state.unread) + len(chunk.tokens)
                 self._restart(chunk.sequence, end)
-                self._lines[chunk.sequence] = HeadsLine(end, [self._detached(known[-1])])
+                self._states[chunk.sequence] = HeadState(end, [self._detached(known[-1])])
                 continue
-            line.unread.extend(chunk.tokens)
-            line.rows.extend(known)
-            if len(line.unread) >= _CATCH_UP_TOKENS:
+            state.unread.extend(chunk.tokens)
+            state.rows.extend(known)
+            if len(state.unread) >= _CATCH_UP_TOKENS:
                 late.append(chunk.sequence)
         self.catch_up(late)
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        line = self._lines[sequence]
-        keep = n_tokens - line.read
+        state = self._states[sequence]
+        keep = n_tokens - state.read
         if keep >= 0:
-            del line.unread[keep:], line.rows[keep + 1 :]
+            del state.unread[keep:], state.rows[keep + 1 :]
         else:
             self._cut(sequence, n_tokens)
-            self._lines[sequence] = HeadsLine(n_tokens, [self._zero_row()])
+            self._states[sequence] = HeadState(n_tokens, [self._zero_row()])
 
     def fork(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """Give `target` (open, empty) the state of the first `n_tokens` of `source`."""
-        line = self._lines[source]
-        keep = n_tokens - line.read
-        held = min(n_tokens, line.read)
+        state = self._states[source]
+        keep = n_tokens - state.read
+        held = min(n_tokens, state.read)
         if held:
             self._copy(source, target, held)
         if keep >= 0:
-            self._lines[target] = HeadsLine(held, line.rows[: keep + 1], line.unread[:keep])
+            self._states[target] = HeadState(held, state.rows[: keep + 1], state.unread[:keep])
         else:
-            self._lines[target] = HeadsLine(held, [self._zero_row()])
+            self._states[target] = HeadState(held, [self._zero_row()])
 
     def catch_up(self, sequences: Sequence[SequenceId]) -> None:
         """Read all unread tokens of `sequences`, in as few passes as the batch size allows."""
         waiting: list[tuple[SequenceId, int]] = []
         for s in sequences:
-            line = self._lines[s]
-            waiting += [(s, i) for i in range(max(0, self.first - line.read), len(line.unread))]
+            state = self._states[s]
+            waiting += [(s, i) for i in range(max(0, self.first - state.read), len(state.unread))]
         lost: set[SequenceId] = set()
         for begin in range(0, len(waiting), self._n_batch):
             places = waiting[begin : begin + self._n_batch]
             if not self._read(places):
                 lost |= {s for s, _ in places}
         for sequence in sequences:
-            line = self._lines[sequence]
-            line.read += len(line.unread)
-            line.unread = []
-            line.rows = [self._detached(line.rows[-1])]
+            state = self._states[sequence]
+            state.read += len(state.unread)
+            state.unread = []
+            state.rows = [self._detached(state.rows[-1])]
             if sequence in lost:
                 # The heads' memory of it is incomplete, so they restart after these tokens.
-                self._restart(sequence, line.read)
+                self._restart(sequence, state.read)
 
     def forget_drafts(self, sequences: Sequence[SequenceId]) -> None:
         """Remove draft tokens of these sequences from the heads' memory."""
         for sequence in sequences:
-            self._cut(sequence, self._lines[sequence].read)
+            self._cut(sequence, self._states[sequence].read)
 
     @contextmanager
     def _importing(self, sequence: SequenceId, n_tokens: int) -> Iterator[None]:
@@ -183,26 +183,31 @@ class FollowingHeads(ABC, Generic[Row]):
             yield
         except BackendFailure:
             self._restart(sequence, n_tokens)
-        self._lines[sequence] = HeadsLine(n_tokens, [self._zero_row()])
+        self._states[sequence] = HeadState(n_tokens, [self._zero_row()])
 
 
-def joined(*parts: bytes) -> bytes:
+def join_blocks(*parts: bytes) -> bytes:
     """Append further blocks to an exported block, such as those of draft heads or of other
     machines."""
     sizes = [len(part) for part in parts[1:]]
     return b"".join([*parts, struct.pack(f"<{len(sizes)}Q", *sizes)])
 
 
-def parted(data: bytes | memoryview, n: int) -> list[memoryview]:
-    """Split data from `joined` into its `n` parts. Raises BackendFailure if that is impossible."""
+def split_blocks(data: bytes | memoryview, n: int) -> list[memoryview]:
+    """Split data from `join_blocks` into its `n` parts. Raises BackendFailure if that is
+    impossible."""
     view = memoryview(data).cast("B")
     tail = struct.Struct(f"<{n - 1}Q")
     end = len(view) - tail.size
     if end < 0:
-        raise BackendFailure("this is not an exported KV block of as many parts")
+        raise BackendFailure(
+            "the data is not an exported KV block with the expected number of parts"
+        )
     sizes = tail.unpack_from(view, end)
     first = end - sum(sizes)
     if first < 0:
-        raise BackendFailure("this is not an exported KV block of as many parts")
+        raise BackendFailure(
+            "the data is not an exported KV block with the expected number of parts"
+        )
     edges = accumulate((first, *sizes), initial=0)
     return [view[start:stop] for start, stop in pairwise(edges)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from localllm_backends.plain_files import check_plain_file
 from localllm_backends.values import LoraAdapter
 
 
@@ -28,21 +29,19 @@ def add_samples(digest: Any, path: Path) -> None:
         digest.update(f.read(2**20))
 
 
-def under_adapters(mark: str, adapters: Iterable[LoraAdapter]) -> str:
-    """Return the identity (hex, 32 digits) of weights with `adapters`; `mark` identifies the
-    weights.
+def adapter_digest(path: Path) -> str:
+    """Return the identity (hex, 32 digits) of an adapter's file or folder, whatever its name is."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("adapter*.*")) if path.is_dir() else [path]:
+        check_plain_file(file)
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:32]
 
-    It depends on the contents of the adapters' files and on their scales, but not on the names of
-    the files.
-    """
-    for adapter in adapters:
-        digest = hashlib.sha256(f"{mark} {float(adapter.scale)!r}".encode())
-        path = Path(adapter.path)
-        for file in sorted(path.glob("adapter*.*")) if path.is_dir() else [path]:
-            with file.open("rb") as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
-        mark = digest.hexdigest()[:32]
-    return mark
+
+def loaded_adapters(adapters: Iterable[LoraAdapter]) -> tuple[tuple[str, float], ...]:
+    """Return `ModelInfo.adapters` for these adapters."""
+    return tuple((adapter_digest(Path(a.path)), float(a.scale)) for a in adapters)
 
 
 def fingerprint(path: Path) -> str:

@@ -7,6 +7,8 @@ this program:
     python -m localllm_backends.self_test llamacpp greedy MODEL '{"layers": 0}'
     python -m localllm_backends.self_test llamacpp greedy MODEL '{"layers": -1, "follow": [284, 1904]}'
     python -m localllm_backends.self_test llamacpp conformance MODEL '{"layers": -1}'
+    python -m localllm_backends.self_test mlx device MODEL '{"text": "…", "file": "…", "pairs": []}'
+    python -m localllm_backends.self_test mlx restart MODEL '{"text": "…", "file": "…"}'
     python -m localllm_backends.self_test llamacpp turn MODEL '{"layers": -1}'
     python -m localllm_backends.self_test llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
 
@@ -17,6 +19,8 @@ for each token, the difference in logits to the best token (all zeros without `f
 `follow`, each step continues from the given token instead of the chosen one, so that the result of
 a step does not depend on the choice before.
 `conformance` prints a line before and after each check, so that a crash can be assigned to a check.
+`device` does the same, and then the checks in device_checks.py. `restart` does those that continue
+in a new process.
 `turn` prints the shortest time in seconds for a prompt and an answer, over several runs.
 `kv` prints the loss of precision for each pair of KV types over the text, and the identity of the
 model and the build.
@@ -31,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from localllm_backends import registry
@@ -42,6 +47,7 @@ from localllm_backends.contract import (
     LoadSpec,
     Placement,
 )
+from localllm_backends.device_checks import DeviceChecks, run_checks
 from localllm_backends.probe_process import print_answers
 
 # Even the smallest model is almost certain of the next tokens here. Near ties would not test a
@@ -121,7 +127,7 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
 
     The outcome is "ok", "not here" or "failed", with a sentence.
     """
-    from localllm_backends.conformance import CHECKS, NotHere, Subject
+    from localllm_backends.conformance import CHECKS, NotApplicable, Subject
 
     subject = Subject(backend)
     for check in CHECKS:
@@ -133,7 +139,7 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
         try:
             subject.examine(check)
             backend.check_integrity()
-        except NotHere as e:
+        except NotApplicable as e:
             outcome = "not here"
             sentence = str(e)
         except (BackendFailure, AssertionError) as e:
@@ -170,6 +176,13 @@ def answers(engine: str, what: str, path: str, body: str) -> Iterator[dict[str, 
             yield kv_fidelity(backend, wanted["text"], wanted["pairs"])
         elif what == "turn":
             yield turn(backend)
+        elif what in ("device", "restart"):
+            checks = DeviceChecks(backend, wanted["text"], Path(wanted["file"]))
+            if what == "device":
+                yield from conformance(backend)
+                yield from run_checks(checks.before_restart(wanted["pairs"]))
+            else:
+                yield from run_checks(checks.after_restart())
         else:
             yield greedy(backend, wanted.get("follow", ()))
 

@@ -11,11 +11,11 @@ from localllm_backends.contract import (
     Backend,
     BackendFailure,
     Chunk,
-    ImagePart,
+    MediaPart,
     NoCellsError,
     SequenceId,
 )
-from localllm_backends.draft_head_state import FollowingHeads
+from localllm_backends.draft_head_state import StatefulDraftHeads
 
 Owned = TypeVar("Owned", bound="OwnedBackend")
 Given = ParamSpec("Given")
@@ -39,22 +39,22 @@ def owner_only(
     return checked
 
 
-def image_of(chunks: Sequence[Chunk]) -> ImagePart | None:
+def media_of(chunks: Sequence[Chunk]) -> MediaPart | None:
     """Return the image that a step of `chunks` reads; None if there is no image.
 
     Raises BackendFailure if the step has other chunks too.
     """
-    if all(chunk.image is None for chunk in chunks):
+    if all(chunk.media is None for chunk in chunks):
         return None
     if len(chunks) != 1:
-        raise BackendFailure("an image goes into a step of its own")
-    return chunks[0].image
+        raise BackendFailure("an image needs a step without other chunks")
+    return chunks[0].media
 
 
 class OwnedBackend(Backend):
     """A backend that belongs to the thread that loaded it. It may have draft heads."""
 
-    _heads: FollowingHeads[Any] | None
+    _heads: StatefulDraftHeads[Any] | None
 
     def _take_ownership(self) -> None:
         self._owner = threading.get_ident()
@@ -62,21 +62,21 @@ class OwnedBackend(Backend):
     def _require_cells(self, n: int) -> None:
         if n > self.cells_free():
             raise NoCellsError(
-                f"{n} KV cells needed, {self.cells_free()} of {self.info.n_ctx} free"
+                f"{n} KV cells are needed, but only {self.cells_free()} of {self.info.n_ctx} are free"
             )
 
     def _check_step(self, n_tokens: int, n_outputs: int) -> None:
         """Raise BackendFailure if a step can't have `n_tokens` tokens, `n_outputs` of them with
         logits."""
         most = self.info.n_batch
-        most_outputs = self.info.n_outputs
+        max_outputs = self.info.n_outputs
         if not n_tokens:
             raise BackendFailure("a step needs at least one token")
         if n_tokens > most:
-            raise BackendFailure(f"a step of {n_tokens} tokens is over the batch of {most}")
-        if n_outputs > most_outputs:
+            raise BackendFailure(f"a step of {n_tokens} tokens exceeds the batch size of {most}")
+        if n_outputs > max_outputs:
             raise BackendFailure(
-                f"a step with {n_outputs} outputs is over the {most_outputs} a step may have"
+                f"a step with {n_outputs} outputs exceeds the limit of {max_outputs}"
             )
         self._require_cells(n_tokens)
 
@@ -84,13 +84,17 @@ class OwnedBackend(Backend):
         """Raise BackendFailure unless `sequence` contains the tokens [start, stop)."""
         length = self.length(sequence)
         if not 0 <= start < stop <= length:
-            raise BackendFailure(f"can't take tokens {start} to {stop} of {length}")
+            raise BackendFailure(
+                f"the sequence does not contain tokens {start} to {stop} of {length}"
+            )
 
     def _check_follows(self, sequence: SequenceId, start: int, stop: int) -> None:
         """Raise BackendFailure unless [start, stop) are the next tokens of `sequence`."""
         length = self.length(sequence)
         if length != start:
-            raise BackendFailure(f"tokens {start} to {stop} don't follow the {length} held")
+            raise BackendFailure(
+                f"tokens {start} to {stop} do not continue a sequence of {length} tokens"
+            )
 
     @owner_only
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:

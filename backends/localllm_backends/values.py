@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     Amounts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 SequenceId: TypeAlias = int
-KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+# The types after "iq4_nl" exist only in MLX.
+KvType = Literal[
+    "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl",
+    "q6_0", "q3_0", "q2_0", "turbo4", "turbo3", "turbo2",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
     """A LoRA adapter for a model's weights.
 
-    `path` is its file or folder. `scale` multiplies its effect. `n_bytes` is the size of its
-    tensors in bytes (0: not known).
+    `path` is its file or folder. `scale` multiplies its effect, unless other scales are chosen
+    (`Backend.use_adapters`). `n_bytes` is the size of its tensors in bytes (0: not known).
     """
 
     path: str
@@ -57,10 +61,10 @@ class LoadSpec:
     support it.
     `projector`: file of the image projector, or `path` if the model's own files include it ("": no
     images). LoadError if it does not fit the model.
-    `adapters`: LoRA adapters added to the weights at each use. LoadError if one belongs to another
-    model.
+    `adapters`: LoRA adapters whose effect is added to that of the weights at each use. LoadError if
+    one belongs to another model.
     `wired`: the weights may be wired in memory that a GPU shares with the processor.
-    `looks_ahead`: the backend may start a step before it is requested.
+    `starts_steps_early`: the backend may start a step before it is requested.
     """
 
     path: str
@@ -79,7 +83,7 @@ class LoadSpec:
     projector: str = ""
     adapters: tuple[LoraAdapter, ...] = ()
     wired: bool = True
-    looks_ahead: bool = True
+    starts_steps_early: bool = True
 
     @property
     def n_gpu_layers(self) -> int:
@@ -103,6 +107,25 @@ class LoadSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizeOrder:
+    """A quant to write.
+
+    `source`: the model's file (its first part) or folder. `target`: the new file or folder.
+    `quant`: the quant's usual name ("Q4_K_M", "4bit").
+    `imatrix`: file of an importance matrix ("": without one).
+    `facts`: keys to add to the metadata of the result.
+    `n_threads`: 0 = the backend's own default.
+    """
+
+    source: str
+    target: str
+    quant: str
+    imatrix: str = ""
+    facts: Mapping[str, str | int] = field(default_factory=dict)
+    n_threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a loaded model's memory can do. Ask the loaded model; do not infer it from its name.
 
@@ -111,6 +134,7 @@ class Capabilities:
     only to 0.
     `shares_cells`: `fork` takes no cells until the sequences diverge. If False, it takes one cell
     for each token at once.
+    `unified`: the attention of each step covers the cells of all sequences.
     `segments`: `export_range` and `import_range` work on any part of a sequence, so a cached prefix
     can be stored in pieces. If False, only the full sequence (0..n) can be exported and imported.
     `states`: as `segments`, but a step also needs the state after the sequence's last token
@@ -124,12 +148,12 @@ class Capabilities:
     computation.
     `kv_on_device`: KV is in a device's own memory. Each exported range of cells costs a round trip
     to the device (`Backend.export_runs`).
-    `first_uses`: the first step of each size takes much longer than later ones, because it loads
-    kernels and makes buffers and graphs.
-    `threaded`: processor threads compute the steps (`Backend.use_threads`).
-    `interruptible`: another thread can end a step (`Backend.interrupt`).
-    `vision`: prompts may contain images (`Backend.tokenize_images`).
-    `whole_images`: the tokens of an image attend to each other, so all of them must be in one step.
+    `slow_first_steps`: the first step of each size takes much longer than later ones, because it
+    loads kernels and makes buffers and graphs. `threaded`: processor threads compute the steps
+    (`Backend.use_threads`). `interruptible`: another thread can end a step (`Backend.interrupt`).
+    `vision` and `audio`: prompts may contain images and sounds (`Backend.tokenize_media`).
+    `images_in_one_step`: the tokens of an image attend to each other, so all of them must be in one
+    step.
     """
 
     rewind: Literal["any", "bounded", "none"]
@@ -143,24 +167,32 @@ class Capabilities:
     samples: bool = False
     asynchronous: bool = False
     kv_on_device: bool = False
-    first_uses: bool = False
+    slow_first_steps: bool = False
     interruptible: bool = False
     vision: bool = False
-    whole_images: bool = False
+    audio: bool = False
+    images_in_one_step: bool = False
     threaded: bool = False
+    unified: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Facts about the loaded model for the engine, the chat templates and the user interfaces.
 
-    `fingerprint` identifies the weights and the tokenizer; it is used as a cache key.
+    `fingerprint` identifies the weights and the tokenizer, without adapters; it is used as a cache
+    key.
     `n_ctx`: the served context in tokens.
     `vision`: prompts may contain images.
-    `kv_meaning`: everything else that exported KV depends on, in addition to the fingerprint and
-    the KV types. It names the versions of the libraries that compute KV and their relevant
-    settings. KV with another `kv_meaning` must not be imported.
+    `audio_rate_hz`: samples per second of the sounds in prompts (0: the model reads no sounds).
+    `kv_layout`: how exported KV is laid out, in addition to the fingerprint and the KV types. It
+    names the version of the engine's format and the settings that change the meaning of its bytes.
+    KV with another `kv_layout` must not be imported.
+    `kv_meaning`: the libraries that compute KV, and the layout. Only KV with the same `kv_meaning`
+    has exactly the same bits.
     `control_texts`: how the control tokens are written (control_text.py).
+    `adapters`: for each loaded adapter, in the order of `LoadSpec.adapters`, a hash of its contents
+    and the scale with which it was loaded.
     `load_notes`: sentences about settings that loading changed, such as a KV type that is slow here
     or a drafter for another model.
     """
@@ -186,10 +218,13 @@ class ModelInfo:
     kv_type_k: str
     kv_type_v: str
     kv_meaning: str = ""
+    kv_layout: str = ""
     vision: bool = False
+    audio_rate_hz: int = 0
     fim_tokens: dict[str, int] = field(default_factory=dict)
     load_notes: tuple[str, ...] = ()
     control_texts: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +276,7 @@ class SampleSpec:
     """How the token after a chunk's last output is sampled.
 
     The logits are changed in this order: `bias` is added (token ids and amounts); the tokens in
-    `seen` are penalised; `reduced` is added (ids and amounts). A token is never sampled if it is
+    `seen` are penalised; `dry_bias` is added (ids and amounts). A token is never sampled if it is
     `banned` or not `allowed` (one bit per token, lowest bit first).
 
     Then tokens are ranked by logit, and by id if logits are equal. The filters top_k (0: off),
@@ -264,7 +299,7 @@ class SampleSpec:
     banned: tuple[int, ...] = ()
     seen: SeenTokens | None = field(default=None, compare=False)
     bias: Amounts | None = field(default=None, compare=False)
-    reduced: Amounts | None = field(default=None, compare=False)
+    dry_bias: Amounts | None = field(default=None, compare=False)
     allowed: NDArray[np.uint8] | None = field(default=None, compare=False)
 
     def next(self) -> SampleSpec | None:
@@ -289,16 +324,34 @@ class ImagePixels:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ImageRun:
-    """Part number `part` of an image as model input.
+class SoundSamples:
+    """Decoded samples of a sound: one channel, `ModelInfo.audio_rate_hz` samples per second.
+
+    `data` holds float32 numbers in the machine's byte order. `key` is a hash of the samples.
+    """
+
+    data: bytes
+    key: bytes
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.data) // 4
+
+
+Media = ImagePixels | SoundSamples
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaRun:
+    """Part number `part` of an image or a sound as model input.
 
     It takes `n_tokens` KV cells and `n_positions` positions. `grid` is for models with
     two-dimensional positions: int32 [3, n_tokens] with time, height and width, counted from the
-    run's first position. `key` is a hash of the pixels, the part number, and everything that
-    affects the embeddings.
+    run's first position. `key` is a hash of the pixels or samples, the part number, and everything
+    that affects the embeddings.
     """
 
-    pixels: ImagePixels
+    media: Media
     part: int
     key: bytes
     n_tokens: int
@@ -307,13 +360,13 @@ class ImageRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ImagePart:
-    """The tokens of an `ImageRun` from number `start` on, as input of a step.
+class MediaPart:
+    """The tokens of a `MediaRun` from number `start` on, as input of a step.
 
     `embeddings` [n_tokens, width] cover the full run.
     """
 
-    run: ImageRun
+    run: MediaRun
     embeddings: NDArray[np.float32]
     start: int = 0
 
@@ -325,7 +378,7 @@ class Chunk(NamedTuple):
     `sample`: how to sample a token after the last one, if `Capabilities.samples`.
     `few`: the caller rarely needs the logits apart from the sampled token, or from the best one if
     there is no `sample`.
-    `image`: the model reads these embeddings; `tokens` only gives their number. The chunk must be
+    `media`: the model reads these embeddings; `tokens` only gives their number. The chunk must be
     alone in its step.
     """
 
@@ -333,8 +386,8 @@ class Chunk(NamedTuple):
     tokens: Sequence[int]
     outputs: int = 1
     sample: SampleSpec | None = None
-    few: bool = False
-    image: ImagePart | None = None
+    top_k_suffices: bool = False
+    media: MediaPart | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from localllm_backends.contract import BackendFailure
-from localllm_backends.control_text import ReadAnyway
+from localllm_backends.control_text import AlwaysParsedTexts
 
 
 class TokenBytes(ABC):
@@ -21,8 +21,8 @@ class TokenBytes(ABC):
 
     def __init__(self, n_vocab: int, controls: Iterable[str], added: Iterable[str]) -> None:
         self.n_vocab = n_vocab
-        self.read_anyway = ReadAnyway(added)
-        self.control_texts = (*controls, *self.read_anyway.texts)
+        self.always_parsed = AlwaysParsedTexts(added)
+        self.control_texts = (*controls, *self.always_parsed.texts)
         self._pieces: dict[tuple[int, bool], bytes] = {}
 
     @abstractmethod

@@ -56,6 +56,7 @@ class Agent:
     says: str = DONE
     limit_s: float = 90.0
     mcp: Callable[[Place, Sequence[str]], Sequence[str]] | None = None
+    python: str = "python3"
     n_ctx: int = 400_000  # tokens of one byte: about 100,000 of a real vocabulary
 
 
@@ -84,7 +85,7 @@ def installed(agent: Agent, cache: Path) -> Path:
         )
     else:
         packages = [f"{agent.package}=={agent.version}", *agent.also]
-        subprocess.run(["python3", "-m", "venv", str(where)], check=True)
+        subprocess.run([agent.python, "-m", "venv", str(where)], check=True)
         subprocess.run([str(where / "bin/pip"), "install", "-q", *packages], check=True)
     ready.touch()
     return where
@@ -130,7 +131,7 @@ def start(
     }
     for step in agent.prepare(place) if agent.prepare else ():
         subprocess.run(
-            step, env=environment, cwd=place.folder, check=True, capture_output=True, timeout=60
+            step, env=environment, cwd=place.folder, check=True, capture_output=True, timeout=240
         )
     more = agent.mcp(place, mcp_server) if agent.mcp is not None and mcp_server else ()
     output = place.home / "output.txt"

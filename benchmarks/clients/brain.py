@@ -73,7 +73,8 @@ def offered(body: Mapping[str, Any]) -> list[Offered]:
 
 class Worker:
     """The brain of one run. `steps` names what it did; `extra` are calls to make before the answer,
-    as (a pattern of the tool's name, arguments, a word that only the tool's result has)."""
+    as (a pattern of the tool's name, arguments, a word that only the tool's result has).
+    `first_prompt` is the first prompt that is about the task, not about a title or a summary."""
 
     def __init__(
         self,
@@ -85,10 +86,13 @@ class Worker:
         self.folder = folder
         self.extra = extra
         self.steps: list[str] = []
+        self.first_prompt = ""
 
     def __call__(self, prompt: str) -> list[str]:
         """The reply, and the parts of it that may be asked for alone."""
         tools = [t for t in offered(ASKED.get()) if t.name in prompt]
+        if tools:
+            self.first_prompt = self.first_prompt or prompt
         calls = self.calls(prompt, tools)
         if not calls:
             answer = self.answer(prompt, tools)

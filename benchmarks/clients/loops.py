@@ -17,8 +17,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,10 +31,11 @@ from benchmarks.clients.agents import AGENTS
 from benchmarks.clients.brain import Worker
 from benchmarks.clients.model import ScriptedModel
 from benchmarks.clients.notations import NOTATIONS, Notation
+from benchmarks.clients.own_prompt import tokens_of
 from benchmarks.clients.recorder import Exchange, Recorder
 from localllm.cli.editors.configuring import target_of
 from localllm.server.models.router import ServedModel
-from support.http_server import running_server
+from support.http_server import Running, running_server
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class Result:
     stopped: str
     seconds: float
     coerced: list[str]
+    own_prompt_tokens: int
 
 
 def source_of(notation: Notation) -> str:
@@ -62,12 +64,13 @@ def source_of(notation: Notation) -> str:
 @dataclass(slots=True)
 class Stage:
     """Everything one run needs: where it happens, the model's brain, the model, and what was
-    exchanged."""
+    exchanged. `restart` stops the server and starts it again on the same port."""
 
     place: Place
     worker: Worker
     model: ScriptedModel
     exchanges: list[Exchange]
+    restart: Callable[[], None]
 
 
 @contextmanager
@@ -82,15 +85,30 @@ def stage(
         worker = agent.worker(notation, work)
         window = n_ctx or agent.n_ctx
         model = ScriptedModel(notation, source_of(notation), worker, n_ctx=window, pause_s=pause_s)
-        with running_server([ServedModel("local-model", model, info=model.info)]) as server:
-            recorder = Recorder(server.app.build_middleware_stack())
-            server.app.middleware_stack = recorder
+        exchanges: list[Exchange] = []
+        with ExitStack() as running:
+            server = running.enter_context(_recorded(model, exchanges, 0))
+
+            def restart() -> None:
+                running.close()
+                running.enter_context(_recorded(model, exchanges, server.port))
+
             place = Place(program, home, work, target_of(server.url, None, None))
-            recorder.exchanges.clear()
+            exchanges.clear()
             try:
-                yield Stage(place, worker, model, recorder.exchanges)
+                yield Stage(place, worker, model, exchanges, restart)
             finally:
                 end_left(home)
+
+
+@contextmanager
+def _recorded(model: ScriptedModel, exchanges: list[Exchange], port: int) -> Iterator[Running]:
+    """A server of `model` that adds what it exchanges to `exchanges`."""
+    models = [ServedModel("local-model", model, info=model.info)]
+    with running_server(models, port=port) as server:
+        stack = server.app.build_middleware_stack()
+        server.app.middleware_stack = Recorder(stack, exchanges)
+        yield server
 
 
 def run(agent: Agent, notation: Notation, program: Path, keep: Path | None = None) -> Result:
@@ -103,7 +121,13 @@ def run(agent: Agent, notation: Notation, program: Path, keep: Path | None = Non
     if keep is not None:
         _keep(keep / f"{agent.name.replace('/', '-')}-{notation.name}", ended.output, on)
     return Result(
-        agent.name, agent.version, notation.name, stopped, ended.seconds, on.model.coerced
+        agent.name,
+        agent.version,
+        notation.name,
+        stopped,
+        ended.seconds,
+        on.model.coerced,
+        tokens_of(on.worker.first_prompt),
     )
 
 
@@ -185,13 +209,15 @@ def main() -> None:
             result = run(agent, notation, program, given.keep)
             said = result.stopped or "complete"
             print(
-                f"{result.agent:14} {result.notation:18} {result.seconds:5.1f} s  {said}",
+                f"{result.agent:14} {result.notation:18} {result.seconds:5.1f} s  "
+                f"{result.own_prompt_tokens:6} tokens  {said}",
                 flush=True,
             )
             kept = {
                 "version": result.version,
                 "stopped": result.stopped,
                 "coerced": sorted(set(result.coerced)),
+                "own_prompt_tokens": result.own_prompt_tokens,
             }
             given.add(f"{result.agent} {result.notation}", kept)
 

@@ -139,7 +139,7 @@ class ScriptedModel(ScriptedEngine):
         *,
         special: bool = True,
         add_bos: bool = False,
-        images: dict[str, str] | None = None,
+        media: dict[str, str] | None = None,
     ) -> list[int]:
         """Bytes and control tokens."""
         return self.vocabulary.tokenize(text, special=special)
@@ -304,5 +304,6 @@ def _behind(wanted: list[int], at: int, forced: list[int]) -> int:
 
 
 def _begun(prompt: str, part: str) -> int:
-    """How much of `part` the prompt ends with."""
-    return next((k for k in range(len(part), 0, -1) if prompt.endswith(part[:k])), 0)
+    """How much of `part` the prompt ends with: at most its first 200 characters."""
+    most = min(len(part), 200)
+    return next((k for k in range(most, 0, -1) if prompt.endswith(part[:k])), 0)

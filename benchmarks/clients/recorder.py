@@ -38,9 +38,9 @@ class Exchange:
 class Recorder:
     """ASGI around ASGI."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, exchanges: list[Exchange]) -> None:
         self.app = app
-        self.exchanges: list[Exchange] = []
+        self.exchanges = exchanges
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Keep the exchange and pass everything on."""

@@ -45,6 +45,20 @@ class Counting(Worker):
         if usual or not tools or name is None or self.sign in prompt or "count" in self.steps:
             return usual
         finder = named(tools, ("tool_search", "toolsearch"))
+        caller = named(tools, ("tool_call",))
+        given = {"place": "the pond", "limit": 1_234_567}
+        if caller is not None and "find" in self.steps:
+            self.steps.append("count")  # a client whose hidden tools are called through another
+            properties = caller.schema["properties"]
+            return [
+                (
+                    caller.name,
+                    {
+                        key: name[0] if described.get("type") == "string" else given
+                        for key, described in properties.items()
+                    },
+                )
+            ]
         if not any(name[0].endswith(t.name) for t in tools) and finder is not None:
             self.steps.append("find")  # a client that offers its tools on demand
             return [
@@ -55,7 +69,6 @@ class Counting(Worker):
             ]
         self.steps.append("count")
         schema = next((t.schema for t in tools if name[0].endswith(t.name)), {})
-        given = {"place": "the pond", "limit": 1_234_567}
         return [(name[0], {k: given[k] for k in schema.get("properties") or given})]
 
     def answer(self, prompt: str, tools: Sequence[Offered]) -> str:
@@ -100,7 +113,7 @@ class Endless(Worker):
     def __call__(self, prompt: str) -> list[str]:
         """A very long answer."""
         self.steps.append("answer")
-        return [self.notation.write("Well.", "and so on, " * 50_000, ())]
+        return [self.notation.write("Well.", "and so on, " * 5_000, ())]
 
 
 class Flooding(Worker):
@@ -192,6 +205,24 @@ def interrupt(agent: Agent, notation: Notation, program: Path) -> str:
         )
 
 
+def restart(agent: Agent, notation: Notation, program: Path) -> str:
+    """The server stops in the middle of an answer and starts again: the client asks again."""
+    with stage(agent, notation, program, pause_s=0.02) as on:
+        process, output = start(agent, on.place)
+        until = time.monotonic() + _START_S
+        while time.monotonic() < until and process.poll() is None:
+            if on.model.running and "read" in on.worker.steps:
+                break
+            time.sleep(0.01)  # another process is waited for
+        else:
+            end(process)
+            return "no answer was begun"
+        on.restart()
+        ended = wait(process, output, agent.limit_s)
+        stopped = judge(agent, on.place, on.worker, ended)
+        return f"ended with it: {stopped}" if stopped else "complete"
+
+
 def overflow(agent: Agent, notation: Notation, program: Path) -> str:
     """More is read than the window holds: the client shortens the conversation and goes on, or says
     what happened."""
@@ -228,6 +259,7 @@ SCENES: Mapping[str, Callable[[Agent, Notation, Path], str]] = {
     "parallel": _looped(Parallel),
     "image": _looped(Looking, _picture),
     "interrupt": interrupt,
+    "restart": restart,
     "overflow": overflow,
 }
 

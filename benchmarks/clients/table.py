@@ -1,7 +1,7 @@
-"""Writes what loops and scenes measured into docs/clients.md: between its marks, everything else
-there stays.
+"""Writes what one run of `clients loops` and `clients scenes` measured: docs/clients.md between its
+marks, and client_runs.json, which `localllm connect` and `run` read.
 
-make bench ARGS="clients table --loops loops.json --scenes scenes.json --date 2026-11-22"
+make bench ARGS="clients table --loops loops.json --scenes scenes.json --date 2026-11-29"
 """
 
 from __future__ import annotations
@@ -13,34 +13,64 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clients.agent import Agent
 from benchmarks.clients.agents import AGENTS
 from benchmarks.clients.notations import NOTATIONS
 from benchmarks.clients.scenes import SCENES
+from localllm.cli.editors.recipes import RECIPES, ClientTarget
 
-_DOCUMENT = Path(__file__).parents[2] / "docs/clients.md"
+_ROOT = Path(__file__).parents[2]
+_DOCUMENT = _ROOT / "docs/clients.md"
+_RUNS = _ROOT / "localllm/cli/editors/client_runs.json"
 _MARKS = ("<!-- {}: written by benchmarks/clients/table.py -->", "<!-- end of {} -->")
 _MOST_CHARS = 160
+Results = Mapping[str, Mapping[str, Any]]
 
 
-def loops_table(results: Mapping[str, Any], date: str) -> str:
-    """Clients by templates; what stopped a loop stands below."""
-    names = [n.name for n in NOTATIONS]
-    lines = [f"| client | version | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+def _of(agent: Agent, results: Results) -> dict[str, Mapping[str, Any]]:
+    """The client's results by what follows its name."""
+    templates = {n.name for n in NOTATIONS}
+    found = {}
+    for key, value in results.items():
+        rest = key.removeprefix(f"{agent.name} ")
+        if rest != key and rest.partition(" ")[0] in templates:
+            found[rest] = value
+    return found
+
+
+def own_prompt_tokens(loops: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the size of a client's own prompt: the largest over the templates."""
+    return max((loop.get("own_prompt_tokens", 0) for loop in loops.values()), default=0)
+
+
+def table(loops: Results, scenes: Results, date: str) -> str:
+    """Every client that was run, with its version, its own prompt's tokens, its complete loops and
+    what its scenes gave. What was not complete is below."""
+    head = ["client", "version", "own prompt", "loops", *SCENES]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     notes: list[str] = []
     complete = tried = 0
     for agent in AGENTS:
-        cells = []
-        for name in names:
-            result = results.get(f"{agent.name} {name}")
-            if result is None:
-                cells.append("–")
-                continue
-            tried += 1
-            complete += not result["stopped"]
-            cells.append("yes" if not result["stopped"] else "no")
-            if result["stopped"]:
-                notes.append(f"* {agent.name}, {name}: {_short(result['stopped'])}")
-        lines.append(f"| {agent.name} | {agent.version} | {' | '.join(cells)} |")
+        looped = _of(agent, loops)
+        if not looped:
+            continue
+        done = [loop for loop in looped.values() if not loop["stopped"]]
+        complete += len(done)
+        tried += len(looped)
+        for name, loop in looped.items():
+            if loop["stopped"]:
+                notes.append(f"* {agent.name}, {name}: {_short(loop['stopped'])}")
+        versions = {loop["version"] for loop in looped.values()}
+        tokens = own_prompt_tokens(looped)
+        cells = [
+            agent.name,
+            ", ".join(sorted(versions)),
+            f"{tokens:,}" if agent.recipe and tokens else "–",
+            f"{len(done)} of {len(looped)}",
+        ]
+        said = {key.rpartition(" ")[2]: value["said"] for key, value in _of(agent, scenes).items()}
+        cells += [_short(said.get(scene, "–")) for scene in SCENES]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(
         [
             f"{date}: {complete} of {tried} loops complete.",
@@ -52,25 +82,35 @@ def loops_table(results: Mapping[str, Any], date: str) -> str:
     )
 
 
-def scenes_table(results: Mapping[str, Any], date: str) -> str:
-    """Clients by scenes, in words."""
-    lines = [f"{date}.", "", f"| client | {' | '.join(SCENES)} |", "|---" * (len(SCENES) + 1) + "|"]
+def runs(loops: Results) -> dict[str, dict[str, Any]]:
+    """By recipe: its own prompt's tokens, and the version that was run if all of its loops are
+    complete."""
+    found: dict[str, dict[str, Any]] = {}
     for agent in AGENTS:
-        said: dict[str, str] = {}
-        for key, result in results.items():
-            client, _, scene = key.rsplit(" ", 2)
-            if client == agent.name:
-                said[scene] = result["said"]
-        if said:
-            lines.append(
-                f"| {agent.name} | {' | '.join(_short(said.get(s, '–')) for s in SCENES)} |"
-            )
+        looped = _of(agent, loops)
+        if not agent.recipe or not looped:
+            continue
+        version = next(iter(looped.values()))["version"]
+        if any(loop["stopped"] for loop in looped.values()):
+            version = ""
+        found[agent.recipe] = {"version": version, "own_prompt_tokens": own_prompt_tokens(looped)}
+    return found
+
+
+def recipes_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """Every recipe, its program, the kinds of calls that it makes, and the version that was run."""
+    lines = ["| recipe | program | calls | run here with |", "|---|---|---|---|"]
+    for name, recipe_of in RECIPES.items():
+        recipe = recipe_of(ClientTarget("http://127.0.0.1:1", "model", 4096), Path("/"))
+        version = measured.get(name, {}).get("version") or "–"
+        calls = ", ".join(recipe.probes) or "–"
+        lines.append(f"| {name} | {recipe.name} | {calls} | {version} |")
     return "\n".join(lines)
 
 
 def _short(text: str) -> str:
     """On one line, without what a table can't hold and without the names of passing folders."""
-    text = re.sub(r"/tmp/client-\w+", "", text.replace("|", "/").replace("\n", " "))
+    text = re.sub(r"(/\w+)*/client-\w+", "", text.replace("|", "/").replace("\n", " "))
     return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
 
 
@@ -79,7 +119,7 @@ def put(document: str, name: str, text: str) -> str:
     begin, end = (m.format(name) for m in _MARKS)
     head, _, rest = document.partition(begin)
     _, _, tail = rest.partition(end)
-    return f"{head}{begin}\n{text}\n{end}{tail}"
+    return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
 
 
 def main() -> None:
@@ -87,17 +127,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--loops", type=Path)
-    parser.add_argument("--scenes", type=Path)
+    parser.add_argument("--loops", type=Path, required=True)
+    parser.add_argument("--scenes", type=Path, required=True)
     parser.add_argument("--date", required=True)
     given = parser.parse_args()
+    loops = json.loads(given.loops.read_text())
+    measured = runs(loops)
+    _RUNS.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     document = _DOCUMENT.read_text(encoding="utf-8")
-    for name, path, table in (
-        ("loops", given.loops, loops_table),
-        ("scenes", given.scenes, scenes_table),
-    ):
-        if path is not None:
-            document = put(document, name, table(json.loads(path.read_text()), given.date))
+    document = put(
+        document, "clients", table(loops, json.loads(given.scenes.read_text()), given.date)
+    )
+    document = put(document, "recipes", recipes_table(measured))
     _DOCUMENT.write_text(document, encoding="utf-8")
 
 

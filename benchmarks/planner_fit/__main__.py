@@ -33,7 +33,7 @@ CPU = {
     "decode": {
         "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 60e-6, "recurrent_layer_s": 60e-6,
         "routed": 1.2, "kv": 0.5,
-        "kv_mla": 0.17, "state": 0.5, "moe": 1.0,
+        "kv_mla": 0.17, "state": 0.5, "moe": 1.0, "size": 1.0,
     },
     "prefill": {
         "matmul": 1.1, "attention": 0.4, "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 95e-6,

@@ -27,7 +27,7 @@ BASE = {
         "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5,
         "routed": 1.2, "kv": 0.5,
         "kv_mla": 0.1, "kv_unpack": 0.06, "state": 0.5, "quant": 1.0, "moe": 1.0, "unpack": 0.5,
-        "index_kb": 9.0, "clock": math.e,
+        "index_kb": 9.0, "clock": math.e, "size": 1.0,
     },
     "prefill": {
         "matmul": 0.55, "attention": 0.25, "eta": 0.6, "layer_s": 4e-5, "expert_layer_s": 1e-4,
@@ -37,7 +37,7 @@ BASE = {
     },
     "batched": {"many": 0.2, "row_s": 2e-5, "recurrent_row_s": 5e-5, "moe": 1.5},
 }  # fmt: skip
-_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.28}
+_BASE_SD = {"size": 0.001, "moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.28}
 # Prior standard deviations of effects, in ln, by level of key. What is not named does not move.
 # Chosen one at a time by the errors on devices and files that were left out; on most, less freedom
 # than the rows of a level would fill was better.
@@ -45,7 +45,8 @@ PRIORS = {
     "decode": {
         "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 0.40,
         "unpack": 0.25, "recurrent_layer_s": 0.20},
-        "generation": {"eta": 0.15, "layer_s": 0.25, "expert_layer_s": 0.39, "kv": 0.13},
+        "generation": {"eta": 0.15, "layer_s": 0.25, "expert_layer_s": 0.39, "kv": 0.13,
+        "size": 0.06},
         "tier": {"eta": 0.12, "layer_s": 0.06, "expert_layer_s": 0.12, "kv": 0.28},
         "part": {"eta": 0.13},
         "era": {"eta": 0.25, "layer_s": 0.20, "expert_layer_s": 0.50, "recurrent_layer_s": 0.30,
@@ -170,9 +171,10 @@ class Design:
                 # the cap of decode_cost.decode_terms
                 if self.law == "decode" and ("eta", -1) in named:
                     capped[i, j] = 1.0
-                    for name, sign in (("eta", 1), ("quant", -1)):
+                    size = dict(named).get("size", 0.0)
+                    for name, power in (("eta", 1.0), ("quant", -1.0), ("size", -size)):
                         for column in self._columns(row, name):
-                            shares[i, j, column] += sign
+                            shares[i, j, column] += power
         return values, powers, shares, capped
 
     def _columns(self, row: Row, name: str) -> list[int]:

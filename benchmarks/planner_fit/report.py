@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from benchmarks.planner_fit import batched, ranges
+from benchmarks.planner_fit import batched, kinds, ranges
 from benchmarks.planner_fit.fit import Design, Floats, family, leave_out
 from benchmarks.planner_fit.rows import RECENT, SUSPECTS, TODAY, Row
 from localllm.planner import efficiency
@@ -20,6 +20,7 @@ SPLITS: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("file", lambda r: zlib.crc32(repr((r.device, r.engine, r.model, r.quant)).encode()) % _FOLDS),
     ("model", lambda r: r.model),
     ("device", lambda r: r.device),
+    ("source", kinds.source),
 )
 _HEAD = [
     "| held back by | predictions | median \\|error\\| % | 90th percentile % | bias % |",
@@ -28,9 +29,10 @@ _HEAD = [
 
 INTRODUCTION = """# How well the planner predicts speeds it has not seen
 
-Written by `python -m benchmarks.planner_fit --write`; rows and sources: `benchmarks/data/speeds.csv`. Each **model** and
-each **device** is left out once and predicted from all the others; so is each twentieth of the **files** (model × quant ×
-engine of a device).
+Written by `python -m benchmarks.planner_fit --write`; rows and sources: `benchmarks/data/speeds.csv`. Each **model**, each
+**device** and each **source** is left out once and predicted from all the others; so is each twentieth of the **files**
+(model × quant × engine of a device). A source is one machine, one build and one way of measuring. So the errors by source are
+what a new report gets.
 Errors are predicted ÷ measured − 1. Rows are predicted at their own era (2023, 2024, 2025a, 2025b, 2026: what the engine
 was then); `recent` are those of 2025b and later. A plan is made for the last era.
 
@@ -96,10 +98,10 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
         f"{len(data)} rows, {len({r.device for r in data})} devices, "
            f"{len({r.model for r in data})} models; {len(design.index)} coefficients.", "",
            *_HEAD]  # fmt: skip
-    by_device: Floats = np.zeros(0)
+    held_back: dict[str, Floats] = {}
     for name, unit in SPLITS:
         errors = leave_out(design, unit)
-        by_device = errors if name == "device" else by_device
+        held_back[name] = errors
         floor = floor_errors(data, unit)
         for label, chosen in (
             ("", counted),
@@ -114,7 +116,7 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
     groups: dict[str, list[float]] = defaultdict(list)
     for row in data:
         devices[family(row.device)].add(row.device)
-    for row, error, chosen in zip(data, by_device, recent, strict=True):
+    for row, error, chosen in zip(data, held_back["device"], recent, strict=True):
         if chosen:
             alone = "" if len(devices[family(row.device)]) > 1 else " (one device)"
             groups[
@@ -126,7 +128,9 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
         for group, members in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0]))
     ]
     lines, widths = ranges.report(law, ranges.misses(design))
-    return [*out, "", *noise(data), "### Inside the stated 80 % range", "", *lines], widths
+    by_kind = kinds.report(law, data, held_back["source"], widths)
+    stated = ["### Inside the stated 80 % range", "", *lines]
+    return [*out, "", *by_kind, *noise(data), *stated], widths
 
 
 def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:

@@ -222,6 +222,18 @@ def _flops_s(record: dict[str, str]) -> float:
     )
 
 
+@cache
+def models_by_id() -> dict[str, Model]:
+    """The catalog's models, and those that are measured often and not in it."""
+    return {m.id: m for m in catalog.load().models} | EXTRA
+
+
+def parameter_count(model: Model) -> int:
+    """Parameters that one token is multiplied with."""
+    size = shapes.estimate_gguf_bytes(model, "Q8_0")
+    return _active(model, Variant("gguf", "Q8_0", "", (), size))
+
+
 def _active(model: Model, variant: Variant) -> int:
     parts = streamed(model, variant)
     return parts.dense_params + parts.routed_params
@@ -243,7 +255,7 @@ def _row(
     hardware = _hardware(record)
     return Row(
         record["device"], record["engine"], model.id, variant.quant, bool(model.experts),
-        int(float(record["depth"] or 0)), _batch(record) / float(record["tok_s"]),
+        _mean_depth(record), _batch(record) / float(record["tok_s"]),
         hardware.keys_for(variant),
         _plain(parts), record["source"], _era(record, model), _batch(record),
         2 * _active(model, variant) / _flops_s(record), len(model.layers),
@@ -303,15 +315,33 @@ def _decode_parts(
     )
 
 
-def _prefill_parts(
-    record: dict[str, str], model: Model, variant: Variant
-) -> Sequence[decode_cost.CostTerm]:
+def _prompt(record: dict[str, str]) -> tuple[int, int]:
+    """(tokens of a prompt, tokens before it)."""
     length = re.match(r"pp(\d+)", record["test"])
     tokens = int(length.group(1)) if length else 2048
     depth = int(float(record["depth"] or 0))
     # a whole prompt of that length, where llama-bench's are a chunk after it
     if record["test"] == "prefill" and depth:
-        tokens, depth = depth, 0
+        return depth, 0
+    return tokens, depth
+
+
+def _mean_depth(record: dict[str, str]) -> int:
+    """Context of a row in tokens, as the planner counts it for a range: of a prompt, at its middle."""
+    if _is_decode(record):
+        return int(float(record["depth"] or 0))
+    tokens, depth = _prompt(record)
+    return depth + tokens // 2
+
+
+def _is_decode(record: dict[str, str]) -> bool:
+    return record["test"].startswith("tg") or record["test"] == "decode"
+
+
+def _prefill_parts(
+    record: dict[str, str], model: Model, variant: Variant
+) -> Sequence[decode_cost.CostTerm]:
+    tokens, depth = _prompt(record)
     batch = 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)
     age, hardware, unfused = _age(record, model, variant), _hardware(record), record["flash"] == "0"
     parts = prefill_cost.prefill_parts(
@@ -331,12 +361,11 @@ def rows(law: str, *, batched: bool = False) -> list[Row]:
     """Every single-sequence row of `law` ("decode" or "prefill") the catalog knows the model of.
     `batched`: those of several sequences instead, seconds per step (llama-batched-bench's: the
     others count the prompts' time too)."""
-    models = {m.id: m for m in catalog.load().models} | EXTRA
+    models = models_by_id()
     found = []
     with DATA.open(newline="") as f:
         for record in csv.DictReader(f):
-            decoding = record["test"].startswith("tg") or record["test"] == "decode"
-            if (_batch(record) > 1) != batched or decoding != (law == "decode"):
+            if (_batch(record) > 1) != batched or _is_decode(record) != (law == "decode"):
                 continue
             if batched and not record["test"].startswith("tg"):
                 continue

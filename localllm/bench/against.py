@@ -73,7 +73,8 @@ class ScenarioResult:
         said += self.notes
         for name, (theirs, ours) in self.counter.differing.items():
             said.append(
-                f"{name} counts otherwise: it said {theirs} tokens where at most {ours} came."
+                f"{name} counts differently: it reported {theirs} tokens, but at most {ours} "
+                "arrived in the text."
             )
         return said
 
@@ -92,10 +93,10 @@ def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarge
         port = parts.port
     except ValueError as e:
         raise UsageError(
-            f"{url!r} is no address: {e}", hint="such as http://127.0.0.1:8080/v1"
+            f"{url!r} is not a valid address: {e}", hint="such as http://127.0.0.1:8080/v1"
         ) from e
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url!r} is no address", hint="such as http://127.0.0.1:8080/v1")
+        raise UsageError(f"{url!r} is not a valid address", hint="such as http://127.0.0.1:8080/v1")
     host = parts.hostname
     if ":" in host:
         host = f"[{host}]"
@@ -121,7 +122,7 @@ def _restart(target: BenchTarget, command: str) -> None:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        raise BackendError(f"{target.name} could not be started again: {e}") from e
+        raise BackendError(f"{target.name} could not be restarted: {e}") from e
 
 
 def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
@@ -130,7 +131,8 @@ def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
     unknown = [name for name in names if name not in means]
     if unknown or not names:
         raise UsageError(
-            f"no scenario {', '.join(unknown) or text!r}", hint=f"there are {', '.join(means)}"
+            f"there is no scenario {', '.join(unknown) or text!r}",
+            hint=f"the scenarios are {', '.join(means)}",
         )
     return names
 
@@ -154,10 +156,10 @@ def run(
     """
     servers = [target.name for target in targets]
     if len(set(servers)) < len(servers):
-        raise UsageError("a server is named twice", hint=", ".join(servers))
+        raise UsageError("two servers have the same name", hint=", ".join(servers))
     for target in targets:
         target.wait_ready()
-    counter = Counter.among(targets)
+    counter = Counter.for_servers(targets)
     scenarios = make(counter, templated_tokens(targets))
     means = {name: scenarios.means[name] for name in names}
     found = ScenarioResult(servers[0], targets, means, rounds, counter)
@@ -176,7 +178,8 @@ def run(
                     failures[pair] += 1
                 if took_s > _LONG_S and failures[pair] < _TRIES and i + 1 < rounds:
                     found.notes.append(
-                        f"{name} took {took_s:.0f} s on {target.name}: measured no further."
+                        f"{name} took {took_s:.0f} s on {target.name}; it is not "
+                        "measured in further rounds."
                     )
                     failures[pair] = _TRIES
     found.tables = scenarios.finished(rounds, servers)

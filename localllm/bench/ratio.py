@@ -103,7 +103,7 @@ class RoundComparison:
         for name in self.values:
             known = self.known(name)
             if not known:
-                said.append(f"  {name[:width]:{width}} gave none")
+                said.append(f"  {name[:width]:{width}} has no value")
                 continue
             spread = f"[{min(known):.4g}–{max(known):.4g}]"
             line = f"  {name[:width]:{width}} {self.median(name):9.4g} {spread}"

@@ -19,21 +19,24 @@ from localllm.errors import BackendError, UnsupportedError
 
 # The description of each scenario, shown by `bench --against` and in docs/benchmarks.md.
 MEANS: Mapping[str, str] = {
-    "single": "one chat: how fast an answer is written",
-    "prefill": "a long text is pasted: how fast it is read before the answer begins",
-    "two": "two people, or an editor with a chat beside it: tokens/s together",
-    "four": "four at once (a small team, an agent with helpers): tokens/s together",
-    "eight": "eight at once: tokens/s together",
-    "stall": "somebody pastes 3,000 tokens while you read an answer: how long it stands still, "
-    "in tokens' times",
-    "warm": "the next question of a long conversation, and the same question again",
-    "again": "a prompt of 2,000 tokens sent once more as soon as it is answered: "
-    "an agent that tries again",
-    "thrash": "three chats of an editor or agent in turn, with a title asked for after each turn: "
-    "is what was read kept",
-    "cancel": "you stop an answer and ask anew: how long the old one is still in the way",
-    "restart": "the server is started again: is a conversation it had read still known",
-    "copy": "an agent writes a file again with one change: what drafting from the prompt gains",
+    "single": "one chat: decode speed of an answer",
+    "prefill": "a long text is pasted: speed of prefill before the answer starts",
+    "two": "two people, or an editor and a chat: total tokens/s",
+    "four": "four streams (a small team, an agent with subagents): total tokens/s",
+    "eight": "eight streams: total tokens/s",
+    "stall": (
+        "another client sends 3,000 tokens while your answer streams: longest pause of your "
+        "stream, as a multiple of its usual gap"
+    ),
+    "warm": "the next question of a long conversation, and the same question repeated",
+    "again": "a prompt of 2,000 tokens is sent again at once, as by an agent that retries",
+    "thrash": (
+        "three chats in turn, with a request for a title after each turn: are "
+        "their prompts still cached"
+    ),
+    "cancel": "you stop an answer and ask again: delay caused by the stopped answer",
+    "restart": "the server is restarted: is an earlier conversation still cached",
+    "copy": "an agent repeats a file with one change: gain of drafting from the prompt",
 }
 DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "cancel", "copy")
 # Tokens of the first stream before the second request of "stall" arrives, and in total.
@@ -44,7 +47,7 @@ _FUNCTIONS = 7
 # Number of attempts: a model may end its story before the second request arrives.
 _STORIES = 3
 # An answer of fewer tokens is too short for measuring its speed.
-_FEWEST = 8
+_MIN_ANSWER_TOKENS = 8
 # With fewer gaps, the 95th percentile is the same as the maximum.
 _ENOUGH_GAPS = 20
 # Time in seconds for the server's work after an answer, such as storing its KV.
@@ -178,7 +181,7 @@ class Scenarios:
                 return
             pieces.append(too_short.pieces)
         raise BackendError(
-            f"{t.name}: streams ended after {pieces} pieces, before the newcomer's answer"
+            f"{t.name}: the streams ended after {pieces} pieces, before the new client's answer"
         )
 
     def _stall(self, t: BenchTarget) -> StreamedAnswer | None:
@@ -186,7 +189,7 @@ class Scenarios:
         early."""
         decoding = threading.Event()
 
-        def heard(n: int) -> None:
+        def record_piece(n: int) -> None:
             if n == _ALONE:
                 decoding.set()
 
@@ -195,7 +198,7 @@ class Scenarios:
 
         with ThreadPoolExecutor(1) as pool:
             story = user(f"Long story {self.fresh()}")
-            stream = pool.submit(t.chat, story, _STALLED, on_piece=heard)
+            stream = pool.submit(t.chat, story, _STALLED, on_piece=record_piece)
             stream.add_done_callback(ended_early)
             decoding.wait()
             if stream.done():
@@ -210,7 +213,7 @@ class Scenarios:
         before = statistics.median(answer.gaps_s[: _ALONE - 10])
         longest = max(self.per_token_s(gap, text) for gap, text in meanwhile)
         self.put(STALL, t, longest / before)
-        self.put(NEWCOMER, t, self._some(t, other).ttft_s)
+        self.put(NEWCOMER, t, self._non_empty(t, other).ttft_s)
         return None
 
     def per_token_s(self, gap: float, text: str) -> float:
@@ -228,7 +231,7 @@ class Scenarios:
     def run_cancel(self, t: BenchTarget) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""
         idle = self._chat(t, user(f"Hi {self.fresh()}"), 4)
-        self._some(t, t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10))
+        self._non_empty(t, t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10))
         after = self._chat(t, user(f"Hi {self.fresh()}"), 4)
         self.put(CANCEL, t, after.ttft_s / idle.ttft_s)
 
@@ -289,7 +292,7 @@ class Scenarios:
         """Measure the TTFT of the same 1,400-token prompt after a restart."""
         if t.restart is None:
             raise UnsupportedError(
-                f"nobody said how {t.name} is started again: --restart-cmd does, for each server"
+                f"there is no command to restart {t.name}: set --restart-cmd for each server"
             )
         messages = [self._system(), *user("Question?")]
         cold = self._chat(t, messages, 8)
@@ -307,18 +310,18 @@ class Scenarios:
 
     def _chat(self, t: BenchTarget, messages: Messages, n: int) -> StreamedAnswer:
         """An answer of at most `n` tokens. Raises BackendError if it is empty."""
-        return self._some(t, t.chat(messages, n))
+        return self._non_empty(t, t.chat(messages, n))
 
-    def _some(self, t: BenchTarget, answer: StreamedAnswer) -> StreamedAnswer:
+    def _non_empty(self, t: BenchTarget, answer: StreamedAnswer) -> StreamedAnswer:
         if not answer.text.strip():
             raise BackendError(
-                f"{t.name} answered nothing (it says it made {answer.said_tokens} tokens)"
+                f"{t.name} returned no text (it reports {answer.reported_tokens} tokens)"
             )
         return answer
 
     def _counted(self, t: BenchTarget, answer: StreamedAnswer) -> int:
-        tokens = self.counter.tokens_of(t, self._some(t, answer))
-        if tokens < _FEWEST or not answer.gaps_s:
+        tokens = self.counter.tokens_of(t, self._non_empty(t, answer))
+        if tokens < _MIN_ANSWER_TOKENS or not answer.gaps_s:
             raise BackendError(
                 f"{t.name} answered with {tokens} tokens in {answer.pieces} pieces: too few to time"
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,6 +17,7 @@ import httpx
 
 from localllm import sse
 from localllm.errors import BackendError
+from localllm.foreign_json import JsonPart, MalformedError, check_plain, parse, read
 
 Messages = list[dict[str, str]]
 
@@ -52,7 +52,7 @@ class StreamedAnswer:
         return 0
 
     @property
-    def said_tokens(self) -> int | None:
+    def reported_tokens(self) -> int | None:
         """Tokens of the answer as counted by the server; None if it sends no count."""
         said = self.usage.get("completion_tokens")
         if isinstance(said, int) and not isinstance(said, bool):
@@ -94,7 +94,18 @@ class StreamedAnswer:
     def decode_tok_s(self) -> float:
         """Tokens per second after the first event. Without a count by the server, each event counts
         as one token."""
-        return self.rate(self.said_tokens or self.pieces)
+        return self.rate(self.reported_tokens or self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """A complete reply. `body` has at most 8 MiB."""
+
+    status: int
+    body: bytes
+
+    def excerpt(self, most_chars: int) -> str:
+        return self.body[:most_chars].decode("utf-8", "replace")
 
 
 @dataclass
@@ -148,36 +159,39 @@ class BenchTarget:
                 with self._client.stream("POST", self._address(path), json=sent) as response:
                     if response.status_code == 200:
                         return _read(self.name, response, started, on_piece, stop_after)
-                    refusal = response.read()[:2000].decode("utf-8", "replace")
-            except (httpx.HTTPError, ValueError) as e:
+                    reply = _complete(response)
+            except (httpx.HTTPError, ValueError, MalformedError) as e:
                 raise self._no_answer(e) from e
+            refusal = reply.excerpt(2000)
             beyond = {name for name in _BEYOND_OPENAI if name in sent and name in refusal}
-            if response.status_code not in (400, 422) or not beyond:
-                said = f"{self.name} answered {response.status_code} to {path}: {refusal[:300]}"
+            if reply.status not in (400, 422) or not beyond:
+                said = f"{self.name} answered {reply.status} to {path}: {refusal[:300]}"
                 raise BackendError(said, hint=self.url)
             self.refused |= beyond
 
     def post(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON object that a POST to `address` (complete) brings. Raises BackendError."""
-        return self._object(self._ask("POST", address, body))
+        return self._object(address, self._ask("POST", address, body)).members()
 
     def models(self) -> list[str]:
         """The ids of /models; waits for a server that is loading. Raises BackendError."""
         end_s = time.monotonic() + _LOADING_S
         address = self._address("/models")
-        response = self._ask("GET", address)
-        while response.status_code == 503 and time.monotonic() < end_s:
+        reply = self._ask("GET", address)
+        while reply.status == 503 and time.monotonic() < end_s:
             time.sleep(0.1)
-            response = self._ask("GET", address)
-        found = self._object(response).get("data")
-        if isinstance(found, list):
-            return [str(m["id"]) for m in found if isinstance(m, dict) and "id" in m]
-        return []
+            reply = self._ask("GET", address)
+        try:
+            entries = self._object(address, reply).get("data").items()
+            ids = [entry.get("id").text() for entry in entries]
+        except MalformedError as e:
+            raise self._no_answer(e) from e
+        return [model for model in ids if model]
 
-    def wait_ready(self, most_s: float = _LOADING_S) -> None:
+    def wait_ready(self, timeout_s: float = _LOADING_S) -> None:
         """Wait until the server has answered one token. Raises BackendError if it does not within
-        `most_s` seconds, and at once if it rejects the request."""
-        end_s = time.monotonic() + most_s
+        `timeout_s` seconds, and at once if it rejects the request."""
+        end_s = time.monotonic() + timeout_s
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": "Hi"}],
@@ -185,18 +199,17 @@ class BenchTarget:
         }
         while True:
             try:
-                response = self._ask("POST", self._address("/chat/completions"), body)
+                reply = self._ask("POST", self._address("/chat/completions"), body)
             except BackendError:
                 if time.monotonic() > end_s:
                     raise
             else:
-                status = response.status_code
-                if status == 200:
+                if reply.status == 200:
                     return
-                if 400 <= status < 500 or time.monotonic() > end_s:
-                    refusal = response.content[:300].decode("utf-8", "replace")
+                if 400 <= reply.status < 500 or time.monotonic() > end_s:
                     raise BackendError(
-                        f"{self.name} answered {status} to a chat of one word: {refusal}",
+                        f"{self.name} answered {reply.status} to a one-word chat: "
+                        f"{reply.excerpt(300)}",
                         hint=self.url,
                     )
             time.sleep(0.02)
@@ -205,7 +218,7 @@ class BenchTarget:
     def _client(self) -> httpx.Client:
         """A client that opens a connection for each request, as separate programs would, and
         ignores the proxies of the environment."""
-        headers = {}
+        headers = {"accept-encoding": "identity"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -214,27 +227,38 @@ class BenchTarget:
     def _address(self, path: str) -> str:
         return self.url.rstrip("/") + path
 
-    def _ask(
-        self, method: str, address: str, body: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
+    def _ask(self, method: str, address: str, body: Mapping[str, Any] | None = None) -> _Reply:
         try:
-            return self._client.request(method, address, json=body)
-        except httpx.HTTPError as e:
+            with self._client.stream(method, address, json=body) as response:
+                return _complete(response)
+        except (httpx.HTTPError, MalformedError) as e:
             raise self._no_answer(e) from e
 
-    def _object(self, response: httpx.Response) -> dict[str, Any]:
-        status = response.status_code
-        if status == 200:
-            with suppress(ValueError):
-                found = response.json()
-                if isinstance(found, dict):
-                    return found
-        raise BackendError(f"{self.name} answered {status} to {response.url.path}", hint=self.url)
+    def _object(self, address: str, reply: _Reply) -> JsonPart:
+        """The reply's JSON object. Raises BackendError."""
+        path = httpx.URL(address).path
+        if reply.status != 200:
+            raise BackendError(f"{self.name} answered {reply.status} to {path}", hint=self.url)
+        try:
+            found = parse(reply.body)
+        except MalformedError as e:
+            raise self._no_answer(e) from e
+        if not isinstance(found.value, dict):
+            raise self._no_answer(found.wrong("an object"))
+        return found
 
     def _no_answer(self, cause: Exception) -> BackendError:
-        return BackendError(
-            f"{self.name} did not answer: {str(cause) or type(cause).__name__}", hint=self.url
-        )
+        problem = "did not answer"
+        if isinstance(cause, MalformedError):
+            problem = "sent a malformed answer"
+        reason = str(cause) or type(cause).__name__
+        return BackendError(f"{self.name} {problem}: {reason}", hint=self.url)
+
+
+def _complete(response: httpx.Response) -> _Reply:
+    """Read a reply to its end. Raises MalformedError if it is compressed or too large."""
+    check_plain(response.headers.get("content-encoding"))
+    return _Reply(response.status_code, read(response.iter_bytes()))
 
 
 def _read(
@@ -247,10 +271,12 @@ def _read(
     answer = StreamedAnswer()
     last = started
     n = 0
+    check_plain(response.headers.get("content-encoding"))
     for chunk in _chunks(response):
-        if chunk.get("error"):
-            raise BackendError(f"{name} broke off: {str(chunk['error'])[:300]}")
-        answer.usage = chunk.get("usage") or answer.usage
+        error = chunk.get("error").value
+        if error:
+            raise BackendError(f"{name} ended the stream early: {str(error)[:300]}")
+        answer.usage = chunk.get("usage").members() or answer.usage
         text = _text(chunk)
         if not text:
             continue
@@ -271,23 +297,24 @@ def _read(
     return answer
 
 
-def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    lines = sse.LineBuffer()
+def _chunks(response: httpx.Response) -> Iterator[JsonPart]:
+    """The objects of a stream. Raises MalformedError."""
+    buffer = sse.LineBuffer()
     for piece in response.iter_bytes():
-        yield from sse.objects(lines.feed(piece))
-    yield from sse.objects(lines.end())
+        yield from sse.objects(buffer.feed(piece))
+    yield from sse.objects(buffer.end())
 
 
-def _text(chunk: Mapping[str, Any]) -> str:
-    """The text of one event, including reasoning, because it takes as much time."""
-    choice = (chunk.get("choices") or [{}])[0]
-    delta = choice.get("delta") or {}
+def _text(chunk: JsonPart) -> str:
+    """The text of one event, including reasoning, because it takes as much time. Raises
+    MalformedError."""
+    choice = next(chunk.get("choices").items(), JsonPart(None))
+    delta = choice.get("delta")
     return (
-        choice.get("text")
-        or delta.get("content")
-        or delta.get("reasoning_content")
-        or delta.get("reasoning")
-        or ""
+        choice.get("text").piece()
+        or delta.get("content").piece()
+        or delta.get("reasoning_content").piece()
+        or delta.get("reasoning").piece()
     )
 
 

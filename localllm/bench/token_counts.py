@@ -25,18 +25,18 @@ class Counter:
     differing: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def among(cls, targets: Sequence[BenchTarget]) -> Counter:
+    def for_servers(cls, targets: Sequence[BenchTarget]) -> Counter:
         """A counter with the tokenizer of the first server that offers one: all serve the same
         model."""
-        return cls(next((t for t in targets if _lends(t)), None))
+        return cls(next((t for t in targets if _offers_tokenizer(t)), None))
 
     def __str__(self) -> str:
         if self.of is None:
-            return "by the pieces in the streams (no server lends its tokenizer)"
-        return f"in the text that came, with the tokenizer of {self.of.name}"
+            return "by the pieces in the streams, because no server offers its tokenizer"
+        return f"in the received text, with the tokenizer of {self.of.name}"
 
     def tokens_of(self, target: BenchTarget, answer: StreamedAnswer) -> int:
-        said = answer.said_tokens
+        said = answer.reported_tokens
         most = self.tokens_in(answer.text)
         if said is None:
             return answer.pieces if most is None else most
@@ -85,9 +85,9 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def templated_tokens(targets: Sequence[BenchTarget]) -> Tokens | None:
-    """A function that returns the tokens of messages by the chat template, from the first server
-    that offers it (llama-server and localllm do); None if no server does. The same model has the
-    same template on all servers."""
+    """A function that renders messages with the chat template and returns their tokens. It uses the
+    first server that offers this (llama-server and localllm do); None if no server does. The same
+    model has the same template on all servers."""
     question: Messages = [{"role": "user", "content": "Hi"}]
     for target in targets:
         try:
@@ -106,16 +106,16 @@ def _templated(target: BenchTarget, messages: Messages) -> list[int]:
 
 
 def tokenized(target: BenchTarget, text: str, *, special: bool = True) -> list[int]:
-    """The tokens of `text`; with `special` as those of a prompt, including the tokens that begin a
-    prompt. Raises BackendError if the server has no endpoint for its tokenizer."""
+    """The tokens of `text`. With `special`, control tokens are parsed and the tokens that begin a
+    prompt are added. Raises BackendError if the server has no endpoint for its tokenizer."""
     body = {"content": text, "add_special": special, "parse_special": special}
     found = target.post(f"{target.root}/tokenize", body).get("tokens")
     if not isinstance(found, list):
-        raise BackendError(f"{target.name} lends no tokenizer")
+        raise BackendError(f"{target.name} does not offer its tokenizer")
     return found
 
 
-def _lends(target: BenchTarget) -> bool:
+def _offers_tokenizer(target: BenchTarget) -> bool:
     try:
         return bool(tokenized(target, "Hello"))
     except BackendError:

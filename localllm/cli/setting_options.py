@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -16,9 +16,10 @@ from localllm.settings import Settings, setting
 T = TypeVar("T")
 
 
-def with_flags() -> tuple[str, ...]:
-    """The names of all settings that have a flag."""
-    return tuple(row.name for row in setting_table.TABLE if row.flag)
+def with_flags(names: Collection[str] | None = None) -> tuple[str, ...]:
+    """Of these settings (None: of all), the names of those that have a flag."""
+    rows = (row for row in setting_table.TABLE if names is None or row.name in names)
+    return tuple(row.name for row in rows if row.flag)
 
 
 def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:

@@ -91,7 +91,7 @@ class _Replay:
         self._at_head = True
         self.dropped: set[int] = set()
 
-    def next_to_go(self) -> list[_Unit]:
+    def next_to_drop(self) -> list[_Unit]:
         """The units to drop next: the oldest turn, or a round if only the newest turn is left.
 
         It is the oldest round, but never the last one. Empty if no more may be dropped.
@@ -143,7 +143,7 @@ class _Replay:
         if self._fixed + self._tokens + self._passing <= self._budget:
             return
         goal = int(KEEP * max(0, self._budget - self._fixed))
-        going = self.next_to_go()
+        going = self.next_to_drop()
         while going and self._tokens + self._passing > goal:
             for unit in going:
                 unit.dropped = True
@@ -152,7 +152,7 @@ class _Replay:
                 if unit.turn == self._turn:
                     self._passing -= unit.passing
             self._kept = [unit for unit in self._kept if not unit.dropped]
-            going = self.next_to_go()
+            going = self.next_to_drop()
 
 
 def compact(
@@ -173,13 +173,13 @@ def compact(
     for i, (message, cost) in enumerate(zip(messages, costs, strict=True)):
         replay.add(i, message, cost)
     dropped = frozenset(replay.dropped)
-    return Compacted(_with_notes(messages, dropped), dropped, not replay.next_to_go())
+    return Compacted(_with_notes(messages, dropped), dropped, not replay.next_to_drop())
 
 
 def note(count: int) -> str:
     if count == 1:
-        return "[1 earlier message was left out to fit the context]"
-    return f"[{count} earlier messages were left out to fit the context]"
+        return "[1 earlier message was omitted to fit the context]"
+    return f"[{count} earlier messages were omitted to fit the context]"
 
 
 def _with_notes(

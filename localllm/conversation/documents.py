@@ -15,7 +15,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedError
 
-MOST_BYTES = 20 * 10**6
+MAX_BYTES = 20 * 10**6
 _PDF_TYPE = "application/pdf"
 # Some PDFs have a few other bytes before their header.
 _PDF_WITHIN = 1024
@@ -42,7 +42,7 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     name, sent, says_pdf = _sent(part)
     if not sent:
         raise UnsupportedError(
-            f"{kind} are not fetched by address or id: send the file itself, in base64"
+            f"this server does not download {kind} by address or id: send the file in base64"
         )
     data = _decoded(sent, kind)
     if data.startswith(b"%PDF-") or (says_pdf and b"%PDF-" in data[:_PDF_WITHIN]):
@@ -54,7 +54,7 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
         text = "\0"
     if "\0" in text or says_pdf:
         raise UnsupportedError(
-            f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither"
+            f"{kind} must be UTF-8 text or PDF, but {name or 'this one'} is neither"
         )
     return fenced(name, text)
 
@@ -66,12 +66,12 @@ def _decoded(sent: str, kind: str) -> bytes:
     if sent[:5].lower() == "data:":
         head, comma, encoded = sent.partition(",")
         is_base64 = bool(comma) and head.lower().endswith(";base64")
-    if len(encoded) > MOST_BYTES * 4 // 3 + 4:
-        raise UnsupportedError(f"{kind} of {MOST_BYTES} bytes at most are read")
+    if len(encoded) > MAX_BYTES * 4 // 3 + 4:
+        raise UnsupportedError(f"{kind} may have at most {MAX_BYTES} bytes")
     if is_base64:
         with suppress(ValueError):
             return base64.b64decode(encoded, validate=True)
-    raise UnsupportedError(f"{kind} are read from base64, or a data URL of it")
+    raise UnsupportedError(f"{kind} must be base64, or a base64 data URL")
 
 
 def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:

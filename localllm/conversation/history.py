@@ -11,14 +11,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from localllm import paths
-from localllm.conversation import history_schema, history_search
+from localllm.conversation import history_schema, history_search, stored_rows
 from localllm.errors import LocalLLMError, NotFoundError
 
 # Another window may be upgrading the file to a newer schema.
@@ -87,6 +87,8 @@ class History:
         self._lock = threading.RLock()
         try:
             paths.private_dir(self.path.parent)
+            if self.path.exists() and not self.path.is_file():
+                raise OSError("it is not a file")
             # The file is created before SQLite opens it, so that it never has wider permissions.
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
             if os.name == "posix":
@@ -94,6 +96,7 @@ class History:
             self._db = sqlite3.connect(
                 self.path, check_same_thread=False, isolation_level=None, timeout=_OPENING_S
             )
+            self._db.text_factory = _lenient
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA foreign_keys=ON")
@@ -101,9 +104,12 @@ class History:
             if version > history_schema.VERSION:
                 self._db.close()
                 raise HistoryError(
-                    "the conversations were written by a newer release "
-                    f"(schema {version}, this one reads {history_schema.VERSION})",
-                    hint="upgrade localllm, or move conversations.db away to start a new one",
+                    f"the conversations file is from a newer release (schema {version}, this "
+                    f"release supports {history_schema.VERSION})",
+                    hint=(
+                        "upgrade localllm, or move conversations.db to another "
+                        "folder to start a new file"
+                    ),
                 )
             history_schema.prepare(self._db)
             # From now on, a user interface waits for calls. Other programs write for milliseconds,
@@ -113,7 +119,7 @@ class History:
             # the last three: unreadable data in an old row
             if hasattr(self, "_db"):
                 self._db.close()
-            raise HistoryError(f"the conversations can't be opened: {e}") from e
+            raise _unusable(self.path, "opened", e) from e
 
     def create(self, title: str, model: str) -> str:
         # Like `secrets`, but without its imports: a chat imports this module at the start.
@@ -209,11 +215,7 @@ class History:
                 " FROM messages WHERE conversation_id = ? ORDER BY id",
                 (conv_id,),
             ).fetchall()
-        messages = [
-            StoredMessage(r[0], r[1], r[2], r[3], json.loads(r[4]), bool(r[5]), r[6], r[7])
-            for r in rows
-        ]
-        return messages, head
+        return [_message(row) for row in rows], head
 
     def messages(self, conv_id: str) -> list[StoredMessage]:
         """The branch that ends at the head, in order, with the system prompts set along it."""
@@ -253,7 +255,7 @@ class History:
     def get(self, conv_id: str) -> ConversationSummary:
         with self._locked("read") as db:
             row = _row(db, "conversation", conv_id, _SUMMARY + " WHERE c.id = ?")
-        return ConversationSummary(*row)
+        return _summary(row)
 
     def holds(self, conv_id: str) -> bool:
         with self._locked("read") as db:
@@ -274,18 +276,18 @@ class History:
                 rows = db.execute(
                     f"{_SUMMARY} WHERE c.id IN ({marks}){_NEWEST}", (*ids, limit)
                 ).fetchall()
-        return [ConversationSummary(*row) for row in rows]
+        return [_summary(row) for row in rows]
 
-    def search(self, query: str, limit: int = 200) -> Sequence[history_search.Hit]:
+    def search(self, query: str, limit: int = 200) -> Sequence[history_search.SearchHit]:
         """The turns that contain all words of `query`, ignoring case, newest first."""
         with self._locked("read") as db:
             return history_search.turns(db, query, limit)
 
-    def asked(self, query: str = "", limit: int = 200) -> Sequence[str]:
+    def typed_questions(self, query: str = "", limit: int = 200) -> Sequence[str]:
         """The typed questions that contain all words of `query`, ignoring case, newest first, each
         once."""
         with self._locked("read") as db:
-            return history_search.asked(db, query, limit)
+            return history_search.typed_questions(db, query, limit)
 
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
         """Change the title. `titled` is 1 for a model's title, 2 for a person's.
@@ -314,6 +316,12 @@ class History:
     def delete(self, conv_id: str) -> None:
         with self.transaction() as db:
             _change(db, "DELETE FROM conversations WHERE id = ?", conv_id)
+        with suppress(OSError):
+            self.facts_path(conv_id).unlink(missing_ok=True)
+
+    def facts_path(self, conv_id: str) -> Path:
+        """The file of the conversation's lasting facts. It may not exist."""
+        return self.path.parent / "facts" / f"{conv_id}.md"
 
     def close(self) -> None:
         with self._lock:
@@ -339,7 +347,7 @@ class History:
     def _head(db: sqlite3.Connection, conv_id: str) -> int:
         """The id of the newest turn that is shown; 0 if there is no turn. Raises NotFoundError."""
         sql = "SELECT head_id FROM conversations WHERE id = ?"
-        return int(_row(db, "conversation", conv_id, sql)[0])
+        return stored_rows.whole_number(_row(db, "conversation", conv_id, sql)[0])
 
     @staticmethod
     def _has(db: sqlite3.Connection, conv_id: str, message_id: int) -> bool:
@@ -354,7 +362,7 @@ class History:
             try:
                 yield self._db
             except sqlite3.Error as e:
-                raise HistoryError(f"the conversations can't be {done}: {e}") from e
+                raise _unusable(self.path, done, e) from e
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -362,6 +370,53 @@ class History:
             db.execute("BEGIN IMMEDIATE")
             with db:  # commits, or rolls back
                 yield db
+
+
+def _message(row: Sequence[Any]) -> StoredMessage:
+    """The message in a row, whose columns may be damaged."""
+    n, role, content, reasoning, meta, complete, created_s, parent = row
+    return StoredMessage(
+        n,
+        stored_rows.role(role),
+        stored_rows.text(content),
+        stored_rows.optional_text(reasoning),
+        stored_rows.meta(meta),
+        bool(complete),
+        stored_rows.number(created_s),
+        stored_rows.whole_number(parent),
+    )
+
+
+def _summary(row: Sequence[Any]) -> ConversationSummary:
+    """The conversation in a row, whose columns may be damaged."""
+    conv_id, title, model, created_s, updated_s, n_messages, titled = row
+    return ConversationSummary(
+        str(conv_id),
+        stored_rows.text(title),
+        stored_rows.text(model),
+        stored_rows.number(created_s),
+        stored_rows.number(updated_s),
+        n_messages,
+        stored_rows.whole_number(titled),
+    )
+
+
+def _lenient(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
+
+
+def _unusable(path: Path, done: str, error: Exception) -> HistoryError:
+    """The error for a file that SQLite can't use. A damaged file has another cause and another way
+    out than a full disk."""
+    damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(
+        error, sqlite3.OperationalError | sqlite3.IntegrityError
+    )
+    if not damaged:
+        return HistoryError(f"the conversations can't be {done}: {error} ({path})")
+    return HistoryError(
+        f"the conversations can't be {done}: {path} is damaged ({error})",
+        hint="put a copy of it back; or move it away, and the chat starts a new one",
+    )
 
 
 def _unknown(what: str, key: str | int) -> NotFoundError:

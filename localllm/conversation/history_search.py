@@ -13,7 +13,7 @@ _SNIPPET = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class SearchHit:
     """A turn that was found, with one line of its text around the first word (`snippet`).
 
     `at` and `end` are the word's position in the snippet (both 0: it is not in there).
@@ -28,7 +28,7 @@ class Hit:
     end: int
 
 
-def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
+def turns(db: sqlite3.Connection, query: str, limit: int) -> list[SearchHit]:
     """The turns that contain all words of `query`, ignoring case, newest first.
 
     Raises sqlite3.Error.
@@ -44,19 +44,20 @@ def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
     word = query.split()[0]
     hits = []
     for conversation_id, message_id, role, created_s, text in rows:
-        snippet, at, end = _around(text, word)
-        hits.append(Hit(conversation_id, message_id, role, created_s, snippet, at, end))
+        snippet, at, end = _around(str(text), word)
+        hits.append(SearchHit(conversation_id, message_id, role, created_s, snippet, at, end))
     return hits
 
 
-def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
+def typed_questions(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
     """The questions as typed, without attached files, newest first, each once.
 
     Raises sqlite3.Error.
     """
     where, args = _containing(query) if query.split() else ("1", [])
     rows = db.execute(
-        "SELECT COALESCE(json_extract(m.meta, '$.typed'), m.content) AS typed FROM messages m"
+        "SELECT COALESCE(CASE WHEN json_valid(m.meta) THEN json_extract(m.meta, '$.typed') END,"
+        " m.content) AS typed FROM messages m"
         f" WHERE m.role = 'user' AND {where} GROUP BY typed ORDER BY MAX(m.id) DESC",
         args,
     )
@@ -65,7 +66,11 @@ def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
     for (typed,) in rows:
         if len(found) == limit:
             break
-        if typed.strip() and all(word in typed.casefold() for word in words):
+        if (
+            isinstance(typed, str)
+            and typed.strip()
+            and all(word in typed.casefold() for word in words)
+        ):
             found.append(typed)
     return found
 

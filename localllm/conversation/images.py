@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from localllm.conversation import sounds
 from localllm.errors import RequestError, UnsupportedError
 
 KINDS = ("image_url", "image", "input_image")
@@ -23,8 +24,8 @@ _TYPES = (
 # The beginning of every JPEG in base64. It looks like a path.
 _JPEG = "/9j/"
 _ADDRESS = re.compile(r"https?://[^\s]{1,4000}\Z", re.IGNORECASE)
-NOTE = "[image omitted: this model reads text only here]"
-_REMOTE = "images are not fetched from addresses: send the image itself, as a data URL or in base64"
+NOTE = "[image omitted: this model does not support images]"
+_REMOTE = "this server does not download images: send the image as a data URL or in base64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class AttachedImage:
 class PreparedMessages:
     """Messages as a model gets them.
 
-    `files` maps marks to images in base64. `ignored` names the field whose images were replaced by
+    `files` maps marks to images in base64 or to samples. `ignored` names the field whose images were replaced by
     notes.
     """
 
@@ -90,22 +91,22 @@ def _mark(name: str) -> str:
 def _without_scheme(file: Any) -> tuple[str, str]:
     """(the base64, or the reason why there is no image)."""
     if not isinstance(file, str) or not file:
-        return "", "there is no image here: send a data URL or base64"
+        return "", "the image is missing: send a data URL or base64"
     if file[: len(_DATA)].lower() == _DATA:
         head, comma, data = file.partition(",")
         kind, _, coding = head[len(_DATA) :].lower().partition(";")
         if not comma or not coding.endswith("base64"):
             return "", "an image's data URL must be in base64"
         if kind and kind not in _TYPES:
-            return "", f"{kind[:40]} is not read: PNG, JPEG, WebP and GIF are"
+            return "", f"{kind[:40]} is not supported: send PNG, JPEG, WebP or GIF"
         return data, ""
     if "://" in file[:64] or (file.startswith(("/", ".", "~")) and not file.startswith(_JPEG)):
         return "", _REMOTE
     return file, ""
 
 
-def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> PreparedMessages:
-    """`messages` for a model with or without vision.
+def prepare_media(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> PreparedMessages:
+    """`messages` for a model with or without vision. Their sounds are decoded already.
 
     A note replaces each image of an earlier turn that the model can't read. Such an image in the
     turn to be answered raises RequestError.
@@ -113,6 +114,8 @@ def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pr
     prepared = PreparedMessages([])
     for message in messages:
         plain = dict(message)
+        for sound in plain.pop("sounds", ()):
+            prepared.files[sound.mark] = sounds.SAMPLES + sound.samples
         for image in plain.pop("images", ()):
             if vision and not image.problem:
                 prepared.files[image.mark] = image.file
@@ -121,10 +124,12 @@ def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pr
                 raise RequestError(f"{image.where}: {image.problem}", param=image.where)
             if image.asked:
                 raise UnsupportedError(
-                    f"{image.where}: this model reads text only, not images",
+                    f"{image.where}: this model does not support images",
                     param=image.where,
-                    hint="`localllm recommend --sees` lists models that read them; "
-                    "a projector must lie beside the model",
+                    hint=(
+                        "`localllm recommend --sees` lists models that read them; a projector "
+                        "file must be in the model's folder"
+                    ),
                 )
             note = f"[{image.problem}]" if vision else NOTE
             plain["content"] = plain["content"].replace(image.mark, note, 1)
@@ -144,8 +149,8 @@ def images_in_prompt(
     places = len(parts) - 1
     if places != len(files):
         raise RequestError(
-            f"the prompt has {places} of {marker} and {where} has {len(files)} images: "
-            "send one for each",
+            f"the prompt has {places} markers {marker}, but {where} has {len(files)} images: "
+            "send one image for each marker",
             param=where,
         )
     images = []
@@ -154,5 +159,5 @@ def images_in_prompt(
         image = of_file(file, f"{where}[{i}]", asked=True)
         images.append(image)
         marked += image.mark + parts[i + 1]
-    prepared = prepare_images([{"content": marked, "images": images}], vision=vision)
+    prepared = prepare_media([{"content": marked, "images": images}], vision=vision)
     return marked, prepared.files

@@ -18,7 +18,7 @@ Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 Variables: TypeAlias = dict[str, Any]
 
-_SAID_ONCE = ("reasoning_content", "thinking")
+_FIRST_CALL_ONLY = ("reasoning_content", "thinking")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -29,8 +29,8 @@ def variants(
     once."""
     tried: list[tuple[Messages, Variables]] = []
     # Later system messages stay in their place, as messages of the user.
-    one_system = _merge_equal_roles(_systems_to_user(_merge_equal_roles(messages), behind=1))
-    no_system = _merge_equal_roles(_systems_to_user(one_system, behind=0))
+    one_system = _merge_equal_roles(_systems_to_user(_merge_equal_roles(messages), first=1))
+    no_system = _merge_equal_roles(_systems_to_user(one_system, first=0))
     for turns in (messages, one_system, no_system):
         for form in _spellings(turns, tools):
             if form not in tried:
@@ -138,7 +138,7 @@ def one_call_a_turn(messages: Messages) -> Messages:
             results = [r for r in results if not any(r is o for o in own)]
             split.append({**message, "tool_calls": [call]})
             split += own
-            later = {name: v for name, v in message.items() if name not in _SAID_ONCE}
+            later = {name: v for name, v in message.items() if name not in _FIRST_CALL_ONLY}
             message = {**later, "content": ""}
         if calls:
             message = {**message, "tool_calls": [calls[-1]]}
@@ -182,10 +182,10 @@ def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _systems_to_user(messages: Messages, *, behind: int) -> list[Message]:
+def _systems_to_user(messages: Messages, *, first: int) -> list[Message]:
     changed: list[Message] = []
     for i, m in enumerate(messages):
-        if i >= behind and m["role"] == "system":
+        if i >= first and m["role"] == "system":
             m = {**m, "role": "user"}
         changed.append(m)
     return changed

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm import json_store
-from localllm.conversation import documents
+from localllm.conversation import documents, sounds
 from localllm.conversation import images as pictures
 from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.images import AttachedImage
+from localllm.conversation.sounds import AttachedSound
 from localllm.errors import RequestError, UnsupportedError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -24,6 +25,7 @@ _BINARY_PARTS = {
     "image": "images",
     "input_image": "images",
     "input_audio": "audio",
+    "audio_url": "audio",
     "file": "files",
     "input_file": "files",
     "document": "documents",
@@ -37,13 +39,14 @@ _ONE_OF = {"images": "image", "files": "file", "documents": "document"}
 
 @dataclass
 class Attachments:
-    """The parts that flattening removes from a content: images and PDFs, with marks in their place.
+    """The parts that flattening removes from a content: media and PDFs, with marks in their place.
 
     `thoughts` collects reasoning, if the content is the model's own.
     """
 
     thoughts: list[str] | None = None
     images: list[AttachedImage] = field(default_factory=list)
+    sounds: list[AttachedSound] = field(default_factory=list)
     pdfs: list[AttachedPdf] = field(default_factory=list)
 
 
@@ -54,9 +57,10 @@ def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list
     - `name`, `reasoning_content`, `tool_call_id`
     - `tool_calls` (`[{"id", "type": "function", "function": {"name", "arguments": dict}}]`)
     - `images` (an AttachedImage for each mark in the content, see images.py)
+    - `sounds` (an AttachedSound for each mark, see sounds.py)
     - `pdfs` (an AttachedPdf for each mark)
 
-    Text files become text. Audio and other files can't be read here. In the user's newest message
+    Text files become text. Videos and other files can't be read here. In the user's newest message
     they are rejected (UnsupportedError), because the answer would be about them. Anywhere else,
     tool results included, a note to the model replaces them, so that an older conversation can
     continue; `omitted` receives their names for the client. Raises RequestError naming the invalid
@@ -65,16 +69,27 @@ def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
     kinds: list[str] = []
-    *earlier, last = messages
-    plain = [_plain_message(m, f"messages[{i}]", kinds) for i, m in enumerate(earlier)]
-    is_question = _sent_role(last) == "user"
-    if earlier and _sent_role(earlier[-1]) in ("tool", "function"):
-        # Many clients send a tool's images in a message with the user's role.
-        is_question = False
-    plain.append(_plain_message(last, f"messages[{len(earlier)}]", None if is_question else kinds))
+    question = _question(messages)
+    plain = [
+        _plain_message(m, f"messages[{i}]", None if i == question else kinds)
+        for i, m in enumerate(messages)
+    ]
     if omitted is not None:
         omitted += (f"messages.{kind}" for kind in dict.fromkeys(kinds))
     return plain
+
+
+def _question(messages: Sequence[Any]) -> int | None:
+    """The index of the user's newest message, if it is to be answered. System texts may follow
+    it."""
+    at = len(messages) - 1
+    while at > 0 and _sent_role(messages[at]) in ("system", "developer"):
+        at -= 1
+    if _sent_role(messages[at]) != "user":
+        return None
+    if at > 0 and _sent_role(messages[at - 1]) in ("tool", "function"):
+        return None  # many clients send a tool's images in a message with the user's role
+    return at
 
 
 def _sent_role(message: Any) -> Any:
@@ -95,6 +110,7 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
     plain: dict[str, Any] = {"role": role, "content": "\n".join(text for text in texts if text)}
     fields: dict[str, Any] = {
         "images": found.images,
+        "sounds": found.sounds,
         "pdfs": found.pdfs,
         "name": _text_of(message, "name"),
     }
@@ -130,13 +146,20 @@ def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
 def _ollama_images(
     message: Mapping[str, Any], where: str, omitted: list[str] | None, found: Attachments
 ) -> list[str]:
-    """The marks of the images in Ollama's field `images`. The images are added to `found`."""
+    """The marks of the media in Ollama's field `images`. They are added to `found`."""
     files = message.get("images") or []
     if not isinstance(files, list):
         files = [files]
     marks = []
     for i, file in enumerate(files):
-        image = pictures.of_file(file, f"{where}.images[{i}]", asked=omitted is None)
+        spot = f"{where}.images[{i}]"
+        asked = omitted is None
+        sound = sounds.of_base64(file, spot, asked=asked) if isinstance(file, str) else None
+        if sound is not None:
+            found.sounds.append(sound)
+            marks.append(sound.mark)
+            continue
+        image = pictures.of_file(file, spot, asked=asked)
         found.images.append(image)
         marks.append(image.mark)
     return marks
@@ -165,7 +188,7 @@ def flatten(
 ) -> str:
     """The text of a content: a string, null, or an array of parts.
 
-    `found` receives images and PDFs; marks replace them in the text. A note replaces each
+    `found` receives media and PDFs; marks replace them in the text. A note replaces each
     unsupported part, and `omitted` receives its kind. If `omitted` is None, such a part raises
     UnsupportedError.
     """
@@ -208,10 +231,13 @@ def _part_text(
         if kind in pictures.KINDS:
             found.images.append(pictures.attached(part, where, asked=omitted is None))
             return found.images[-1].mark
+        if kind in sounds.KINDS:
+            found.sounds.append(sounds.attached(part, where, asked=omitted is None))
+            return found.sounds[-1].mark
         if name in ("files", "documents"):
             return _file(part, name, where, omitted, found)
-    refused = f"this model reads text only, not {name}"
-    return _omit(name, where, omitted, refused, f"this server does not read {name} yet")
+    refused = f"this model does not support {name}"
+    return _omit(name, where, omitted, refused, f"this server does not support {name} yet")
 
 
 def _file(

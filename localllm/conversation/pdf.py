@@ -18,16 +18,16 @@ from typing import Any
 
 from localllm.limited_child import ChildError, ChildLimits, LimitedChild, RefusedError, serve
 
-MOST_PAGES = 100
-MOST_CHARS = 2_000_000
-MOST_PICTURES = 20
+MAX_PAGES = 100
+MAX_CHARS = 2_000_000
+MAX_PICTURES = 20
 _LIMITS = ChildLimits(cpu_s=20.0, memory_bytes=1536 * 2**20)
 # The largest side of a page's picture in pixels. The text of a letter-size page is legible then.
 _PICTURE_SIDE = 1536
 _JPEG_QUALITY = 85
 # Longer than the child's CPU limit, because other processes may delay it.
-_WHOLE_S = 3 * _LIMITS.cpu_s
-MISSING = "PDFs are read by an extra that is not installed here: pip install 'localllm[pdf]'"
+_TIME_LIMIT_S = 3 * _LIMITS.cpu_s
+MISSING = "PDF support is not installed: pip install 'localllm[pdf]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +53,26 @@ def installed() -> bool:
     return importlib.util.find_spec("pypdfium2") is not None
 
 
-def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
+def read(data: bytes, *, pictures: bool, time_limit_s: float = _TIME_LIMIT_S) -> Pdf:
     """Read the PDF `data`; blocks until the child has answered.
 
     `pictures` also renders pages without text, for a model with vision.
     """
     child = LimitedChild("localllm.conversation.pdf", _LIMITS)
-    until_s = time.monotonic() + whole_s
+    until_s = time.monotonic() + time_limit_s
 
     def has_time() -> bool:
         return time.monotonic() < until_s
 
-    question = [base64.b64encode(data).decode(), MOST_PICTURES if pictures else 0]
+    question = [base64.b64encode(data).decode(), MAX_PICTURES if pictures else 0]
     try:
         pages = child.ask(question, wanted=has_time)
     except RefusedError as e:
         return Pdf(problem=e.message)
     except ChildError as e:
         if not has_time():
-            return Pdf(problem=f"the PDF could not be read within {whole_s:.0f} seconds")
-        return Pdf(problem=f"the PDF is damaged, or too much to read: {e.message}")
+            return Pdf(problem=f"the PDF could not be read within {time_limit_s:.0f} seconds")
+        return Pdf(problem=f"the PDF is damaged, or too large to read: {e.message}")
     finally:
         child.close()
     return Pdf(tuple(Page(**page) for page in pages))
@@ -87,16 +87,14 @@ def pages_of(data: bytes, pictures: int) -> list[dict[str, str]]:
 
     try:
         with pypdfium2.PdfDocument(data) as document:
-            if len(document) > MOST_PAGES:
-                raise ValueError(
-                    f"the PDF has {len(document)} pages, {MOST_PAGES} at most are read"
-                )
+            if len(document) > MAX_PAGES:
+                raise ValueError(f"the PDF has {len(document)} pages; the limit is {MAX_PAGES}")
             if not len(document):
                 raise ValueError("the PDF has no pages")
             return _read(document, pictures)
     except pypdfium2.PdfiumError as e:
         if "password" in str(e).lower():
-            raise ValueError("the PDF wants a password") from e
+            raise ValueError("the PDF is protected by a password") from e
         raise ValueError("the PDF is damaged") from e
 
 
@@ -110,8 +108,8 @@ def _read(document: Any, pictures: int) -> list[dict[str, str]]:
         text = text.encode("utf-8", "replace").decode()
         textpage.close()
         chars += len(text)
-        if chars > MOST_CHARS:
-            raise ValueError(f"the PDF has more than {MOST_CHARS} characters")
+        if chars > MAX_CHARS:
+            raise ValueError(f"the PDF has more than {MAX_CHARS} characters")
         if text:
             pages.append({"text": text})
         elif pictures > 0:

@@ -74,8 +74,8 @@ def _canonical(arguments: Any) -> str:
 def _key(asked: str, text: str, calls: Sequence[tuple[str, Any]]) -> str:
     """The key of an answer to `asked`; `calls` as (name, arguments as an object or JSON)."""
     plain_calls = [(name, _canonical(arguments)) for name, arguments in calls]
-    said = json.dumps([asked.strip(), text.strip(), plain_calls])
-    return hashlib.sha256(said.encode()).hexdigest()
+    key = json.dumps([asked.strip(), text.strip(), plain_calls])
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def without_changing_lines(

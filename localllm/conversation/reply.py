@@ -65,7 +65,7 @@ class TurnEnd(str):
 
 
 Drop: TypeAlias = str | tuple[str, str]
-"""Structure to leave out: one marker, or everything from an opening marker to a closing one."""
+"""Text to remove from the reply: one marker, or everything from an opening to a closing marker."""
 
 
 # Texts that end a turn and that no answer contains. Some files don't mark them as the end of

@@ -18,6 +18,13 @@ from localllm.conversation.reply import (
     ReplyFormat,
     TurnEnd,
 )
+from localllm.grammars.markers import (
+    QUOTES,
+    first_marker,
+    longer_may_come,
+    may_begin_with,
+    partial_marker,
+)
 
 # "<|" at the end of an answer may be an operator of a programming language. A longer partial marker
 # is not.
@@ -53,6 +60,7 @@ class ReplyParser:
         self._ended = False
         # the current section is still empty: its leading newlines are separators
         self._fresh = True
+        self._shown = ""  # the last character shown
         self.calls = 0
 
     @property
@@ -86,7 +94,7 @@ class ReplyParser:
         if self._ended:
             return out
         if self._drops or cut:
-            half = _partial(held, self._markers())
+            half = partial_marker(held, self._markers(held))
             if half > _BRACKETS:
                 held = held[: len(held) - half].rstrip()
         if self._thought or self.calls:
@@ -111,10 +119,10 @@ class ReplyParser:
 
         Returns the text after the marker, or None if there is no marker.
         """
-        markers = self._markers()
-        at, marker = _first(text, markers)
-        keep = _partial(text, markers)
-        if marker is not None and _longer_may_come(text[at:], marker, markers):
+        markers = self._markers(text)
+        at, marker = first_marker(text, markers)
+        keep = partial_marker(text, markers)
+        if marker is not None and longer_may_come(text[at:], marker, markers):
             marker = None
             keep = len(text) - at
         if marker is None:
@@ -125,8 +133,12 @@ class ReplyParser:
             self._pending = text[len(shown) :]
             self._show(shown, out)
             return None
-        before = text[:at].rstrip()
         self._pending = ""
+        end = at + len(marker)
+        if self._is_mention(marker, text[:at]):
+            self._show(text[:end], out)
+            return text[end:]
+        before = text[:at].rstrip()
         self._show(before, out)
         gap = text[len(before) : at]
         if not self._thinking or self._fresh or marker not in self._thought_markers:
@@ -137,17 +149,29 @@ class ReplyParser:
             self._reader = _PossibleCall(self._format, self.calls, gap, marker)
         if self._ended:
             return None
-        return text[at + len(marker) :]
+        return text[end:]
 
-    def _markers(self) -> list[str]:
+    def _is_mention(self, marker: str, before: str) -> bool:
+        """True if the text quotes the `marker` of a call."""
+        last = (self._shown + before)[-1:]
+        is_call = marker in self._format.call_markers
+        return is_call and self._format.quotable and last != "" and last in QUOTES
+
+    def _markers(self, text: str) -> list[str]:
+        """The markers that count in `text`, which comes next."""
         think = self._format.think
         if self._thinking and not self._drops:
             assert think is not None
             return [think[1], *self._thought_markers, *self._format.ends]
         markers = [*self._format.call_markers, *self._drops, *self._format.ends]
-        if think is not None and (not self._thought or self._drops):
+        if think is not None and (self._drops or self._may_open(text, think[0])):
             markers.append(think[0])
         return markers
+
+    def _may_open(self, text: str, opening: str) -> bool:
+        """True if reasoning may begin: its marker counts only at the beginning of the answer."""
+        is_first = not (self._thought or self._shown or self.calls)
+        return is_first and may_begin_with(text, opening)
 
     @property
     def _thought_markers(self) -> Sequence[str]:
@@ -178,6 +202,7 @@ class ReplyParser:
         if not text:
             return
         self._fresh = False
+        self._shown = text[-1]
         out.append(ReasoningText(text) if self._thinking else Content(text))
 
     def _take(self, deltas: list[Delta], out: list[Delta]) -> None:
@@ -190,30 +215,6 @@ class ReplyParser:
             out.append(delta)
 
 
-def _first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
-    """The position of the first marker, and the marker. The longest wins at the same position."""
-    places = [(text.find(marker), -len(marker), marker) for marker in markers if marker in text]
-    if not places:
-        return len(text), None
-    at, _, found = min(places)
-    return at, found
-
-
-def _longer_may_come(text: str, marker: str, markers: Sequence[str]) -> bool:
-    """True if `text`, which begins with `marker`, may still become a longer marker."""
-    return any(len(m) > len(marker) and m.startswith(text) for m in markers)
-
-
-def _partial(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest tail of `text` that begins some marker."""
-    longest = max((len(m) for m in markers), default=1) - 1
-    for n in range(min(longest, len(text)), 0, -1):
-        tail = text[-n:]
-        if any(m.startswith(tail) for m in markers):
-            return n
-    return 0
-
-
 class _Skipped(CallReader):
     """Structure to leave out, up to its `closing` marker."""
 
@@ -222,9 +223,9 @@ class _Skipped(CallReader):
         self._held = ""
 
     def feed(self, text: str) -> list[Delta]:
-        before, found, behind = (self._held + text).partition(self._closing)
+        before, found, rest = (self._held + text).partition(self._closing)
         self._held = before[-len(self._closing) :]
-        self.rest = behind if found else None
+        self.rest = rest if found else None
         return []
 
     def close(self, cut: bool) -> list[Delta]:
@@ -261,11 +262,11 @@ class _PossibleCall(CallReader):
         end = self._raw.find(self._closing, self._n_read)
         self._closed = end >= 0
         if not self._closed:
-            end = len(self._raw) - _partial(self._raw, [self._closing])
+            end = len(self._raw) - partial_marker(self._raw, [self._closing])
         self._keep(self._parser.feed(self._raw[self._n_read : end]))
         self._n_read = end
-        behind = self._raw[end + len(self._closing) :]
-        if self._has_words or (self._closed and (self._parser.in_call or behind.strip())):
+        rest = self._raw[end + len(self._closing) :]
+        if self._has_words or (self._closed and (self._parser.in_call or rest.strip())):
             return self._as_thought()
         return []
 

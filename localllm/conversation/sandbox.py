@@ -116,15 +116,15 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
             chars += len(piece)
             if chars > MAX_WRITTEN_CHARS:
                 raise FailedRenderingError(
-                    f"this conversation is written in over {MAX_WRITTEN_CHARS:,} characters, more "
-                    "than any context holds: send less of it"
+                    f"this conversation has more than {MAX_WRITTEN_CHARS:,} characters, which "
+                    "exceeds every context: shorten it"
                 )
             pieces.append(piece)
     except (MemoryError, FailedRenderingError):
         raise
     except Exception as e:
         raise FailedRenderingError(
-            f"the model's chat template fails on this conversation: {_reason(e)}"
+            f"the model's chat template failed on this conversation: {_reason(e)}"
         ) from e
     return "".join(pieces)
 
@@ -146,8 +146,8 @@ def _reason(error: Exception | str) -> str:
 
 
 def _raise_exception(message: Any = "") -> NoReturn:
-    said = _reason(str(message) or "it does not say why")
-    raise FailedRenderingError(f"the model's chat template refuses this conversation: {said}")
+    said = _reason(str(message) or "without a reason")
+    raise FailedRenderingError(f"the model's chat template rejects this conversation: {said}")
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 - the name templates use
@@ -180,7 +180,7 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, Iterator):
         return list(value)
-    raise TypeError(f"it writes a {type(value).__name__} as JSON")
+    raise TypeError(f"it can't convert a {type(value).__name__} to JSON")
 
 
 def _answer(question: Mapping[str, Any]) -> str:

@@ -36,6 +36,8 @@ _CUT = "\ue5c7\uf2a9"
 
 _MAX_SOURCE_CHARS = 2**20
 _PROGRAM = "localllm.conversation.sandbox"
+# Keys of a message that no template reads.
+_ATTACHED = ("images", "sounds", "pdfs")
 # CPU time: 20,000 tokens take about 0.01 s (three published templates), so a million fit. Templates
 # need little address space beyond their memory.
 _FIRST_LIMITS = ChildLimits(cpu_s=0.5, memory_bytes=64 * 2**20, spare_bytes=32 * 2**20)
@@ -115,7 +117,7 @@ class ChatTemplate:
             return str(self._answer(question))
         except OverLimitError as e:
             raise TemplateError(
-                f"the model's chat template can't write this conversation down: {e}",
+                f"the model's chat template can't render this conversation: {e}",
                 hint="shorten the conversation, or use another model",
                 param="messages",
             ) from e
@@ -151,7 +153,7 @@ class ChatTemplate:
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The part of a message that the template sees."""
-        shown = {key: value for key, value in message.items() if key not in ("images", "pdfs")}
+        shown = {key: value for key, value in message.items() if key not in _ATTACHED}
         if self._reads_thinking and shown.get("reasoning_content"):
             shown["thinking"] = shown["reasoning_content"]
         return shown
@@ -177,7 +179,7 @@ class ChatTemplate:
             self._slow_chars = min(n_chars / 2, self._slow_chars)
         if not self._slow_turn.acquire(blocking=False):
             raise BusyError(
-                "the model's slow chat template is writing another conversation down",
+                "the model's slow chat template is rendering another conversation",
                 retry_after_s=2.0,
             )
         began_s = time.monotonic()

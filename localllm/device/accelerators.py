@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 _MIB = 2**20
 _USUAL_UNITS = 68
-_LEAST_RUNTIME_MIB = 96
+_MIN_RUNTIME_MIB = 96
 
 Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
 
@@ -60,7 +60,7 @@ class AcceleratorKind:
         """Bytes that the runtime keeps on a card with `units` compute units (0: unknown)."""
         (few, least), (many, most) = self.runtime_mib
         mib = least + ((units or _USUAL_UNITS) - few) * (most - least) / (many - few)
-        return max(_LEAST_RUNTIME_MIB * _MIB if mib else 0, round(mib * _MIB))
+        return max(_MIN_RUNTIME_MIB * _MIB if mib else 0, round(mib * _MIB))
 
 
 _CUDA = AcceleratorKind(
@@ -101,7 +101,7 @@ _VULKAN = AcceleratorKind(
     cmake="-DGGML_VULKAN=ON",
 )
 _SYCL = AcceleratorKind("SYCL", ("sycl",), ("vulkan",))
-_CPU = AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF", runtime_mib=((0, 0), (1, 0)))
+_CPU = AcceleratorKind("the CPU", cmake="-DGGML_METAL=OFF", runtime_mib=((0, 0), (1, 0)))
 KINDS: dict[str, AcceleratorKind] = {
     "cuda": _CUDA,
     "rocm": _ROCM,

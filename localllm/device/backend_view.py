@@ -29,12 +29,12 @@ _GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
 _GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/device-tree/")
 
 
-def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
+def installed_build(*, fresh: bool = False) -> ggml.GgmlBuild | None:
     """Return the build that a worker would run, with its devices, or None without llama-cpp-python.
 
     With `fresh`, query the build now, regardless of the cache and of the names of its libraries.
     """
-    folder = _folder()
+    folder = library_folder()
     if folder is None:
         return None
     libraries = _libraries(folder)
@@ -54,14 +54,16 @@ def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
 
 
 def identity() -> str | None:
-    """Return a key that identifies the build a worker would run, or None without llama-cpp-python."""
-    folder = _folder()
+    """Return a key that identifies the build a worker would run, or None without
+    llama-cpp-python."""
+    folder = library_folder()
     if folder is None:
         return None
     return _key(folder, _libraries(folder))
 
 
-def _folder() -> Path | None:
+def library_folder() -> Path | None:
+    """Return the folder of the llama.cpp that a worker would run, or None without one."""
     override = os.environ.get("LLAMA_CPP_LIB_PATH")
     installed = llama_cpp_folder()
     if override and installed:
@@ -113,21 +115,21 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
         return device
     if device.accelerator == "cpu":
         if build.gpus:
-            return _as_ggml_says(device, build)
+            return _from_ggml(device, build)
         return device
     driver = ggml.driven_by(device, build)
     if driver != "cpu":
         driven = tuple(replace(card, accelerator=driver) for card in device.cards)
         used = replace(device, accelerator=driver, cards=driven)
         used = _with_all(used, [gpu for gpu in build.gpus if gpu.accelerator == driver])
-        return _as_seen(used, processor.memory, build)
-    told = f"{device.name} is not used: the installed llama.cpp is a build for the processor"
+        return _limited_to_seen(used, processor.memory, build)
+    message = f"{device.name} is not used, because the installed llama.cpp is a CPU build"
     return replace(
         processor,
         kind="system",
         accelerator="cpu",
         family="CPU",
-        findings=(*processor.findings, Finding("warning", told, "localllm setup")),
+        findings=(*processor.findings, Finding("warning", message, "localllm setup")),
     )
 
 
@@ -138,26 +140,26 @@ def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
     under Vulkan, a card of another vendor. Layers are divided over all of them, so plans count them
     too. They are ordered by PCI address.
     """
-    ours = list(device.cards or (device,))
-    if device.kind != "discrete" or len(gpus) <= len(ours):
+    own_cards = list(device.cards or (device,))
+    if device.kind != "discrete" or len(gpus) <= len(own_cards):
         return device
     found = []
     for gpu in sorted(gpus, key=attrgetter("id")):
-        own = next((card for card in ours if _alike(card.name, gpu.description)), None)
+        own = next((card for card in own_cards if _same_card(card.name, gpu.description)), None)
         if own is not None:
-            ours.remove(own)
+            own_cards.remove(own)
         found.append(own or _card(replace(device, cards=(), n_gpus=1), gpu))
-    if ours:  # The build does not see one of our cards, so cards cannot be matched.
+    if own_cards:  # The build does not see one of our cards, so cards cannot be matched.
         return device
     more = len(found) - max(1, len(device.cards))
-    told = f"{more} more cards are known from the installed llama.cpp, and planned with"
+    message = f"{more} more cards were found only by the installed llama.cpp and are included"
     if more == 1:
-        told = "1 more card is known from the installed llama.cpp, and planned with"
-    findings = (*device.findings, Finding("info", told))
+        message = "1 more card was found only by the installed llama.cpp and is included"
+    findings = (*device.findings, Finding("info", message))
     return replace(cards.together(cards.numbered(found)), findings=findings)
 
 
-def _alike(name: str, description: str) -> bool:
+def _same_card(name: str, description: str) -> bool:
     """Return True if the names from two drivers mean the same kind of card.
 
     Example: "Radeon RX 7900 XTX" and "AMD Radeon RX 7900 XTX (RADV NAVI31)".
@@ -180,7 +182,7 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
         **parts_table.facts(row),
     )
     if row is None:
-        bandwidth = parts_table.of_like_cards("", "", total)
+        bandwidth = parts_table.bandwidth_of_similar("", "", total)
         return replace(
             card, family=gpu.accelerator, bandwidth_gbps=bandwidth, compute_capability=""
         )
@@ -192,19 +194,19 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
     )
 
 
-def _as_seen(device: Device, ram: Memory, build: ggml.GgmlBuild) -> Device:
+def _limited_to_seen(device: Device, ram: Memory, build: ggml.GgmlBuild) -> Device:
     """Limit the memory of a processor's integrated graphics to the memory this build sees."""
     kind = device.accelerator
     if device.kind != "unified" or kind not in ("rocm", "vulkan"):
         return device
-    seen = sum(gpu.memory_total_bytes for gpu in build.gpus if gpu.accelerator == kind)
-    if not seen:
+    total_bytes = sum(gpu.memory_total_bytes for gpu in build.gpus if gpu.accelerator == kind)
+    if not total_bytes:
         return device
-    memory = usable.as_seen(device.memory, ram, seen, f"llama.cpp ({kind})")
+    memory = usable.limited_to_seen(device.memory, ram, total_bytes, f"llama.cpp ({kind})")
     return replace(device, memory=memory)
 
 
-def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
+def _from_ggml(machine: Device, build: ggml.GgmlBuild) -> Device:
     """Return the Device of a GPU that the build uses but no probe knows.
 
     Its memory comes from ggml. An integrated GPU has the bandwidth of system memory. The bandwidth
@@ -213,9 +215,9 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     kind = build.accelerators[0]
     gpus = [gpu for gpu in build.gpus if gpu.accelerator == kind]
     gpus.sort(key=attrgetter("id"))
-    alone = f"{gpus[0].description} is known from the installed llama.cpp alone"
-    told = f"{alone}: what it can do is estimated roughly"
-    findings = (*machine.findings, Finding("info", told))
+    message = f"{gpus[0].description} was found only by the installed llama.cpp"
+    message = f"{message}, so its speed is a rough estimate"
+    findings = (*machine.findings, Finding("info", message))
     machine = replace(machine, accelerator=kind, family=kind, match="", findings=findings)
     if any(gpu.type != "igpu" for gpu in gpus):
         host = machine.memory
@@ -251,12 +253,12 @@ def ask_build(
     The default is the environment of this process. Never raises: if the query fails, the
     GgmlBuild's `failure` has the reason.
     """
-    asked = programs.ask("llamacpp.devices", environment=environment, timeout_s=timeout_s)
-    if asked.failure:
-        return ggml.GgmlBuild(failure=f"while it looked for devices, {asked.failure}")
-    answer = asked.answers[-1]
+    reply = programs.ask("llamacpp.devices", environment=environment, timeout_s=timeout_s)
+    if reply.failure:
+        return ggml.GgmlBuild(failure=f"during the search for devices, {reply.failure}")
+    answer = reply.answers[-1]
     try:
         # Backends that load with the bindings log their devices to standard error.
-        return ggml.read({**answer, "said": [*answer["said"], *asked.stderr_lines]})
+        return ggml.read({**answer, "said": [*answer["said"], *reply.stderr_lines]})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         return ggml.GgmlBuild(failure=f"its answer can't be read ({type(e).__name__}: {e})")

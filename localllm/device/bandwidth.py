@@ -74,8 +74,8 @@ def rates(
         before = ProcessorTimes.now()
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
-            for kernel, seen in best.items():
-                best[kernel] = min(seen, sweep(kernel))
+            for kernel, best_seconds in best.items():
+                best[kernel] = min(best_seconds, sweep(kernel))
         others = before.others_share(ProcessorTimes.now())
     moved = 2 * 8 * per_thread * threads
     how = f"copy and read in memory, {threads} thread(s), {moved // MIB} MiB arrays"

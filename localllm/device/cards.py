@@ -46,12 +46,12 @@ def only(device: Device, numbers: tuple[int, ...]) -> Device:
     if not chosen or len(chosen) == len(device.cards):
         return device
     # The properties of the computer are recorded once, on the combined device.
-    around = {
+    computer = {
         "host": device.host,
         "host_bandwidth_gbps": device.host_bandwidth_gbps,
         "findings": device.findings,
     }
-    return replace(together(chosen), simulated=device.simulated, **around)  # type: ignore[arg-type]
+    return replace(together(chosen), simulated=device.simulated, **computer)  # type: ignore[arg-type]
 
 
 def with_released_bytes(device: Device, n_bytes: int) -> Device:
@@ -76,10 +76,10 @@ def with_share(device: Device, share: float) -> Device:
     """
 
     def less(memory: Memory) -> Memory:
-        room = memory.limit_bytes
+        capacity_bytes = memory.limit_bytes
         if device.kind == "discrete":
-            room = memory.loadable_bytes
-        return replace(memory, limit_bytes=int(share * room))
+            capacity_bytes = memory.loadable_bytes
+        return replace(memory, limit_bytes=int(share * capacity_bytes))
 
     return with_each(device, less)
 

@@ -144,31 +144,31 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
         start = i
         while start and words[start - 1] in _BETWEEN:
             start -= 1
-        said = set(words[start:i])
+        brand_words = set(words[start:i])
         numbered = _numbered(part)
-        found = [p for p in numbered if said & set(p.brand)]
+        found = [p for p in numbered if brand_words & set(p.brand)]
         if not found and len(numbered) == 1 and _ONLY_A_PROCESSORS.fullmatch(part):
             found = numbered
         if found:
             # Prefer the line with the closest brand: "ai" in "ryzen ai".
-            best = max(found, key=lambda p: len(said & set(p.brand)))
+            best = max(found, key=lambda p: len(brand_words & set(p.brand)))
             return best, (*words[:start], *words[end:])
     return None
 
 
 # Numbers with letters that only processors have.
-_ONLY_A_PROCESSORS = re.compile(r"[0-9]{3,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+")
+_ONLY_A_PROCESSORS = re.compile(r"[0-9]{3,5}(?!XT)[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+")
 
 
 def _joined(part: str, following: Sequence[str]) -> str:
-    """Join a number with the next word if they belong together ("E5-2690 v4", "Z1 Extreme").
+    """Join a number with the next word if they belong together ("E5-2690 v4", "3800 XT").
 
     Returns "" if they do not.
     """
-    if not following or not re.fullmatch(r"v[2-6]|extreme|go", following[0]):
+    if not following or not re.fullmatch(r"v[2-6]|xt|extreme|go", following[0]):
         return ""
     word = following[0].upper()
-    if word.startswith("V"):
+    if word.startswith(("V", "XT")):
         return part + word
     return f"{part}-{word}"
 

@@ -26,10 +26,10 @@ def detect(*, measure: bool = False) -> Device:
       a plan must not depend on the load.
     """
     readings = read(slow=measure)
-    found = from_readings(readings, measure=measure, settled=True)
+    found = from_readings(readings, measure=measure, keep_figures=True)
     if found.accelerator == "metal":
         return found
-    build = backend_view.build_here()
+    build = backend_view.installed_build()
     processor = found
     if (
         found.accelerator != "cpu"
@@ -38,7 +38,7 @@ def detect(*, measure: bool = False) -> Device:
         and ggml.driven_by(found, build) == "cpu"
     ):
         readings = backend_view.without_gpus(readings)
-        processor = from_readings(readings, measure=measure, settled=True)
+        processor = from_readings(readings, measure=measure, keep_figures=True)
     return with_matrix_rates(backend_view.as_used(found, processor, build), measure=measure)
 
 
@@ -53,11 +53,15 @@ def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
 
 
 def from_readings(
-    readings: Readings, *, measure: bool = False, remeasure: bool = False, settled: bool = False
+    readings: Readings,
+    *,
+    measure: bool = False,
+    remeasure: bool = False,
+    keep_figures: bool = False,
 ) -> Device:
     """Do the work of `hardware` on readings that were already taken (doctor shares them).
 
-    If `settled`, ignore figures that are due for another measurement, because the machine was busy.
+    If `keep_figures`, ignore figures that are due for another measurement, because the machine was busy.
     """
     device = identify(readings)
     if not measures_ram(device):
@@ -70,7 +74,7 @@ def from_readings(
             available_bytes=available_bytes, cache_bytes=last_level_cache_bytes(readings)
         )
         bandwidth.SHELF.keep(folder, machine, taken)
-    if settled:
+    if keep_figures:
         kept = bandwidth.SHELF.reliable(folder, machine)
     else:
         kept = bandwidth.SHELF.cached(folder, machine)

@@ -52,13 +52,17 @@ class GgmlDevice:
 
 @dataclass(frozen=True, slots=True)
 class GgmlBuild:
-    """A build of llama.cpp and its devices. `failure` is the reason if the query failed."""
+    """A build of llama.cpp and its devices. `failure` is the reason if the query failed.
+
+    - `lacks`: for each capability that is off, the missing function or field and its file.
+    """
 
     version: str = ""
     folder: str = ""
     devices: tuple[GgmlDevice, ...] = ()
     features: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     failure: str = ""
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gpus(self) -> tuple[GgmlDevice, ...]:
@@ -72,7 +76,8 @@ class GgmlBuild:
 
     @property
     def kind(self) -> str:
-        """Its accelerators as one word, such as "cuda" or "vulkan", or "cpu" without accelerators."""
+        """Its accelerators as one word, such as "cuda" or "vulkan", or "cpu" without
+        accelerators."""
         return "+".join(self.accelerators) or "cpu"
 
 
@@ -81,12 +86,14 @@ def read(answer: Mapping[str, Any]) -> GgmlBuild:
 
     Raises KeyError, TypeError or ValueError for any other data.
     """
-    said = [str(line) for line in answer.get("said", ())]
-    found = tuple(_device(device, said) for device in answer["devices"])
+    log_lines = [str(line) for line in answer.get("said", ())]
+    found = tuple(_device(device, log_lines) for device in answer["devices"])
     features = {}
     for name, values in answer["features"].items():
         features[str(name)] = {str(key): str(value) for key, value in values.items()}
-    return GgmlBuild(str(answer["version"]), str(answer["folder"]), found, features)
+    capabilities = answer.get("capabilities", {})
+    lacks = {str(name): str(why) for name, why in capabilities.items() if why}
+    return GgmlBuild(str(answer["version"]), str(answer["folder"]), found, features, lacks=lacks)
 
 
 def _device(device: Mapping[str, Any], log: list[str]) -> GgmlDevice:
@@ -108,7 +115,7 @@ def _device(device: Mapping[str, Any], log: list[str]) -> GgmlDevice:
     )
 
 
-def _details(name: str, said: list[str]) -> tuple[str, ...]:
+def _details(name: str, log_lines: list[str]) -> tuple[str, ...]:
     """Return capabilities that appear only in the log.
 
     Vulkan and CUDA log one line per device, Metal several.
@@ -116,12 +123,12 @@ def _details(name: str, said: list[str]) -> tuple[str, ...]:
     number = re.sub(r"\D", "", name)
     kind = re.sub(r"[\d ].*", "", name)
     if kind in ("MTL", "Metal"):
-        features = [_METAL_FEATURE.match(line) for line in said]
+        features = [_METAL_FEATURE.match(line) for line in log_lines]
         return tuple(f"{feature[1]}: {feature[2]}" for feature in features if feature)
     if kind not in _DETAIL_LINES:
         return ()
     start, separator = _DETAIL_LINES[kind]
-    for line in said:
+    for line in log_lines:
         if re.match(start.format(number), line):
             return tuple(part.strip() for part in line.split(separator)[1:])
     return ()
@@ -146,42 +153,46 @@ def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
 
 
 def differences(device: Device, build: GgmlBuild) -> list[Finding]:
-    """Return a finding with a fix for each difference between the build's and the probed devices."""
+    """Return a finding with a fix for each difference between the build's and the probed
+    devices."""
     if build.failure:
-        failed = f"the installed llama.cpp gave no list of its devices: {build.failure}"
+        failed = f"the installed llama.cpp did not list its devices: {build.failure}"
         fix = "localllm setup"
         if "/builds/" in build.folder:
             fix = "localllm setup --use own"
         return [Finding("error", failed, fix)]
     if device.accelerator == "cpu":
-        seen = ", ".join(gpu.description for gpu in build.gpus)
-        if not seen:
+        names = ", ".join(gpu.description for gpu in build.gpus)
+        if not names:
             return []
-        unknown = f"{seen}, which this machine's own tools did not show"
-        return [Finding("warning", f"the installed llama.cpp sees {unknown}")]
+        unknown = f"{names}, which the system's own tools did not report"
+        return [Finding("warning", f"the installed llama.cpp found {unknown}")]
     driver = driven_by(device, build)
     if driver == "cpu":
         return [_unused(device, build)]
     used = [gpu for gpu in build.gpus if gpu.accelerator == driver]
     findings = []
     if len(used) != device.n_gpus:
-        told = f"the system shows {device.n_gpus} GPU(s), the installed llama.cpp uses {len(used)}"
-        fix = "look for CUDA_VISIBLE_DEVICES and its like in the environment"
-        findings.append(Finding("warning", told, fix))
+        message = (
+            f"the system reports {device.n_gpus} GPU(s), "
+            f"but the installed llama.cpp uses {len(used)}"
+        )
+        fix = "check the environment for CUDA_VISIBLE_DEVICES and similar variables"
+        findings.append(Finding("warning", message, fix))
     if driver != device.accelerator:
-        lacks = f"the installed llama.cpp has no {device.accelerator}"
-        told = f"{device.name} is driven by {driver}, as {lacks}"
+        cause = f"the installed llama.cpp lacks {device.accelerator}"
+        message = f"{device.name} is used through {driver}, because {cause}"
         fix = f"localllm setup --backend {device.accelerator}"
-        findings.append(Finding("info", told, fix))
+        findings.append(Finding("info", message, fix))
     return findings + _memory(device, used)
 
 
 def _unused(device: Device, build: GgmlBuild) -> Finding:
     compiled = [name for name in build.features if accelerators.called(name)]
-    why = "knows the processor only"
+    why = "is a CPU build"
     if compiled:
-        why = f"was compiled for {', '.join(compiled)} and finds no device: look at the driver"
-    idle = f"{device.name} would sit idle: the installed llama.cpp {why}"
+        why = f"was compiled for {', '.join(compiled)} but finds no device: check the driver"
+    idle = f"{device.name} is not used: the installed llama.cpp {why}"
     return Finding("error", idle, "localllm setup")
 
 
@@ -195,15 +206,17 @@ def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
     low = total < (1 - _SAME_MEMORY) * limit
     high = device.kind == "discrete" and total > (1 + _SAME_MEMORY) * device.memory.total_bytes
     if total and (low or high):
-        usable = f"the system says {limit / 1e9:.1f} GB are usable"
-        told = f"{usable}, the installed llama.cpp says {total / 1e9:.1f} GB"
-        findings.append(Finding("warning", f"{told}: a plan between the two may fail to load"))
+        usable = f"the system reports {limit / 1e9:.1f} GB as usable"
+        message = f"{usable}, but the installed llama.cpp reports {total / 1e9:.1f} GB"
+        findings.append(
+            Finding("warning", f"{message}; a plan between the two figures may fail to load")
+        )
     most = {gpu.name: gpu.largest_buffer_bytes for gpu in used}
     for name, n_bytes in most.items():
         if n_bytes is None or n_bytes >= limit / max(device.n_gpus, 1):
             continue
-        told = f"{name}: one allocation may have {n_bytes / 1e9:.1f} GB at most"
-        findings.append(Finding("info", f"{told}, though more memory is there"))
+        message = f"{name}: one allocation can have {n_bytes / 1e9:.1f} GB at most"
+        findings.append(Finding("info", f"{message}, although it has more memory"))
     return findings
 
 
@@ -218,4 +231,5 @@ def to_json(build: GgmlBuild) -> dict[str, Any]:
             for device in build.devices
         ],
         "features": {name: dict(values) for name, values in build.features.items()},
+        "capabilities": dict(build.lacks),
     }

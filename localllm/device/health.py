@@ -17,7 +17,7 @@ Status = Literal["ok", "warning", "error", "not checked"]
 
 # A 7B model in Q4 with its context needs about 5 GB. A download needs twice its size while it is
 # verified.
-_LITTLE_DISK_BYTES = 10 * GIB
+_MIN_FREE_DISK_BYTES = 10 * GIB
 # Each client uses a socket and each model file a handle. 1024 is Linux's default and is enough.
 _FEW_FILES = 1024
 
@@ -36,7 +36,8 @@ class BuildFacts:
 
     @property
     def accelerators(self) -> tuple[str, ...]:
-        """Backends compiled in, found by ggml's library names (libggml-cuda.so, ggml-vulkan.dll …)."""
+        """Backends compiled in, found by ggml's library names (libggml-cuda.so, ggml-vulkan.dll
+        …)."""
         return compiled_in(" ".join(self.libraries))
 
 
@@ -115,7 +116,7 @@ def _build(device: Device, facts: HealthFacts) -> HealthCheck:
         return HealthCheck(name, "error", message, "pip install llama-cpp-python")
     version = f"llama-cpp-python {build.version}"
     if not build.libraries:
-        message = f"{version} has no libraries where they belong: it may be broken"
+        message = f"{version} lacks its libraries: the installation may be broken"
         fix = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
         return HealthCheck(name, "error", message, fix)
     compiled = f"{version}, compiled for {', '.join(('cpu', *build.accelerators))}"
@@ -124,29 +125,47 @@ def _build(device: Device, facts: HealthFacts) -> HealthCheck:
             return _cuda_code(device, build, compiled)
         return HealthCheck(name, "ok", compiled)
     if wanted == "rocm" and "vulkan" in build.accelerators:
-        vulkan = "Vulkan drives this GPU (ROCm would read prompts faster)"
+        vulkan = "this GPU uses Vulkan (ROCm would have a faster prefill)"
         return HealthCheck(name, "ok", f"{compiled}: {vulkan}")
     if wanted in facts.other_engines:
         only = f"this Mac's GPU is used by {facts.other_engines[wanted]} only"
-        message = f"{compiled}: {only}, GGUF files run on the CPU"
+        message = f"{compiled}: {only}, so GGUF files run on the CPU"
         return HealthCheck(name, "warning", message, f"localllm setup --backend {wanted}")
     if wanted != "cpu":
-        message = f"{compiled}, but this machine has {wanted}: its GPU would sit idle"
+        message = f"{compiled}, but this machine has {wanted}, so its GPU is not used"
         return HealthCheck(name, "error", message, _SETUP)
     return HealthCheck(name, "ok", compiled)
+
+
+# Capabilities that every build should have (requirements.py of the llama.cpp backend), for users.
+_CAPABILITIES = {
+    "states": "saved prompts",
+    "mtp": "MTP drafting",
+    "drafters": "EAGLE and DFlash",
+    "adapters": "adapters",
+    "images": "images",
+    "audio": "audio input",
+    "embeddings": "embeddings",
+    "rewinding": "rewinding",
+}
 
 
 def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
     """List the build's own devices and their differences from the system's devices."""
     name = "llama.cpp device"
     if build is None:
-        unread = "the installed llama.cpp was not asked for its devices"
+        unread = "the installed llama.cpp was not queried for its devices"
         return [HealthCheck(name, "not checked", unread)]
-    seen = [
+    found_text = [
         HealthCheck(name, "ok", f"{d.name}: {d.description}, {_memory_of(d)}")
         for d in build.devices
     ]
-    return seen + _of_findings(name, ggml.differences(device, build))
+    lacks = [
+        HealthCheck(f"llama.cpp {_CAPABILITIES[name]}", "warning", f"off: {why}", _SETUP)
+        for name, why in build.lacks.items()
+        if name in _CAPABILITIES
+    ]
+    return found_text + lacks + _of_findings("llama.cpp device", ggml.differences(device, build))
 
 
 def _of_findings(name: str, findings: Iterable[Finding]) -> list[HealthCheck]:
@@ -161,7 +180,7 @@ def _memory_of(device: ggml.GgmlDevice) -> str:
     return f"{device.memory_free_bytes / GB:.1f} of {total} free"
 
 
-def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
+def _cuda_code(device: Device, build: BuildFacts, prefix: str) -> HealthCheck:
     """Check whether the build has native CUDA code for this GPU.
 
     Native code runs within one major version, on GPUs with the same or a newer minor version. Other
@@ -170,19 +189,19 @@ def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
     name = "llama.cpp build"
     capability = re.fullmatch(r"([0-9]+)\.([0-9])", device.compute_capability)
     if capability is None:
-        unread = f"{said}: this GPU's compute capability is unknown"
+        unread = f"{prefix}: this GPU's compute capability is unknown"
         return HealthCheck(name, "not checked", unread)
     architectures = build.cuda_architectures
     if not architectures:
-        unread = f"{said}: no architecture names found in its CUDA code"
+        unread = f"{prefix}: no architecture names found in its CUDA code"
         return HealthCheck(name, "not checked", unread)
     listed = ", ".join(f"sm_{architecture}" for architecture in architectures)
     major = int(capability[1])
     minor = int(capability[2])
     if any(a // 10 == major and a % 10 <= minor for a in architectures):
-        return HealthCheck(name, "ok", f"{said} ({listed})")
-    slow = f"this GPU is sm_{major}{minor}: it would be slow to start or fail"
-    return HealthCheck(name, "error", f"{said} for {listed}, but {slow}", _SETUP)
+        return HealthCheck(name, "ok", f"{prefix} ({listed})")
+    slow = f"this GPU is sm_{major}{minor}, so it starts slowly or fails"
+    return HealthCheck(name, "error", f"{prefix} for {listed}, but {slow}", _SETUP)
 
 
 def _gpu_share(device: Device) -> list[HealthCheck]:
@@ -194,7 +213,7 @@ def _gpu_share(device: Device) -> list[HealthCheck]:
         if raised * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
             share += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
         if memory.basis == "assumed":
-            unread = f"{share}, assumed: Metal could not be asked"
+            unread = f"{share}, assumed: Metal could not be queried"
             return [HealthCheck("wired limit", "not checked", unread)]
         return [HealthCheck("wired limit", "ok", share)]
     if device.kind != "unified" or device.accelerator not in ("rocm", "vulkan"):
@@ -211,8 +230,8 @@ def _memory(device: Device) -> HealthCheck:
     limit = device.memory.limit_bytes
     free = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
     if now < limit / 2:
-        taken = f"{free}: other programs hold the rest"
-        return HealthCheck("memory", "warning", taken, "close what you don't need")
+        taken = f"{free}; other programs use the rest"
+        return HealthCheck("memory", "warning", taken, "close programs that you don't need")
     return HealthCheck("memory", "ok", free)
 
 
@@ -221,11 +240,11 @@ def _swap(facts: HealthFacts) -> HealthCheck:
         return HealthCheck("swap", "not checked", "swap could not be read")
     total, used = facts.swap
     if not total:
-        none = "no swap: what does not fit fails instead of slowing everything down"
-        return HealthCheck("swap", "ok", none)
+        no_swap = "no swap: a load that does not fit fails instead of slowing everything down"
+        return HealthCheck("swap", "ok", no_swap)
     in_use = f"{used / GB:.1f} of {total / GB:.1f} GB of swap are in use"
     if used > total / 2:
-        slow = f"{in_use}: a model that gets swapped is tens of times slower"
+        slow = f"{in_use}; a swapped model is tens of times slower"
         return HealthCheck("swap", "warning", slow, "close programs")
     return HealthCheck("swap", "ok", in_use)
 
@@ -245,11 +264,11 @@ def _pressure(facts: HealthFacts) -> HealthCheck:
 def _power(device: Device, facts: HealthFacts) -> HealthCheck:
     name = "power"
     if facts.on_battery:
-        battery = "on battery: speeds will be below the plan"
-        return HealthCheck(name, "warning", battery, "plug in")
+        battery = "on battery, so speeds are below the plan"
+        return HealthCheck(name, "warning", battery, "connect the charger")
     if device.os == "macOS":
         if facts.pmset is None:
-            return HealthCheck(name, "not checked", "pmset gave no answer")
+            return HealthCheck(name, "not checked", "pmset did not answer")
         # macOS 26 calls the setting powermode: 0 automatic, 1 low, 2 high.
         low = re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset)
         if low is None:
@@ -258,7 +277,7 @@ def _power(device: Device, facts: HealthFacts) -> HealthCheck:
         return HealthCheck(name, "warning", slow, f"sudo pmset -a {low[1]} 0")
     profile = (facts.platform_profile or "").strip()
     if not profile:
-        return HealthCheck(name, "not checked", "this system has no power profile to read")
+        return HealthCheck(name, "not checked", "this system has no power profile")
     message = f"the power profile is {profile}"
     if profile in ("low-power", "quiet", "cool"):
         return HealthCheck(name, "warning", message, "powerprofilesctl set performance")
@@ -270,9 +289,9 @@ def _disk(facts: HealthFacts) -> HealthCheck:
         return HealthCheck("disk", "not checked", "free disk space could not be read")
     name, free = min(facts.disk_free_bytes.items(), key=itemgetter(1))
     message = f"{free / GB:.0f} GB free for {name}"
-    if free < _LITTLE_DISK_BYTES:
-        little = f"{message}: a download may not fit"
-        return HealthCheck("disk", "warning", little, "localllm models du")
+    if free < _MIN_FREE_DISK_BYTES:
+        warning = f"{message}: a download may not fit"
+        return HealthCheck("disk", "warning", warning, "localllm models du")
     return HealthCheck("disk", "ok", message)
 
 
@@ -280,7 +299,7 @@ def _files(facts: HealthFacts) -> HealthCheck:
     name = "file limit"
     n = facts.open_files
     if n is None:
-        return HealthCheck(name, "not checked", "this system has no such limit to read")
+        return HealthCheck(name, "not checked", "this system has no such limit")
     if not 0 <= n < 1 << 62:
         return HealthCheck(name, "ok", "unlimited open files are allowed")
     if n < _FEW_FILES:

@@ -42,7 +42,11 @@ def _aliases(row: DeviceRow) -> list[str]:
     and "A1,A2".
     """
     bare = re.sub(r"\([^)]*\)", " ", row.name)
-    aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names]
+    aliases = [bare, *row.names]
+    if not re.search(
+        r"[0-9]GB", row.name
+    ):  # "(12-core GPU, 24/32GB RAM)" names a size, not the part.
+        aliases.append(row.name.replace("(", " ").replace(")", " "))
     if row.bandwidth_gbps:
         aliases += row.cpu
     if row.kind == "unified":  # Code names such as "(Strix Point)" and "(Phoenix/Hawk Point)".
@@ -60,7 +64,7 @@ def _aliases(row: DeviceRow) -> list[str]:
 
 
 # Words that identify no part.
-SAY_NOTHING = {"laptop", *name_parser.DECORATIONS, *map(str, range(10))}
+IGNORED_WORDS = {"laptop", *name_parser.DECORATIONS, *map(str, range(10))}
 # Vendors of cards that are also words in machines' names.
 MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 
@@ -114,6 +118,10 @@ def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
         sold = tuple(row for row in _named(shorter.words) if shorter.memory_gb in row.memory_gb)
         if sold:
             return sold, shorter
+    if "laptop" in part.words:  # A machine that is sold as a laptop has the same chip.
+        bare = replace(part, words=tuple(word for word in part.words if word != "laptop"))
+        pools = tuple(row for row in _named(bare.words, bare.memory_gb) if row.kind == "unified")
+        return pools, bare
     return (), part
 
 
@@ -128,11 +136,11 @@ def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     for start, end in spans[1:]:
         run = words[start:end]
         rest = words[:start] + words[end:]
-        beside = {*words[start - 1 : start], *words[end : end + 1]}
-        if not name_parser.is_apart(words[:start], words[end:]):
+        neighbours = {*words[start - 1 : start], *words[end : end + 1]}
+        if not name_parser.is_separate(words[:start], words[end:]):
             continue
         is_number_left = any(name_parser.is_number(word) for word in rest)
-        if not is_number_left and beside & (_known() - MAKERS - SAY_NOTHING):
+        if not is_number_left and neighbours & (_known() - MAKERS - IGNORED_WORDS):
             continue
         rows, found = _found(replace(part, words=run))
         if rows and not ("laptop" in rest and rows[0].kind == "discrete"):
@@ -161,20 +169,45 @@ def is_machine(part: Typed) -> bool:
     return any(own) or (bool(numbers) and all(own[i] or before[i] for i in numbers))
 
 
-def called(name: str) -> DeviceRow | None:
-    """Return the row whose name was typed exactly.
+def called(name: str) -> tuple[DeviceRow, str] | None:
+    """Return the row whose name was typed exactly, and the text after it.
 
-    For a kind of system memory, the name may continue ("DDR5-5600 dual-channel").
+    A memory size may follow. For a kind of system memory, any text may follow ("DDR5-5600
+    dual-channel").
     """
     text = _spelled(name)
     begun = []
     for row in parts_table.rows():
         spelled = _spelled(row.name)
         if spelled == text:
-            return row
-        if row.kind == "system" and text.startswith(f"{spelled} "):
-            begun.append(row)
-    return max(begun, key=lambda row: len(row.name), default=None)
+            return row, ""
+        following = text.removeprefix(f"{spelled} ")
+        if following == text:
+            continue
+        size = re.fullmatch(r"([0-9.]+) ?gi?b", following)
+        is_sold = size is not None and (not row.memory_gb or float(size[1]) in row.memory_gb)
+        if row.kind == "system" or is_sold:
+            begun.append((row, following))
+    return max(begun, key=lambda found: len(found[0].name), default=None)
+
+
+def printed(text: str) -> tuple[DeviceRow, ...]:
+    """Return the rows whose driver's name is `text`, with or without a part in parentheses."""
+    bare = re.sub(r"\([^)]*\)", " ", text)
+    for name in (parts_table.plain(text), parts_table.plain(bare)):
+        rows = _printed_names().get(name, ())
+        if rows:
+            return rows
+    return ()
+
+
+@cache
+def _printed_names() -> dict[str, tuple[DeviceRow, ...]]:
+    names: dict[str, tuple[DeviceRow, ...]] = {}
+    for row in parts_table.rows():
+        for name in map(parts_table.plain, row.names):
+            names[name] = (*names.get(name, ()), row)
+    return names
 
 
 def line(words: tuple[str, ...]) -> DeviceRow | None:
@@ -212,7 +245,7 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
         # A driver's name can match several rows (3060 Ti GDDR6X). The row with exactly this name is
         # meant.
         return tuple(row for row in exact if _own_words(row) == wanted) or exact
-    return _nearly_named(wanted)
+    return _closest_rows(wanted)
 
 
 def _own_words(row: DeviceRow) -> frozenset[str]:
@@ -221,21 +254,25 @@ def _own_words(row: DeviceRow) -> frozenset[str]:
     return frozenset(name_parser.read(name).words)
 
 
-def _nearly_named(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
+def _closest_rows(wanted: frozenset[str]) -> tuple[DeviceRow, ...]:
     """Return the rows of the one closest name that adds only words that do not distinguish parts."""
-    # "rtx" or "ryzen" names a product line, not a machine.
-    if len(wanted) < 2 and not any(c.isdigit() for c in "".join(wanted)):
+    # "rtx" or "ryzen" names a product line, not a machine. A number such as "64" names nothing.
+    if len(wanted) < 2 and not any(_is_part_number(word) for word in wanted):
         return ()
-    near = {
+    distances = {
         key: len(key - wanted)
         for key in _index()
-        if wanted <= key and _says_no_more(key - wanted, wanted)
+        if wanted <= key and _is_same_part(key - wanted, wanted)
     }
-    least = min(near.values(), default=0)
-    closest = [key for key, extra in near.items() if extra == least]
+    least = min(distances.values(), default=0)
+    closest = [key for key, extra in distances.items() if extra == least]
     if len({_index()[key] for key in closest}) != 1:
         return ()
     return _named(closest[0])
+
+
+def _is_part_number(word: str) -> bool:
+    return any(c.isdigit() for c in word) and (name_parser.is_number(word) or not word.isdecimal())
 
 
 def _of_memory(
@@ -259,7 +296,7 @@ def _of_memory(
 _TIERS = {"3", "5", "7", "9"}
 
 
-def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
+def _is_same_part(extra: Iterable[str], wanted: frozenset[str]) -> bool:
     """Return True if a name with these extra words is the same part.
 
     The extra words are a brand, a vendor, or words that only one such part has.
@@ -304,8 +341,15 @@ def _spellings() -> dict[str, str]:
 def nearest(name: str, count: int = 3) -> list[str]:
     """Return up to `count` names of the table that are similar to `name`."""
     wanted = [word for word in name_parser.words(name) if word not in MAKERS | {"laptop"}]
-    close = difflib.get_close_matches(" ".join(wanted), _spellings(), n=2 * count, cutoff=0.5)
+    close = difflib.get_close_matches(" ".join(wanted), _spellings(), n=4 * count, cutoff=0.5)
+    close = [spelled for spelled in close if _shares_word(wanted, spelled.split())]
     return list(dict.fromkeys(_spellings()[spelled] for spelled in close))[:count]
+
+
+def _shares_word(wanted: list[str], known: list[str]) -> bool:
+    """Return True if a word with a digit, or a long word, is nearly the same in both."""
+    telling = [word for word in wanted if len(word) > 4 or re.search(r"[0-9]", word)]
+    return any(difflib.get_close_matches(word, known, n=1, cutoff=0.5) for word in telling)
 
 
 def _short(row: DeviceRow) -> str:

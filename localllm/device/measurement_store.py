@@ -13,9 +13,9 @@ from localllm.device.types import Figure
 
 # If other programs use more than this share of the processor, a measurement shows only what they
 # left. Such a figure is used until a better one replaces it. Measurements are repeated at most
-# `_MOST_TRIES` times, because some machines are never idle.
+# `_MAX_TRIES` times, because some machines are never idle.
 BUSY_SHARE = 0.15
-_MOST_TRIES = 5
+_MAX_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Measurement:
         """The value as a Figure, with the method and the date."""
         source = f"{self.how}, {self.date}"
         if self.busy:
-            source += f", while other programs had {self.others_share:.0%} of the processor"
+            source += f", while other programs used {self.others_share:.0%} of the CPU"
         return Figure(self.value, "measured", source, self.busy)
 
 
@@ -48,13 +48,13 @@ class Measurement:
 class ProcessorTimes:
     """Processor time so far, in seconds over all cores.
 
-    `own_s` is the time of this process, `all_s` the time of all processes, and `there_s` the time
+    `own_s` is the time of this process, `all_s` the time of all processes, and `elapsed_s` the time
     including idle.
     """
 
     own_s: float
     all_s: float
-    there_s: float
+    elapsed_s: float
 
     @classmethod
     def now(cls, *, child_s: float = 0.0) -> ProcessorTimes:
@@ -68,15 +68,15 @@ class ProcessorTimes:
         # A guest's time is already part of its host's `user` (proc_stat(5)).
         spent = {name: s for name, s in times.items() if not name.startswith("guest")}
         idle = spent.get("idle", 0.0) + spent.get("iowait", 0.0)
-        there = sum(spent.values())
-        return cls(time.process_time() + child_s, there - idle, there)
+        elapsed_s = sum(spent.values())
+        return cls(time.process_time() + child_s, elapsed_s - idle, elapsed_s)
 
     def others_share(self, later: ProcessorTimes) -> float:
         """Return the share of processor time that other programs used between this and `later`."""
-        there = later.there_s - self.there_s
+        elapsed_s = later.elapsed_s - self.elapsed_s
         others = (later.all_s - self.all_s) - (later.own_s - self.own_s)
-        if there > 0:
-            return min(max(others / there, 0.0), 1.0)
+        if elapsed_s > 0:
+            return min(max(others / elapsed_s, 0.0), 1.0)
         return 0.0
 
 
@@ -109,7 +109,7 @@ class FigureFile:
         """
         found = {}
         for name, entry in json_store.read(folder / self.file_name).items():
-            if not name.startswith(start) or 0 < _tries(entry) < _MOST_TRIES:
+            if not name.startswith(start) or 0 < _tries(entry) < _MAX_TRIES:
                 continue
             figure = self._figure(entry)
             if figure is not None:

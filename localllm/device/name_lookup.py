@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from localllm.device import cpus, lookup, name_parser, parts_table
+from localllm.device import cpus, lookup, name_parser, parts_table, printed_names
 from localllm.device.cpus import USUAL_PROCESSOR
 from localllm.device.name_parser import Typed
 from localllm.device.overrides import check_overrides
@@ -24,7 +24,8 @@ from localllm.device.synthetic_device import (
     with_host,
     without_card,
 )
-from localllm.device.types import Device, DeviceNotFoundError, Finding
+from localllm.device.types import GIB, Device, DeviceNotFoundError, Finding
+from localllm.device.unused_words import unused_words
 from localllm.errors import UsageError
 
 
@@ -44,8 +45,10 @@ def resolve(
     figure = found.bandwidth_gbps
     if figure.basis != "assumed":
         return found
-    said = f"its memory bandwidth is assumed: {figure.value:g} GB/s, {figure.source}"
-    return replace(found, findings=(*found.findings, Finding("warning", said, "--bandwidth GBPS")))
+    message = f"its memory bandwidth is assumed: {figure.value:g} GB/s, {figure.source}"
+    return replace(
+        found, findings=(*found.findings, Finding("warning", message, "--bandwidth GBPS"))
+    )
 
 
 def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) -> Device:
@@ -56,20 +59,22 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
             return by_figures(name, memory_gb, bandwidth_gbps)
         raise
     if computer.sockets > 1:
-        told = f"{computer.sockets} sockets: one of them is planned with"
+        message = f"{computer.sockets} sockets; the plan uses one of them"
         if not computer.parts and bandwidth_gbps is None:
             raise UsageError(
-                f"{told}, as each reads its own memory fastest",
-                hint="name one, or say what all read: --bandwidth GBPS",
+                f"{message}, as each reads its own memory fastest",
+                hint="name one processor, or give the bandwidth of all: --bandwidth GBPS",
             )
-        computer.findings.append(Finding("warning", told))
+        computer.findings.append(Finding("warning", message))
     if not computer.parts:
         return without_card(computer, memory_gb, bandwidth_gbps)
     devices = []
-    for rows, whole in computer.parts:
-        part = _without_disk(rows, whole, computer)
+    used = []
+    for rows, full_name_row in computer.parts:
+        part = _without_disk(rows, full_name_row, computer)
         own = _own_size(rows, part, computer)
         chosen, gb, findings = _choose(rows, part, own, memory_gb)
+        used.append(chosen)
         one = simulate(
             chosen,
             gb,
@@ -80,25 +85,50 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
         )
         if part.count > 1 and one.kind != "discrete":
             raise UsageError(
-                f"{one.name} is a whole machine, and this plans for one of them",
-                hint=f'several, connected: localllm recommend -m MODEL --device "{name}"',
+                f"{one.name} is a complete machine, but this command plans for a single one",
+                hint=f'for several connected machines: localllm recommend -m MODEL --device "{name}"',
             )
         devices += [one] * part.count
-    found = with_host(together(_without_graphics(devices)), computer)
-    return replace(found, findings=(*computer.findings, *found.findings))
+    findings = _unused(name, used, computer)
+    found = with_host(together(_without_graphics(devices, computer)), computer)
+    return replace(found, findings=(*computer.findings, *findings, *found.findings))
 
 
-def _without_graphics(devices: list[Device]) -> list[Device]:
-    """Remove a processor's integrated graphics if there are cards."""
+def _unused(name: str, rows: list[DeviceRow], computer: Computer) -> list[Finding]:
+    """Return a finding on the words that contradict the found parts, unless one exists."""
+    reported = " ".join(finding.message for finding in computer.findings)
+    text = printed_names.typed_form(name)
+    typed = " ".join(name_parser.read(part).text for part in name_parser.split(text))
+    typed = re.sub(r"\bl?p?ddr[2-5]x?[\s-]*[0-9]*", " ", typed)
+    unused = unused_words(typed, rows, computer.cpu)
+    words = [word for word in unused if not re.search(rf"\b{re.escape(word)}\b", reported)]
+    if not words:
+        return []
+    names = " and ".join(dict.fromkeys(row.name for row in rows))
+    return [Finding("warning", f"{' '.join(words)!r} does not belong to {names}")]
+
+
+def _without_graphics(devices: list[Device], computer: Computer) -> list[Device]:
+    """Remove a processor's integrated graphics if there are cards, and add a finding.
+
+    The memory that it shares is the computer's.
+    """
     cards_ = [device for device in devices if device.kind == "discrete"]
     machines = [
         device
         for device in devices
         if device.kind != "discrete" and device.accelerator in ("metal", "cuda")
     ]
-    if cards_:
-        return [*cards_, *machines]
-    return devices
+    if not cards_:
+        return devices
+    for device in devices:
+        if device in cards_ or device in machines:
+            continue
+        computer.add_ram(device.memory.total_bytes / GIB, None)
+        message = f"{device.name} is not used beside a card; its memory is the computer's"
+        if all(message != finding.message for finding in computer.findings):
+            computer.findings.append(Finding("info", message))
+    return [*cards_, *machines]
 
 
 def _read(name: str) -> Computer:
@@ -109,15 +139,15 @@ def _read(name: str) -> Computer:
     computer = Computer([])
     called = lookup.called(name)
     if called is not None:
-        following = name
-        if called.kind == "system":
-            following = name[len(called.name) :]
-        computer.parts.append(((called,), name_parser.read(following)))
+        row, following = called
+        computer.parts.append(((row,), name_parser.read(following)))
         return computer
-    for text in name_parser.split(name):
-        part = name_parser.read(text)
-        if part.words:
-            _add_part(computer, text, part)
+    texts = name_parser.split(printed_names.typed_form(name))
+    parts = [(text, name_parser.read(text)) for text in texts]
+    n_named = sum(1 for _, part in parts if part.words)
+    for text, part in parts:
+        if part.words:  # An error quotes the only named part as it was typed.
+            _add_part(computer, name if n_named == 1 else text, part)
         elif part.sizes_gb or part.ram or part.own_gb:
             _add_size(computer, part, name)
     if not computer.parts and computer.cpu is None and not computer.ram.kind:
@@ -131,7 +161,13 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
     Raises DeviceNotFoundError if they name no part, or if a number among them is not recognised.
     """
     n_parts = len(computer.parts)
-    rows, found = lookup.find(part)
+    rows = lookup.printed(text)
+    found = part
+    _check_one_machine(text, rows)
+    if len(rows) != 1:
+        rows, found = lookup.find(part)
+    if not rows:
+        rows = lookup.printed(part.text)
     if not rows:
         rows, found = _processor_or_run(computer, text, part)
     if rows:  # "framework desktop 395": words in the row's own name are not left over.
@@ -144,6 +180,16 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
     if len(computer.parts) == n_parts:
         size = _system_size(part, computer)
     computer.add_ram(size, part.ram)
+
+
+def _check_one_machine(text: str, rows: tuple[DeviceRow, ...]) -> None:
+    """Raise DeviceNotFoundError for a driver's name of machines that differ: "Orin (nvgpu)"."""
+    machines = {(row.memory_gb, row.bandwidth_gbps) for row in rows if row.kind == "unified"}
+    if len(machines) < 2 or not all(sizes for sizes, _ in machines):
+        return
+    names = ", ".join(row.name for row in rows)
+    message = f"{text!r} is what the driver prints for several machines"
+    raise DeviceNotFoundError(message, hint=f"choose one of {names}", param="device")
 
 
 def _add_rest(
@@ -161,8 +207,8 @@ def _add_rest(
         return
     left = [word for word in found.rest if word not in _ANY_COMPUTER | lookup.MAKERS]
     if left:
-        said = f"{' '.join(left)!r} says nothing that is known here"
-        computer.findings.append(Finding("info", said))
+        message = f"{' '.join(left)!r} is not a known name"
+        computer.findings.append(Finding("info", message))
 
 
 def _is_repeated(computer: Computer, rows: tuple[DeviceRow, ...]) -> bool:
@@ -199,7 +245,9 @@ def _processor_or_run(
     if named is not None:
         computer.cpu, rest = named
         computer.sockets = part.count
-    elif frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
+    elif frozenset(part.words) <= _ANY_COMPUTER and (
+        part.sizes_gb or part.ram or not _SYSTEMS.isdisjoint(part.words)
+    ):
         computer.cpu = USUAL_PROCESSOR
         computer.sockets = 1
         rest = ()
@@ -217,10 +265,12 @@ def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
 
     Returns no rows for a machine's own name. Raises DeviceNotFoundError for unknown words.
     """
-    whole = parts_table.by_cpu(" ".join(part.words))
-    if whole is not None:
-        said = set(name_parser.words(" ".join((whole.name, *whole.cpu))))
-        return (whole,), replace(part, rest=tuple(w for w in part.words if w not in said))
+    full_name_row = parts_table.by_cpu(" ".join(part.words))
+    if full_name_row is not None:
+        message = set(name_parser.words(" ".join((full_name_row.name, *full_name_row.cpu))))
+        return (full_name_row,), replace(
+            part, rest=tuple(w for w in part.words if w not in message)
+        )
     rows, found = lookup.run_of(part)
     if rows:
         return rows, found
@@ -232,10 +282,12 @@ def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     return (), replace(part, words=(), rest=part.words)
 
 
+# Words of the names that `localllm device` prints for a computer without a processor's name.
+_SYSTEMS = {"linux", "windows"}
 # General words for a computer that identify no part.
 _ANY_COMPUTER = {
     "laptop", "desktop", "pc", "computer", "machine", "box", "old", "new", "my", "office", "gaming",
-    "home", "cheap", "x86", "cpu",
+    "home", "cheap", "x86", "aarch64", "arm64", "riscv64", "cpu",
     "only", "windows", "linux", "no", "without", "card", "any",
 }  # fmt: skip
 
@@ -255,35 +307,35 @@ def _add_size(computer: Computer, part: Typed, name: str) -> None:
 
 def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     longer = lookup.longer(part)
-    if longer and any(c.isdigit() for c in "".join(part.words)):
+    if len(longer) > 1 and any(c.isdigit() for c in "".join(part.words)):
         names = ", ".join(longer[:4])
-        message = f"{text!r} is not in the table by itself, but {names}"
-        hint = f"say which, if it is one of {names}; else describe it: --memory GB --bandwidth GBPS"
+        message = f"{text!r} is not in the table, but {names}"
+        hint = f"choose one of {names}, or describe the machine: --memory GB --bandwidth GBPS"
         return DeviceNotFoundError(message, hint=hint, param="device")
-    near = ", ".join(lookup.nearest(part.text))
-    if re.search(r"\b(?:i?mac|macbook)\b", text.lower()):
+    closest = ", ".join(longer or lookup.nearest(part.text))
+    if re.search(r"\b(?:i?mac|macbook|apple)(?![a-z])", text.lower()):
         hint = (
-            'name its chip, as "About This Mac" does: "M4 16GB", "M3 Pro 36GB"; '
-            "one with an Intel processor by that"
+            'give the chip as "About This Mac" shows it: "M4 16GB", "M3 Pro 36GB"; '
+            "for an Intel Mac, give the processor"
         )
-    elif near:
-        hint = f"did you mean {near}? Or describe it: --memory GB --bandwidth GBPS"
+    elif closest:
+        hint = f"did you mean {closest}? Or describe it: --memory GB --bandwidth GBPS"
     else:
-        hint = "name its processor or card, or describe it: --memory GB --bandwidth GBPS"
+        hint = "give its processor or GPU, or describe it: --memory GB --bandwidth GBPS"
     message = f"no device called {text!r} is in the table"
     return DeviceNotFoundError(message, hint=hint, param="device")
 
 
 # Smallest RAM in GB of a computer with a card.
-_LEAST_RAM = 4
-# Cards are resold with twice their memory: the 4090 with 48 GB, the 2080 Ti with 22 GB.
+_MIN_RAM = 4
+# A card that is resold with more memory has about twice that of the row.
 _MODDED = 2
 
 
 # Sizes of disks in GB, as sold.
 _DISKS = {128, 256, 500, 512, 1000, 1024, 2000, 2048, 4096, 8192}
 # Largest memory in GB of configurable machines other than servers.
-_MOST_MEMORY = 256.0
+_MAX_MEMORY = 256.0
 
 
 def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> Typed:
@@ -295,14 +347,14 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
     is_fixed = False
     if row.kind == "unified":
         sold = set(chain.from_iterable(row.memory_gb for row in rows))
-        largest = max(sold, default=_MOST_MEMORY)
+        largest = max(sold, default=_MAX_MEMORY)
         # A machine that is sold with only one memory size has that size.
         is_fixed = row.vendor.startswith("NVIDIA") and len(sold) == 1
     kept = []
     for size in part.sizes_gb:
         if size > largest and (is_fixed or size in _DISKS):
-            told = f"took {size:g} GB as the disk: no {row.name} has so much memory"
-            computer.findings.append(Finding("info", told))
+            message = f"{size:g} GB is assumed to be the disk: no {row.name} has so much memory"
+            computer.findings.append(Finding("info", message))
         else:
             kept.append(size)
     return replace(part, sizes_gb=tuple(kept))
@@ -315,14 +367,21 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
     several cards, the size may be their total ("4x 3090 96gb").
     """
     if rows[0].kind != "discrete":
-        return part.memory_gb or computer.ram.size_gb
+        own = part.memory_gb or computer.ram.size_gb
+        for size in part.sizes_gb:
+            if size != own:
+                message = f"{size:g} GB is ignored: {own:g} GB is its memory"
+                computer.findings.append(Finding("warning", message))
+        return own
     sold = {*chain.from_iterable((*row.memory_gb, *row.resold_gb) for row in rows)}
     own = part.own_gb or _sold_size(sold, part)
     for size in part.sizes_gb:
         if size != own:
             computer.add_ram(size, None)
-            told = f"took {size:g} GB as the computer's memory: no {rows[0].name} has so much"
-            computer.findings.append(Finding("info", told))
+            message = (
+                f"{size:g} GB is assumed to be the computer's memory: no {rows[0].name} has so much"
+            )
+            computer.findings.append(Finding("info", message))
     if own is not None and own not in sold and own / part.count in sold:
         return own / part.count
     return own
@@ -331,8 +390,8 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
 def _sold_size(sold: set[float], part: Typed) -> float | None:
     """Return the stated size that belongs to a card.
 
-    It is a size the card is sold with, the total of several cards, or the size of a modified card
-    with added memory.
+    It is a size the card is sold or resold with, or the total of several cards. Cards that are not
+    in the table have any size.
     """
     for size in part.sizes_gb:
         if size in sold:
@@ -340,11 +399,8 @@ def _sold_size(sold: set[float], part: Typed) -> float | None:
     for size in part.sizes_gb:
         if size / part.count in sold:
             return size
-    modded = set()
-    if "laptop" not in part.words:
-        modded = {_MODDED * size for size in sold}
     for size in part.sizes_gb:
-        if not sold or size in modded or size < _LEAST_RAM:
+        if not sold or size < _MIN_RAM:
             return size
     return None
 
@@ -363,18 +419,21 @@ def _choose(
     if part.cores is None and len(rows) > 1:
         others = [r.name for r in found if r.bandwidth_gbps != row.bandwidth_gbps]
         if others:
-            told = f"took {row.name}; the same name also means {', '.join(others)}"
-            findings.append(Finding("info", told))
+            message = f"assumed {row.name}; the name also means {', '.join(others)}"
+            findings.append(Finding("info", message))
+    if part.cores not in (None, row.compute_units, row.cores):
+        message = f"no {row.name} with {part.cores} cores is listed; the number is ignored"
+        findings.append(Finding("info", message))
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
         taken = max(row.memory_gb, default=None)
         if len(row.memory_gb) > 1:
-            told = f"took {taken:g} GB; it is sold with {sizes} GB"
-            findings.append(Finding("info", told, "--memory GB"))
+            message = f"assumed {taken:g} GB; it is sold with {sizes} GB"
+            findings.append(Finding("info", message, "--memory GB"))
         return row, taken, findings
     if row.memory_gb and wanted not in row.memory_gb and memory_gb is None:
-        told = f"{row.name} is listed with {sizes} GB, not {wanted:g}: taken as typed"
-        findings.append(Finding("warning", told))
+        message = f"{row.name} is listed with {sizes} GB, not {wanted:g}; the typed size is used"
+        findings.append(Finding("warning", message))
     return row, wanted, findings
 
 

@@ -55,11 +55,11 @@ def split(name: str) -> list[str]:
     """
     text = re.sub(r"(?<=gb )\([1-8]\s?[x×]\s?[0-9]{1,3}(?:\s?gb)?\)", " ", name, flags=re.I)
     text = _STICKS.sub(lambda found: f"{int(found[1]) * int(found[2])}gb", text)
-    text = re.sub(r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+", "max ", text, flags=re.I)
-    text = re.sub(r"\bpro\+(?=\s)", "pro ", text, flags=re.I)
+    text = _PLUS_OF_NAME.sub(lambda found: found[0].replace("+", _PLUS), text)
     text = re.sub(r"(?<=[0-9])\+(?=\s|$)(?!\s*\S)", " ", text)
     parts: list[str] = []
-    for part in filter(None, map(str.strip, _JOINED.split(text))):
+    for joined in filter(None, map(str.strip, _JOINED.split(text))):
+        part = joined.replace(_PLUS, "+")
         # "Mac Studio with M2 Ultra": text without a number is not a part of its own.
         if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
             if re.match(_MANY, part, re.I):
@@ -70,6 +70,12 @@ def split(name: str) -> list[str]:
     return parts
 
 
+# A plus that belongs to a part's name ("Max+ 395", "PRO+") is hidden from the pattern that splits.
+_PLUS_OF_NAME = re.compile(
+    r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+|\bpro\+(?=\s)", re.IGNORECASE
+)
+_PLUS = "\ue000"
+
 # A count, and the brands that may come between it and the number.
 _MANY = r"(?:(?:[1-9]|1[0-6])\s?[x×*]|(?:dual|two|triple|three|quad|four)\b)\s?"
 _BRANDS = (
@@ -79,7 +85,7 @@ _BRANDS = (
 # Commas inside parentheses do not separate parts. Neither do those in the table's own names
 # ("7840U,8840U").
 _JOINED = re.compile(
-    r"\s*\+\s*|\s*,\s+(?![^(]*\))"
+    r"\s*\+\s*|\s*,\s+(?![^(]*\))|,(?=[1-9]\s?[x×])"
     r"|(?:(?<=[0-9]{4})|(?<=[0-9] ti)|(?<=[0-9]ti)|(?<=super)|(?<=xt)|(?<=xtx))\s*/\s*(?=[0-9]{4})"
     rf"|\s+(?={_MANY}(?:{_BRANDS}[a-z]{{0,2}}[0-9]{{1,4}}|titan)(?![0-9]|\s?(?:gb|ch)))"
     r"|(?<!\bx)\s(?:and|with|&|plus)\s+(?:an?\s+|another\s+)?(?!max-?q)"
@@ -90,8 +96,12 @@ _JOINED = re.compile(
 _STICKS = re.compile(r"\b([1-9]|1[0-6])\s?[x×*]\s?([0-9]{1,3})\s?gb\b", re.I)
 
 
-# "24g" and "24gb". A four-digit number with a "G" is a part number (Ryzen 7 5750G).
-_SIZE = r"(?P<number>[0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*(?P<unit>gb|gib|g|tb|mib)\b"
+# "24g", "24gb", "24 gigs" and French "24 Go". A four-digit number with a "G" is a part number (Ryzen
+# 7 5750G).
+_SIZE = (
+    r"(?P<number>[0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*"
+    r"(?P<unit>gbs?|gib|gigs?|gigabytes?|go|g|tb|to|mib)\b"
+)
 _KIND = r"(?P<kind>lpddr[3-5]x?|ddr[2-5])"
 # A card's number may follow a kind of memory.
 _RATE = r"(?:[\s-]*(?P<rate>(?![2-5]0[5-9]0\b)[0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*(?:g|xt|gre)))"
@@ -117,7 +127,7 @@ _BEFORE = re.compile(
     rf"(?:([1-9]|1[0-6])\s*(?:[x×*]\s*(?=[a-z])|[x×*]\s*(?=[0-9]{{4}})|×\s*|x\s+|\s[x*]\s+)|({'|'.join(_COUNTS)})[\s-]+)"
     r"(?=[a-z0-9])(?!channel)"
 )
-_BEHIND = re.compile(
+_COUNT_AFTER_NAME = re.compile(
     r"(?:\s[x×*]\s*|(?<=[0-9a-z])[×*]\s*|(?<=[0-9]{2})x|(?<=[a-z]\s)x)([1-9]|1[0-6])"
     r"(?=\s*$|\s+(?:[0-9]+\s?[gt]b|l?p?ddr))"
 )
@@ -135,7 +145,7 @@ _LAPTOP_MODEL = (
     r"(?!(?:i[3579]|[mz][1-9])\b)[a-z]{0,2}[0-9]{1,2}[a-z]?)\b(?!\s*(?:gb|tb)))*"
 )
 # Unifies different spellings, in this order.
-_SAID_OTHERWISE = [
+_TYPED_SPELLINGS = [
     (re.compile(pattern), instead)
     for pattern, instead in (
         (r"\((?:tm|r|c)\)|™|®|\bup to\b|\b(?:nvlink(?:ed)?|sli)\b", " "),
@@ -148,7 +158,7 @@ _SAID_OTHERWISE = [
         (r"\b(40[78]0\s?ti)\s?s\b", r"\1 super"),
         (r"\b(?:xeon )?w-(?=2[12][0-9]{2}\b)", "xeon "),
         # Power draw and price.
-        (r"@?\s*\b[0-9.]+\s*(?:k?w|watts?|tops)\b|[$€]\s?[0-9.,]+k?\b", " "),
+        (r"@?\s*(?<![\w.-])[0-9.]+\s*(?:k?w|watts?|tops)\b|[$€]\s?[0-9.,]+k?\b", " "),
         (r"(?<=[a-z])(?=[0-9]{2,3}gb\b)", " "),
         (r"\b(hx|ultra)(?=[0-9]{3}[a-z]{0,2}\b)", r"\1 "),
         # Series of desktops and servers with plain numbers, which cards have too.
@@ -173,8 +183,8 @@ _SAID_OTHERWISE = [
 
 def read(part: str) -> Typed:
     """Parse one part of a name."""
-    text = _rewritten(part.lower().strip(), _SAID_OTHERWISE)
-    whole = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
+    text = _rewritten(part.lower().strip(), _TYPED_SPELLINGS)
+    without_sizes = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
     count, text = _counted(text)
     ram, text = _ram(text)
     own = None
@@ -192,8 +202,8 @@ def read(part: str) -> Typed:
         sizes = (memory,)
     for size in (*sizes, own, ram.size_gb if ram else None):
         if size is not None and not 0 < size < 1e6:
-            raise UsageError(f"{part!r} asks for {size:g} GB of memory")
-    return Typed(words(text, several=count > 1), sizes, own, cores, count, ram, whole)
+            raise UsageError(f"{part!r} contains {size:g} GB of memory")
+    return Typed(words(text, several=count > 1), sizes, own, cores, count, ram, without_sizes)
 
 
 def _rewritten(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
@@ -233,8 +243,8 @@ def _counted(text: str) -> tuple[int, str]:
         count = int(digits) if digits else _COUNTS[word]
         return count, text[before.end() :]
     text = re.sub(r"\(\s*([1-9]|1[0-6])\s*[x×*]\s*\)\s*$", r" x\1", text)
-    alone = re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text)
-    found = alone or _BEHIND.search(text)
+    count_alone = re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text)
+    found = count_alone or _COUNT_AFTER_NAME.search(text)
     if found is None:
         return 1, text
     return int(found[1]), _without(found).strip()
@@ -250,12 +260,12 @@ def _ram(text: str) -> tuple[StatedRam | None, str]:
         found = pattern.search(text)
         if found is None:
             continue
-        said = found.groupdict()
+        groups = found.groupdict()
         size = None
-        if said.get("number"):
-            size = _gigabytes(said["number"], said["unit"])
-        rate = int(said.get("rate") or 0)
-        return StatedRam(size, said.get("kind") or "", rate, channels), _without(found)
+        if groups.get("number"):
+            size = _gigabytes(groups["number"], groups["unit"])
+        rate = int(groups.get("rate") or 0)
+        return StatedRam(size, groups.get("kind") or "", rate, channels), _without(found)
     if channels:
         return replace(NO_RAM, channels=channels), text
     return None, text
@@ -270,7 +280,7 @@ def _cores(text: str) -> tuple[int | None, float | None, str]:
     if found:
         memory = float(found[3]) if found[3] else None
         return int(found[2]), memory, _without(found)
-    pattern = r"\b([0-9]{1,3})[\s-]*(?:cores?|c)\b[\s-]*(gpu|cpu)?"
+    pattern = r"\b([0-9]{1,5})[\s-]*(?:cores?|c)\b[\s-]*(gpu|cpu)?"
     counts = re.findall(pattern, text)
     rest = re.sub(pattern, " ", text)
     of_gpu = [int(n) for n, of in counts if of == "gpu"]
@@ -289,7 +299,7 @@ _MAC = (
 )
 _WHEN = r"\b(?:(?:early|mid|late|jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)\w*\s+)?20[12][0-9]\b|\b1[1-9][\s-]*(?:inch|in)\b"
 # Unifies the spellings of drivers, shops and PCI lists, in this order.
-_SPELLED_OTHERWISE = [
+_DRIVER_SPELLINGS = [
     (re.compile(pattern), instead)
     for pattern, instead in (
         (r"[^a-z0-9.]+", " "),
@@ -352,16 +362,20 @@ def words(text: str, *, several: bool = False) -> tuple[str, ...]:
     "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max. If `several`, a plural is
     accepted.
     """
+    found = [word for word in spelled(text, several=several) if word not in IGNORED]
+    if "laptop" in found:
+        return tuple(dict.fromkeys(found))
+    return tuple(found)
+
+
+def spelled(text: str, *, several: bool = False) -> list[str]:
+    """Return all words of a text, in the spelling that `words` compares."""
     text = re.sub(r"\bmax[\s-]?q\b", " maxq ", _LAPTOP.sub(" laptop ", text.lower()))
     if several:
         text = re.sub(r"\b([0-9]{4}|[ahvp][0-9]{2,3}|mi[0-9]{2,3})s\b", r"\1", text)
     if re.search(r"\bm[1-9]\b|\bm[1-9](?:pro|max|ultra)\b", text):
         text = re.sub(_WHEN, " ", re.sub(_MAC, " ", text))
-    text = _rewritten(text, _SPELLED_OTHERWISE)
-    found = [word for word in text.split() if word not in IGNORED]
-    if "laptop" in found:
-        return tuple(dict.fromkeys(found))
-    return tuple(found)
+    return _rewritten(text, _DRIVER_SPELLINGS).split()
 
 
 # An unknown word after a number may make it another part, if it is as short as vendors' suffixes.
@@ -373,7 +387,7 @@ def is_number(word: str) -> bool:
     return sum(c.isdigit() for c in word) >= 3
 
 
-def is_apart(before: Sequence[str], after: Sequence[str]) -> bool:
+def is_separate(before: Sequence[str], after: Sequence[str]) -> bool:
     """Return False if the word before or after a part's name could make it another part."""
     last = "".join(before[-1:])
     following = "".join(after[:1])

@@ -28,7 +28,10 @@ def with_memory(
     if ram_gb is not None:
         if device.kind != "discrete":
             maker, _, _ = device.name.partition(" ")
-            raise UsageError(f"{device.name} has one memory: say its size, such as {maker} 64GB")
+            raise UsageError(
+                f"{device.name} has a single memory: give its size with the name, "
+                f"such as {maker} 64GB"
+            )
         device = replace(with_host(device, Computer([], ram=StatedRam(ram_gb))), simulated=True)
     if vram_headroom_gb is not None:
         device = _keeping_of_cards(device, vram_headroom_gb)
@@ -43,7 +46,7 @@ def with_memory(
 def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
     if headroom_gb * 1e9 >= pool.total_bytes:
         raise UsageError(
-            f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB"
+            f"--headroom {headroom_gb:g} leaves no memory of {pool.total_bytes / 1e9:.1f} GB"
         )
     kept = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
     if device.accelerator != "metal":
@@ -59,14 +62,14 @@ def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
     On a described card, the desktop's assumed use is part of the headroom.
     """
     keep = int(headroom_gb * 1e9)
-    whole = device.memory
-    if keep >= whole.limit_bytes:
+    total = device.memory
+    if keep >= total.limit_bytes:
         raise UsageError(
-            f"--vram-headroom {headroom_gb:g} leaves nothing of {whole.limit_bytes / 1e9:.1f} GB"
+            f"--vram-headroom {headroom_gb:g} leaves no memory of {total.limit_bytes / 1e9:.1f} GB"
         )
 
     def kept(memory: Memory) -> Memory:
-        part = round(keep * memory.limit_bytes / whole.limit_bytes)
+        part = round(keep * memory.limit_bytes / total.limit_bytes)
         others = 0 if device.simulated else memory.others_bytes
         left = max(0, memory.limit_bytes - part)
         now = min(left, max(0, memory.total_bytes - part - others))
@@ -86,15 +89,17 @@ def overridden(
     """
     check_overrides(memory_gb, bandwidth_gbps)
     if device.accelerator == "cpu" and (memory_gb, bandwidth_gbps) != (None, None):
-        told = f"planned with this machine's processor, of {device.n_cpu_cores} cores"
-        finding = Finding("info", told, "--device NAME")
+        message = f"planned with this machine's CPU, with {device.n_cpu_cores} cores"
+        finding = Finding("info", message, "--device NAME")
         device = replace(device, findings=(*device.findings, finding))
     if memory_gb is not None:
         size = int(memory_gb * GIB)
         if device.kind == "discrete":
             memory = usable.described_card(size, "--memory", screens=True)
         else:
-            memory = usable.described_pool(size, "--memory, less what the system keeps", device.os)
+            memory = usable.described_pool(
+                size, "--memory, less the memory reserved for the system", device.os
+            )
             if device.accelerator == "metal":
                 memory = usable.mac(size, None, None, None)
         device = replace(device, memory=replace(memory, basis="given"), simulated=True, cards=())

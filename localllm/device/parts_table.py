@@ -141,6 +141,12 @@ def by_gpu_name(
     return nearest_memory(best, memory_bytes)
 
 
+def is_named(row: DeviceRow, name: str) -> bool:
+    """Return True if a reported name contains one of the row's driver names."""
+    wanted = plain(name)
+    return any(_is_in(plain(key), wanted) for key in row.names)
+
+
 def _is_in(key: str, wanted: str) -> bool:
     """Return True if a name is in a reported name, on word boundaries.
 
@@ -256,7 +262,7 @@ def by_pci(
     return nearest_memory(found, memory_bytes)
 
 
-def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
+def bandwidth_of_similar(vendor: str, architecture: str, memory_bytes: int) -> Figure:
     """Return an assumed bandwidth for an unknown card.
 
     It is the lowest among cards of the nearest memory size from this vendor ("" = any). If the
@@ -275,20 +281,20 @@ def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
         return min(abs(math.log(gb * GIB / memory_bytes)) for gb in row.memory_gb)
 
     nearest = min(off(row) for row in cards)
-    found = [row.bandwidth().value for row in cards if off(row) <= nearest + _NEAR]
+    found = [row.bandwidth().value for row in cards if off(row) <= nearest + _MEMORY_TOLERANCE]
     least = min(found)
-    source = f"cards of such a size have {least:g} to {max(found):g} GB/s"
+    source = f"cards of this size have {least:g} to {max(found):g} GB/s"
     return Figure(least, "assumed", source)
 
 
 def slowest(found: Iterable[DeviceRow]) -> Figure:
     """Return the lowest bandwidth of these rows, for an unlisted machine of the same kind."""
     row = min(found, key=lambda row: row.bandwidth().value)
-    return replace(row.bandwidth(), basis="assumed", source=f"what the slowest has: {row.name}")
+    return replace(row.bandwidth(), basis="assumed", source=f"the slowest has: {row.name}")
 
 
 # Tolerance for equal sizes, as a power of e, because a driver may show less memory than there is.
-_NEAR = 0.1
+_MEMORY_TOLERANCE = 0.1
 
 
 def facts(row: DeviceRow | None) -> dict[str, Any]:

@@ -51,18 +51,18 @@ class StatedRam:
         rate = self.rate or int(made_for)
         n = self.channels or channels
         others = [] if self.kind or self.rate else list(kinds[1:])
-        said = f"{_COUNTED.get(n, f'{n} channels')} of {kind.upper()}-{rate}"
+        basis_text = f"{_COUNTED.get(n, f'{n} channels')} of {kind.upper()}-{rate}"
         for other in others:
-            said += f"; {_gbps(int(other.rpartition('-')[2]), n):g} GB/s if it is {other}"
-        sure = known and not others and usual in kinds
+            basis_text += f"; {_gbps(int(other.rpartition('-')[2]), n):g} GB/s if it is {other}"
+        is_certain = known and not others and usual in kinds
         basis: Basis
         if self.rate:
             basis = "given"
-        elif sure:
+        elif is_certain:
             basis = "derived"
         else:
             basis = "assumed"
-        return Figure(_gbps(rate, n), basis, said)
+        return Figure(_gbps(rate, n), basis, basis_text)
 
 
 _COUNTED = {1: "one channel", 2: "two channels"}

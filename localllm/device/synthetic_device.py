@@ -42,8 +42,8 @@ class Computer:
 
     def add_ram(self, size_gb: float | None, more: StatedRam | None) -> None:
         """Record system memory by its size or by its kind alone."""
-        said = self.ram.with_more(more or NO_RAM)
-        self.ram = said.with_more(StatedRam(size_gb))
+        stated = self.ram.with_more(more or NO_RAM)
+        self.ram = stated.with_more(StatedRam(size_gb))
 
 
 def simulate(
@@ -62,18 +62,18 @@ def simulate(
     if gb is None:
         gb = 32.0
         findings.append(
-            Finding("warning", "its memory size is not in the table: took 32 GB", "--memory GB")
+            Finding("warning", "its memory size is not in the table; assumed 32 GB", "--memory GB")
         )
     bandwidth = row.bandwidth(ram)
     if bandwidth_gbps is not None:
         bandwidth = Figure(bandwidth_gbps, "given", "--bandwidth")
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
-    memory, said = _memory(row, gb)
+    memory, stated = _memory(row, gb)
     if given_memory:
         memory = replace(memory, basis="given", source="--memory")
     title = row.name
-    if f"{gb:g}" not in re.findall(r"[0-9.]+", title):
+    if re.findall(r"([0-9.]+)\s?GB", title) != [f"{gb:g}"]:
         title += f" {gb:g} GB"
     return Device(
         name=title,
@@ -85,7 +85,7 @@ def simulate(
         **parts_table.facts(row),
         compute_capability=row.compute_capability,
         simulated=True,
-        findings=(*findings, *said),
+        findings=(*findings, *stated),
         cpu=row.cpu[0] if row.cores and row.cpu else "",
         n_cpu_cores=row.cores,
         cpu_vectors=row.vectors,
@@ -93,12 +93,13 @@ def simulate(
 
 
 def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
-    """Return the memory that an idle machine of this kind offers, and findings on the assumptions."""
+    """Return the memory that an idle machine of this kind offers, and findings on the
+    assumptions."""
     installed = int(gb * GIB)
     if row.accelerator == "metal":
-        limit = usable.mac_default(installed)
-        source = "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
-        older = "the GPU's share of RAM is macOS' older default; newer versions give up to 84 %"
+        limit = usable.mac_current(installed)
+        source = "the share of RAM that macOS 26 gives the GPU"
+        older = "the GPU's share of RAM is that of macOS 26; macOS 15 gives 2/3 to 3/4"
         return Memory(installed, limit, limit, "assumed", source), [Finding("info", older)]
     if row.kind == "discrete":
         visible = int(installed * _VRAM_VISIBLE)
@@ -113,10 +114,10 @@ def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
         memory = Memory(installed, limit, limit, "assumed", source, installed - limit)
         return memory, [Finding("info", raised, fix)]
     if row.vendor == "AMD":
-        memory = usable.described_pool(installed, "half of it for graphics")
-        half = "the system gives the graphics half of the memory"
+        memory = usable.described_pool(installed, "half of it for the GPU")
+        half = "the system lets the GPU use half of the memory"
         return replace(memory, limit_bytes=installed // 2), [Finding("info", half, fix)]
-    source = "what the system shows, less what it keeps"
+    source = "the memory that the system reports, less its reserve"
     if row.family not in _VISIBLE:
         return usable.described_pool(installed, source), []
     visible = int(installed * _VISIBLE[row.family])
@@ -129,8 +130,13 @@ def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
 
     It is planned as one pool of system memory.
     """
-    memory = usable.described_pool(int(memory_gb * GIB), "--memory, less what the system keeps")
-    told = f"{name!r} is not in the table: planned as a CPU with the figures given, and four cores"
+    memory = usable.described_pool(
+        int(memory_gb * GIB), "--memory, less the memory reserved for the system"
+    )
+    message = (
+        f"{name!r} is not in the table, so it is planned "
+        "as a CPU with the given figures and four cores"
+    )
     return Device(
         name=name,
         kind="system",
@@ -141,7 +147,7 @@ def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
         simulated=True,
         n_cpu_cores=USUAL_PROCESSOR.cores,
         cpu_vectors=USUAL_PROCESSOR.vector,
-        findings=(Finding("warning", told),),
+        findings=(Finding("warning", message),),
     )
 
 
@@ -155,8 +161,12 @@ def without_card(
     gb = memory_gb or ram.size_gb
     if gb is None:
         gb = 32.0
-        findings.append(Finding("info", "its memory size was not said: took 32 GB", "--memory GB"))
-    memory = usable.described_pool(int(gb * GIB), "what was said, less what the system keeps")
+        findings.append(
+            Finding("info", "its memory size was not given; assumed 32 GB", "--memory GB")
+        )
+    memory = usable.described_pool(
+        int(gb * GIB), "the given memory, less the memory reserved for the system"
+    )
     bandwidth = cpu.bandwidth(ram)
     if bandwidth_gbps is not None:
         bandwidth = Figure(bandwidth_gbps, "given", "--bandwidth")
@@ -184,11 +194,12 @@ def together(devices: list[Device]) -> Device:
     """
     for device in devices:
         if device.kind != "discrete" and len(devices) > 1:
-            raise UsageError(f"{device.name} is a whole machine: a plan runs on one of them")
+            raise UsageError(f"{device.name} is a complete machine, and a plan uses one of them")
     kinds = sorted({device.accelerator for device in devices})
     if len(kinds) > 1:
         raise UsageError(
-            f"cards of {' and '.join(kinds)} do not share a model: one engine runs on all of them"
+            f"cards of {' and '.join(kinds)} can't share a "
+            "model, because one engine must run on all of them"
         )
     found = list(chain.from_iterable(device.cards or (device,) for device in devices))
     if len(found) == 1:
@@ -213,7 +224,9 @@ def with_host(device: Device, computer: Computer) -> Device:
     if ram.size_gb is None or device.kind != "discrete":
         return device
     size = int(ram.size_gb * GIB)
-    host = usable.described_pool(size, "what was said, less what the system keeps", device.os)
+    host = usable.described_pool(
+        size, "the given memory, less the memory reserved for the system", device.os
+    )
     figure = device.host_bandwidth_gbps
     if figure is None or device.simulated:
         figure = (cpu or USUAL_PROCESSOR).bandwidth(ram)

@@ -121,7 +121,7 @@ class Device:
     __hash__ = object.__hash__  # Hashed by identity, because results for a machine are cached.
 
     @property
-    def room_bytes(self) -> int:
+    def usable_bytes(self) -> int:
         """Bytes of `memory` that a plan may take.
 
         On a card, these are the bytes free now. If a plan took more, it would fail or, on Windows,
@@ -138,8 +138,8 @@ class Device:
 
         The pools are every card, and the system memory in addition to the cards.
         """
-        here = "this GPU" if self.kind == "discrete" else "this machine"
-        places = [(card.name, card.memory) for card in self.cards] or [(here, self.memory)]
+        label = "this GPU" if self.kind == "discrete" else "this machine"
+        places = [(card.name, card.memory) for card in self.cards] or [(label, self.memory)]
         if self.kind == "discrete" and self.host is not None:
             places.append(("system memory", self.host))
         if len(places) == 1:

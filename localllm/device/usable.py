@@ -5,6 +5,8 @@ These functions do no I/O.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import replace
 
 from localllm.device.parsers.gpus import AmdGpu
@@ -16,7 +18,7 @@ MIB = 1 << 20
 # Margin on a card for its driver, new windows of other programs, and errors of our estimate.
 # llama-server's `--fit` keeps 1 GiB on each card. Our plans know their bytes to about 2 %.
 _MARGIN_SHARE = 0.02
-_LEAST_MARGIN = 256 * MIB
+_MIN_MARGIN = 256 * MIB
 
 # Share of physical RAM that macOS up to 15 gave the GPU by default. Newer versions give more
 # (0.74-0.84 were seen: https://github.com/antirez/ds4/pull/893,
@@ -64,7 +66,7 @@ def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
 
 def margin_bytes(total_bytes: int) -> int:
     """Return the bytes of a card that a plan leaves free: 2 %, at least 256 MiB, at most an eighth."""
-    return int(min(max(_MARGIN_SHARE * total_bytes, _LEAST_MARGIN), total_bytes / 8))
+    return int(min(max(_MARGIN_SHARE * total_bytes, _MIN_MARGIN), total_bytes / 8))
 
 
 def vram(total_bytes: int, used_bytes: int, reserved_bytes: int, source: str) -> Memory:
@@ -94,7 +96,7 @@ def mac(
     working_set: int | None,
     wired_limit_mb: int | None,
     free: int | None,
-    to_be_had: int | None = None,
+    available_now_bytes: int | None = None,
 ) -> Memory:
     """Return a Mac's GPU memory: Metal's recommendedMaxWorkingSetSize.
 
@@ -102,9 +104,9 @@ def mac(
     reports it, so the size is limited to physical RAM. A wired limit of 0 means macOS' default, not
     "no limit".
 
-    The memory available now is `to_be_had` less the headroom, as in the memory guard. If a model
+    The memory available now is `available_now_bytes` less the headroom, as in the memory guard. If a model
     takes more than `free`, macOS compresses pages of other apps
-    (https://github.com/unslothai/unsloth/pull/10804). `free` is used if `to_be_had` is unknown.
+    (https://github.com/unslothai/unsloth/pull/10804). `free` is used if `available_now_bytes` is unknown.
     """
     basis: Basis = "reported"
     if working_set:
@@ -120,10 +122,10 @@ def mac(
     limit = min(limit, memory_bytes)
     keep = headroom_bytes(memory_bytes)
     others = 0
-    if to_be_had is not None:
-        others = max(memory_bytes - to_be_had, 0)
+    if available_now_bytes is not None:
+        others = max(memory_bytes - available_now_bytes, 0)
     now = max(0, min(limit, memory_bytes - keep - others))
-    if to_be_had is None and free is not None:
+    if available_now_bytes is None and free is not None:
         now = max(0, min(free, now))
     return Memory(memory_bytes, limit, now, basis, source, keep, others)
 
@@ -135,6 +137,23 @@ def mac_default(memory_bytes: int) -> int:
     """
     share = _MAC_SMALL if memory_bytes <= _MAC_SMALL_UP_TO else _MAC_LARGE
     return int(memory_bytes * share)
+
+
+# (GiB of RAM, share of it that macOS 26 and 27 give the GPU): Metal's own figures of an M2, an M4, an
+# M5 and an M5 Max. The share between them is interpolated.
+_MAC_SHARES = ((8, 2 / 3), (16, 0.74), (32, 0.78), (128, 0.84))
+
+
+def mac_current(memory_bytes: int) -> int:
+    """Return the bytes that a current macOS gives the GPU of a Mac with so much memory."""
+    sizes, shares = zip(*_MAC_SHARES, strict=True)
+    gib = memory_bytes / GIB
+    above = min(bisect_right(sizes, gib), len(sizes) - 1)
+    below = max(0, above - 1)
+    if not sizes[0] < gib < sizes[-1]:
+        return int(memory_bytes * (shares[0] if gib <= sizes[0] else shares[-1]))
+    part = math.log(gib / sizes[below]) / math.log(sizes[above] / sizes[below])
+    return int(memory_bytes * (shares[below] + part * (shares[above] - shares[below])))
 
 
 def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
@@ -162,7 +181,7 @@ def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
     )
 
 
-def rocm_alone(gpu: AmdGpu, ram: Memory) -> Memory:
+def rocm_memory(gpu: AmdGpu, ram: Memory) -> Memory:
     """Return the part of `apu`'s memory that ROCm can use.
 
     It is the carve-out without any other RAM, or the GTT alone if that is larger.
@@ -191,7 +210,7 @@ def _carve_out(total_bytes: int, free_bytes: int, ram: Memory, source: str) -> M
     )
 
 
-def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memory:
+def limited_to_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memory:
     """Return the `memory` of integrated graphics as a build sees it that reports `total_bytes`.
 
     `ram` is the system memory. ROCm sees either the carve-out or the GTT, Vulkan both (96.0 and

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from localllm.engine.cache.tunables import DISK_FREE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from localllm.engine.sampling.grammar import MakeMatcher
     from localllm.limited_child import Stages
 
@@ -40,6 +42,13 @@ class EngineSettings:
     - `gap_s`: on a device, how much longer a stream may wait for its next token while a prompt is
       read. If one of the stream's own steps takes longer, that time applies instead.
     - `power`: share of the time spent computing. The engine pauses after each step for the rest.
+    - `prefill_from`: addresses of servers that are asked for KV (engine/transfer/).
+    - `kv_from`: addresses of servers of the same pool, from which KV of system prompts is copied.
+    - `prefill_key`: the key that the servers of `prefill_from` and `kv_from` require.
+    - `prefill_from_tokens`: prompts with at least this many uncached tokens are always read by these
+      servers (0: the learnt costs decide).
+    - `prefill_patience_s`: a block of KV is never late before this long after its expected time.
+    - `say`: reports a sentence to the owner of the server.
     """
 
     queue_limit: int = 64
@@ -58,3 +67,9 @@ class EngineSettings:
     yields_threads: bool = False
     gap_s: float = 0.02
     power: float = 1.0
+    prefill_from: Sequence[str] = ()
+    kv_from: Sequence[str] = ()
+    prefill_key: str | None = None
+    prefill_from_tokens: int = 0
+    prefill_patience_s: float = 0.25
+    say: Callable[[str], object] = print

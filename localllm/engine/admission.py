@@ -22,10 +22,11 @@ from localllm.engine.cache.matching import (
     PromptMatch,
 )
 from localllm.engine.cache.restore import Restoration
+from localllm.engine.kv_receiving import KvReceiver
 from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
-from localllm.engine.scheduler import Want, admission_order
+from localllm.engine.scheduler import StepDemand, admission_order
 from localllm.memory.guard import MemoryGuard
 from localllm.memory.system import return_to_system
 from localllm_backends.contract import Backend, NoCellsError
@@ -35,6 +36,8 @@ from localllm_backends.contract import Backend, NoCellsError
 _ANSWER_RESERVE_TOKENS = 128
 # If a running prefill will provide at least this many tokens of a prefix, the request waits for it.
 _WORTH_WAITING_TOKENS = 16
+# If no stream decodes, this many blocks of other servers may be imported before the next step.
+_MOST_BLOCKS = 64
 
 
 @dataclass
@@ -43,16 +46,18 @@ class Admission:
     `guard`.
 
     `cache_bytes`: size of the prefix cache in memory while other programs do not need that memory.
-    `awaits_disk`: a request could continue after a disk read that is in progress.
+    `awaits_disk`: a request could continue after a disk read or a transfer that is in progress.
+    `receiver`: imports KV that other servers send.
     """
 
     backend: Backend
     jobs: RequestTable
     guard: MemoryGuard
     cache_bytes: int
+    receiver: KvReceiver
     awaits_disk: bool = False
     _parked_at_step: int = -1
-    _in_vain: set[str] = field(default_factory=set)
+    _not_admitted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         # If all KV is allocated at load, a request takes no more memory.
@@ -65,8 +70,8 @@ class Admission:
         self.awaits_disk = False
         if self.jobs.shares.shared:
             present = [*self.jobs.waiting.values(), *self.jobs.running.values()]
-            self.jobs.shares.remain(job.sharer for job in present)
-            self._in_vain &= self.jobs.waiting.keys()
+            self.jobs.shares.keep_only(job.share_key for job in present)
+            self._not_admitted &= self.jobs.waiting.keys()
         # After a request was parked, the others first run a step. Otherwise it would join them
         # again and be parked again.
         if not self.jobs.waiting or (
@@ -74,7 +79,9 @@ class Admission:
         ):
             return
         most = self._may_run()
-        while self.jobs.waiting and (len(self.jobs.running) < most or self.jobs.shares.shared):
+        while self.jobs.waiting and (
+            len(self.jobs.running) < most or self.jobs.shares.shared or self._yielding()
+        ):
             if not self._admit_next(most):
                 return
 
@@ -83,13 +90,13 @@ class Admission:
         together. Returns False if no request can be admitted."""
         now = self.jobs.clock()
         shares = self.jobs.shares
-        placed = {shares.party(job.sharer) for job in self.jobs.running.values()}
-        ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
+        placed = {shares.share_unit(job.share_key) for job in self.jobs.running.values()}
+        ready = [job for job in self.jobs.waiting.values() if not job.blocked]
         wants = []
         for job in ready:
             to_read = len(job.tokens) - self._source(job).length
-            computed = shares.computed_for(job.sharer, placed)
-            wants.append(Want(job.id, to_read, 0, now - job.arrived_s, computed))
+            computed = shares.tokens_computed(job.share_key, placed)
+            wants.append(StepDemand(job.id, to_read, 0, now - job.arrived_s, computed))
         order = admission_order(wants)
         if not order:
             return False
@@ -97,9 +104,40 @@ class Admission:
         has_place = len(self.jobs.running) < most
         if has_place and self._try_admit(first, now):
             return True
+        if self._yield_to(first, most, now):
+            return True
         if shares.shared and self._preempt_for(first, most, now):
             return True
         return has_place and any(self._try_admit(job, now) for job in others)
+
+    def _yielding(self) -> list[RunningRequest]:
+        """The running requests of low priority, if another request waits."""
+        if all(job.background for job in self.jobs.waiting.values()):
+            return []
+        return [job for job in self.jobs.running.values() if job.background]
+
+    def _yield_to(self, job: RunningRequest, most: int, now: float) -> bool:
+        """Admit `job` in the place of the youngest requests of low priority, which are parked. Their
+        KV stays in the cache. Returns False if it waits for something else."""
+        if not self._yielding():
+            return False
+        source = self._source(job)
+        running = self.jobs.running
+        if (
+            job.background
+            or job.id in self._not_admitted
+            or prefix_in_progress(job, source, running.values())
+            or not self._in_memory(job, source.state)
+        ):
+            return False
+        while True:
+            if len(running) < most and self._try_admit(job, now):
+                return True
+            victims = self._yielding()
+            if not victims:
+                self._not_admitted.add(job.id)
+                return False
+            self.jobs.park(max(victims, key=attrgetter("arrived_s")))
 
     def _preempt_for(self, job: RunningRequest, most: int, now: float) -> bool:
         """Make room for `job`, whose tenant is next, by parking the youngest requests of the tenant
@@ -111,20 +149,20 @@ class Admission:
         waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(
             job, source.state
         )
-        if waits or job.id in self._in_vain:
+        if waits or job.id in self._not_admitted:
             return False
         running = self.jobs.running
         shares = self.jobs.shares
         while True:
-            party = shares.preempted(job.sharer, (j.sharer for j in running.values()))
-            if party is None:
+            unit = shares.unit_to_preempt(job.share_key, (j.share_key for j in running.values()))
+            if unit is None:
                 break
-            victims = [j for j in running.values() if shares.party(j.sharer) == party]
+            victims = [j for j in running.values() if shares.share_unit(j.share_key) == unit]
             self.jobs.park(max(victims, key=attrgetter("arrived_s")))
             if len(running) < most and self._try_admit(job, now):
                 return True
         # Do not park requests for it again: from now on it waits for room like the others.
-        self._in_vain.add(job.id)
+        self._not_admitted.add(job.id)
         return False
 
     def _try_admit(self, job: RunningRequest, now: float) -> bool:
@@ -147,7 +185,7 @@ class Admission:
         except NoCellsError:
             return False
         job.sequence = taken.sequence
-        job.n_kv = taken.held
+        job.n_kv = taken.n_tokens
         job.restoring = taken
         job.known = source.known
         self._in_memory(job, None)
@@ -210,8 +248,9 @@ class Admission:
         self.jobs.pool.evict_idle(n_tokens, live=len(running), clock=self.jobs.clock)
 
     def restore(self) -> None:
-        """Import cached prefixes of admitted requests: one piece per step while any request
-        decodes, otherwise all of them. Does not wait for pieces still being read from disk."""
+        """Import cached prefixes of admitted requests, then KV of other servers: one piece per step
+        while any request decodes, otherwise all of them. Does not wait for pieces that have not
+        arrived."""
         streams = self.jobs.decoding
         imported = False
         jobs = self.jobs.running.values()
@@ -226,9 +265,18 @@ class Admission:
                     self.jobs.pool.make_room(cells, live=len(jobs))
                 restoring.step()
                 imported = True
-            job.n_kv = restoring.held
             self.awaits_disk |= restoring.importing
+            coming = False
             if restoring.done:
+                before = job.fetched_tokens
+                most = _MOST_BLOCKS
+                if streams:
+                    most = 1 - imported
+                coming = self.receiver.receive(job, restoring, most, streams=streams)
+                imported |= job.fetched_tokens > before
+            self.awaits_disk |= coming
+            job.n_kv = restoring.n_tokens
+            if restoring.done and not coming:
                 self._begin(job, restoring)
 
     def _begin(self, job: RunningRequest, restoring: Restoration) -> None:
@@ -240,10 +288,11 @@ class Admission:
         else:
             self.jobs.metrics.prompt_tokens += job.n_prompt
             if job.shares:
-                job.known = max(job.known, self.jobs.history.known(job.line()[:-1]))
+                job.known = max(job.known, self.jobs.history.known(job.cache_tokens()[:-1]))
             job.cached = taken
+            held = taken + job.fetched_tokens
             again = recomputed(
-                job.known, taken, restoring.missed, has_points=self.jobs.pool.kv.states is not None
+                job.known, held, restoring.missed, has_points=self.jobs.pool.kv.states is not None
             )
             for reason, n_tokens in again.items():
                 self.jobs.metrics.recomputed_tokens[reason] += n_tokens
@@ -258,7 +307,7 @@ class Admission:
             job.checkpoints = self.jobs.pool.checkpoints(prompt, job.n_kv, job.known)
         self.jobs.events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
-    def relieve(self) -> None:
+    def free_cells(self) -> None:
         """Free cells when the context is full: drop an idle sequence, or park the youngest request.
         A single request ends with "length".
 
@@ -276,15 +325,15 @@ class Admission:
         for job in list(running.values()):
             self.jobs.finish(job, "length")
 
-    def look_at_memory(self, *, give_back_all: bool = False) -> None:
+    def check_memory_pressure(self, *, release_all: bool = False) -> None:
         """Check from time to time how much memory is available. Under pressure the prefix cache
         shrinks and stops growing."""
         guard = self.guard
         budget = self.jobs.pool.kv.budget
-        if not guard.look(self.jobs.clock(), force=give_back_all):
+        if not guard.look(self.jobs.clock(), force=release_all):
             return
         if guard.pressure != "none" and budget.shrink(
-            budget.held_bytes if give_back_all else guard.missing_bytes
+            budget.held_bytes if release_all else guard.missing_bytes
         ):
             return_to_system()
             guard.look(self.jobs.clock(), force=True)
@@ -302,7 +351,7 @@ class Admission:
         if self.jobs.running:
             return 1
         self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
-        self.look_at_memory(give_back_all=True)
+        self.check_memory_pressure(release_all=True)
         if self.guard.pressure == "hold":
             # A parked request is not rejected, because its answer has begun.
             for job in [j for j in self.jobs.waiting.values() if not j.admissions]:
@@ -328,7 +377,7 @@ def prefix_in_progress(
 def _matching(job: RunningRequest) -> PromptMatch:
     """The state of comparing the job's prompt with the cache. It is kept while the job waits."""
     if job.matching is None:
-        job.matching = PromptMatch(job.line())
+        job.matching = PromptMatch(job.cache_tokens())
     return job.matching
 
 
@@ -336,11 +385,11 @@ def _matching(job: RunningRequest) -> PromptMatch:
 
 _REASONS = {
     "evicted": "were evicted",
-    "unread": "were quicker computed than read from disk",
+    "unread": "were faster to compute than to read from disk",
     "lost": "were lost on disk",
     "no_cells": "did not fit the context",
-    "short": "were too few to be copied",
-    "no_snapshot": "have no snapshot this model could go on from",
+    "short": "were too few to be worth a copy",
+    "no_snapshot": "have no snapshot from which this model could continue",
 }
 
 
@@ -378,12 +427,12 @@ def miss_reason(
     if job.cached >= most:
         return ""
     if not job.shares:
-        return "the request asked for no cache"
+        return "the request disabled the cache"
     if sum(again.values()) > tunables.MIN_TOKENS or (job.known >= most and again):
         return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in again.items())
     if job.known == 0:
-        return "nothing like it was seen before"
+        return "the prompt shares no beginning with earlier prompts"
     # Check each distinct token once: a known prompt may have a hundred thousand tokens.
     known = job.tokens[: job.known]
     turns = sum(map(known.count, filter(is_control, set(known))))
-    return f"diverged from what is cached at token {job.known} (after {turns} control tokens)"
+    return f"differs from the cached prompt from token {job.known} (after {turns} control tokens)"

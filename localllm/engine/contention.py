@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from localllm_backends.contract import Backend
 
 # The system counts in hundredths of a second, so shorter intervals give no useful figure.
-_LEAST_S = 0.05
+_MIN_S = 0.05
 # If other programs take more than this share of the processors, they slow us noticeably.
-MOST_SHARE = 0.1
+MAX_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CpuContention:
         unknown."""
         now = self.mark()
         wall_s = now.at_s - since.at_s
-        if wall_s < _LEAST_S or now.taken_s is None or since.taken_s is None:
+        if wall_s < _MIN_S or now.taken_s is None or since.taken_s is None:
             return 0.0
         return (now.taken_s - since.taken_s) / (wall_s * self.cores)
 

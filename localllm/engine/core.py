@@ -16,28 +16,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from localllm.engine import EngineSettings
+from localllm.engine.adapters import AdapterTurns, unknown_adapters
 from localllm.engine.admission import Admission
+from localllm.engine.background import BackgroundTurns, give_way
 from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.contention import ThreadThrottle, of_this_process
-from localllm.engine.messages import Event, Failure, Request
+from localllm.engine.kv_receiving import KvReceiver
+from localllm.engine.kv_sending import KvSender, Outlet, no_outlet
+from localllm.engine.media import MediaSteps, media_steps
+from localllm.engine.messages import Event, Failure, Request, prompt_too_long
 from localllm.engine.metrics import DecodeSpeedTracker, Metrics
 from localllm.engine.outputs import OutputProcessor
 from localllm.engine.prefill_slices import PrefillInterrupt, SlicedPrefill
 from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.grammar import BackgroundCompiler, GrammarCompiler
-from localllm.engine.scheduler import (
-    Grant,
-    Limits,
-    Shares,
-    plan_step,
-)
+from localllm.engine.scheduler import Grant, Limits, Shares, plan_step
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer
-from localllm.engine.tokens import Placed
-from localllm.engine.vision import ImageSteps, image_steps
+from localllm.engine.tokens import MediaSpan
+from localllm.engine.transfer.conductor import conductor_of
 from localllm.limited_child import Stages
 from localllm.memory.guard import Available, guard_of
 from localllm_backends.contract import (
@@ -65,7 +65,7 @@ class Engine:
     """Serves many requests over one backend.
 
     Not thread-safe on purpose: one thread makes all calls. `available` returns the bytes of memory
-    that can be allocated now (None: ask the system).
+    that can be allocated now (None: ask the system). KV for other servers goes to `outlet`.
     """
 
     backend: Backend
@@ -73,6 +73,7 @@ class Engine:
     clock: Callable[[], float] = time.monotonic
     draft_backend: Backend | None = None
     available: Available | None = None
+    outlet: Outlet = no_outlet
 
     def __post_init__(self) -> None:
         wanted = self.settings
@@ -88,8 +89,9 @@ class Engine:
             self.backend, self.draft_backend, wanted.draft, self.clock, others, self._sizer
         )
         kv.speed = self._sizer
+        self._background = BackgroundTurns(self.speculator.cost)
         self._last_step_s = 0.0
-        self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
+        self._worked_s = self._step_began_s = self._pause_until_s = self.clock()
         self._stalled = False
         self._housekeeping = True
         # If housekeeping copies full states, one piece takes up to 25 ms (gemma-3-270m, into fresh
@@ -110,21 +112,24 @@ class Engine:
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
         )
         self.pool.running = self.jobs.running
+        self._turns = AdapterTurns(tuple(scale for _, scale in self.backend.info.adapters))
         self._compiler = BackgroundCompiler(
             wanted.make_matcher or GrammarCompiler(self.backend),
             wanted.grammar_trials or Stages([]),
-            kv.disk.reads.news,
+            kv.disk.reads.wake,
         )
         kept = wanted.disk_dir if wanted.disk_bytes > 0 else None
-        self._images = image_steps(self.backend, kv.disk.reads.news, kept)
-        self._admission = Admission(self.backend, self.jobs, self.guard, wanted.cache_bytes)
-        self._outputs = OutputProcessor(self.backend, self.jobs, self._compiler.start, self._images)
+        self._media = media_steps(self.backend, kv.disk.reads.wake, kept)
+        self.sender = KvSender(self.backend, self.jobs, self.outlet)
+        self._conductor = conductor_of(self.backend, wanted, kv.disk.reads, self._sizer)
+        receiver = KvReceiver(self._conductor, self.pool, self.jobs.running, self.jobs.progress)
+        self._admission = Admission(
+            self.backend, self.jobs, self.guard, wanted.cache_bytes, receiver
+        )
+        self._outputs = OutputProcessor(self.backend, self.jobs, self._compiler.start, self._media)
         self.pace = DecodeSpeedTracker(others)
-        computing = [
-            b
-            for b in (self.backend, self.draft_backend)
-            if b is not None and b.capabilities.threaded
-        ]
+        loaded = (self.backend, self.draft_backend)
+        computing = [b for b in loaded if b is not None and b.capabilities.threaded]
         self._throttle = ThreadThrottle(computing if self.settings.yields_threads else [], others)
 
     # --- in ---------------------------------------------------------------------------------------
@@ -135,9 +140,9 @@ class Engine:
         return bool(self.jobs)
 
     def submit(
-        self, request: Request, prompt: list[int], images: tuple[Placed, ...] = ()
+        self, request: Request, prompt: list[int], media: tuple[MediaSpan, ...] = ()
     ) -> list[Event]:
-        """Take a request with its tokenised prompt and images.
+        """Take a request with its tokenised prompt and media.
 
         Returns its first event: Queued, or the Failure that ends it. A request with a grammar gets
         its first event from a later step, after the grammar is compiled.
@@ -147,21 +152,16 @@ class Engine:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
         generation = request.generation
         if len(prompt) >= info.n_ctx:
-            said = f"the prompt has {len(prompt)} tokens and the served context is {info.n_ctx}"
-            return [
-                Failure(
-                    request.id, "context_length_exceeded", said, counts=(len(prompt), info.n_ctx)
-                )
-            ]
-        unreadable = ""
-        if self._images is not None:
-            unreadable = self._images.unreadable(images, info.n_batch)
-        if unreadable:
-            return [Failure(request.id, "invalid_request", unreadable)]
-        before = sum(job.sharer[0] == generation.tenant for job in self.jobs.waiting.values())
+            return [prompt_too_long(request.id, len(prompt), info.n_ctx)]
+        refused = unknown_adapters(info, generation.adapters)
+        if not refused and self._media is not None:
+            refused = self._media.unreadable(media, info.n_batch)
+        if refused:
+            return [Failure(request.id, "invalid_request", refused)]
+        before = sum(job.share_key[0] == generation.tenant for job in self.jobs.waiting.values())
         if before >= self.settings.queue_limit:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
-        job = running_request(request, prompt, images, self.backend, self.clock())
+        job = running_request(request, prompt, media, self.backend, self.clock())
         self._stalled = False
         self._housekeeping = True
         self.jobs.enter(job)
@@ -180,7 +180,7 @@ class Engine:
         """End a request now and keep its KV for reuse. Unknown ids are ignored, because the request
         may just have finished."""
         job = self.jobs.find(request_id)
-        self._interrupt.left(request_id)
+        self._interrupt.forget_cancelled(request_id)
         self._stalled = False
         self._housekeeping = True
         if job is None:
@@ -193,27 +193,29 @@ class Engine:
     def interrupt(self, request_id: str) -> None:
         """Stop a step that only reads this request's prompt, because its `cancel` follows. May be
         called from any thread."""
-        self._interrupt.leave(request_id)
+        self._interrupt.mark_cancelled(request_id)
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def step(self, tell: Callable[[list[Event]], None] | None = None) -> list[Event]:
+    def step(self, report_events: Callable[[list[Event]], None] | None = None) -> list[Event]:
         """Run one pass over the weights for all requests that can use it, and return the events.
 
-        Events that are known early go to `tell` before the remaining work of the step.
+        Events that are known early go to `report_events` before the remaining work of the step.
         """
         began_s = self.clock()
         self._receive()
         self._admit()
+        self.sender.send()
         grants = self._schedule()
         result = self._forward(grants)
         if self._overlaps:
-            self._afterwards(tell)
+            self._finish_step(report_events)
         if self._process(grants, result) and not (self._overlaps and self.has_work):
-            self._afterwards(tell)
+            self._finish_step(report_events)
+        self.sender.send()
         now = self.clock()
-        # A step longer than any planned one was suspended, and did not compute in that time.
-        self._rests_until_s = now + min(now - began_s, SINGLE_STEP_S) * (
+        # If a step took longer than any planned step, the process was suspended in between.
+        self._pause_until_s = now + min(now - began_s, SINGLE_STEP_S) * (
             1.0 / self.settings.power - 1.0
         )
         return self.jobs.drain()
@@ -228,7 +230,7 @@ class Engine:
     def idle_wait_s(self) -> float:
         """Seconds that the owner may wait for a message before it calls `step` or `idle` again."""
         if self.has_work:
-            return max(0.0, self._rests_until_s - self.clock())
+            return max(0.0, self._pause_until_s - self.clock())
         if self._housekeeping:
             if self._takes_grace:
                 return max(0.0, IDLE_GRACE_S - (self.clock() - self._worked_s))
@@ -248,22 +250,22 @@ class Engine:
                 self.pool.kv.disk.reads.wait(WAIT_S)
             self._stalled = False
             return True
-        self._admission.look_at_memory()
+        self._admission.check_memory_pressure()
         self.pool.kv.disk.working(False)
-        rested_s = self.clock() - self._worked_s
+        idle_s = self.clock() - self._worked_s
         # One piece at a time keeps a new request's wait short. A piece that fails is not tried
         # again at once.
         self._housekeeping = False
         self._housekeeping = (
             self.pool.tick(busy=False)
             or self.backend.idle_work(self.guard.free_bytes)
-            or self.speculator.tick(busy=False, rested_s=rested_s)
+            or self.speculator.tick(busy=False, idle_s=idle_s)
         )
         return self._housekeeping
 
     def _receive(self) -> None:
         """Check memory, and accept requests whose grammar is compiled."""
-        self._admission.look_at_memory()
+        self._admission.check_memory_pressure()
         self.pool.kv.disk.working(True)
         self._worked_s = self.clock()
         self._housekeeping = True
@@ -279,18 +281,19 @@ class Engine:
         """Plan this step: the next token and draft of every decoding sequence, and chunks of
         prompts. A prompt that is read in slices gets its next slice before that."""
         before = self.metrics.prefilled_tokens
-        sliced = self.prefill.advance(
-            self.jobs.running.values(),
-            self._slice_s,
-            self.guard.free_bytes,
-        )
+        urgent = give_way(self.jobs)
+        sliced = self.prefill.advance(urgent, self._slice_s, self.guard.free_bytes)
         if sliced is not None:
-            self.jobs.shares.charge(sliced[0].sharer, self.metrics.prefilled_tokens - before)
+            self.jobs.shares.charge(sliced[0].share_key, self.metrics.prefilled_tokens - before)
             self.jobs.progress(*sliced)
-        self.speculator.propose(
-            list(self.jobs.running.values()), hurry=self.prefill.job is not None
-        )
-        return self._plan()
+        self._turns.choose([job.adapters for job in self.jobs.steppable()])
+        drafting = [j for j in self.jobs.running.values() if j.adapters == self._turns.active]
+        hurry = self.prefill.job is not None
+        self.speculator.propose(drafting, hurry=hurry, shared=self._turns.others_wait)
+        grants = self._plan()
+        if not grants:
+            self._turns.end()
+        return grants
 
     def _slice_s(self) -> float:
         """Seconds that the next slice may take. The other requests' next step waits for it."""
@@ -303,6 +306,7 @@ class Engine:
         if not grants:
             return None
         self._step_began_s = self.clock()
+        self.backend.use_adapters(self._turns.active)
         result = None
         try:
             with self._interrupt.running(grants):
@@ -310,13 +314,13 @@ class Engine:
         except InterruptedStepError:
             pass
         except NoCellsError:
-            self._admission.relieve()
+            self._admission.free_cells()
         except BackendFailure as e:
-            self._outputs.lose_running(e)
+            self._outputs.fail_running(e)
         for grant in grants:
             job = self.jobs.running.get(grant.key)
             if job is not None:
-                self.jobs.shares.charge(job.sharer, grant.n_tokens)
+                self.jobs.shares.charge(job.share_key, grant.n_tokens)
         return result
 
     def _process(self, grants: list[Grant], result: StepResult | None) -> bool:
@@ -329,19 +333,20 @@ class Engine:
             try:
                 self._outputs.advance(grants, result)
             except BackendFailure as e:
-                self._outputs.lose_running(e)
+                self._outputs.fail_running(e)
                 return False
             self._last_step_s = self.clock() - self._step_began_s
+            self._turns.stepped(sum(g.n_tokens for g in grants), self._last_step_s)
             emitted = self.metrics.generated_tokens - generated
             self._observed = grants, self._last_step_s, emitted
-        awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
+        awaits = self._admission.awaits_disk or (self._media is not None and self._media.waiting)
         self._stalled = (
-            not grants and self.prefill.job is None and (awaits or self.jobs.compiling_alone)
+            not grants and self.prefill.job is None and (awaits or self.jobs.all_blocked)
         )
         self.jobs.expire()
         return True
 
-    def _afterwards(self, tell: Callable[[list[Event]], None] | None) -> None:
+    def _finish_step(self, report_events: Callable[[list[Event]], None] | None) -> None:
         """Do the work that the next step does not need: text, events, measurements and
         housekeeping.
 
@@ -349,8 +354,8 @@ class Engine:
         """
         self._outputs.look_ahead()
         self._outputs.send_text()
-        if tell is not None and self.jobs.events:
-            tell(self.jobs.drain())
+        if report_events is not None and self.jobs.events:
+            report_events(self.jobs.drain())
         if self._observed is not None:
             self._observe(*self._observed)
             self._observed = None
@@ -362,9 +367,10 @@ class Engine:
     def close(self) -> None:
         """Finish exporting the resident sequences, write them to disk and free the backend."""
         self.prefill.close()
+        self._conductor.close()
         self._compiler.close()
-        if self._images is not None:
-            self._images.encoder.close()
+        if self._media is not None:
+            self._media.encoder.close()
         self.pool.finish()
         self.pool.kv.disk.close()
         self.speculator.close()
@@ -375,21 +381,20 @@ class Engine:
     def _plan(self) -> list[Grant]:
         now = self.clock()
         info = self.backend.info
-        ready = [
-            j for j in self.jobs.running.values() if j.steppable and not self.prefill.excludes(j)
-        ]
+        ready = [j for j in self.jobs.steppable() if j.adapters == self._turns.active]
         prompt_only = self._prompt_only_tokens()
-        if self._images is not None:
-            image = self._plan_image(self._images, ready, prompt_only)
-            if image is not None:
-                return [image]
+        if self._media is not None:
+            media = self._plan_media(self._media, ready, prompt_only)
+            if media is not None:
+                return [media]
             ready = [
-                j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)
+                j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.medium)
             ]
-        if len(ready) <= info.n_outputs and all(j.decodes_plainly for j in ready):
+        ready = self._background.taking_part(ready)
+        if len(ready) <= info.n_outputs and all(j.decodes_without_draft for j in ready):
             return [Grant(j.id, 1, prefill=False) for j in ready]
         return plan_step(
-            [self.jobs.want(job, now) for job in ready],
+            [self.jobs.demand(job, now) for job in ready],
             Limits(info.n_batch, info.n_outputs, self._sizer.chunk, prompt_only),
         )
 
@@ -402,6 +407,9 @@ class Engine:
         """
         jobs = [*self.jobs.waiting.values(), *self.jobs.running.values()]
         # With `power` below 1, each step is followed by a pause in proportion, so steps stay short.
+        if self._turns.others_wait and self.jobs.decoding:
+            # Streams with other adapters wait for this step.
+            return max(self._sizer.chunk, 1)
         if (
             len(jobs) == 1
             and self.backend.capabilities.interruptible
@@ -412,19 +420,15 @@ class Engine:
             step_s = PROMPT_STEP_S
         return self._sizer.prompt_tokens(step_s if any(job.shares for job in jobs) else 0.0)
 
-    def _plan_image(
-        self, images: ImageSteps, ready: list[RunningRequest], prompt_only: int
+    def _plan_media(
+        self, media: MediaSteps, ready: list[RunningRequest], prompt_only: int
     ) -> Grant | None:
-        """The image to read in this step. Requests whose images can't be read end here."""
-        image = images.plan(
-            ready,
-            min(
-                self.backend.info.n_batch, self._sizer.chunk if self.jobs.decoding else prompt_only
-            ),
-        )
-        for job, why in images.failed:
+        """The media to read in this step. Requests whose media can't be read end here."""
+        most = self._sizer.chunk if self.jobs.decoding else prompt_only
+        grant = media.plan(ready, min(self.backend.info.n_batch, most))
+        for job, why in media.failed:
             self.jobs.fail(job, Failure(job.id, "invalid_request", why))
-        return image
+        return grant
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -458,7 +462,7 @@ class Engine:
         )
 
     def snapshot(self) -> dict[str, float | int | str]:
-        self._admission.look_at_memory()
+        self._admission.check_memory_pressure()
         prefill_tok_s = 0.0
         if self._sizer.token_s:
             prefill_tok_s = 1.0 / self._sizer.token_s
@@ -469,6 +473,9 @@ class Engine:
             "waiting": len(self.jobs.waiting),
             "running": len(self.jobs.running),
             **self.pool.snapshot(),
+            **self.sender.snapshot(),
+            **self._conductor.snapshot(),
+            **self._turns.snapshot(),
         }
         parts |= {
             "kv_cells": self.backend.info.n_ctx,
@@ -478,8 +485,8 @@ class Engine:
             "power_share": self.settings.power,
             "decode_threads_most": self._throttle.threads,
         }
-        if self._images is not None:
-            parts |= self._images.encoder.snapshot()
+        if self._media is not None:
+            parts |= self._media.encoder.snapshot()
         return parts
 
     def check_integrity(self) -> None:
@@ -489,5 +496,5 @@ class Engine:
             tree.check_integrity()
         self.backend.check_integrity()
         assert all(j.sequence is not None for j in self.jobs.running.values()), (
-            "a running request without a sequence"
+            "a running request has no sequence"
         )

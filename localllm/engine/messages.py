@@ -31,6 +31,8 @@ _quote = json.encoder.encode_basestring_ascii
 FinishReason = Literal["stop", "length", "cancelled", "repetition"]
 # The largest token count that a request may give.
 MAX_TOKENS = 2**31 - 1
+# The most LoRA adapters that a request may name.
+MAX_ADAPTERS = 64
 DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 
@@ -53,7 +55,7 @@ class FieldRange:
 
 _SHARE = FieldRange(0, 1)
 _PENALTY = FieldRange(-2, 2)
-_LOOKED_AT = "tokens looked at; -1 = the whole context"
+_LOOKED_AT = "number of latest tokens to consider; -1 = all tokens of the context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Sampling:
     """
 
     temperature: Annotated[float, FieldRange(0, 100, "0 is greedy")] = 0.8
-    top_k: Annotated[int, FieldRange(-1, MAX_TOKENS, "0 or -1 switches it off")] = 40
+    top_k: Annotated[int, FieldRange(-1, MAX_TOKENS, "0 or -1 turns it off")] = 40
     top_p: Annotated[float, _SHARE] = 0.95
     min_p: Annotated[float, _SHARE] = 0.05
     typical_p: Annotated[float, _SHARE] = 1.0
@@ -75,13 +77,13 @@ class Sampling:
     repeat_last_n: Annotated[int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT)] = 64
     presence_penalty: Annotated[float, _PENALTY] = 0.0
     frequency_penalty: Annotated[float, _PENALTY] = 0.0
-    seed: Annotated[int | None, FieldRange(-(2**63), 2**64 - 1, "-1 draws one", reported=False)] = (
-        None
-    )
+    seed: Annotated[
+        int | None, FieldRange(-(2**63), 2**64 - 1, "-1: a random seed", reported=False)
+    ] = None
     logit_bias: Annotated[dict[int, float], FieldRange(-100, 100, preset=False, reported=False)] = (
         field(default_factory=dict)
     )
-    dry_multiplier: Annotated[float, FieldRange(0, 100, "0 switches DRY off", preset=False)] = 0.0
+    dry_multiplier: Annotated[float, FieldRange(0, 100, "0 turns DRY off", preset=False)] = 0.0
     dry_base: Annotated[float, FieldRange(1, 100, preset=False, reported=False)] = 1.75
     dry_allowed_length: Annotated[int, FieldRange(0, MAX_TOKENS, preset=False, reported=False)] = 2
     dry_penalty_last_n: Annotated[
@@ -89,10 +91,10 @@ class Sampling:
     ] = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     xtc_probability: Annotated[
-        float, FieldRange(0, 1, "0 switches XTC off; of no effect when greedy", preset=False)
+        float, FieldRange(0, 1, "0 turns XTC off; no effect at temperature 0", preset=False)
     ] = 0.0
     xtc_threshold: Annotated[
-        float, FieldRange(0, 1, "above 0.5 switches XTC off", preset=False)
+        float, FieldRange(0, 1, "a value above 0.5 turns XTC off", preset=False)
     ] = 0.1
 
 
@@ -137,6 +139,8 @@ class Generation:
     - `choices_of`: the request with several choices that this request is a part of ("": not part of
       one).
     - `salt`: only requests with the same salt use each other's KV.
+    - `adapters`: the LoRA adapters to apply, as (number, scale) in the order in which the model's
+      adapters were loaded (None: with the scales with which they were loaded).
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -156,6 +160,7 @@ class Generation:
     tenant: str = ""
     choices_of: str = ""
     salt: str = ""
+    adapters: tuple[tuple[int, float], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,23 @@ class ThinkingLimit:
     closing: str
     after: str = ""
     opened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenSpan:
+    """A part of an answer that its reader does not see: reasoning, or structure of the format.
+
+    - `opening` and `closing`: its markers. Without `closing` it is only the opening marker.
+    - `first`: the opening marker counts only at the beginning of the answer.
+    - `opened`: the prompt already contains the opening marker.
+    - `interruptible`: the opening marker of any other span ends it too.
+    """
+
+    opening: str
+    closing: str = ""
+    first: bool = False
+    opened: bool = False
+    interruptible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +227,21 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The beginning of a prompt that other prompts have too: its system prompt and tools.
+
+    - `servers`: names (host:port) of servers of the same pool that were given it, in the order in
+      which they are asked for its KV.
+    - `n_chars`: its length in a text prompt.
+    - `n_tokens`: its length after the prompt is tokenised (0 before).
+    """
+
+    servers: tuple[str, ...]
+    n_chars: int = 0
+    n_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A `prompt` (text with special tokens parsed, or token ids) and the `generation` of its
     answer.
@@ -214,7 +251,11 @@ class Request:
       structure.
     - `draft`: auto, ngram or off.
     - `thinking`: the generation's limit on its reasoning, with this model's markers.
-    - `images`: files in base64, by the mark that represents each in a text prompt.
+    - `media`: image files in base64 or samples (engine/media.py), by their marks in a text prompt.
+    - `hidden`: parts of the answer in which stop texts do not count.
+    - `sends_from`: compute the prompt except its last token, send its KV from this token on, and
+      generate nothing (engine/transfer/).
+    - `shared`: the beginning of the prompt that other servers may have read.
     """
 
     id: str
@@ -225,13 +266,17 @@ class Request:
     render_control: bool = False
     draft: str = "auto"
     thinking: ThinkingLimit | None = None
-    images: dict[str, str] = field(default_factory=dict)
+    media: dict[str, str] = field(default_factory=dict)
+    hidden: tuple[HiddenSpan, ...] = ()
+    sends_from: int | None = None
+    shared: SharedPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss`
-    is the reason why the rest was."""
+    is the reason why the rest was. `fetched_tokens` of the prompt were prefilled by another server,
+    `fetched_from`."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -239,6 +284,8 @@ class Usage:
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
     cache_miss: str = ""
+    fetched_tokens: int = 0
+    fetched_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +371,12 @@ class Failure:
     message: str
     hint: str = ""
     counts: tuple[int, int] | None = None
+
+
+def prompt_too_long(request_id: str, n_tokens: int, n_ctx: int) -> Failure:
+    """The end of a request whose prompt does not fit into the context."""
+    said = f"the prompt has {n_tokens} tokens and the served context is {n_ctx}"
+    return Failure(request_id, "context_length_exceeded", said, counts=(n_tokens, n_ctx))
 
 
 Event: TypeAlias = Queued | Prefill | Text | Finish | Failure

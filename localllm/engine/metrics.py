@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from localllm.engine.contention import MOST_SHARE, CpuContention, Mark
+from localllm.engine.contention import MAX_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio
 
 _DECAY = 0.9
@@ -47,6 +47,7 @@ class Metrics:
     steps: int = 0
     decode_sequences: int = 0
     decode_steps: int = 0
+    drafts: int = 0
     busy_s: float = 0.0
     decode_speed: DecayedRatio = field(default_factory=_decode_speed)
     longest_step_s: float = 0.0
@@ -92,6 +93,7 @@ class Metrics:
         }
         steps = {
             "steps": self.steps,
+            "drafts": self.drafts,
             "batch_occupancy": occupancy,
             "busy_s": self.busy_s,
             "decode_tok_s": self.decode_speed.part / (self.decode_speed.total or 1.0),
@@ -107,7 +109,7 @@ class Metrics:
 
 _SPAN_S = 0.25
 # A span has at least this many steps: on a slow model it takes longer than `_SPAN_S`.
-_FEWEST_STEPS = 8
+_MIN_STEPS = 8
 # A step after a longer pause belongs to another answer.
 _PAUSE_S = 0.1
 # The first steps read memory-mapped weights from the file, so the first span is not counted.
@@ -159,7 +161,7 @@ class DecodeSpeedTracker:
             self._begin(depth, now - seconds)
         self._steps.append(seconds)
         self._last_s = now
-        if now - self._begun_s >= _SPAN_S and len(self._steps) >= _FEWEST_STEPS:
+        if now - self._begun_s >= _SPAN_S and len(self._steps) >= _MIN_STEPS:
             self._end(depth, now)
 
     def _begin(self, depth: int, now: float) -> None:
@@ -176,7 +178,7 @@ class DecodeSpeedTracker:
         self._steps = []
         if self._warming:
             self._warming -= 1
-        elif others > MOST_SHARE:
+        elif others > MAX_SHARE:
             self.disturbed += 1
         else:
             self.spans.append(Span((self._depth + depth) // 2, statistics.median(steps)))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
+from localllm.engine.media import MediaSteps
 from localllm.engine.messages import Failure, FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
@@ -16,12 +17,11 @@ from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.row import Row
 from localllm.engine.sampling.sampler import Sampler
 from localllm.engine.scheduler import Grant
-from localllm.engine.vision import ImageSteps
 from localllm_backends.contract import (
     Backend,
     BackendFailure,
     Chunk,
-    ImagePart,
+    MediaPart,
     SampleSpec,
     StepResult,
 )
@@ -34,7 +34,7 @@ class OutputProcessor:
     backend: Backend
     jobs: RequestTable
     compile_: Callable[[tuple[str, str]], Compilation]
-    images: ImageSteps | None = None
+    media: MediaSteps | None = None
 
     def __post_init__(self) -> None:
         self._eog = frozenset(self.backend.info.eog_tokens)
@@ -56,7 +56,7 @@ class OutputProcessor:
             self.jobs.events.append(Text(job.id, text, tuple(tokens)))
         self._pending.clear()
 
-    def lose_running(self, error: BackendFailure) -> None:
+    def fail_running(self, error: BackendFailure) -> None:
         """Fail all running requests, because the step is lost."""
         self.send_text()
         for job in list(self.jobs.running.values()):
@@ -76,12 +76,12 @@ class OutputProcessor:
         if grant.prefill:
             tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
             last = job.n_kv + grant.n_tokens == len(job.tokens)
-            placed = job.image
+            placed = job.medium
             if placed is not None:
-                assert self.images is not None
-                assert self.images.chosen is not None
-                part = ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
-                return Chunk(job.sequence, tokens, int(last), image=part)
+                assert self.media is not None
+                assert self.media.chosen is not None
+                part = MediaPart(placed.run, self.media.chosen, job.n_kv - placed.start)
+                return Chunk(job.sequence, tokens, int(last), media=part)
             return Chunk(job.sequence, tokens, int(last), *self._wanted(job, last=last))
         tokens = job.tokens[job.n_kv :]
         if job.draft:
@@ -120,7 +120,7 @@ class OutputProcessor:
         if job.restoring is not None:
             job.restoring.computed(job.n_kv)
         if job.n_kv in job.checkpoints:
-            self.jobs.pool.checkpoint(job.sequence, job.line(0, job.n_kv))
+            self.jobs.pool.checkpoint(job.sequence, job.cache_tokens(0, job.n_kv))
         self.jobs.progress(job, job.n_kv)
 
     def _accept(self, job: RunningRequest, result: StepResult, index: int) -> None:
@@ -224,7 +224,7 @@ class OutputProcessor:
             elif constraint.stuck:
                 return accepted, None
             else:
-                right = right and not constraint.turned
+                right = right and not constraint.grammar_changed
                 finish = self._emit_constrained(job, constraint, token, row, texts)
             accepted += right
             if finish is not None or not right:
@@ -258,6 +258,8 @@ class OutputProcessor:
         """Count accepted and rejected draft tokens, and truncate the KV after the accepted ones. An
         accepted token that ended the answer has valid KV."""
         rejected = n_drafted - accepted
+        if n_drafted:
+            self.jobs.metrics.drafts += 1
         job.accepted_drafts += accepted
         job.rejected_drafts += rejected
         if rejected:

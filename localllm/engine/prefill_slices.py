@@ -24,8 +24,9 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant, Shares
 from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, PrefillSlices
 
-# A prompt with less to read than this share of what is left of the sliced prompt does not wait for
-# it: 600 tokens once waited for 30,000. So a prompt waits for at most twice its own tokens.
+# A prompt does not wait for the sliced prompt if it has less to read than this share of the rest of
+# the sliced prompt. Before this limit, 600 tokens waited for 30,000. With it, a prompt waits for at
+# most twice its own tokens.
 _MUCH_LESS = 0.5
 
 
@@ -33,13 +34,13 @@ _MUCH_LESS = 0.5
 class SlicedPrefill:
     """Reads at most one prompt, that of `job`, between the steps.
 
-    Prompts with fewer than `least_tokens` to read are not worth the context that slices take (0: no
+    Prompts with fewer than `min_tokens` to read are not worth the context that slices take (0: no
     prompt is read in slices). Prompts of tenants that have received fewer tokens than the job's
     tenant (`shares`) go first, in the steps.
     """
 
     backend: Backend
-    least_tokens: int
+    min_tokens: int
     metrics: Metrics
     clock: Callable[[], float]
     job: RunningRequest | None = None
@@ -77,14 +78,14 @@ class SlicedPrefill:
         """Start the long prompt that has waited longest, if another request is decoding and
         `free_bytes` of memory (None: unknown) suffice."""
         if self.job is not None or not (
-            self.least_tokens and self.backend.capabilities.sliced_prefill
+            self.min_tokens and self.backend.capabilities.sliced_prefill
         ):
             return
         jobs = list(running)
-        fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
+        fit = [j for j in jobs if self._is_long(j) and j.id not in self._refused]
         if not fit or all(j.prefilling for j in jobs):
             return
-        job = min(fit, key=lambda j: (self.shares.computed_for(j.sharer) or 0, j.submitted_s))
+        job = min(fit, key=lambda j: (self.shares.tokens_computed(j.share_key) or 0, j.submitted_s))
         if (
             free_bytes is not None
             and self.backend.sliced_prefill_bytes(len(job.tokens)) > free_bytes
@@ -92,6 +93,7 @@ class SlicedPrefill:
             return
         assert job.sequence is not None
         try:
+            self.backend.use_adapters(job.adapters)
             # The last token needs logits, so it goes through an ordinary step.
             self._slices = self.backend.slice_prefill(job.sequence, job.tokens[job.n_kv : -1])
         except BackendFailure:
@@ -103,11 +105,11 @@ class SlicedPrefill:
         self._read = 0
         self._waited = False
 
-    def _long(self, job: RunningRequest) -> bool:
+    def _is_long(self, job: RunningRequest) -> bool:
         """True for a long prompt with at least half of it left to read. Otherwise too much computed
         KV would have to be copied."""
-        new = job.prefilling and job.running and not job.images
-        return new and job.pending > self.least_tokens and job.n_kv <= job.pending
+        new = job.prefilling and job.running and not job.media
+        return new and job.pending > self.min_tokens and job.n_kv <= job.pending
 
     def excludes(self, job: RunningRequest) -> bool:
         """True if a request must not be in this step. This holds for the prompt read in slices, and
@@ -117,19 +119,19 @@ class SlicedPrefill:
             return False
         if job is self.job or not job.prefilling:
             return job is self.job
-        return not self._ahead(job) and (not self._waited or self._next(job))
+        return not self._goes_first(job) and (not self._waited or self._waits_for_slices(job))
 
-    def _next(self, job: RunningRequest) -> bool:
+    def _waits_for_slices(self, job: RunningRequest) -> bool:
         """True if the job waits until the sliced prompt is read. This holds for long prompts,
         unless they have much less to read (`_MUCH_LESS`)."""
         left = self._stop - self._start - self._read
-        return self._long(job) and job.pending >= _MUCH_LESS * left
+        return self._is_long(job) and job.pending >= _MUCH_LESS * left
 
-    def _ahead(self, job: RunningRequest) -> bool:
+    def _goes_first(self, job: RunningRequest) -> bool:
         """True if the job's tenant has received fewer tokens than the tenant of the sliced prompt.
         Then the job goes first."""
-        return self.job is not None and (self.shares.computed_for(job.sharer) or 0) < (
-            self.shares.computed_for(self.job.sharer) or 0
+        return self.job is not None and (self.shares.tokens_computed(job.share_key) or 0) < (
+            self.shares.tokens_computed(self.job.share_key) or 0
         )
 
     def _run(self, seconds: float, running: Iterable[RunningRequest]) -> int:
@@ -158,9 +160,9 @@ class SlicedPrefill:
         """True if other prompts are read in this step instead: those of a tenant that goes first,
         or shorter prompts in every second step."""
         reading = [j for j in running if j.steppable and j.prefilling]
-        if any(self._ahead(job) for job in reading):
+        if any(self._goes_first(job) for job in reading):
             return True
-        shorter = any(job is not self.job and not self._next(job) for job in reading)
+        shorter = any(job is not self.job and not self._waits_for_slices(job) for job in reading)
         self._waited = shorter and not self._waited
         return self._waited
 
@@ -224,7 +226,7 @@ class PrefillInterrupt:
             self._backend = backend
         self._lock = threading.Lock()
         self._reading: str | None = None
-        self._leaving: set[str] = set()
+        self._cancelled: set[str] = set()
 
     @contextmanager
     def running(self, grants: Sequence[Grant]) -> Iterator[None]:
@@ -234,8 +236,8 @@ class PrefillInterrupt:
         if len(grants) == 1 and grants[0].prefill:
             alone = grants[0].key
         with self._lock:
-            if alone in self._leaving:
-                raise InterruptedStepError("its client has left")
+            if alone in self._cancelled:
+                raise InterruptedStepError("the client has disconnected")
             self._reading = alone
         try:
             yield
@@ -243,16 +245,16 @@ class PrefillInterrupt:
             with self._lock:
                 self._reading = None
 
-    def leave(self, request_id: str) -> None:
+    def mark_cancelled(self, request_id: str) -> None:
         """Note that this request will be cancelled between two steps. Interrupts the current step
         if it only reads this request's prompt."""
         if self._backend is None:
             return
         with self._lock:
-            self._leaving.add(request_id)
+            self._cancelled.add(request_id)
             if self._reading == request_id:
                 self._backend.interrupt()
 
-    def left(self, request_id: str) -> None:
+    def forget_cancelled(self, request_id: str) -> None:
         with self._lock:
-            self._leaving.discard(request_id)
+            self._cancelled.discard(request_id)

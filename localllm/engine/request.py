@@ -1,34 +1,39 @@
-"""The state of one request in the engine: its tokens, its place in the KV cache, its text and its
-times. The text never shows partial characters or partial stop strings."""
+"""The state of one request in the engine: its tokens, its place in the KV cache and its times."""
 
 from __future__ import annotations
 
-import codecs
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from localllm.engine.adapters import AdapterSet, kv_salt, set_of
 from localllm.engine.messages import SAMPLING_RANGES, LoopLimits, Request, Timings, Usage
 from localllm.engine.sampling.constraint import AnswerConstraint
 from localllm.engine.sampling.grammar import Compilation, tokens_within
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
-from localllm.engine.scheduler import Sharer, arrival
+from localllm.engine.sampling.text_stream import TextStream
+from localllm.engine.scheduler import ShareKey, arrival
 from localllm.engine.tokens import salted
 
 if TYPE_CHECKING:
     from localllm.engine.cache.eviction import Block
     from localllm.engine.cache.matching import PromptMatch
     from localllm.engine.cache.restore import Restoration
-    from localllm.engine.tokens import Placed, Tokens
+    from localllm.engine.tokens import MediaSpan, Tokens
     from localllm_backends.contract import Backend
 
 # Sampling parameters in the overview. The seed and biases are private to the client.
 _REPORTED = [name for name, allowed in SAMPLING_RANGES.items() if allowed.reported]
+
+
+class Closable(Protocol):
+    """Work in other threads that ends when the request ends."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -50,8 +55,14 @@ class RunningRequest:
     - `known`: length of the longest known prefix of its prompt.
     - `admissions`: how often it started running; a parked request starts again.
     - `parked_tokens`: tokens that were computed when it was parked.
-    - `images`: the images of its prompt, in order.
+    - `media`: the images and sounds of its prompt, in order.
+    - `sent_to`: the end of the KV that was sent to another server, if the request `sends` it.
+    - `fetch`: a transfer of KV from another server, which goes on.
+    - `fetch_asked`: the admission for which a transfer was considered.
+    - `fetched_tokens`: tokens of the prompt that were read by the server `fetched_from`.
     - `number`: unique in this process.
+    - `adapters`: the set of adapters that computes it (engine/adapters.py).
+    - `kv_salt`: only requests with the same one share KV.
     """
 
     request: Request
@@ -85,8 +96,15 @@ class RunningRequest:
     decode_steps: int = 0
     admissions: int = 0
     parked_tokens: int = 0
-    images: tuple[Placed, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
+    sent_to: int = 0
+    fetch: Closable | None = None
+    fetch_asked: int = -1
+    fetched_tokens: int = 0
+    fetched_from: str = ""
     number: int = field(default_factory=itertools.count(1).__next__)
+    adapters: AdapterSet = ()
+    kv_salt: str = ""
 
     @property
     def id(self) -> str:
@@ -98,7 +116,12 @@ class RunningRequest:
         return arrival(self.submitted_s, self.request.generation.priority)
 
     @property
-    def sharer(self) -> Sharer:
+    def background(self) -> bool:
+        """True for a request of low priority: no user waits for it."""
+        return self.request.generation.priority < 0
+
+    @property
+    def share_key(self) -> ShareKey:
         """The request's tenant, and the request with several choices that this one belongs to."""
         return self.request.generation.tenant, self.request.generation.choices_of
 
@@ -108,9 +131,26 @@ class RunningRequest:
         and given to them."""
         return self.request.generation.cache_prompt
 
-    def line(self, start: int = 0, stop: int | None = None) -> Tokens:
+    @property
+    def sends(self) -> bool:
+        """True if the request sends the KV of its prompt to another server and generates
+        no answer."""
+        return self.request.sends_from is not None
+
+    @property
+    def sends_to(self) -> int:
+        """The end of the KV to send: the last token is left to the other server."""
+        return self.n_prompt - 1
+
+    @property
+    def blocked(self) -> bool:
+        """True while no step can bring the request on: it waits for a grammar, or for the reader of
+        the KV that it sends."""
+        return self.compilation is not None or (self.sends and self.n_kv >= self.sends_to)
+
+    def cache_tokens(self, start: int = 0, stop: int | None = None) -> Tokens:
         """The tokens [start, stop) as the cache stores them."""
-        return salted(self.tokens[start:stop], self.request.generation.salt, start)
+        return salted(self.tokens[start:stop], self.kv_salt, start)
 
     @property
     def n_generated(self) -> int:
@@ -143,7 +183,7 @@ class RunningRequest:
         return self.pending > 1 or self.n_generated == 0
 
     @property
-    def decodes_plainly(self) -> bool:
+    def decodes_without_draft(self) -> bool:
         """True if the next step contains only the newest token."""
         n = len(self.tokens)
         return n - self.n_kv == 1 and n > self.n_prompt and not self.draft
@@ -172,30 +212,32 @@ class RunningRequest:
     @property
     def steppable(self) -> bool:
         """True if the request may be in the next step: it runs or has a gap to compute, and waits
-        for no grammar."""
-        return self.compilation is None and (self.running or self.gap is not None)
+        for nothing else."""
+        return not self.blocked and (self.running or self.gap is not None)
 
     @property
     def until_checkpoint(self) -> int:
-        """Tokens that may be prefilled before the next checkpoint must be taken, an image starts,
+        """Tokens that may be prefilled before the next checkpoint must be taken, media start,
         or the next cached part is imported."""
-        borders = [i.start for i in self.images]
+        borders = [i.start for i in self.media]
+        if self.sends:
+            borders.append(self.sends_to)
         ahead = [
             c - self.n_kv for c in (*self.checkpoints, *borders, self.gap or 0) if c > self.n_kv
         ]
         return min([self.pending, *ahead])
 
     @property
-    def image(self) -> Placed | None:
-        """The image whose tokens come next in the prompt; None if text comes next."""
-        return next((i for i in self.images if i.start <= self.n_kv < i.stop), None)
+    def medium(self) -> MediaSpan | None:
+        """The media whose tokens come next in the prompt; None if text comes next."""
+        return next((i for i in self.media if i.start <= self.n_kv < i.stop), None)
 
     def overview(self, state: str) -> dict[str, Any]:
         """Parameters and progress as plain values, without any text of the prompt."""
         sampling = self.request.generation.sampling
         return {
             "number": self.number,
-            "tenant": self.sharer[0],
+            "tenant": self.share_key[0],
             "state": state,
             "prompt_tokens": self.n_prompt,
             "processed_tokens": min(self.n_kv, self.n_prompt),
@@ -206,6 +248,10 @@ class RunningRequest:
         }
 
     def usage(self) -> Usage:
+        fetched: dict[str, Any] = {
+            "fetched_tokens": self.fetched_tokens,
+            "fetched_from": self.fetched_from,
+        }
         return Usage(
             prompt_tokens=self.n_prompt,
             completion_tokens=self.n_generated,
@@ -213,6 +259,7 @@ class RunningRequest:
             accepted_draft_tokens=self.accepted_drafts,
             rejected_draft_tokens=self.rejected_drafts,
             cache_miss=self.miss,
+            **fetched,
         )
 
     def timings(self, now_s: float) -> Timings:
@@ -226,10 +273,14 @@ class RunningRequest:
         )
 
 
+# Few texts have more characters per token.
+_MOST_TOKEN_CHARS = 8
+
+
 def running_request(
     request: Request,
     prompt: list[int],
-    images: tuple[Placed, ...],
+    media: tuple[MediaSpan, ...],
     backend: Backend,
     submitted_s: float,
 ) -> RunningRequest:
@@ -269,14 +320,19 @@ def running_request(
         n_prompt=len(prompt),
         max_tokens=room,
         sampler=Sampler(generation.sampling, constraint, rules),
-        text=TextStream(shown, generation.stop, spell),
+        text=TextStream(shown, generation.stop, spell, request.hidden),
         submitted_s=submitted_s,
-        images=images,
+        media=media,
+        adapters=set_of(backend.info, generation.adapters),
+        kv_salt=kv_salt(backend.info, generation.adapters, generation.salt),
     )
+    job.sent_to = request.sends_from or 0
     if generation.max_tokens is not None:
         job.max_tokens = min(room, generation.max_tokens)
     if generation.prediction:
-        job.predicted = backend.tokenize(generation.prediction, special=False)
+        # An answer can't be longer than the context. Megabytes would take seconds here.
+        likely = generation.prediction[: _MOST_TOKEN_CHARS * backend.info.n_ctx]
+        job.predicted = backend.tokenize(likely, special=False)
     if generation.loops is not None:
         job.loop_guard = LoopGuard(generation.loops)
     return job
@@ -285,81 +341,6 @@ def running_request(
 def _put_tokens(backend: Backend, text: str) -> list[int]:
     """The tokens of a text that is inserted into an answer."""
     return tokens_within(backend, text.encode(), special=True) or backend.tokenize(text)
-
-
-class TextStream:
-    """Decodes the tokens of one request and finds its stop strings.
-
-    Text that may become a stop string is held back; `flush` releases it at the end. Control tokens
-    are not shown, but stop strings can match their text from `spell`.
-    """
-
-    def __init__(
-        self,
-        token_bytes: Callable[[int], bytes],
-        stops: Sequence[str] = (),
-        spell: Callable[[int], bytes] | None = None,
-    ) -> None:
-        self._token_bytes = token_bytes
-        self._spell = spell or token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stop = _stop_pattern(stops)
-        self._held = ""
-        self._shown: list[bool] = []  # for each held character
-        self.stopped_by: str | None = None
-        # True if a text may end the answer
-        self.watches = self._stop is not None
-
-    def push(self, token: int, constraint: AnswerConstraint | None = None) -> str:
-        """Add `token` and return the text that can be shown now. Sets `stopped_by` when a stop
-        string is complete.
-
-        The answer's `constraint` has already accepted the token. It may turn off stop strings here,
-        or have control tokens shown.
-        """
-        data = self._token_bytes(token)
-        if constraint is not None and constraint.spelled:
-            data = self._spell(token)
-        if constraint is not None and not constraint.watches_stops:
-            return self.flush() + self._decoder.decode(data)
-        if not data and self.watches:
-            return self._release(self._spell(token).decode("utf-8", "replace"), shown=False)
-        return self._release(self._decoder.decode(data))
-
-    def flush(self) -> str:
-        """Return the held text at the end of the answer. An incomplete character is dropped."""
-        if self.stopped_by is not None:
-            return ""
-        return self._take(len(self._held))
-
-    def _release(self, text: str, *, shown: bool = True) -> str:
-        if self._stop is None:
-            return text
-        if self.stopped_by is not None:
-            return ""
-        self._held += text
-        self._shown += [shown] * len(text)
-        found = self._stop.search(self._held, partial=True)
-        if found is not None and not found.partial:
-            self.stopped_by = found.group()
-        return self._take(len(self._held) if found is None else found.start())
-
-    def _take(self, n: int) -> str:
-        """Remove the first `n` held characters, and return those to be shown."""
-        out = "".join(itertools.compress(self._held[:n], self._shown))
-        self._held = self._held[n:]
-        self._shown = self._shown[n:]
-        return out
-
-
-def _stop_pattern(stops: Sequence[str]) -> Any:
-    """A pattern that finds the first stop string, or the start of one at the end of the text; None
-    without stop strings."""
-    if not any(stops):
-        return None
-    import regex  # it supports partial matches; most requests have no stop strings
-
-    return regex.compile("|".join(regex.escape(stop) for stop in sorted(stops) if stop))
 
 
 class LoopGuard:

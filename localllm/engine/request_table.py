@@ -13,9 +13,9 @@ from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefi
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefill_slices import SlicedPrefill
 from localllm.engine.request import RunningRequest
-from localllm.engine.scheduler import Shares, Want
+from localllm.engine.scheduler import Shares, StepDemand
 from localllm.engine.speculation.speculator import Speculator
-from localllm.engine.tokens import Tokens, image_boundary
+from localllm.engine.tokens import Tokens, media_boundary
 from localllm_backends.contract import CannotRewindError
 
 _PREFILL_EVENT_S = 0.25
@@ -53,14 +53,18 @@ class RequestTable:
         return any(not job.prefilling for job in self.running.values())
 
     @property
-    def compiling_alone(self) -> bool:
-        """True if the only work is to wait for a grammar."""
-        if any(job.compilation is None for job in self.running.values()):
+    def all_blocked(self) -> bool:
+        """True if the only work is to wait for a grammar, or for a reader of KV."""
+        if not all(job.blocked for job in self.running.values()):
             return False
         jobs = (*self.running.values(), *self.waiting.values())
-        return any(job.compilation is not None for job in jobs)
+        return any(job.blocked for job in jobs)
 
-    def want(self, job: RunningRequest, now_s: float) -> Want:
+    def steppable(self) -> list[RunningRequest]:
+        """The running requests that could be in the next step, with any adapters."""
+        return [j for j in self.running.values() if j.steppable and not self.prefill.excludes(j)]
+
+    def demand(self, job: RunningRequest, now_s: float) -> StepDemand:
         """What a request can use in the next step."""
         prefill = 0
         decode = 0
@@ -68,8 +72,12 @@ class RequestTable:
             prefill = job.until_checkpoint
         else:
             decode = 1 + len(job.draft)
-        return Want(
-            job.id, prefill, decode, now_s - job.arrived_s, self.shares.computed_for(job.sharer)
+        return StepDemand(
+            job.id,
+            prefill,
+            decode,
+            now_s - job.arrived_s,
+            self.shares.tokens_computed(job.share_key),
         )
 
     def overview(self) -> list[dict[str, Any]]:
@@ -85,7 +93,7 @@ class RequestTable:
     def enter(self, job: RunningRequest) -> None:
         """Add a request to the waiting ones."""
         self.waiting[job.id] = job
-        self.shares.arrive(job.sharer)
+        self.shares.add_requester(job.share_key)
         self.metrics.requests += 1
 
     def queued(self, job: RunningRequest) -> Queued:
@@ -136,6 +144,9 @@ class RequestTable:
             job.reading = None
         if job.restoring is not None:
             job.restoring.close()
+        if job.fetch is not None:
+            job.fetch.close()
+            job.fetch = None
         sequence = job.sequence
         job.sequence = None
         job.restoring = None
@@ -160,33 +171,33 @@ class RequestTable:
         sequence = self.detach(job, keep=keep)
         if sequence is None:
             return
-        held = job.line(0, 0)
+        tokens = job.cache_tokens(0, 0)
         if keep:
-            held = self._held_tokens(job, sequence)
-            self.history.add(held)
-        self.pool.release(sequence, held, keep=keep)
+            tokens = self._held_tokens(job, sequence)
+            self.history.add(tokens)
+        self.pool.release(sequence, tokens, keep=keep)
 
     def _held_tokens(self, job: RunningRequest, sequence: int) -> Tokens:
         """The tokens in `sequence`, which belonged to the request. A partial image at the end is
         removed."""
-        n = image_boundary(job.tokens, job.n_kv)
+        n = media_boundary(job.tokens, job.n_kv)
         if n < job.n_kv:
             try:
                 self.pool.cut(sequence, n)
             except CannotRewindError:
                 n = 0
-        return job.line(0, n)
+        return job.cache_tokens(0, n)
 
     def park(self, job: RunningRequest) -> None:
         """Take a running request out of the context to wait again. Its computed KV stays in the
         cache."""
         sequence = self.detach(job, keep=job.shares)
         assert sequence is not None
-        held = self._held_tokens(job, sequence)
+        tokens = self._held_tokens(job, sequence)
         if job.shares:
-            self.pool.park(sequence, held)
+            self.pool.park(sequence, tokens)
         else:
-            self.pool.release(sequence, held, keep=False)
+            self.pool.release(sequence, tokens, keep=False)
         job.parked_tokens = max(job.parked_tokens, job.n_kv)
         job.n_kv = 0
         job.draft = []

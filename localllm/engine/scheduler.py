@@ -26,7 +26,7 @@ _HEAD_START_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class StepDemand:
     """The tokens that one request can use in a step: `prefill` tokens still to read, or `decode`
     tokens (1 + draft length).
 
@@ -59,14 +59,14 @@ class Limits:
     prompt_only: int
 
 
-def plan_step(wants: Sequence[Want], limits: Limits) -> list[Grant]:
+def plan_step(demands: Sequence[StepDemand], limits: Limits) -> list[Grant]:
     """Grants for the next step, decodes first.
 
     Every decoding request gets at least one token if the batch has room for all of them. Drafts are
     shortened evenly before a request is left out.
     """
-    decoding = [w for w in wants if not w.prefill and w.decode]
-    prefilling = sorted((w for w in wants if w.prefill), key=_rank)
+    decoding = [w for w in demands if not w.prefill and w.decode]
+    prefilling = sorted((w for w in demands if w.prefill), key=_rank)
     # A prefill that ends in this step needs one row of logits too.
     outputs = max(len(decoding), limits.n_outputs - min(len(prefilling), 1))
     shares = _share([w.decode for w in decoding], min(limits.n_batch, outputs))
@@ -74,27 +74,27 @@ def plan_step(wants: Sequence[Want], limits: Limits) -> list[Grant]:
     return [*grants, *_prefill_grants(prefilling, sum(shares), limits)]
 
 
-def _prefill_grants(prefilling: Sequence[Want], used: int, limits: Limits) -> list[Grant]:
+def _prefill_grants(prefilling: Sequence[StepDemand], used: int, limits: Limits) -> list[Grant]:
     """Grants for prompts, in a step whose decodes use `used` tokens and rows of logits."""
     grants: list[Grant] = []
     rows = limits.n_outputs - used
     shared = used > 0
     room = min(limits.n_batch - used, limits.n_batch if shared else limits.prompt_only)
-    for want in prefilling:
+    for demand in prefilling:
         # A prompt with few tokens left is treated like a decoding stream, so it does not wait for a
         # long prompt.
-        is_short = want.prefill <= _SHORT_TOKENS
+        is_short = demand.prefill <= _SHORT_TOKENS
         if shared and not is_short:
             room = min(room, max(limits.chunk, 1))
         shared = shared or is_short
-        n = min(want.prefill, room)
+        n = min(demand.prefill, room)
         if n <= 0:
             break
-        ends = n == want.prefill
+        ends = n == demand.prefill
         if ends and rows <= 0:
             continue
         rows -= ends
-        grants.append(Grant(want.key, n, prefill=True))
+        grants.append(Grant(demand.key, n, prefill=True))
         room -= n
     return grants
 
@@ -119,27 +119,28 @@ def arrival(submitted_s: float, priority: int) -> float:
     return submitted_s - priority * _HEAD_START_S
 
 
-def admission_order(waiting: Sequence[Want]) -> list[str]:
+def admission_order(waiting: Sequence[StepDemand]) -> list[str]:
     """Keys in order of admission. The tenant with the fewest computed tokens comes first. Within a
     tenant, the fewest tokens to read come first, less an allowance for age."""
     return [w.key for w in sorted(waiting, key=_rank)]
 
 
-def _rank(want: Want) -> tuple[bool, int, float]:
+def _rank(demand: StepDemand) -> tuple[bool, int, float]:
     """Sort key of a request.
 
     Age does not count between tenants: a long queue would make its owner's requests old, and so put
     them first. A priority below 0 does count between tenants: until such a request has waited long,
     it comes after the requests of all tenants.
     """
-    mine = want.prefill - want.waited_s * _AGE_TOKENS_PER_S
-    if want.computed is None:
+    mine = demand.prefill - demand.waited_s * _AGE_TOKENS_PER_S
+    if demand.computed is None:
         return False, 0, mine
-    return want.waited_s < 0, want.computed, mine
+    return demand.waited_s < 0, demand.computed, mine
 
 
-Sharer = tuple[str, ...]
-# A newcomer starts this many tokens below the others: about one chat prompt and its answer.
+# (tenant, request with several choices or ""), or only (tenant,).
+ShareKey = tuple[str, ...]
+# A new requester starts this many tokens below the others: about one chat prompt and its answer.
 CREDIT_TOKENS = 2048
 # More tokens than an engine ever computes.
 _BEFORE_ALL = 2**62
@@ -151,69 +152,69 @@ class Shares:
     for each.
 
     If there is only one tenant, each of its requests for several choices gets a share, and all its
-    other requests get one together. A sharer is a pair of a tenant and the name of such a request.
+    other requests get one together. A share key is a pair of a tenant and the name of such a
+    request.
 
-    The sharer with the fewest tokens is next. A newcomer starts `CREDIT_TOKENS` below the lowest
+    The key with the fewest tokens is next. A new key starts `CREDIT_TOKENS` below the lowest
     active one. So short requests of an occasional user go first, and an idle user can't save up
     more than that.
     """
 
-    computed: dict[Sharer, int] = field(default_factory=dict)
-    _present: set[Sharer] = field(default_factory=set)
+    computed: dict[ShareKey, int] = field(default_factory=dict)
+    _present: set[ShareKey] = field(default_factory=set)
 
-    def arrive(self, sharer: Sharer) -> None:
-        """Note that `sharer` has its first request now."""
+    def add_requester(self, share_key: ShareKey) -> None:
+        """Record that `share_key` has its first request now."""
         if not self._present:
             self.computed = {}
         for part in (slice(None), slice(1)):
             rivals = {s[part] for s in self._present}
-            if sharer[part] not in rivals:
+            if share_key[part] not in rivals:
                 least = min((self.computed[r] for r in rivals), default=CREDIT_TOKENS)
-                had = self.computed.get(sharer[part], 0)
-                self.computed[sharer[part]] = max(had, least - CREDIT_TOKENS)
-        self._present.add(sharer)
+                had = self.computed.get(share_key[part], 0)
+                self.computed[share_key[part]] = max(had, least - CREDIT_TOKENS)
+        self._present.add(share_key)
 
-    def charge(self, sharer: Sharer, n_tokens: int) -> None:
-        for part in {sharer, sharer[:1]} if sharer in self._present else ():
+    def charge(self, share_key: ShareKey, n_tokens: int) -> None:
+        for part in {share_key, share_key[:1]} if share_key in self._present else ():
             self.computed[part] += n_tokens
 
-    def remain(self, sharers: Iterable[Sharer]) -> None:
-        """Keep only the sharers that still have requests."""
-        self._present &= set(sharers)
+    def keep_only(self, share_keys: Iterable[ShareKey]) -> None:
+        """Keep only the keys that still have requests."""
+        self._present &= set(share_keys)
 
-    def party(self, sharer: Sharer) -> Sharer:
-        """The unit of sharing for `sharer`: its tenant if there are several tenants, else the
-        sharer itself."""
+    def share_unit(self, share_key: ShareKey) -> ShareKey:
+        """The unit that gets a share: the tenant of `share_key` if there are several tenants, else
+        `share_key` itself."""
         tenants = {s[:1] for s in self._present}
         if len(tenants) > 1:
-            return sharer[:1]
-        return sharer
+            return share_key[:1]
+        return share_key
 
     @property
     def shared(self) -> bool:
-        """True while more than one sharer has requests."""
+        """True while more than one key has requests."""
         return len(self._present) > 1
 
-    def computed_for(self, sharer: Sharer, placed: Collection[Sharer] | None = None) -> int | None:
-        """Tokens computed for the party of `sharer`; None if there is only one sharer. A party
+    def tokens_computed(
+        self, share_key: ShareKey, placed: Collection[ShareKey] | None = None
+    ) -> int | None:
+        """Tokens computed for the unit of `share_key`; None if there is only one key. A unit
         outside `placed` comes before those in it, whatever its count."""
         if not self.shared:
             return None
-        party = self.party(sharer)
-        return self.computed.get(party, 0) - (
-            0 if placed is None or party in placed else _BEFORE_ALL
-        )
+        unit = self.share_unit(share_key)
+        return self.computed.get(unit, 0) - (0 if placed is None or unit in placed else _BEFORE_ALL)
 
-    def preempted(self, for_: Sharer, running: Iterable[Sharer]) -> Sharer | None:
-        """The party that must give one of its places among `running` (one entry per request) to a
-        request of `for_`. It is the party with the most places, if it has at least two more.
-        Returns None if no party must give one up."""
-        counts = Counter(map(self.party, running))
+    def unit_to_preempt(self, for_: ShareKey, running: Iterable[ShareKey]) -> ShareKey | None:
+        """The unit whose request is preempted for one of `for_`, or None. `running` has one key per
+        running request. It is the unit with the most requests, if it has at least two more."""
+        counts = Counter(map(self.share_unit, running))
         if not counts:
             return None
         most = max(counts, key=lambda p: (counts[p], self.computed.get(p, 0)))
-        # Afterwards it still has at least as many places, so two parties never take a place from
-        # each other in turn.
-        if counts[most] >= counts[self.party(for_)] + 2:
+        # Afterwards it still has at least as many requests, so two units never preempt each other
+        # in turn.
+        if counts[most] >= counts[self.share_unit(for_)] + 2:
             return most
         return None

@@ -38,19 +38,19 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Assumed cost of one more row until it is measured, as a share of a one-row step: that of a
 # compute-bound machine.
 _UNMEASURED_ROW = 0.7
-_LEAST_ROW = 0.01
+_MIN_ROW = 0.01
 _SCALE_RATE = 0.15
 _SHAPE_RATE = 0.15
 # One slow step (a burst of another program) must not turn drafting off, so a step's deviation is
 # limited to this.
-_MOST_SURPRISE = math.log(1.5)
+_MAX_SURPRISE = math.log(1.5)
 # Two steps with drafts in a row that deviate this far in the same direction are no accident: the
 # machine was busy while the shape was probed, or is busy now. They get more weight and a higher
 # limit, and also move the costs of neighbouring row counts.
 _SURPRISE = math.log(1.2)
 _SURPRISED_RATE = 0.5
-_MOST_SURPRISE_TWICE = math.log(2.0)
-_BESIDE = 0.7
+_MAX_SURPRISE_TWICE = math.log(2.0)
+_NEIGHBOUR_SHARE = 0.7
 # Probe again if the shape has moved this far since the last probe.
 _DRIFTED = math.log(1.3)
 
@@ -74,7 +74,7 @@ class StepCost:
         self._scale_s = 0.0
         self._shape = [1.0 + _UNMEASURED_ROW * (n - 1) for n in KNOTS]
         self._probed = list(self._shape)
-        self._last_off = 0.0
+        self._last_log_error = 0.0
 
     @property
     def drifted(self) -> bool:
@@ -100,7 +100,7 @@ class StepCost:
         seconds = np.interp(KNOTS, measured, [seconds_by_rows[n] for n in measured])
         beyond = max(slope, 0.0) * np.maximum(np.subtract(KNOTS, last), 0)
         # One more row is never free, even if a noisy probe measured that.
-        least = _LEAST_ROW * np.subtract(KNOTS, 1)
+        least = _MIN_ROW * np.subtract(KNOTS, 1)
         shape = (seconds + beyond) / self._scale_s - least
         self._shape = [float(s) for s in np.maximum.accumulate(shape) + least]
         self._probed = list(self._shape)
@@ -124,28 +124,28 @@ class StepCost:
             self._scale_s = seconds / self._shape_of(rows)
             return
         off = math.log(seconds / self.seconds(rows))
-        near = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, off))
+        near = max(-_MAX_SURPRISE, min(_MAX_SURPRISE, off))
         self._scale_s *= math.exp(_SCALE_RATE * near)
         if rows == 1:
             return
-        if off * self._last_off > 0 and min(abs(off), abs(self._last_off)) > _SURPRISE:
+        if off * self._last_log_error > 0 and min(abs(off), abs(self._last_log_error)) > _SURPRISE:
             self._reshape(
                 rows,
-                max(-_MOST_SURPRISE_TWICE, min(_MOST_SURPRISE_TWICE, off)) * _SURPRISED_RATE,
-                _BESIDE,
+                max(-_MAX_SURPRISE_TWICE, min(_MAX_SURPRISE_TWICE, off)) * _SURPRISED_RATE,
+                _NEIGHBOUR_SHARE,
             )
         else:
             self._reshape(rows, near * _SHAPE_RATE)
-        self._last_off = off
+        self._last_log_error = off
 
-    def _reshape(self, rows: int, by: float, beside: float = 0.0) -> None:
+    def _reshape(self, rows: int, by: float, neighbour_share: float = 0.0) -> None:
         """Change the logarithm of the shape at `rows` by `by`. The knots around it change by
-        `beside`, then `beside`² … times that."""
+        `neighbour_share`, then `neighbour_share`² … times that."""
         low, high, part = _AROUND[min(rows, KNOTS[-1])]
         for i in range(1, len(KNOTS)):
             weight = (1 - part) * (i == low) + part * (i == high)
-            if beside and low != i != high:
-                weight = beside ** (low - i if i < low else i - high)
+            if neighbour_share and low != i != high:
+                weight = neighbour_share ** (low - i if i < low else i - high)
             if weight:
                 self._shape[i] *= math.exp(by * weight)
 
@@ -153,9 +153,9 @@ class StepCost:
 STALL_RATIO = 7.0
 # A slice of prefill ends on time, but the end of a chunk is only estimated. So a slice and the step
 # after it may take longer than a step with a chunk. Even if the last step was slow, a slice may
-# take `_LEAST_SLICE` times as long as a decode step without drafts.
+# take `_MIN_SLICE` times as long as a decode step without drafts.
 _SLICE_RATIO = 8.0
-_LEAST_SLICE = 5.0
+_MIN_SLICE = 5.0
 _MIN_CHUNK = 16
 # Longest step, as soon as the speed is known, while no request decodes. It applies if other
 # requests read their prompts or wait, or if a cancel must wait for the end of the step.
@@ -163,10 +163,12 @@ PROMPT_STEP_S = 0.35
 # Longest step if a single request reads its prompt and a cancel can interrupt the step. Only a
 # request that arrives now waits for it. Each step has synchronisation costs: on two busy cores 740
 # sleeps of threads with SmolLM2 and 540 with gemma-3-270m, however many tokens it has. 3,000 tokens
-# took 5 to 10 % longer in steps of 128 than of 512, the step size of llama.cpp's own server.
-SINGLE_STEP_S = 4.0
+# took 5 to 10 % longer in steps of 128 than of 512, the step size of llama.cpp's own server. With
+# 4 s, a new request waited for 6 to 9 s on a busy machine.
+SINGLE_STEP_S = 1.5
 _PROMPT_CHUNK = 128
 _DEVICE_CHUNK = 512
+_DEVICE_STEP_S = 4.0
 # llama.cpp's attention on a CPU computes tiles of this many tokens, full or not. On a device each
 # size has its own kernels, so only multiples of `_DEVICE_TILE` are used.
 _TILE = 64
@@ -175,24 +177,25 @@ _DEVICE_TILE = 8
 # few slow steps (a buffer grew, another program ran, a long prompt was tokenised) do not predict
 # the next one. With an average, they made every request wait a quarter longer.
 _STEPS = 31
-_FEWEST_STEPS = 5
+_MIN_STEPS = 5
 # Assumed noise as a share of a step's time. It is smaller if the step was slower than expected: a
 # chunk that is too large stalls streams, while one too small costs little. A step slower than
-# `_MOST_DEARER` times the expected time (kernels are loaded, another program runs) counts as that
+# `_MAX_DEARER` times the expected time (kernels are loaded, another program runs) counts as that
 # much.
 _DEARER = 0.05
 _CHEAPER = 0.15
-_MOST_DEARER = 2.0
+_MAX_DEARER = 2.0
 # By the next step the costs may change by this share. The cost of a token grows with its depth (5 %
 # per chunk, early in a long prompt). The fixed part changes by this share of the cost of
 # `_FIXED_TOKENS` tokens.
 _DRIFT = 0.05
 _FIXED_TOKENS = 64
-# Until steps of two sizes were measured, about this share of the first is taken as fixed.
+# Until steps of two sizes were measured, this share of the first measured time is assumed to be the
+# fixed part.
 _FIXED = 0.3
 # Cost is not exactly linear. On a device, up to this share of the time of a mixed step may exceed
 # the linear estimate. It is assumed until such a step was measured.
-_MOST_BENT = 0.25
+_MAX_NONLINEAR = 0.25
 
 
 class PrefillCost:
@@ -223,7 +226,7 @@ class PrefillCost:
         """Learn that `steps` steps with `n_tokens` tokens together took `seconds`."""
         thought_s = self.seconds(n_tokens, steps)
         if thought_s:
-            seconds = min(seconds, _MOST_DEARER * thought_s)
+            seconds = min(seconds, _MAX_DEARER * thought_s)
         else:
             self._unsure = np.diag([_FIXED, 1 / n_tokens]) ** 2 * seconds**2
         had = np.array([steps, n_tokens])
@@ -256,19 +259,19 @@ class ChunkSizer(PrefillCost):
         # (streams, seconds) of the last decode steps without drafts
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         # Streams in the last step. About how many prompt tokens recent mixed steps had.
-        self._streams = self._reach = 0
+        self._streams = self._recent_prefill = 0
         # on a device, the share of a mixed step's time above the linear estimate
-        self._bent = _MOST_BENT if on_device else 0.0
+        self._nonlinear_share = _MAX_NONLINEAR if on_device else 0.0
         # Submitted steps whose results are not awaited yet: their number, their tokens, and the
         # seconds to submit them.
-        self._unread = (0, 0, 0.0)
+        self._unsynced = (0, 0, 0.0)
 
     @property
-    def plain_s(self) -> float:
+    def decode_s(self) -> float:
         """Seconds of a decode step without drafts for the current number of streams, or about as
         many; 0 if not measured yet."""
         alike = [s for n, s in self._decodes if n == self._streams]
-        if len(alike) < _FEWEST_STEPS:
+        if len(alike) < _MIN_STEPS:
             near = [s for n, s in self._decodes if n <= 2 * self._streams <= 4 * n]
             alike = near or [s for _, s in self._decodes]
         if alike:
@@ -280,17 +283,17 @@ class ChunkSizer(PrefillCost):
         """Prefill tokens allowed in a step that also decodes. At most twice as many as in recent
         steps: larger chunks are measured before they are used."""
         streams = self._streams
-        plain_s = self.plain_s
-        step_s = STALL_RATIO * plain_s
+        decode_s = self.decode_s
+        step_s = STALL_RATIO * decode_s
         tile = 1
         if self._on_device:
-            plain_s = plain_s or self.seconds(streams)
-            step_s = plain_s + max(plain_s, self._gap_s)
+            decode_s = decode_s or self.seconds(streams)
+            step_s = decode_s + max(decode_s, self._gap_s)
             tile = _DEVICE_TILE
         if not self.token_s or not step_s:
             return min(self._n_batch, 2 * _MIN_CHUNK)
-        tokens = self.tokens_in((1 - self._bent) * step_s - self._depth_s)
-        tokens = min(tokens - streams, 2 * self._reach)
+        tokens = self.tokens_in((1 - self._nonlinear_share) * step_s - self._depth_s)
+        tokens = min(tokens - streams, 2 * self._recent_prefill)
         tokens -= tokens % tile if tokens > _TILE else 0
         return max(_MIN_CHUNK, min(self._n_batch, tokens))
 
@@ -298,13 +301,13 @@ class ChunkSizer(PrefillCost):
     def _depth_s(self) -> float:
         """Extra seconds of a decode step compared with a prefill of as many tokens, because the
         streams are deep in their contexts."""
-        return max(0.0, self.plain_s - self.seconds(self._streams))
+        return max(0.0, self.decode_s - self.seconds(self._streams))
 
     def slice_s(self, last_step_s: float) -> float:
         """Seconds of other work allowed before the next decode step, which will take about as long
         as the last."""
-        plain_s = self.plain_s or PROMPT_STEP_S / _SLICE_RATIO**2
-        return max(_SLICE_RATIO * plain_s - last_step_s, _LEAST_SLICE * plain_s)
+        decode_s = self.decode_s or PROMPT_STEP_S / _SLICE_RATIO**2
+        return max(_SLICE_RATIO * decode_s - last_step_s, _MIN_SLICE * decode_s)
 
     def prompt_tokens(self, step_s: float) -> int:
         """Prefill tokens allowed in a step without decoding that may take `step_s`. A device gains
@@ -312,7 +315,7 @@ class ChunkSizer(PrefillCost):
         least = _PROMPT_CHUNK
         if self._on_device:
             least = _DEVICE_CHUNK
-            step_s = max(step_s, SINGLE_STEP_S)
+            step_s = max(step_s, _DEVICE_STEP_S)
         return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float, waited: bool = True) -> None:
@@ -322,18 +325,20 @@ class ChunkSizer(PrefillCost):
         if decoded and not prefilled:
             self._decodes.append((decoded, seconds))
         elif prefilled >= _MIN_CHUNK:
-            steps, tokens, before_s = self._unread
+            steps, tokens, before_s = self._unsynced
             steps += 1
             tokens += decoded + prefilled
             seconds += before_s
             if waited:
-                self._unread = (0, 0, 0.0)
+                self._unsynced = (0, 0, 0.0)
             else:
-                self._unread = (steps, tokens, seconds)
+                self._unsynced = (steps, tokens, seconds)
             if waited and seconds > 0.0:
                 depth_s = self._depth_s if decoded else 0.0
                 self.learn(tokens, max(seconds - depth_s, seconds / 2), steps)
                 if decoded and self._on_device:
                     thought_s = self.seconds(tokens, steps) + steps * depth_s
-                    self._bent = min(max(1 - thought_s / seconds, 0.0), _MOST_BENT)
-            self._reach = max(self._reach // 2 if decoded else self._reach, prefilled)
+                    self._nonlinear_share = min(max(1 - thought_s / seconds, 0.0), _MAX_NONLINEAR)
+            self._recent_prefill = max(
+                self._recent_prefill // 2 if decoded else self._recent_prefill, prefilled
+            )

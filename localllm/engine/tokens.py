@@ -1,10 +1,10 @@
-"""Tokens of prompts with images. Each image is a run of numbers outside the vocabulary, equal for
-equal pixels and projector.
+"""Tokens of prompts with media (images and sounds). Each is a run of numbers outside the vocabulary,
+equal for equal pixels or samples and projector.
 
-So a sequence with images is an ordinary token sequence in the prefix cache, in memory and on disk.
-The numbers of images are negative. Each one encodes 29 bits of a hash of the image, and two flags:
-the last and the first token of the image. A sequence must never be cut within an image;
-`image_boundary` returns the allowed positions. Sequences of users who do not share KV begin with
+So a sequence with media is an ordinary token sequence in the prefix cache, in memory and on disk.
+The numbers of media are negative. Each one encodes 29 bits of a hash of the run, and two flags: the
+last and the first token of the run. A sequence must never be cut within a run;
+`media_boundary` returns the allowed positions. Sequences of users who do not share KV begin with
 other numbers, above every vocabulary (`salted`).
 """
 
@@ -19,10 +19,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import Backend, ImageRun
+from localllm_backends.contract import Backend, MediaRun
 from localllm_backends.control_text import LiteralText, control_texts
 
-# A sequence of token ids, image tokens included.
+# A sequence of token ids, those of media included.
 Tokens = NDArray[np.int32]
 _FIRST = 1
 _LAST = 2
@@ -38,16 +38,16 @@ _ABOVE_VOCABULARIES = 2**30
 def salted(tokens: Sequence[int] | Tokens, salt: str, start: int = 0) -> Tokens:
     """`tokens` as the cache stores them. The first one has position `start` in its sequence.
 
-    Sequences with different `salt`s ("" is no salt) have no common prefix. Image tokens stay as
+    Sequences with different `salt`s ("" is no salt) have no common prefix. Tokens of media stay as
     they are, because their hash is salted already.
     """
-    line = np.array(tokens, dtype=np.int32)
-    for i in range(start, min(start + len(line), _SALTED_TOKENS)) if salt else ():
-        token = int(line[i - start])
+    stored = np.array(tokens, dtype=np.int32)
+    for i in range(start, min(start + len(stored), _SALTED_TOKENS)) if salt else ():
+        token = int(stored[i - start])
         if token >= 0:
             digest = hashlib.blake2b(f"{i} {token} {salt}".encode(), digest_size=4).digest()
-            line[i - start] = _ABOVE_VOCABULARIES | int.from_bytes(digest) >> 2
-    return line
+            stored[i - start] = _ABOVE_VOCABULARIES | int.from_bytes(digest) >> 2
+    return stored
 
 
 def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
@@ -93,11 +93,11 @@ class Tokenizer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """The run of an image, and the position of its first token in a prompt."""
+class MediaSpan:
+    """A run of media, and the position of its first token in a prompt."""
 
     start: int
-    run: ImageRun
+    run: MediaRun
 
     @property
     def stop(self) -> int:
@@ -105,48 +105,48 @@ class Placed:
 
 
 def numbers(key: bytes, n_tokens: int) -> list[int]:
-    """The numbers that represent the `n_tokens` tokens of the image with hash `key`."""
+    """The numbers that represent the `n_tokens` tokens of the run with hash `key`."""
     bits = np.frombuffer(hashlib.shake_128(key).digest(4 * n_tokens), dtype="<u4") >> 3 << 2
     bits[0] |= _FIRST
     bits[-1] |= _LAST
     return [-1 - b for b in bits.tolist()]
 
 
-def laid_out(
-    runs: Sequence[list[int] | ImageRun], salt: str = ""
-) -> tuple[list[int], tuple[Placed, ...]]:
-    """The tokens of a prompt, and the positions of its images."""
+def lay_out_media(
+    runs: Sequence[list[int] | MediaRun], salt: str = ""
+) -> tuple[list[int], tuple[MediaSpan, ...]]:
+    """The tokens of a prompt, and the positions of its media."""
     tokens: list[int] = []
-    placed: list[Placed] = []
+    placed: list[MediaSpan] = []
     for run in runs:
         if isinstance(run, list):
             tokens += run
         else:
-            placed.append(Placed(len(tokens), run))
+            placed.append(MediaSpan(len(tokens), run))
             tokens += numbers(run.key + salt.encode(), run.n_tokens)
     return tokens, tuple(placed)
 
 
-def image_boundary(line: Sequence[int] | Tokens, n: int) -> int:
-    """The largest number of tokens, at most `n`, after which `line` may be cut."""
-    if n <= 0 or line[n - 1] >= 0 or (-1 - int(line[n - 1])) & _LAST:
+def media_boundary(tokens: Sequence[int] | Tokens, n: int) -> int:
+    """The largest number of tokens, at most `n`, after which `tokens` may be cut."""
+    if n <= 0 or tokens[n - 1] >= 0 or (-1 - int(tokens[n - 1])) & _LAST:
         return n
-    while n > 0 and line[n - 1] < 0:
+    while n > 0 and tokens[n - 1] < 0:
         n -= 1
-        if (-1 - int(line[n])) & _FIRST:
+        if (-1 - int(tokens[n])) & _FIRST:
             break
     return n
 
 
-def next_image_boundary(line: Sequence[int] | Tokens, n: int) -> int:
-    """The smallest number of tokens, at least `n`, after which `line` may be cut; its full length
+def next_media_boundary(tokens: Sequence[int] | Tokens, n: int) -> int:
+    """The smallest number of tokens, at least `n`, after which `tokens` may be cut; its full length
     if there is no other."""
-    while 0 < n < len(line) and line[n - 1] < 0 and not (-1 - int(line[n - 1])) & _LAST:
+    while 0 < n < len(tokens) and tokens[n - 1] < 0 and not (-1 - int(tokens[n - 1])) & _LAST:
         n += 1
     return n
 
 
-class TokenLine:
+class TokenBuffer:
     """A growing sequence of token ids in one numpy array."""
 
     def __init__(self, tokens: Sequence[int] | Tokens = ()) -> None:
@@ -171,9 +171,9 @@ class TokenLine:
         self._data[self._n : n] = tokens
         self._n = n
 
-    def follow(self, line: Sequence[int]) -> Tokens:
-        """Update to `line`, which continues the one of the last call, and return all of it. Copies
-        only the new tokens."""
-        self._n = min(self._n, len(line))
-        self.extend(line[self._n :])
+    def follow(self, tokens: Sequence[int]) -> Tokens:
+        """Update to `tokens`, which continues the one of the last call, and return all of it.
+        Copies only the new tokens."""
+        self._n = min(self._n, len(tokens))
+        self.extend(tokens[self._n :])
         return self.view

@@ -50,10 +50,10 @@ def grammar_text(kind: str, source: str, token_ids: Callable[[], Mapping[str, in
                 named = token_ids()
             return str(LLMatcher.grammar_from_lark(_with_tokens(lark, named)))
     except ValueError as e:
-        raise UnsupportedError(f"the {kind} can't be read: {e}") from e
+        raise UnsupportedError(f"the {kind} can't be parsed: {e}") from e
     except RecursionError as e:
         raise UnsupportedError(
-            f"the {kind} can't be read: its rules lead to one another too often"
+            f"the {kind} can't be parsed: its rules refer to each other too often"
         ) from e
     raise UnsupportedError(f"unknown kind of grammar {kind!r}")
 

@@ -15,7 +15,7 @@ from localllm.errors import UnsupportedError
 Made = TypeVar("Made")
 # Approximate number of rules, properties and items. A typical large grammar has a thousand. At this
 # limit, compilation takes a second or more.
-_MOST_PARTS = 50_000
+_MAX_PARTS = 50_000
 # Measured with llguidance 1.9: 4 kB per Lark rule, 10 kB per `$ref` to a definition, 0.4 kB per
 # property of one object. Only touched pages use memory. Half of this size was enough for chains of
 # 25,000 rules and of 8,000 definitions.
@@ -26,11 +26,11 @@ _LOCK = threading.Lock()
 def check_parts(grammar: str) -> None:
     """Raise UnsupportedError if a grammar's text has too many parts."""
     n_parts = sum(grammar.count(mark) for mark in "\n,:")
-    if n_parts > _MOST_PARTS:
+    if n_parts > _MAX_PARTS:
         raise UnsupportedError(
-            f"the constraint has about {n_parts:,} rules, properties and items, and at most "
-            f"{_MOST_PARTS:,} are taken",
-            hint="send a smaller one, or ask for JSON without a schema",
+            f"the constraint has about {n_parts:,} rules, properties and items; the "
+            f"limit is {_MAX_PARTS:,}",
+            hint="send a smaller constraint, or ask for JSON without a schema",
         )
 
 

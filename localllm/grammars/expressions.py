@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 _MAX_CHARS = 1 << 16
 Piece: TypeAlias = tuple[Literal["rule", "item", "mark"], str]
-"""A part of a rule: the name of another one, an expression, or how an expression writes a bracket,
-a bar or how often something is repeated."""
+"""A part of a rule: ("rule", name of another rule), ("item", regular expression), or ("mark", sign of
+a regular expression: a bracket, a bar or a repetition)."""
 Rules: TypeAlias = Mapping[str, Sequence[Piece]]
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from localllm.grammars.expressions import Expressions, Piece, Rules
 from localllm.grammars.reasons import UNSATISFIABLE, check_schema
 
-_MOST_REPEATS = 100_000
-_MOST_NESTED = 200
+_MAX_REPEATS = 100_000
+_MAX_NESTED = 200
 _SIGNS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n"}
 _LETTER = r'(?:\\[trn\\"\[\]]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|[^\\])'
@@ -52,8 +52,8 @@ def lark_of(source: str) -> str:
     numbers = {name: f"r{i}" for i, name in enumerate(rules)}
     lines = [f"start: {numbers['root']}"]
     for name, pieces in rules.items():
-        said = [_in_lark(part, numbers) for part in _with_terminals(pieces, terminals)]
-        lines.append(f"{numbers[name]}: {' '.join(said)}")
+        items = [_in_lark(part, numbers) for part in _with_terminals(pieces, terminals)]
+        lines.append(f"{numbers[name]}: {' '.join(items)}")
     return "\n".join(lines) + "\n"
 
 
@@ -74,7 +74,7 @@ class _GbnfReader:
         while self._at < len(self._text):
             found = _PIECE.match(self._text, self._at)
             if found is None:
-                raise self._wrong("this can't be read (nor are tokens by name)")
+                raise self._wrong("this can't be parsed (tokens by name are not supported)")
             kind = found.lastgroup or ""
             if kind == "line":
                 if self._pieces and not self._opened and self._pieces[-1] != _BAR:
@@ -87,7 +87,7 @@ class _GbnfReader:
         self._end_rule()
         for name in ("root", *self._named):
             if name not in self._rules:
-                raise ValueError(f"it has no rule called {name}")
+                raise ValueError(f"it has no rule with the name {name}")
         return self._rules
 
     def _wrong(self, what: str) -> ValueError:
@@ -96,13 +96,13 @@ class _GbnfReader:
 
     def _end_rule(self) -> None:
         if self._name:
-            self._end_way()
+            self._end_alternative()
             self._rules[self._name] = tuple(self._pieces)
         self._name = ""
         self._pieces = []
         self._item = None
 
-    def _end_way(self) -> None:
+    def _end_alternative(self) -> None:
         if not self._pieces or self._pieces[-1] in (_OPEN, _BAR):
             self._pieces.append(_NOTHING)
 
@@ -111,28 +111,28 @@ class _GbnfReader:
             raise self._wrong("expected the end of the line")
         if kind != "head" and not self._name:
             raise self._wrong("expected a rule")
-        said = found[kind]
+        text = found[kind]
         if kind == "head":
-            self._name = said
+            self._name = text
         elif kind == "times":
             self._repeat(found)
-        elif kind == "mark" and said != ".":
-            self._take_mark(said)
+        elif kind == "mark" and text != ".":
+            self._take_mark(text)
         else:
             self._item = len(self._pieces)
-            self._pieces += self._items(kind, said)
+            self._pieces += self._items(kind, text)
 
     def _take_mark(self, mark: str) -> None:
         if mark == "(":
             self._opened.append(len(self._pieces))
-            if len(self._opened) > _MOST_NESTED:
+            if len(self._opened) > _MAX_NESTED:
                 raise self._wrong("it is nested too deeply")
             self._pieces.append(_OPEN)
             self._item = None
             return
         if mark == ")" and not self._opened:
             raise self._wrong("expected no )")
-        self._end_way()
+        self._end_alternative()
         if mark == ")":
             self._pieces.append(_CLOSE)
             self._item = self._opened.pop()
@@ -140,16 +140,16 @@ class _GbnfReader:
             self._pieces.append(_BAR)
             self._item = None
 
-    def _items(self, kind: str, said: str) -> Sequence[Piece]:
+    def _items(self, kind: str, text: str) -> Sequence[Piece]:
         if kind == "text":
-            letters = [f"[{self._code(letter)}]" for letter in re.findall(_LETTER, said)]
+            letters = [f"[{self._code(letter)}]" for letter in re.findall(_LETTER, text)]
             return [("item", letter) for letter in letters] or [_NOTHING]
         if kind == "name":
-            self._named.append(said)
-            return [("rule", said)]
+            self._named.append(text)
+            return [("rule", text)]
         if kind == "mark":
             return [_ANY]
-        return [self._letters(said)]
+        return [self._letters(text)]
 
     def _code(self, letter: str) -> str:
         """A character as a hexadecimal code, because signs have a meaning between brackets."""
@@ -160,7 +160,7 @@ class _GbnfReader:
         else:
             code = ord(letter)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise self._wrong("no letter has this code")
+            raise self._wrong("no character has this code")
         return f"\\x{{{code:06X}}}"
 
     def _letters(self, inside: str) -> Piece:
@@ -172,7 +172,7 @@ class _GbnfReader:
             if low <= high:  # llama.cpp treats reversed ranges as empty
                 ranges += f"{low}-{high}"
         if inside == "^" or not (ranges or other):  # matches no character in llama.cpp
-            raise self._wrong("no letter is in []")
+            raise self._wrong("[] contains no character")
         if ranges:
             return ("item", f"[{other}{ranges}]")
         return _ANY
@@ -187,8 +187,8 @@ class _GbnfReader:
             high = None
             if most or not comma:
                 high = int(most or least)
-        if max(low, high or 0) > _MOST_REPEATS or (high is not None and high < low):
-            raise self._wrong("too many repetitions, or fewer at most than at least")
+        if max(low, high or 0) > _MAX_REPEATS or (high is not None and high < low):
+            raise self._wrong("too many repetitions, or the maximum is below the minimum")
         if high == 0:
             self._pieces[self._item :] = [_NOTHING]
             return
@@ -200,16 +200,16 @@ class _GbnfReader:
 
 
 def _in_lark(piece: Piece, numbers: dict[str, str]) -> str:
-    kind, said = piece
+    kind, text = piece
     if kind == "rule":
-        return numbers[said]
+        return numbers[text]
     if kind == "item":
-        if said:
-            return f"/{said}/"
+        if text:
+            return f"/{text}/"
         return '""'
     if piece == _OPEN:
         return "("
-    return said
+    return text
 
 
 def _with_terminals(pieces: Sequence[Piece], terminals: dict[Sequence[Piece], str]) -> list[Piece]:
@@ -244,9 +244,9 @@ def _may_be_terminal(run: Sequence[Piece], expression: str, rules: Rules) -> boo
     """True if no other terminal begins like this run, and the run ends at its first match."""
     others: set[str] = set()
     for pieces in rules.values():
-        for kind, said in _with_terminals(pieces, {run: ""}):
-            if kind == "item" and said:
-                others.add(said)
+        for kind, text in _with_terminals(pieces, {run: ""}):
+            if kind == "item" and text:
+                others.add(text)
     first = run[0][1]
     if first in others or not _never_both(expression, f"{expression}(?s:.)+"):
         return False
@@ -255,8 +255,8 @@ def _may_be_terminal(run: Sequence[Piece], expression: str, rules: Rules) -> boo
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     """Runs from one character to a later one at the same level, with a repetition between them."""
-    for first, (kind, said) in enumerate(pieces):
-        if kind != "item" or not said:
+    for first, (kind, text) in enumerate(pieces):
+        if kind != "item" or not text:
             continue
         depth = 0
         repeats = False

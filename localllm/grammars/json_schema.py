@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from localllm.errors import UnsupportedError
-from localllm.grammars.deep_stack import check_parts
+from localllm.grammars.closed_objects import closed
 from localllm.grammars.reasons import GrammarCheck, check_schema, reason_of
-from localllm.grammars.schema_words import NAMED, as_taken, why_not
+from localllm.grammars.schema_words import (
+    NAMED,
+    NOT_COMPARED,
+    convert_node,
+    rejection_reason,
+)
 
 Schema: TypeAlias = bool | dict[str, Any]
 
@@ -29,23 +35,28 @@ SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 _JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=[{tf])')
 _OPTIONS = "x-guidance"
 LENIENT = {_OPTIONS: {"lenient": True}}
-"""In a schema: words that llguidance does not know are passed over."""
+"""A schema entry that makes llguidance ignore unknown keywords."""
 # At most this many keywords are dropped one after another; then any object is allowed.
-_MOST_WORDS = 8
+_MAX_WORDS = 8
+# Limit of the checks of one schema. Longer schemas than these characters are not cached.
+_MAX_CHECKING_S = 1.0
+_CACHED_CHARS = 2**13
 
 
-def held(schema: Any) -> dict[str, Any]:
+def convert_schema(schema: Any) -> dict[str, Any]:
     """The complete `schema` in llguidance's form.
 
-    Raises UnsupportedError naming the keywords that llguidance would not enforce.
+    `uniqueItems` is left out: `without_effect` names it. Raises UnsupportedError naming the other
+    keywords that llguidance would not enforce.
     """
     refused: set[str] = set()
     try:
-        kept = as_taken(schema, refused)
+        kept = convert_node(schema, refused)
     except RecursionError as e:
         raise UnsupportedError("the json_schema can't be enforced: it is nested too deeply") from e
+    refused -= NOT_COMPARED
     if refused:
-        reasons = ", ".join(f"{word} is {why_not(word)}" for word in sorted(refused))
+        reasons = ", ".join(f"{word} is {rejection_reason(word)}" for word in sorted(refused))
         raise UnsupportedError(f"the json_schema can't be enforced: {reasons}")
     if isinstance(kept, bool):
         kept = {"allOf": [kept]}
@@ -53,6 +64,16 @@ def held(schema: Any) -> dict[str, Any]:
     if isinstance(kept.get(_OPTIONS), dict):
         options |= kept[_OPTIONS]
     return {**kept, _OPTIONS: options}
+
+
+def without_effect(text: str) -> tuple[str, ...]:
+    """The keywords of a schema, given as JSON, that are accepted although no grammar enforces
+    them."""
+    if not any(f'"{word}"' in text for word in NOT_COMPARED):
+        return ()
+    refused: set[str] = set()
+    convert_node(json.loads(text), refused)
+    return tuple(sorted(refused & NOT_COMPARED))
 
 
 def schemas_in(lark: str) -> str:
@@ -67,38 +88,28 @@ def schemas_in(lark: str) -> str:
         at = found.end()
         if found[1]:
             schema, at = json.JSONDecoder().raw_decode(lark, at)
-            parts.append(json.dumps(held(schema)))
+            parts.append(json.dumps(convert_schema(schema)))
     return "".join([*parts, lark[at:]])
 
 
 def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
     """`schema` without the parts that llguidance can't enforce, and the affected keywords.
 
-    These keywords are left out or weakened.
+    These keywords are left out or weakened. Raises UnsupportedError if it takes too long.
     """
     try:
-        return _loosened(json.dumps(schema))
+        text = json.dumps(schema)
+        if len(text) <= _CACHED_CHARS:
+            return _cached(text)
+        return _loosened(text)
     except (RecursionError, ValueError):
         return True, ("schema",)
 
 
-def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    """A constraint in the engine's form, and the keywords that can't be enforced.
-
-    Only a `loose_schema` is changed: its unsupported keywords are dropped and named as
-    response_format.WORD. Raises UnsupportedError if it has too many parts.
-    """
-    if grammar is None or grammar[0] != "loose_schema":
-        return grammar, ()
-    check_parts(grammar[1])
-    schema, words = loosened(json.loads(grammar[1]))
-    return ("json_schema", json.dumps(schema)), tuple(f"response_format.{word}" for word in words)
-
-
-@lru_cache(maxsize=512)  # an agent sends the same tools with every turn
 def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     refused: set[str] = set()
-    schema = as_taken(_of_no_place(text), refused)
+    until_s = time.monotonic() + _MAX_CHECKING_S
+    schema = convert_node(closed(_embeddable(text)), refused)
     if isinstance(schema, bool):
         return schema, ()
     if not isinstance(schema, dict):
@@ -107,17 +118,21 @@ def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     # A broken property must not affect the others.
     if check.error and '"$ref"' not in text and isinstance(schema.get("properties"), dict):
         kept = {
-            n: _without_what_breaks(inner, refused) for n, inner in schema["properties"].items()
+            n: _without_rejected_keywords(inner, refused, until_s)
+            for n, inner in schema["properties"].items()
         }
         schema = {**schema, "properties": kept}
     if check.error:
-        schema = _without_what_breaks(schema, refused)
+        schema = _without_rejected_keywords(schema, refused, until_s)
         check = _loosely_checked(schema)
     for warning in check.warnings:
         refused |= {word for word in reason_of(warning).words if f'"{word}"' in text}
     if check.warnings:
         schema = {**schema, **LENIENT}
     return schema, tuple(sorted(refused))
+
+
+_cached = lru_cache(maxsize=512)(_loosened)  # an agent sends the same tools with every turn
 
 
 def documents(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -129,7 +144,7 @@ def documents(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"$defs": {name: {**one, "$id": name, "id": name} for name, one in schemas.items()}}
 
 
-def _of_no_place(text: str) -> Any:
+def _embeddable(text: str) -> Any:
     """A schema that keeps its meaning when embedded in another one.
 
     References to its own address become relative. A top-level `$ref` moves into allOf, because
@@ -154,13 +169,17 @@ def _loosely_checked(schema: Any) -> GrammarCheck:
     if isinstance(schema, bool):
         return GrammarCheck("")
     if not isinstance(schema, dict):
-        return GrammarCheck("this is no schema")
+        return GrammarCheck("this is not a JSON schema")
     return check_schema(json.dumps({"$ref": "x", **documents({"x": schema}), **LENIENT}))
 
 
-def _without_what_breaks(schema: Schema, refused: set[str]) -> Schema:
-    """`schema` without the keywords that llguidance rejects. They are added to `refused`."""
-    for _ in range(_MOST_WORDS):
+def _without_rejected_keywords(schema: Schema, refused: set[str], until_s: float) -> Schema:
+    """`schema` without the keywords that llguidance rejects. They are added to `refused`.
+
+    Raises UnsupportedError if the time.monotonic value `until_s` is over."""
+    for _ in range(_MAX_WORDS):
+        if time.monotonic() > until_s:
+            raise UnsupportedError(f"the schema takes more than {_MAX_CHECKING_S:g} s to check")
         check = _loosely_checked(schema)
         if not check.error:
             return schema

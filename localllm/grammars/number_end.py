@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # A 64-bit float needs 17 digits, not counting zeros, and a 64-bit integer 20. Some are longer.
-_MOST_DIGITS = 24
+_MAX_DIGITS = 24
 _DIGITS = b"0123456789"
 
 
@@ -20,7 +20,7 @@ class NumberEnd:
         self._digits = sum(1 << t for t, text in enumerate(spellings) if text[:1].isdigit())
         self._quotes = sum(1 << t for t, text in enumerate(spellings) if text == b'"')
 
-    def digits_behind(self, token: int, digits: int) -> int:
+    def digits_at_end(self, token: int, digits: int) -> int:
         """The number of digits at the end of a text, after `token` was appended to `digits`
         digits."""
         spelling = self._spellings[token]
@@ -35,7 +35,7 @@ class NumberEnd:
         At the limit, further digits are excluded if the number may end. In a quoted text, in which
         a quote is allowed next, digits may continue.
         """
-        if digits < _MOST_DIGITS:
+        if digits < _MAX_DIGITS:
             return mask
         allowed = int.from_bytes(mask, "little")
         rest = allowed & ~self._digits

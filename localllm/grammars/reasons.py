@@ -11,6 +11,7 @@ from localllm.grammars.deep_stack import on_deep_stack
 # Cost limits for making a grammar: about a second (llguidance counts its own steps).
 _FUEL = 2_000_000
 _SIZE = 100_000
+_MOST_CHARS = 1000
 _NOT_KNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _BLAMED = re.compile(r"\bfor '(\$?\w+)'|(\$?\w+) must be an? ")
 UNSATISFIABLE = "Unsatisfiable schema"
@@ -28,33 +29,35 @@ class Reason:
 # Schema keywords named in llguidance's messages (1.9.1, parser/src/json), and the messages that
 # name no keyword. The first sign found in a message decides.
 _WORD_SIGNS = {
-    "oneOf": ("oneOf is not supported where its alternatives may meet", "oneOf"),
+    "oneOf": ("oneOf is not supported if one value may match several alternatives", "oneOf"),
     "min/maxProperties": (
-        "minProperties and maxProperties are not supported beside optional properties",
+        "minProperties and maxProperties are not supported together with optional properties",
         "minProperties",
         "maxProperties",
     ),
     "patternProperty": (
-        "patternProperties is not supported where patterns meet",
+        "patternProperties is not supported if one name may match several patterns",
         "patternProperties",
     ),
-    "circular references": ("$ref is not supported where it leads to itself", "$ref"),
-    "Resource '": ("$ref is not supported where it leads out of the schema", "$ref"),
-    "Pointer '": ("$ref is not supported where it leads nowhere", "$ref"),
-    "Anchor '": ("$ref is not supported where it leads nowhere", "$ref"),
+    "circular references": ("a $ref that refers to itself is not supported", "$ref"),
+    "Resource '": ("a $ref to another document is not supported", "$ref"),
+    "Pointer '": ("a $ref without a target is not supported", "$ref"),
+    "Anchor '": ("a $ref without a target is not supported", "$ref"),
     "regex parse error": ("pattern is not supported in this form", "pattern"),
 }
 _SIZE_SIGNS = {
-    "recursion limit": "it is nested more than about 120 levels deep",
-    "stack level": "its parts lead to one another more than 128 levels deep",
-    "schema too large": "it comes to more than 50,000 parts",
-    "panic": "it is too large: of what may follow at one place, or of its rules",
+    "recursion limit": "it has more than about 120 nested levels",
+    "stack level": "its references have more than 128 nested levels",
+    "schema too large": "it has more than 50,000 parts",
+    "panic": "it is too large: it has too many rules, or too many alternatives at one position",
 }
 
 
 def reason_of(message: str) -> Reason:
     """The reason for a rejected grammar (from an error) or for ignored keywords (from a
     warning)."""
+    # It may contain a name of the schema, or the answer so far.
+    message = message[:_MOST_CHARS]
     unknown = _NOT_KNOWN.search(message)
     if unknown is not None:
         words = tuple(re.findall(r'"([^"]+)"', unknown[1]))
@@ -111,10 +114,7 @@ def why_stuck(message: str) -> str:
     reason = reason_of(message).sentence
     if "max is" in reason or "too " in reason:
         return (
-            f"the grammar is too much work here ({reason}): "
-            "an object has at most about 500 optional properties"
+            f"the grammar is too complex ({reason}): an object has at most about "
+            "500 optional properties"
         )
-    return (
-        "the answer came to where its grammar, or what is left of it by logit_bias, "
-        "allows nothing more"
-    )
+    return "the answer reached a point at which its grammar, or logit_bias, allows no further token"

@@ -14,7 +14,7 @@ _LARGEST = 4_000_000_000_000_000_000
 # llguidance stores constants as 64-bit floats, so a larger integer would be changed.
 _EXACT = 2**53
 # Each remainder is a state of llguidance's automaton: 10,000 take 0.1 s, a million 12 s (1.9.1).
-_MOST_REMAINDERS = 10_000
+_MAX_REMAINDERS = 10_000
 _KINDS = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
 _UPPER = ("maximum", "exclusiveMaximum")
 _LOWER = ("minimum", "exclusiveMinimum")
@@ -32,8 +32,11 @@ _SCHEMAS = frozenset(
     }
 )
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-# Keywords of draft 3, which llguidance ignores.
-_PASSED_OVER = ("disallow", "divisibleBy", "extends")
+# A grammar can't compare the items of a list. Programs that want a set remove repeated items, and
+# llama.cpp ignores the keyword. So even a strict schema may have it.
+NOT_COMPARED = frozenset({"uniqueItems"})
+# Keywords of draft 3, which llguidance ignores, and those that no grammar can enforce.
+_PASSED_OVER = ("disallow", "divisibleBy", "extends", *NOT_COMPARED)
 _SAYS_NOTHING = (("uniqueItems", False), ("required", True), ("required", False))
 # Lookaround and backreferences, which automata do not support.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
@@ -41,10 +44,10 @@ _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
 _CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])+)\]", re.DOTALL)
 
 
-def as_taken(node: Any, refused: set[str]) -> Any:
+def convert_node(node: Any, refused: set[str]) -> Any:
     """`node` in llguidance's form. Keywords that are left out are added to `refused`."""
     if isinstance(node, list):
-        return [as_taken(inner, refused) for inner in node]
+        return [convert_node(inner, refused) for inner in node]
     if not isinstance(node, dict):
         return node
     out = {word: _inside(word, value, refused) for word, value in node.items()}
@@ -55,11 +58,31 @@ def as_taken(node: Any, refused: set[str]) -> Any:
         # With a discriminator, llguidance itself finds the property that distinguishes the
         # alternatives, also through references.
         out.setdefault("discriminator", {"propertyName": ""})
+    _name_members(out)
     passed_over = [word for word in _PASSED_OVER if word in out]
     for word in (*passed_over, *_not_as_written(out)):
         refused.add(word)
         del out[word]
     return out
+
+
+def _name_members(out: dict[str, Any]) -> None:
+    """Replace `propertyNames`, which llguidance lacks. zod prints it for each record.
+
+    Names that may be any text need no keyword. Listed names become members.
+    """
+    names = out.get("propertyNames")
+    if names is True or names in ({}, {"type": "string"}):
+        del out["propertyNames"]
+        return
+    if not isinstance(names, dict) or not isinstance(names.get("enum"), list):
+        return
+    if names.keys() - {"enum", "type"} or "properties" in out or "patternProperties" in out:
+        return
+    del out["propertyNames"]
+    value = out.get("additionalProperties", True)
+    out["properties"] = {name: value for name in names["enum"] if isinstance(name, str)}
+    out["additionalProperties"] = False
 
 
 def _inside(word: str, value: Any, refused: set[str]) -> Any:
@@ -68,10 +91,10 @@ def _inside(word: str, value: Any, refused: set[str]) -> Any:
         for name, inner in value.items():
             if word == "patternProperties":
                 name = _escapable(name)
-            taken[name] = as_taken(inner, refused)
+            taken[name] = convert_node(inner, refused)
         return taken
     if word in _SCHEMAS:
-        return as_taken(value, refused)
+        return convert_node(value, refused)
     if word == "pattern" and isinstance(value, str):
         return _escapable(value)
     if word == "type":
@@ -134,7 +157,7 @@ def _has_many_remainders(divisor: Any) -> bool:
     _, digits, exponent = Decimal(str(divisor)).normalize().as_tuple()
     if not isinstance(exponent, int):  # infinity
         return True
-    return len(digits) + max(0, exponent) > len(str(_MOST_REMAINDERS)) - 1
+    return len(digits) + max(0, exponent) > len(str(_MAX_REMAINDERS)) - 1
 
 
 def _is_inexact(value: Any) -> bool:
@@ -152,20 +175,20 @@ def _is_inexact(value: Any) -> bool:
 # such a value, and the reason for the refusal.
 _WRONG: dict[str, tuple[Callable[[Any], bool], str]] = {}
 for _word in (*_UPPER, *_LOWER):
-    _WRONG[_word] = (_is_no_bound, "beyond 2^62, or no number")
+    _WRONG[_word] = (_is_no_bound, "not a number of at most 2^62")
 for _word in ("const", "enum"):
     _WRONG[_word] = (_is_inexact, "not supported with integers beyond 2^53")
 _WRONG |= {
     "multipleOf": (
         _has_many_remainders,
-        f"not supported with more than {_MOST_REMAINDERS:,} remainders",
+        f"not supported with more than {_MAX_REMAINDERS:,} remainders",
     ),
     "pattern": (_is_beyond_regular, "not supported"),
     "type": (_is_no_type, "not supported"),
 }
 
 
-def why_not(word: str) -> str:
+def rejection_reason(word: str) -> str:
     if word in _WRONG:
         return _WRONG[word][1]
     return "not supported"

@@ -91,6 +91,11 @@ def llamacpp() -> list[Path]:
     return _existing([p for p in (chosen, default / "llama.cpp") if p])
 
 
+def quants() -> list[Path]:
+    """The folder of the quants that were made here."""
+    return _existing([paths.quants_dir()])
+
+
 def folders_file() -> Path:
     """The file that lists the adopted folders (`localllm models adopt FOLDER`)."""
     return paths.data_dir() / "folders.json"
@@ -130,6 +135,6 @@ def _existing(candidates: list[Path]) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")[:65536].strip()
+        return paths.file_text(path)[:65536].strip()
     except (OSError, UnicodeDecodeError):
         return ""

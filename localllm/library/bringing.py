@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 from localllm import json_store
 from localllm.errors import DownloadError
 from localllm.formatting import byte_size
-from localllm.library import app_folders, digests, hf_cache, hub, names, store, transfer
+from localllm.library import (
+    app_folders,
+    digests,
+    folders,
+    hf_cache,
+    hub,
+    names,
+    store,
+    transfer,
+    variants,
+)
 from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import Listing, Patience, RepoFile
 from localllm.library.names import ModelReference
@@ -32,7 +42,7 @@ def bring(
     listing: Listing,
     selection: Selection,
     wanted: ModelReference,
-    say: Callable[[DownloadProgress], None],
+    on_progress: Callable[[DownloadProgress], None],
     reserve_bytes: int,
     patience: Patience,
     check: CheckKind | None,
@@ -47,8 +57,8 @@ def bring(
     files = [*selection.files]
     if selection.projector is not None:
         files.append(selection.projector)
-    meter = DownloadMeter(selection.total_bytes, say)
-    missing = [f for f in files if not _is_there(folder, listing, f, meter)]
+    meter = DownloadMeter(selection.total_bytes, on_progress)
+    missing = [f for f in files if not _is_downloaded(folder, listing, f, meter)]
     _check_space(cache, folder, missing, reserve_bytes, listing.repo)
     if missing:
         sent = hub.headers(anonymous=listing.anonymous)
@@ -59,12 +69,21 @@ def bring(
                     check_file = check if is_model else None
                     _bring_file(client, folder, listing, file, meter, patience, check_file)
                 meter.finished(file.size_bytes)
-                if file.name == _CONFIG and selection.format.is_folder:
-                    _check_format(folder / "snapshots" / listing.commit / file.name, listing.repo)
+                if selection.format.is_folder:
+                    _check_small_file(folder / "snapshots" / listing.commit, listing, file.name)
     _write_ref(folder, listing, wanted.revision)
     first = selection.files[0].name
-    say(DownloadProgress("done", first, selection.total_bytes, selection.total_bytes))
+    on_progress(DownloadProgress("done", first, selection.total_bytes, selection.total_bytes))
     return _as_local(folder, listing, selection, wanted)
+
+
+def _check_small_file(snapshot: Path, listing: Listing, name: str) -> None:
+    """Raise DownloadError if a downloaded small file shows that the weights are of no use."""
+    if name == _CONFIG:
+        _check_format(snapshot / name, listing.repo)
+    if name == folders.INDEX:
+        listed = {file.name for file in listing.files}
+        variants.check_complete(folders.shards_of(snapshot / name), listed, listing.repo)
 
 
 def _check_format(config: Path, repo: str) -> None:
@@ -75,12 +94,13 @@ def _check_format(config: Path, repo: str) -> None:
     foreign = foreign_format(json_store.read(config))
     if foreign:
         raise DownloadError(
-            f"the weights of {repo} are in {foreign}, which neither MLX nor llama.cpp runs",
-            hint="take a GGUF file of the model, or an MLX conversion (mlx-community has many)",
+            f"the weights of {repo} are in {foreign}, a "
+            "format that neither MLX nor llama.cpp can run",
+            hint="download a GGUF file of the model, or an MLX conversion (mlx-community has many)",
         )
 
 
-def _is_there(folder: Path, listing: Listing, file: RepoFile, meter: DownloadMeter) -> bool:
+def _is_downloaded(folder: Path, listing: Listing, file: RepoFile, meter: DownloadMeter) -> bool:
     """True if the file is here with the published content.
 
     A file that was modified since its last check is read and hashed again.
@@ -111,14 +131,14 @@ def _check_space(
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise transfer.disk_trouble(e, cache / repo) from e
+        raise transfer.disk_error(e, cache / repo) from e
     free = shutil.disk_usage(cache).free
     if need + reserve_bytes > free:
         raise DownloadError(
             f"{repo} needs {byte_size(need)} more, beside {byte_size(reserve_bytes)} that are kept "
             f"for everything else, and the disk of {cache} has {byte_size(free)} free",
-            hint="make room (`localllm models du`, `localllm models prune`), set HF_HOME to a "
-            "bigger disk, or take a smaller quant",
+            hint="free disk space (`localllm models du`, `localllm models prune`), set HF_HOME "
+            "to a bigger disk, or download a smaller quant",
         )
 
 
@@ -154,7 +174,7 @@ def _bring_file(
                 _fetch(client, blob, listing, file, meter, patience, check)
             _link(blob, folder / "snapshots" / listing.commit / file.name)
     except OSError as e:
-        raise transfer.disk_trouble(e, blob) from e
+        raise transfer.disk_error(e, blob) from e
 
 
 def has_content(path: Path, file: RepoFile, on_bytes: Callable[[int], None]) -> bool:
@@ -167,10 +187,10 @@ def has_content(path: Path, file: RepoFile, on_bytes: Callable[[int], None]) -> 
         return False
     if digests.is_known(path, file.digest):
         return True
-    is_whole = store.digest_file(path, file.digest, on_bytes) == file.digest
-    if is_whole:
+    is_correct = store.digest_file(path, file.digest, on_bytes) == file.digest
+    if is_correct:
         digests.remember(path, file.digest)
-    return is_whole
+    return is_correct
 
 
 def _has_its_content(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
@@ -250,7 +270,7 @@ def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
         partial.write_text(listing.commit, encoding="ascii")
         os.replace(partial, ref)
     except OSError as e:
-        raise transfer.disk_trouble(e, ref) from e
+        raise transfer.disk_error(e, ref) from e
 
 
 def _as_local(

@@ -41,8 +41,7 @@ def age_days(folder: Path, today: datetime.date | None = None) -> int:
     shipped."""
     read = SHIPPED
     try:
-        with (folder / UPDATE_FILE).open(encoding="utf-8") as file:
-            dated = _DATED.match(file.readline())
+        dated = _DATED.match(paths.file_text(folder / UPDATE_FILE))
         if dated:
             read = max(read, datetime.date.fromisoformat(dated[1]))
     except (OSError, ValueError):
@@ -62,8 +61,8 @@ def load_catalog() -> Catalog:
         return catalog.load(folder, _shipped)
     except CatalogError as e:
         mend = (
-            f"mend the file or move it out of {folder}; `python -m localllm_catalog.check "
-            f"{folder}` lists every mistake"
+            f"correct the file or move it out of {folder}; `python -m localllm_catalog.check "
+            f"{folder}` lists all its errors"
         )
         raise CatalogFileError(e.message, hint=f"{e.hint}; {mend}" if e.hint else mend) from e
 
@@ -152,12 +151,10 @@ def open_model(local: LocalModel, catalog: Catalog) -> OpenedModel:
 
 
 def _read_folder(folder: Path, known: Model | None) -> Model:
-    import json
-
     from localllm_catalog import from_hf
 
     with _as_model_file(folder):
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
+        config = json_store.load(folder / "config.json")
         files = {
             name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))
         }
@@ -175,6 +172,6 @@ def _as_model_file(source: Path | str) -> Iterator[None]:
         name = str(source).rstrip("/").rpartition("/")[2]
         # Errors about damage carry their own hint. Any other error means an unknown layout.
         hint = getattr(e, "hint", "") or (
-            "take another file of the model: this one is not written as llama.cpp's or MLX's are"
+            "choose another file of the model: neither llama.cpp nor MLX can read this one"
         )
         raise ModelFileError(f"{name} can't be read as a model: {e}", hint=hint) from e

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm import paths
 from localllm.errors import DownloadError, ModelNotFoundError
 from localllm.library import names, variants
 from localllm.library.catalog import UPDATE_FILE
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 # If a file's size differs more than this from the size computed from the model's shapes, it is
 # something else: a draft head, a part, another model.
 _PLAUSIBLE = 0.4
-_LEAST_BITS = 1.0
-_MOST_BITS = 20.0
+_MIN_BITS = 1.0
+_MAX_BITS = 20.0
 # Sizes that differ by less than this are the same file, counted in another way.
 _SAME = 0.005
 
@@ -72,7 +73,7 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
                 known[repo] = _listing(repo, list_files, found)
             listing = known[repo]
             if listing is not None:
-                new += _there(model, form, listing)
+                new += _published_variants(model, form, listing)
             else:
                 new += _kept(model, form, repo, is_gone=repo in found.gone)
         lines = _changes(model, new)
@@ -95,13 +96,13 @@ def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
     readable header.
     """
     listing = list_files(repo)
-    there = [s for s in variants.selections(listing) if s.format is Format.GGUF]
-    if not there:
+    ggufs = [s for s in variants.selections(listing) if s.format is Format.GGUF]
+    if not ggufs:
         raise DownloadError(
-            f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files"
+            f"{repo} has no GGUF files", hint="give the repository with the model's GGUF files"
         )
-    model = variants.model_of(listing, there)
-    rows = _there(model, Format.GGUF, listing, sure=there[0].files[0].name)
+    model = variants.model_of(listing, ggufs)
+    rows = _published_variants(model, Format.GGUF, listing, known_file=ggufs[0].files[0].name)
     name = repo.rpartition("/")[2].lower().removesuffix("-gguf")
     found.tables[name] = {**table_of(model, repo), Format.GGUF: [_row(v) for v in rows]}
     sizes = [f"{v.quant} ({v.file_bytes / 1e9:.1f} GB)" for v in rows]
@@ -119,7 +120,7 @@ def write(update: Update, folder: Path, today: datetime.date | None = None) -> P
     day = (today or datetime.date.today()).isoformat()
     lines = [
         f"# Read from the hub on {day} by `localllm catalog update`.",
-        "# Written anew by the next update; delete this file to go back to the shipped listings.",
+        "# The next update overwrites this file; delete it to restore the shipped listings.",
     ]
     for name, table in tables.items():
         lines += ["", "[[models]]", f"id = {_toml(name)}"]
@@ -132,7 +133,7 @@ def _earlier(target: Path) -> dict[str, dict[str, Any]]:
     import tomllib
 
     try:
-        models = tomllib.loads(target.read_text(encoding="utf-8"))["models"]
+        models = tomllib.loads(paths.file_text(target))["models"]
         return {m["id"]: {key: value for key, value in m.items() if key != "id"} for m in models}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -161,15 +162,17 @@ def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> 
         return None
 
 
-def _there(model: Model, form: Format, listing: Listing, sure: str = "") -> list[Variant]:
+def _published_variants(
+    model: Model, form: Format, listing: Listing, known_file: str = ""
+) -> list[Variant]:
     """This model's files in one repository. For GGUF, the first file of each quant.
 
-    `sure` names a file that is known to belong to the model.
+    `known_file` names a file that is known to belong to the model.
     """
     found = [
         variants.listed(s, listing)
         for s in variants.selections(listing)
-        if s.format == form and (is_of(model, s) or sure in s.names)
+        if s.format == form and (is_of(model, s) or known_file in s.names)
     ]
     if form.is_folder:
         return found
@@ -189,8 +192,8 @@ def _kept(model: Model, form: Format, repo: str, *, is_gone: bool) -> list[Varia
 
 
 def _row(variant: Variant) -> dict[str, Any]:
-    """The catalog's table of one variant. Estimated sizes are not written: the catalog estimates
-    anew."""
+    """The catalog's table of one variant. Estimated sizes are not written, because the catalog
+    estimates them again."""
     row: dict[str, Any] = {"repo": variant.repo}
     size = "bytes" if variant.exact else "about"
     if variant.source == variants.OF_THE_HUB:
@@ -224,7 +227,7 @@ def is_of(model: Model, selection: variants.Selection) -> bool:
     if not selection.format.is_folder and selection.quant in quants.MIXTURES:
         return abs(size / shapes.estimate_gguf_bytes(model, selection.quant) - 1) <= _PLAUSIBLE
     bits = 8 * size / max(1, model.params_total)
-    return bool(selection.quant) and _LEAST_BITS <= bits <= _MOST_BITS
+    return bool(selection.quant) and _MIN_BITS <= bits <= _MAX_BITS
 
 
 def _changes(model: Model, new: Sequence[Variant]) -> list[str]:
@@ -238,10 +241,10 @@ def _changes(model: Model, new: Sequence[Variant]) -> list[str]:
             lines.append(f"new: {now.quant} ({size / 1e9:.1f} GB) in {now.repo}")
         elif before.is_estimate and not now.is_estimate:
             was = f"{before.file_bytes / 1e9:.1f} estimated"
-            lines.append(f"{now.quant} is there: {size / 1e9:.1f} GB, {was}")
+            lines.append(f"{now.quant} is published: {size / 1e9:.1f} GB, {was}")
         elif abs(size / max(1, before.file_bytes) - 1) > _SAME:
             lines.append(f"{now.quant}: {size / 1e9:.2f} GB, was {before.file_bytes / 1e9:.2f}")
-    return lines + [f"gone: {quant} in {repo}" for _, repo, quant in old]
+    return lines + [f"removed: {quant} in {repo}" for _, repo, quant in old]
 
 
 # --- a model that the catalog does not know yet, from the header of its smallest GGUF file --------
@@ -272,7 +275,7 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
     reasoning = {}
     if model.reasoning_kind != "none":
         reasoning = {"kind": model.reasoning_kind}
-    said: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "name": model.name,
         "family": model.family,
         "hf_repo": repo,
@@ -282,7 +285,7 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "architecture": model.architecture,
         "purposes": purposes,
     }
-    said |= {
+    entry |= {
         "layers": len(model.layers),
         "hidden": model.hidden_size,
         "ffn": model.intermediate_size,
@@ -295,7 +298,7 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
             {"times": len(list(same))} | row_of(layer) for layer, same in groupby(model.layers)
         ],
     }
-    said |= {
+    entry |= {
         "attention_gate": model.attention_gate,
         "ffn_matrices": model.ffn_matrices,
         "residual_streams": model.residual_streams if model.residual_streams > 1 else 0,
@@ -308,8 +311,8 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "reasoning": reasoning,
     }
     if model.lookup_params:
-        said["lookup"] = _lookup(model)
-    return {key: value for key, value in said.items() if value not in ("", 0, False, {}, [])}
+        entry["lookup"] = _lookup(model)
+    return {key: value for key, value in entry.items() if value not in ("", 0, False, {}, [])}
 
 
 def _lookup(model: Model) -> dict[str, Any]:
@@ -341,11 +344,11 @@ def summary(model: Model) -> list[str]:
     calls = model.calls_tools
     reasons = model.reasoning_kind != "none"
     if calls and reasons:
-        lines.append("its template calls tools, and thinks")
+        lines.append("its template supports tools and thinking")
     elif calls:
-        lines.append("its template calls tools, and does not think")
+        lines.append("its template supports tools, but not thinking")
     elif reasons:
-        lines.append("its template calls no tools, and thinks")
+        lines.append("its template supports thinking, but not tools")
     if model.shape_warning:
         lines.append(model.shape_warning)
     return lines

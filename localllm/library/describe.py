@@ -48,96 +48,112 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
         return known, quant
     local = resolve.by_path(reference)
     if local is None:
-        asked = names.parse(reference)
-        found = _of_catalog(asked, catalog) if asked.repo else None
+        wanted_reference = names.parse(reference)
+        found = _of_catalog(wanted_reference, catalog) if wanted_reference.repo else None
         if found is not None:
-            return found, asked.quant
-        here = find(reference, InstalledNames(store.scan(), catalog).rules).models
-        if here:
-            local = resolve.best_of(here)
+            return found, wanted_reference.quant
+        installed = find(reference, InstalledNames(store.scan(), catalog).rules).models
+        if installed:
+            local = resolve.best_of(installed)
     if local is not None:
         return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
-    if not asked.repo:
-        near = catalog.suggest(asked.name)
-        if near:
-            hint = f"did you mean {', '.join(near)}?"
+    if not wanted_reference.repo:
+        closest = catalog.suggest(wanted_reference.name)
+        if closest:
+            hint = f"did you mean {', '.join(closest)}?"
         else:
-            hint = "see `localllm models list`, or name a repository: org/name"
+            hint = "see `localllm models list`, or give a repository: org/name"
         raise ModelNotFoundError(
-            f"neither the catalog nor this disk has a model {reference!r}", hint=hint
+            f"no model in the catalog or on this disk is called {reference!r}", hint=hint
         )
     if offline or hub.is_offline():
-        named = f"{asked.repo} in {asked.quant}" if asked.quant else asked.repo
-        raise ModelNotFoundError(
-            f"neither the catalog nor this disk knows {named}",
-            hint="without --offline and HF_HUB_OFFLINE the hub is asked",
+        named = (
+            f"{wanted_reference.repo} in {wanted_reference.quant}"
+            if wanted_reference.quant
+            else wanted_reference.repo
         )
-    return _of_hub(asked, catalog), asked.quant
+        raise ModelNotFoundError(
+            f"neither the catalog nor this disk has {named}",
+            hint="omit --offline and unset HF_HUB_OFFLINE to look it up on the hub",
+        )
+    return _of_hub(wanted_reference, catalog), wanted_reference.quant
 
 
-def _of_catalog(asked: names.ModelReference, catalog: Catalog) -> Model | None:
+def _of_catalog(wanted_reference: names.ModelReference, catalog: Catalog) -> Model | None:
     """The model with those files that the catalog lists in this repository.
 
     None if the catalog does not know the requested file or quant. A model's own repository, with
     its unconverted weights, means all of the model's files.
     """
-    repo = asked.repo.lower()
-    if asked.revision:
+    repo = wanted_reference.repo.lower()
+    if wanted_reference.revision:
         return None
     for model in catalog.models:
-        there = tuple(v for v in model.variants if v.repo.lower() == repo and _is_asked(v, asked))
-        if there:
-            return replace(model, variants=there)
+        selections = tuple(
+            v
+            for v in model.variants
+            if v.repo.lower() == repo and _matches_reference(v, wanted_reference)
+        )
+        if selections:
+            return replace(model, variants=selections)
         if (
             model.hf_repo.lower() == repo
-            and not asked.file
-            and any(_is_asked(v, asked) for v in model.variants)
+            and not wanted_reference.file
+            and any(_matches_reference(v, wanted_reference) for v in model.variants)
         ):
             return model
     return None
 
 
-def _is_asked(variant: Variant, asked: names.ModelReference) -> bool:
-    if asked.file:
-        stem = names.stem_of(asked.file)
+def _matches_reference(variant: Variant, wanted_reference: names.ModelReference) -> bool:
+    if wanted_reference.file:
+        stem = names.stem_of(wanted_reference.file)
         return any(names.stem_of(file) == stem for file in variant.files)
-    return not asked.quant or names.same_quant(asked.quant, variant.quant)
+    return not wanted_reference.quant or names.same_quant(wanted_reference.quant, variant.quant)
 
 
-def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
+def _of_hub(wanted_reference: names.ModelReference, catalog: Catalog) -> Model:
     """The current files of a repository, with the sizes of its listing.
 
     Shapes come from the catalog if it recognises the name, else from a header or a config.
     """
-    listing = hub.list_files(asked.repo, asked.revision)
-    there = variants.selections(listing)
-    if asked.file or asked.quant:
+    listing = hub.list_files(wanted_reference.repo, wanted_reference.revision)
+    selections = variants.selections(listing)
+    if wanted_reference.file or wanted_reference.quant:
         wanted = variants.pick(
-            listing, file=asked.file, quant=asked.quant, described=None, choose=None
+            listing,
+            file=wanted_reference.file,
+            quant=wanted_reference.quant,
+            described=None,
+            choose=None,
         )
-        there = [s for s in there if s.quant == wanted.quant and (not asked.file or s == wanted)]
-    if not there:
+        selections = [
+            s
+            for s in selections
+            if s.quant == wanted.quant and (not wanted_reference.file or s == wanted)
+        ]
+    if not selections:
         # raises the error that explains why no file is usable
         variants.pick(listing, described=None, choose=None)
     known = catalog.recognise(listing.repo)
     # For an unknown model, only the header of the smallest file is fetched.
     if known is not None:
-        whole = known
-    elif there[0].format.is_folder:
-        whole = _of_config(listing, there[0])
+        model = known
+    elif selections[0].format.is_folder:
+        model = _of_config(listing, selections[0])
     else:
-        whole = variants.model_of(listing, there)
+        model = variants.model_of(listing, selections)
     found = tuple(
         variants.listed(s, listing)
-        for s in there
-        if known is None or asked.file or catalog_update.is_of(known, s)
+        for s in selections
+        if known is None or wanted_reference.file or catalog_update.is_of(known, s)
     )
     if not found:
         raise DownloadError(
-            f"{listing.repo} holds no files of {whole.name}",
-            hint="name one of its files by its address",
+            f"{listing.repo} has no files of {model.name}",
+            hint="give the address of one of its files",
         )
-    return replace(whole, variants=found)
+    return replace(model, variants=found)
 
 
 def _of_config(listing: Listing, selection: Selection) -> Model:

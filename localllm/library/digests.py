@@ -13,7 +13,7 @@ from localllm.library.types import LocalModel
 
 _SHA256_DIGITS = 64
 # Older entries are dropped: a disk holds few models.
-_MOST_REMEMBERED = 512
+_MAX_REMEMBERED = 512
 _lock = threading.Lock()
 
 
@@ -64,4 +64,4 @@ def remember(file: Path, digest: str) -> None:
     """Keep the hash of `file` in its current state. Raises OSError."""
     with _lock:
         kept = {**json_store.read(kept_in()), _key(file): digest}
-        json_store.keep(kept_in(), dict(list(kept.items())[-_MOST_REMEMBERED:]))
+        json_store.keep(kept_in(), dict(list(kept.items())[-_MAX_REMEMBERED:]))

@@ -32,7 +32,7 @@ def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
 
     The first part of a split determines the kind of the split. The header takes precedence over the
     name, with one exception: a complete model named as a draft next to a larger one is a drafter.
-    Unreadable files are left out.
+    Files that can't be read, or that are no GGUF files by their first bytes, are left out.
     """
     from localllm_catalog import kinds
 
@@ -44,6 +44,8 @@ def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
     for name, place in kinds.among(sizes).items():
         kind = place
         stated = of_header(files[name]) if names.is_first_part(name) else None
+        if stated is None and not has_magic(files[name]):
+            continue
         is_drafter = place == "drafter" and stated in kinds.MODELS
         if stated is not None and not is_drafter:
             kind = stated
@@ -67,27 +69,53 @@ def of_header(file: Path) -> Kind | None:
     return kinds.of_header(metadata, n_tensors)
 
 
+def of_folder(folder: Path) -> Kind:
+    """The kind of a checkpoint folder: "embedding", "reranker" or "model".
+
+    sentence-transformers writes modules.json into the folders of embedding models.
+    """
+    if (folder / "modules.json").is_file():
+        return "embedding"
+    architectures = json_store.read(folder / "config.json").get("architectures") or []
+    named = [name for name in architectures if isinstance(name, str)]
+    if any(name.endswith("ForSequenceClassification") for name in named):
+        return "reranker"
+    if any(name.endswith("Model") and not name.endswith("HeadModel") for name in named):
+        return "embedding"
+    return "model"
+
+
+def has_magic(file: Path) -> bool:
+    """True if the first bytes of a regular file are those of every GGUF file."""
+    try:
+        if not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            return opened.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
 def _is_pointer(file: Path) -> bool:
     """True for the pointer that Git leaves in place of a large file if LFS did not run.
 
     Source: git-lfs, docs/spec.md (pointers are smaller than 1,024 bytes).
     """
     try:
-        return file.stat().st_size < 1024 and file.read_bytes().startswith(
-            b"version https://git-lfs"
-        )
+        is_small = file.is_file() and file.stat().st_size < 1024
+        return is_small and file.read_bytes().startswith(b"version https://git-lfs")
     except OSError:
         return False
 
 
-def said_names(file: Path) -> frozenset[str]:
+def names_in_header(file: Path) -> frozenset[str]:
     """The names in a file's header for its model and base models, to compare with another
     file's."""
     header = _peeked(file)
     if header is None:
         return frozenset()
-    said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)]
-    return frozenset(names.bare(name) for name in said) - {""}
+    names_found = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)]
+    return frozenset(names.bare(name) for name in names_found) - {""}
 
 
 def header_facts(file: Path) -> dict[str, Any]:
@@ -146,15 +174,15 @@ def check_is_model(file: Path) -> None:
 
     kind = of_header(file)
     if file.name.startswith("._"):
-        kind = "side file"
+        kind = "companion file"
     if kind is None or kind in kinds.MODELS:
         return
-    what, instead = kinds.WORDS[kind]
-    there = of_files({f.name: f for f in file.parent.glob("*") if is_gguf(f.name)})
-    beside = sorted(
-        name for name, (other, k) in there.items() if k in kinds.MODELS and other != file
+    kind_text, instead = kinds.WORDS[kind]
+    kinds_here = of_files({f.name: f for f in file.parent.glob("*") if is_gguf(f.name)})
+    other_models = sorted(
+        name for name, (other, k) in kinds_here.items() if k in kinds.MODELS and other != file
     )
     hint = instead
-    if beside:
-        hint += f"; beside it lies {', '.join(beside[:3])}"
-    raise ModelFileError(f"{file.name} is {what}, not a language model", hint=hint)
+    if other_models:
+        hint += f"; models in its folder: {', '.join(other_models[:3])}"
+    raise ModelFileError(f"{file.name} is {kind_text}, not a language model", hint=hint)

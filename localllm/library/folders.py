@@ -27,6 +27,10 @@ DEPTH = 16
 _TEXT_ARCHITECTURES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
+# The file of an MLX folder that lists its weights' shards.
+INDEX = "model.safetensors.index.json"
+
+
 def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
     """Every folder down to `depth` levels with its sorted files.
 
@@ -45,11 +49,22 @@ def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
                     if entry.is_dir(follow_symlinks=False):
                         if level < depth and not entry.name.startswith("."):
                             pending.append((Path(entry.path), level + 1))
-                    else:
+                    elif _is_plain(entry):
                         files.append(Path(entry.path))
         except OSError:
             continue
         yield current, files
+
+
+def _is_plain(entry: os.DirEntry[str]) -> bool:
+    """True for a regular file, a link to one, and a dangling link.
+
+    Opening a pipe waits for its writer, and a device may have no end.
+    """
+    try:
+        return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
+    except OSError:  # a link to itself
+        return True
 
 
 def files_below(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -83,7 +98,7 @@ def ggufs(
             projectors[name] = file
     sizes = {name: _total_size([file]) for name, file in weights.items()}
     found = []
-    for name, parts in names.whole_models(sizes):
+    for name, parts in names.complete_models(sizes):
         file = weights[name]
         projector = _own_projector(name, weights, projectors, one_repo=bool(repo))
         quant = names.quant_of(file.name) or names.quant_of(name)
@@ -125,8 +140,10 @@ def _own_projector(
         return None
     mine = kinds.own_projectors(name, list(weights), list(projectors), one_repo=one_repo)
     if not mine:
-        said = file_kinds.said_names(weights[name])
-        mine = [p for p, file in projectors.items() if said & file_kinds.said_names(file)]
+        model_names = file_kinds.names_in_header(weights[name])
+        mine = [
+            p for p, file in projectors.items() if model_names & file_kinds.names_in_header(file)
+        ]
     best = names.best_projector({p: _total_size([projectors[p]]) for p in mine})
     if best is not None:
         return projectors[best]
@@ -140,17 +157,21 @@ def mlx(
 
     None unless the folder has a config.json and all shards.
     """
+    from localllm_catalog.kinds import is_drafter_config
+
     by_name = {f.name: f for f in files}
     shards = [by_name[name] for name in names.mlx_weights(by_name)]
     size = _total_size(shards)
     if "config.json" not in by_name or not size:
         return None
     config = json_store.read(by_name["config.json"])
+    if is_drafter_config(config):
+        return None
     quantized = config.get("quantization") or config.get("quantization_config")
     if not quantized and not _makes_text(config):
         return None
-    index = by_name.get("model.safetensors.index.json")
-    if index is not None and not _shards_of(index) <= set(by_name):
+    index = by_name.get(INDEX)
+    if index is not None and not shards_of(index) <= set(by_name):
         return None
     return LocalModel(
         names.shown(name),
@@ -170,7 +191,7 @@ def _makes_text(config: dict[str, Any]) -> bool:
     return any(name.endswith(_TEXT_ARCHITECTURES) for name in named)
 
 
-def _shards_of(index: Path) -> set[str]:
+def shards_of(index: Path) -> set[str]:
     """The file names listed in a weights index."""
     weight_map = json_store.read(index).get("weight_map")
     if not isinstance(weight_map, dict):

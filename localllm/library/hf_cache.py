@@ -19,7 +19,8 @@ from contextlib import suppress
 from itertools import chain, product
 from pathlib import Path
 
-from localllm.library import folders, names
+from localllm import paths
+from localllm.library import folders, names, shared_blobs
 from localllm.library.types import LocalModel, Origin
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -70,7 +71,7 @@ def _heads(folder: Path) -> dict[str, str]:
     heads = {}
     for file in folders.files_below(folder / "refs", 2):
         with suppress(OSError, ValueError):
-            commit = file.read_text(encoding="ascii")[:64].strip()
+            commit = paths.file_text(file, encoding="ascii")[:64].strip()
             heads[str(file.relative_to(folder / "refs"))] = commit
     return heads
 
@@ -95,13 +96,13 @@ def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
 def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[LocalModel]:
     """The complete models in one snapshot: GGUFs at any level, and the snapshot itself if it is an
     MLX folder."""
-    there = folders.files_below(snapshot)
-    at_root = [file for file in there if file.parent == snapshot]
-    whole = folders.mlx(snapshot, at_root, origin, repo.partition("/")[2], repo)
-    ggufs = folders.ggufs(there, origin, repo, snapshot)
-    if whole is None:
+    files = folders.files_below(snapshot)
+    at_root = [file for file in files if file.parent == snapshot]
+    mlx_model = folders.mlx(snapshot, at_root, origin, repo.partition("/")[2], repo)
+    ggufs = folders.ggufs(files, origin, repo, snapshot)
+    if mlx_model is None:
         return ggufs
-    return [whole, *ggufs]
+    return [mlx_model, *ggufs]
 
 
 # --- blobs ----------------------------------------------------------------------------------------
@@ -152,7 +153,10 @@ def remove(model: LocalModel) -> int:
         files = folders.files_below(model.path)
     wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}
     freed = sum(_unlink(snapshot / name) for snapshot, name in product(snapshots(folder), wanted))
-    freed += sum(_unlink(file) for file in unreferenced(folder.parent) if folder in file.parents)
+    unused = [file for file in unreferenced(folder.parent) if folder in file.parents]
+    shared = {shared_blobs.target(file, folder.parent) for file in unused} - {None}
+    freed += sum(_unlink(file) for file in unused)
+    freed += sum(shared_blobs.sweep(file, folder.parent) for file in shared if file is not None)
     is_used = any(folders.files_below(snapshot) for snapshot in snapshots(folder))
     if not is_used and not partials_in(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -168,8 +172,8 @@ def _unlink(file: Path) -> int:
 
 def _is_last(model: LocalModel, folder: Path) -> bool:
     """True if no other model of the repository uses the projector."""
-    there = chain.from_iterable(models_of(snapshot, model.repo) for snapshot in snapshots(folder))
-    return all(other.name == model.name for other in there)
+    files = chain.from_iterable(models_of(snapshot, model.repo) for snapshot in snapshots(folder))
+    return all(other.name == model.name for other in files)
 
 
 def _snapshot_of(path: Path) -> Path:

@@ -3,7 +3,7 @@
 A hub's answers are untrusted: names, hashes and sizes are checked before use as paths or numbers.
 These variables are read, as huggingface-hub documents them: HF_ENDPOINT (a mirror), HF_TOKEN,
 HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT (seconds).
-HTTP(S)_PROXY, NO_PROXY and SSL_CERT_FILE also apply.
+HTTP(S)_PROXY, NO_PROXY and the variables of `localllm/certificates.py` also apply.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from localllm import __version__
+from localllm import __version__, certificates
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
+from localllm.foreign_json import JsonPart, MalformedError, check_plain, parse, read
 from localllm.library import names
 from localllm.library.file_kinds import is_gguf
 from localllm.library.names import endpoint as endpoint
@@ -33,13 +34,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES = 20_000
 _MAX_FILE_BYTES = 4 * 10**12
-_MOST_REDIRECTS = 5
+_MAX_REDIRECTS = 5
 TOKEN_HINT = (
     "if it is private or gated: accept its licence on the hub, then set HF_TOKEN or run "
     "`hf auth login`"
 )
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
-LATER_HINT = "run the same command again: it goes on where it stopped"
+LATER_HINT = "run the same command again: it continues where it stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Patience:
     - `failures`: consecutive tries without progress before a download fails.
     - `listing_failures`: the same for a listing, so that an outage is reported soon.
     - `longest_wait_s`: upper limit of our own waits.
-    - `longest_asked_s`: a Retry-After up to this is honoured in full. A longer one is an error.
+    - `max_retry_after_s`: a Retry-After up to this is honoured in full. A longer one is an error.
     - `least_bytes_s`: a connection slower than this over `slow_window_s` is closed and reopened.
     - `sleep`: replaced in tests.
     """
@@ -57,7 +58,7 @@ class Patience:
     failures: int = 8
     first_wait_s: float = 1.0
     longest_wait_s: float = 30.0
-    longest_asked_s: float = 300.0
+    max_retry_after_s: float = 300.0
     listing_failures: int = 4
     connect_s: float = 10.0
     read_s: float = 30.0
@@ -74,13 +75,13 @@ class Patience:
             read_s=_positive("HF_HUB_DOWNLOAD_TIMEOUT", usual.read_s),
         )
 
-    def wait_s(self, failures: int, asked_s: float | None) -> float:
+    def wait_s(self, failures: int, retry_after_s: float | None) -> float:
         """Seconds to wait before the next try, after `failures` consecutive failures.
 
-        `asked_s` is the wait that the server requested.
+        `retry_after_s` is the wait that the server requested.
         """
         own = min(self.longest_wait_s, self.first_wait_s * 2.0 ** max(0, failures - 1))
-        return max(own, asked_s or 0.0)
+        return max(own, retry_after_s or 0.0)
 
 
 def _positive(name: str, default: float) -> float:
@@ -131,25 +132,51 @@ def headers(*, anonymous: bool = False) -> dict[str, str]:
     The token comes from HF_TOKEN or a stored login. Raises UsageError for a malformed token, or if
     a hub folder variable names a file.
     """
+    from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 
+    # Otherwise huggingface-hub fetches a list of agents once a day and sends the agent's name.
+    constants.HF_HUB_DISABLE_TELEMETRY = True
     for name in _FOLDERS:
         chosen = os.environ.get(name, "").strip()
         if chosen and Path(chosen).expanduser().exists() and not Path(chosen).expanduser().is_dir():
             raise UsageError(
-                f"{name} is {chosen}, which is no folder", hint=f"unset {name}, or name a folder"
+                f"{name} is {chosen}, which is not a folder",
+                hint=f"unset {name}, or set it to a folder",
             )
-    sent: dict[str, str] = build_hf_headers(
-        library_name="localllm", library_version=__version__, token=False if anonymous else None
-    )
+    _check_token_file(Path(constants.HF_TOKEN_PATH))
+    try:
+        sent: dict[str, str] = build_hf_headers(
+            library_name="localllm", library_version=__version__, token=False if anonymous else None
+        )
+    except (OSError, UnicodeDecodeError) as e:
+        place = getattr(e, "filename", None) or constants.HF_TOKEN_PATH
+        raise UsageError(
+            f"the file of the hub's token can't be read: {place}: {_first_line(e)}",
+            hint="correct or unset HF_TOKEN_PATH, or run `hf auth login` again",
+        ) from e
     key = sent.get("authorization", "")
     if not (key.isascii() and key.isprintable()):
         wrong = next(sign for sign in key if not (sign.isascii() and sign.isprintable()))
         raise UsageError(
-            f"{_token_place()} holds {wrong!r}, which no token does",
-            hint="copy it anew from the hub",
+            f"{_token_place()} holds {wrong!r}, which a token can't contain",
+            hint="copy the token again from the hub",
         )
     return sent
+
+
+def _check_token_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"the file of the hub's token can't be read: {path} is not a file",
+            hint="correct or unset HF_TOKEN_PATH",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def _token_place() -> str:
@@ -179,8 +206,9 @@ def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) ->
     return httpx.Client(
         headers={**headers, "Accept-Encoding": "identity"},
         timeout=httpx.Timeout(patience.read_s, connect=patience.connect_s),
+        verify=certificates.verification(),
         follow_redirects=True,
-        max_redirects=_MOST_REDIRECTS,
+        max_redirects=_MAX_REDIRECTS,
         event_hooks={"request": [check]},
     )
 
@@ -196,7 +224,7 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
 
     if is_offline():
         raise HubUnreachableError(
-            "the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)",
+            "offline mode is on (HF_HUB_OFFLINE), so the hub can't be used",
             hint="unset HF_HUB_OFFLINE",
         )
     if not names.safe_repo(repo):
@@ -209,25 +237,28 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
         url += f"/revision/{quote(revision, safe='')}"
     refusal = ""
     failures = 0
-    trouble: HubUnreachableError
+    failure: HubUnreachableError
     with new_client(headers(), patience, endpoint()) as client:
         while True:
             try:
-                response = client.get(url, params={"blobs": "true"})
-                if response.status_code == 401 and client.headers.pop("authorization", ""):
-                    why = "it has expired, was withdrawn or is mistyped"
-                    refusal = f"the hub refuses {_token_place()}: {why}"
-                    continue
-                return _listing(response, repo, revision, refusal)
+                with client.stream("GET", url, params={"blobs": "true"}) as response:
+                    if response.status_code == 401 and client.headers.pop("authorization", ""):
+                        why = "it has expired, was revoked or is mistyped"
+                        refusal = f"the hub rejects {_token_place()}: {why}"
+                        continue
+                    return _listing(response, repo, revision, refusal)
             except httpx.HTTPError as e:
-                trouble = _no_answer(e, repo)
+                failure = _no_answer(e, repo)
             except HubUnreachableError as e:
-                trouble = e
+                failure = e
             failures += 1
-            asked_s = trouble.retry_after_s
-            if failures >= patience.listing_failures or (asked_s or 0) > patience.longest_asked_s:
-                raise trouble
-            patience.sleep(patience.wait_s(failures, asked_s))
+            retry_after_s = failure.retry_after_s
+            if (
+                failures >= patience.listing_failures
+                or (retry_after_s or 0) > patience.max_retry_after_s
+            ):
+                raise failure
+            patience.sleep(patience.wait_s(failures, retry_after_s))
 
 
 class HubUnreachableError(DownloadError, code="hub_unreachable"):
@@ -238,7 +269,7 @@ class HubUnreachableError(DownloadError, code="hub_unreachable"):
 
 
 def _listing(response: httpx.Response, repo: str, revision: str, refusal: str) -> Listing:
-    """The Listing from the hub's response.
+    """The Listing from the hub's response, whose body is not read yet.
 
     `refusal` is set if the request was sent without the user's token, and gives the reason. Raises
     DownloadError if a name, size or hash is invalid, and ModelNotFoundError.
@@ -247,42 +278,47 @@ def _listing(response: httpx.Response, repo: str, revision: str, refusal: str) -
     code = response.headers.get("X-Error-Code")
     if code == "RevisionNotFound":
         raise DownloadError(
-            f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`"
+            f"{repo} has no revision {revision!r}", hint="omit the revision to get `main`"
         )
     if code != "GatedRepo" and (code == "RepoNotFound" or response.status_code in (401, 404)):
         raise _not_found(host, repo, refusal)
     if response.is_error:
         raise status_error(response.status_code, response.headers, host, repo)
     try:
-        info = response.json()
-    except ValueError as e:
-        if response.text.lstrip().startswith("<"):
-            raise HubUnreachableError(
-                f"a web page came instead of {host}'s answer: the network's login page (captive "
-                "portal), or a proxy's",
-                hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, "
-                "check that it is a hub",
-            ) from e
+        check_plain(response.headers.get("content-encoding"))
+        body = read(response.iter_bytes())
+    except MalformedError as e:
+        raise _unusable(repo, e.message) from e
+    if body.lstrip()[:1] == b"<":
+        raise HubUnreachableError(
+            f"{host} answered with a web page, probably the network's login page (captive "
+            "portal) or a proxy's error page",
+            hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, "
+            "check that it is a hub",
+        )
+    try:
+        info = parse(body)
+    except MalformedError as e:
         raise _no_answer(e, repo) from e
     try:
         found = _checked(repo, info, is_anonymous=bool(refusal))
-    except (AttributeError, KeyError, TypeError) as e:
-        raise _unusable(repo, f"it is not written as the hub's are ({e})") from e
+    except MalformedError as e:
+        raise _unusable(repo, e.message) from e
     if refusal:
         logging.getLogger(__name__).warning(
-            f"{refusal}: {repo} is public, and is asked for without it"
+            f"{refusal}: {repo} is public, and is downloaded without the token"
         )
     return found
 
 
 def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
     if refusal:
-        said = f"{refusal}; without it {host} shows no repository {repo}"
+        hub_message = f"{refusal}; without a token, {host} has no visible repository {repo}"
         return ModelNotFoundError(
-            said, hint="renew the token (huggingface.co/settings/tokens) or unset it"
+            hub_message, hint="renew the token (huggingface.co/settings/tokens) or unset it"
         )
     return ModelNotFoundError(
-        f"{host} has no repository {repo} that we may see", hint=f"check the name; {TOKEN_HINT}"
+        f"{host} has no repository {repo}, or it is private", hint=f"check the name; {TOKEN_HINT}"
     )
 
 
@@ -290,59 +326,78 @@ def _no_answer(error: Exception, repo: str) -> HubUnreachableError:
     reason = type(error).__name__
     if str(error):
         reason = str(error).splitlines()[0][:200]
+    message = f"{urlsplit(endpoint()).hostname} can't be reached for {repo}: {reason}"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        return HubUnreachableError(message, hint=certificates.HINT)
     return HubUnreachableError(
-        f"{urlsplit(endpoint()).hostname} can't be asked about {repo}: {reason}",
-        hint=f"check the connection and {_proxy()}; what is on this disk works without",
+        message, hint=f"check the connection and {_proxy()}; installed models work offline"
     )
 
 
-def status_error(status: int, headers: Any, host: str, what: str) -> DownloadError:
-    """The error for `host`'s status in response to a request for `what`.
+def status_error(status: int, headers: Any, host: str, subject: str) -> DownloadError:
+    """The error for `host`'s status in response to a request for `subject`.
 
     It is a HubUnreachableError if the request may succeed later.
     """
-    asked = retry_after(headers)
+    retry_after_s = retry_after(headers)
     if status == 429:
-        wait = f"; it asks to wait {asked:.0f} s" if asked else ""
+        wait = f"; it requests a wait of {retry_after_s:.0f} s" if retry_after_s else ""
         return HubUnreachableError(
             f"{host} limits our requests (429){wait}",
             hint=f"HF_TOKEN raises the limit; or {LATER_HINT}",
-            retry_after_s=asked,
+            retry_after_s=retry_after_s,
         )
     if status in (408, 425) or status >= 500:
-        said = f"{host} answered {status} about {what}"
-        return HubUnreachableError(said, hint="try again later", retry_after_s=asked)
+        hub_message = f"{host} answered with status {status} for {subject}"
+        return HubUnreachableError(hub_message, hint="try again later", retry_after_s=retry_after_s)
     if headers.get("X-Error-Code") == "GatedRepo":
-        return DownloadError(f"{what} is gated, and we have no access to it", hint=TOKEN_HINT)
+        return _gated(host, subject, headers)
     if status == 401:
-        return DownloadError(f"{host} refuses {what} ({status})", hint=TOKEN_HINT)
+        return DownloadError(
+            f"{host} rejects the request for {subject} ({status})", hint=TOKEN_HINT
+        )
     if status == 403:
-        return _forbidden(host, what, headers)
-    hint = "check its name: the repository may have changed"
+        return _forbidden(host, subject, headers)
+    hint = "check the file's name: the repository may have changed"
     if status == 451:
         hint = (
-            "the hub may not give it out (451, for legal reasons): "
-            "ask its makers, or take another model"
+            "the hub may not distribute it for legal reasons (451): ask its publisher, or choose "
+            "another model"
         )
-    return DownloadError(f"{host} answered {status} about {what}", hint=hint)
+    return DownloadError(f"{host} answered with status {status} for {subject}", hint=hint)
 
 
-def _forbidden(host: str, what: str, headers: Any) -> DownloadError:
+def _gated(host: str, subject: str, headers: Any) -> DownloadError:
+    """The error for a gated repository, with the hub's own words if there are any.
+
+    They tell a licence that was not accepted from a request that awaits a review.
+    """
+    hub_message = names.shown(str(headers.get("X-Error-Message") or ""))[:300]
+    message = f"{subject} is gated, and this account has no access"
+    if hub_message:
+        message = f"{message}: {hub_message}"
+    if "review" in hub_message.lower() or "awaiting" in hub_message.lower():
+        hint = f"wait until its authors accept the request: https://{host}/settings/gated-repos"
+        return DownloadError(message, hint=hint)
+    return DownloadError(message, hint=TOKEN_HINT)
+
+
+def _forbidden(host: str, subject: str, headers: Any) -> DownloadError:
     """The error for a 403, with the hub's own words (X-Error-Message) if there are any.
 
     Without them, a firewall or proxy between us and the hub sent the 403.
     """
-    said = names.shown(str(headers.get("X-Error-Message") or ""))[:300]
-    if said:
+    hub_message = names.shown(str(headers.get("X-Error-Message") or ""))[:300]
+    if hub_message:
         return DownloadError(
-            f"{host} refuses {what}: {said}",
-            hint="the hub's settings of the token or of the repository say so: see "
-            "huggingface.co/settings/tokens",
+            f"{host} rejects the request for {subject}: {hub_message}",
+            hint="check the permissions of the token (huggingface.co/settings/tokens) and of "
+            "the repository",
         )
     return DownloadError(
-        f"{what} is blocked on the way to {host}: "
-        "a 403 came that is not the hub's (a firewall or a proxy)",
-        hint="ask whoever runs this network, try another one, or name a mirror in HF_ENDPOINT",
+        f"{subject} is blocked before {host}: the 403 is "
+        "not from the hub, but from a firewall or a proxy",
+        hint="ask the network's administrator, try another network, or set a mirror in HF_ENDPOINT",
     )
 
 
@@ -387,44 +442,46 @@ def _seconds_until(date: str) -> float | None:
         return None
 
 
-def _checked(repo: str, info: Any, *, is_anonymous: bool) -> Listing:
+def _checked(repo: str, info: JsonPart, *, is_anonymous: bool) -> Listing:
     """A Listing from the hub's JSON.
 
-    Raises DownloadError if a name, size or hash is invalid, and KeyError and the like if a field is
-    missing.
+    Raises DownloadError if a name, size or hash is invalid, and MalformedError if a field is
+    missing or has the wrong type.
     """
-    rows = info.get("siblings") or []
+    rows = [*info.get("siblings").items()]
     if len(rows) > _MAX_FILES:
         raise _unusable(repo, "it lists too many files")
-    if _COMMIT.fullmatch(str(info["sha"])) is None:
+    commit = info.get("sha").text()
+    if _COMMIT.fullmatch(commit) is None:
         raise _unusable(repo, "it names no commit")
     files = tuple(filter(None, (_file(repo, row) for row in rows)))
     known = {file.name for file in files}
-    others = (str(row["rfilename"]) for row in rows)
+    others = (row.get("rfilename").text() for row in rows)
     unnameable = tuple(ascii(name)[1:-1] for name in others if name not in known and is_gguf(name))
-    return Listing(repo, info["sha"], files, unnameable, is_anonymous)
+    return Listing(repo, commit, files, unnameable, is_anonymous)
 
 
-def _file(repo: str, row: Any) -> RepoFile | None:
-    name = str(row["rfilename"])
+def _file(repo: str, row: JsonPart) -> RepoFile | None:
+    name = row.get("rfilename").text()
+    if not name:
+        raise row.get("rfilename").wrong("a file's name")
     if ".." in name.split("/") or name.startswith(("/", "\\")) or "\\" in name or ":" in name:
         raise _unusable(repo, f"it lists a file called {name[:80]!r}")
     if not names.safe_file(name):
         return None  # hidden files and the like, which a model does not need
-    size = row.get("size")
     digest = row.get("blobId")
     form = _COMMIT
-    if row.get("lfs"):
-        digest = row["lfs"]["sha256"]
+    if row.get("lfs").value:
+        digest = row.get("lfs").get("sha256")
         form = _SHA256
-    is_valid = form.fullmatch(str(digest)) and isinstance(size, int)
-    if not is_valid or not 0 <= size <= _MAX_FILE_BYTES:
+    size = row.get("size").count()
+    if size is None or size > _MAX_FILE_BYTES or not form.fullmatch(digest.text()):
         raise _unusable(repo, f"it gives {name[:80]!r} no usable size and hash")
-    return RepoFile(name, size, digest)
+    return RepoFile(name, size, digest.text())
 
 
 def _unusable(repo: str, why: str) -> DownloadError:
     return DownloadError(
-        f"{urlsplit(endpoint()).hostname} gave an unusable answer about {repo}: {why}",
-        hint="if HF_ENDPOINT names a mirror, check that it is one of the hub",
+        f"{urlsplit(endpoint()).hostname} gave an unusable answer for {repo}: {why}",
+        hint="if HF_ENDPOINT is set, check that it is a mirror of the hub",
     )

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from localllm.errors import ModelNotFoundError
-from localllm.library import names, starter, store
+from localllm.library import names, ollama_names, starter, store
 from localllm.library.catalog import load_catalog
 from localllm.library.types import LocalModel
 from localllm.model_names import NameTable, Rule, Rules
@@ -70,13 +70,13 @@ class InstalledNames:
         if model is not None:
             names.check_quant(model, quant)
             return self._not_installed(reference, model)
-        near = ", ".join(self._near(reference.name))
-        if near:
-            hint = f"did you mean {near}?"
+        closest = ", ".join(self._closest(reference.name))
+        if closest:
+            hint = f"did you mean {closest}?"
         else:
             hint = (
-                "see `localllm models list` for what is installed "
-                "and `localllm recommend` for what to fetch"
+                "see `localllm models list` for installed models and `localllm recommend` for "
+                "models to download"
             )
         return ModelNotFoundError(f"no model is called {reference.text!r}", hint=hint)
 
@@ -150,38 +150,40 @@ class InstalledNames:
         self, reference: names.ModelReference, model: Model | None
     ) -> ModelNotFoundError:
         called = reference.repo
+        quant = reference.quant
         others: set[str] = set()
         if model is not None:
             called = model.name
+            _, quant = self._entry(reference.text)
             others = {m.quant or m.name for m in self._variants_of(model, "")}
-        if reference.quant:
-            called += f" in {reference.quant}"
-        hint = f"fetch it: `localllm pull {reference.text}`"
+        if quant:
+            called += f" in {quant}"
+        hint = f"download it: `localllm pull {reference.text}`"
         if others:
             hint += f"; installed: {', '.join(sorted(others))}"
         return ModelNotFoundError(f"{called} is not on this disk", hint=hint)
 
-    def _near(self, name: str) -> list[str]:
+    def _closest(self, name: str) -> list[str]:
         """Catalog ids and installed names with a spelling close to `name`."""
         by_lower = {m.name.lower(): m.name for m in self.models}
         close = difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=0.55)
-        here = [by_lower[key] for key in close]
-        return list(dict.fromkeys([*self.catalog.suggest(name), *here]))
+        matches = [by_lower[key] for key in close]
+        return list(dict.fromkeys([*self.catalog.suggest(name), *matches]))
 
 
 def catalog_model(typed: str, catalog: Catalog) -> tuple[Model | None, str]:
     """The catalog model whose id is typed, or None, and the requested quant.
 
-    Ollama's size tags are accepted too: `qwen3:8b` is qwen3-8b.
+    Ollama's names are accepted too: `qwen3:8b` is qwen3-8b.
     """
     reference = names.parsed(typed)
     if reference is None or reference.repo:
         return None, ""
     known = catalog.get(reference.name)
-    if known is None and reference.quant:
-        sized = catalog.get(f"{reference.name}-{reference.quant}")
-        if sized is not None:
-            return sized, ""
+    if known is None:
+        named = ollama_names.find(reference.name, reference.quant, catalog)
+        if named is not None:
+            return named
     return known, reference.quant
 
 

@@ -42,7 +42,7 @@ def endpoint() -> str:
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(
-            f"HF_ENDPOINT is not an http address: {address[:100]!r}", hint="unset it, or mend it"
+            f"HF_ENDPOINT is not an http address: {address[:100]!r}", hint="correct it or unset it"
         )
     return address
 
@@ -64,31 +64,31 @@ def mlx_weights(names: Iterable[str]) -> list[str]:
     return [name for name in weights if name.startswith("model")] or weights
 
 
-def same_quant(asked: str, quant: str) -> bool:
-    """True if `asked` means `quant`, ignoring case, unsloth's "UD-" prefix, and the P of FP16."""
-    a, q = (re.sub("^FP(?=16|32)", "F", text.upper()) for text in (asked, quant))
+def same_quant(wanted: str, quant: str) -> bool:
+    """True if `wanted` means `quant`, ignoring case, unsloth's "UD-" prefix, and the P of FP16."""
+    a, q = (re.sub("^FP(?=16|32)", "F", text.upper()) for text in (wanted, quant))
     return a == q or a == q.removeprefix("UD-")
 
 
-def check_quant(model: Model, asked: str) -> None:
-    """Raise ModelNotFoundError, listing the existing quants, if the catalog lacks `asked`.
+def check_quant(model: Model, wanted: str) -> None:
+    """Raise ModelNotFoundError, listing the existing quants, if the catalog lacks `wanted`.
 
     "" matches any quant.
     """
-    if not asked or any(same_quant(asked, v.quant) for v in model.variants):
+    if not wanted or any(same_quant(wanted, v.quant) for v in model.variants):
         return
     hint = "the catalog lists no files of it"
     if model.variants:
-        there = ", ".join(dict.fromkeys(v.quant for v in model.variants))
-        others = f"org/name:{asked[:40]}"
-        hint = f"there is {there}; a repository's others go by its own name: {others}"
-    raise ModelNotFoundError(f"{model.name} has no quant {asked[:40]!r}", hint=hint)
+        quants = ", ".join(dict.fromkeys(v.quant for v in model.variants))
+        others = f"org/name:{wanted[:40]}"
+        hint = f"listed quants: {quants}; for others in a repository, give its name: {others}"
+    raise ModelNotFoundError(f"{model.name} has no quant {wanted[:40]!r}", hint=hint)
 
 
-def check_said(*references: str) -> None:
+def check_not_empty(*references: str) -> None:
     """Raise UsageError if a reference is empty, most likely from an unset shell variable."""
     if any(not reference.strip() for reference in references):
-        raise UsageError("a model's name is empty", hint=_REFERENCE_HINT)
+        raise UsageError("the model's name is empty", hint=_REFERENCE_HINT)
 
 
 def is_first_part(name: str) -> bool:
@@ -97,7 +97,7 @@ def is_first_part(name: str) -> bool:
     return split is None or split[1] == 1
 
 
-def whole_models(sizes: Mapping[str, int]) -> Iterator[tuple[str, list[str]]]:
+def complete_models(sizes: Mapping[str, int]) -> Iterator[tuple[str, list[str]]]:
     """The first part and all parts of each complete GGUF model, given file sizes by name.
 
     A model is complete if all its parts exist and are not empty.
@@ -118,8 +118,8 @@ def best_projector(sizes: Mapping[str, int]) -> str | None:
         is_f16 = "f16" in name.lower().replace("bf16", "")
         return not is_f16, sizes[name]
 
-    whole = [name for name, size_bytes in sizes.items() if size_bytes]
-    return min(whole, key=place, default=None)
+    non_empty = [name for name, size_bytes in sizes.items() if size_bytes]
+    return min(non_empty, key=place, default=None)
 
 
 _RAW_PART = re.compile(
@@ -139,12 +139,10 @@ def raw_part_of(name: str) -> str:
     return ""
 
 
-def join_hint(whole: str) -> str:
-    """A hint with the command that joins raw parts into the file `whole`."""
-    command = f"cat '{whole.rpartition('/')[2]}'?* > joined.gguf"
-    return (
-        f"its parts are pieces of one file: fetch all of them and join them in order: `{command}`"
-    )
+def join_hint(joined: str) -> str:
+    """A hint with the command that joins raw parts into the file `joined`."""
+    command = f"cat '{joined.rpartition('/')[2]}'?* > joined.gguf"
+    return f"the file was cut into parts: download all parts and join them in order: `{command}`"
 
 
 def stem_of(name: str) -> str:
@@ -211,7 +209,7 @@ def _parse_url(text: str) -> ModelReference:
     if url.scheme not in ("http", "https") or url.hostname not in hosts:
         raise UsageError(
             f"{text[:100]!r} is not an address of the model hub",
-            hint="only hub addresses are read; download other files yourself and give their path",
+            hint="only hub addresses work here; download other files yourself and give their path",
         )
     path, _, quant = url.path.strip("/").partition(":")
     parts = [unquote(part) for part in path.split("/")]
@@ -219,7 +217,7 @@ def _parse_url(text: str) -> ModelReference:
     rest = parts[2:]
     if len(parts) < 2 or not safe_repo(repo):
         raise UsageError(
-            f"{text[:100]!r} names no repository",
+            f"{text[:100]!r} contains no repository name",
             hint="repository addresses look like hf.co/org/name",
         )
     found = ModelReference(text, parts[1], repo, quant)
@@ -242,7 +240,7 @@ def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference
         )
     if _REVISION.fullmatch(revision) is None or ".." in revision or (file and not safe_file(file)):
         raise UsageError(
-            f"{found.text[:100]!r} holds a name that no repository has", hint=_REFERENCE_HINT
+            f"{found.text[:100]!r} contains an invalid repository name", hint=_REFERENCE_HINT
         )
     if revision == "main":
         revision = ""
@@ -253,18 +251,17 @@ def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference
     return replace(named, file=file)
 
 
-# The engine loads Q2_0 files of Bonsai 2 and answers noise. It does not know the types of the
+# The engine loads Q2_0 files of Bonsai 2 but generates noise. It does not know the types of the
 # others: they are made for the makers' own build (https://github.com/lucasew/nixcfg/pull/483).
 # Bonsai and Bonsai 27B are not affected.
-_MISREAD = re.compile(r"bonsai[-_. ]?2(?![0-9.])", re.IGNORECASE)
+_BONSAI_2 = re.compile(r"bonsai[-_. ]?2(?![0-9.])", re.IGNORECASE)
 
 
 def check_readable(*names: str) -> None:
     """Raise ModelFileError if a name belongs to a family that the engine silently misreads."""
-    if any(_MISREAD.search(name) for name in names):
+    if any(_BONSAI_2.search(name) for name in names):
         raise ModelFileError(
-            "llama.cpp reads Bonsai 2 wrong: "
-            "it loads some of its files, and what they answer is noise",
-            hint="run it with its makers' build (PrismML's llama.cpp), or take Qwen3.8 27B: "
+            "llama.cpp misreads Bonsai 2: it loads some of the files, but generates noise",
+            hint="run it with its publisher's build (PrismML's llama.cpp), or use Qwen3.8 27B: "
             "localllm pull qwen3.8-27b",
         )

@@ -150,7 +150,7 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
     content = _runnable_manifest(store, json_store.read(manifest))
     by_type = _blobs_by_type(store, content.get("layers"))
     weights = by_type.get(_MODEL, [])
-    if len(weights) != 1 or _ADAPTER in by_type or not _is_gguf(weights[0]):
+    if len(weights) != 1 or _ADAPTER in by_type or not file_kinds.has_magic(weights[0]):
         return None
     if file_kinds.of_header(weights[0]) not in (None, *MODELS):
         return None
@@ -217,11 +217,3 @@ def ollama_digest(blob: Path) -> str:
     if match:
         return match["hex"]
     return ""
-
-
-def _is_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as f:
-            return f.read(4) == b"GGUF"
-    except OSError:
-        return False

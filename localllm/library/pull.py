@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Bytes to leave free after a download, for logs, the prefix cache and other programs.
 RESERVE_BYTES = 512 << 20
 # How many files are tried if headers show that the picked file is no model.
-_MOST_PICKS = 8
+_MAX_PICKS = 8
 
 
 def pull(
@@ -63,8 +63,8 @@ def pull(
     Raises UsageError (malformed reference), ModelNotFoundError, ModelFileError (files that the
     engine misreads), DownloadError (hub, network, disk space, content).
     """
-    say = on_progress or _say_nothing
-    names.check_said(ref)
+    progress = on_progress or _ignore_progress
+    names.check_not_empty(ref)
     names.check_readable(ref)
     if offline or hub.is_offline():
         return _without_network(ref, catalog)
@@ -72,7 +72,7 @@ def pull(
     if isinstance(wanted, LocalModel):
         return wanted
     patience = patience or Patience.from_environment()
-    say(DownloadProgress("listing", wanted.repo, 0, 0))
+    progress(DownloadProgress("listing", wanted.repo, 0, 0))
     try:
         listing = hub.list_files(wanted.repo, wanted.revision, patience)
     except HubUnreachableError as e:
@@ -81,12 +81,12 @@ def pull(
         except ModelNotFoundError:
             raise e from None
     selection = _picked(listing, wanted, catalog, choose, mmproj)
-    for _ in range(_MOST_PICKS):
-        elsewhere = _held_elsewhere(listing, selection)
-        if elsewhere is not None:
-            return elsewhere
+    for _ in range(_MAX_PICKS):
+        other_copy = _copy_in_other_store(listing, selection)
+        if other_copy is not None:
+            return other_copy
         try:
-            return bring(listing, selection, wanted, say, reserve_bytes, patience, _check_kind)
+            return bring(listing, selection, wanted, progress, reserve_bytes, patience, _check_kind)
         except ModelFileError as e:
             listing = _without_refused(listing, selection, wanted, e)
             try:
@@ -94,7 +94,8 @@ def pull(
             except DownloadError as nothing_else:
                 raise DownloadError(e.message, hint=nothing_else.hint) from e
     raise DownloadError(
-        f"{listing.repo} holds too many files that are no models", hint="name one by its address"
+        f"{listing.repo} has too many files that are not models",
+        hint="give the address of one file",
     )
 
 
@@ -117,13 +118,24 @@ def pull_drafter(
     on_progress: Callable[[DownloadProgress], None] | None = None,
     patience: Patience | None = None,
 ) -> Path:
-    """Fetch a drafter that the catalog names for a model into the hub's cache and return its file.
+    """Fetch a drafter that the catalog names for a model into the hub's cache and return its file
+    or folder.
 
     If the repository has several, the smallest is taken. Raises DownloadError (hub, network, disk
     space, content, no such file).
     """
     patience = patience or Patience.from_environment()
     listing = hub.list_files(companion.repo, "", patience)
+    progress = on_progress or _ignore_progress
+    if companion.folder:
+        folder = variants.folder_of(listing)
+        if folder is None:
+            raise DownloadError(
+                f"{companion.repo} holds no config.json and safetensors",
+                hint=f"see {companion.url}",
+            )
+        named = ModelReference("", "", companion.repo)
+        return bring(listing, folder, named, progress, RESERVE_BYTES, patience, None).path
     files = [
         f
         for f in listing.files
@@ -131,16 +143,15 @@ def pull_drafter(
     ]
     if not files:
         raise DownloadError(
-            f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"look at {companion.url}"
+            f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"see {companion.url}"
         )
     smallest = min(files, key=attrgetter("size_bytes"))
     selection = Selection(Format.GGUF, "", (smallest,))
     wanted = ModelReference("", "", companion.repo, file=smallest.name)
-    say = on_progress or _say_nothing
-    return bring(listing, selection, wanted, say, RESERVE_BYTES, patience, None).path
+    return bring(listing, selection, wanted, progress, RESERVE_BYTES, patience, None).path
 
 
-def _say_nothing(_: DownloadProgress) -> None:
+def _ignore_progress(_: DownloadProgress) -> None:
     """Ignore the progress of a download."""
 
 
@@ -153,7 +164,10 @@ def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
     found = []
     for companion in model.companions:
         snapshots = hf_cache.repo_folder(cache, companion.repo) / "snapshots"
-        found += sorted(snapshots.glob(f"*/{companion.file or '*.gguf'}"))
+        if companion.folder:
+            found += sorted(config.parent for config in snapshots.glob("*/config.json"))
+        else:
+            found += sorted(snapshots.glob(f"*/{companion.file or '*.gguf'}"))
     return found
 
 
@@ -187,7 +201,7 @@ def _check_kind(partial: Path, file: RepoFile) -> None:
         raise ModelFileError(e.message.replace(partial.name, file.name, 1), hint=e.hint) from e
 
 
-def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:
+def _copy_in_other_store(listing: Listing, selection: Selection) -> LocalModel | None:
     """The same files in another application's store, or None.
 
     Ollama's blobs are compared by hash. Other files are compared by repository, name and size
@@ -203,12 +217,12 @@ def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None
             return model
         if model.repo.lower() != listing.repo.lower() or len(model.files) != len(weights):
             continue
-        if all(_is_here(model.files, f) for f in weights):
+        if all(_is_installed(model.files, f) for f in weights):
             return model
     return None
 
 
-def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
+def _is_installed(files: tuple[Path, ...], wanted: RepoFile) -> bool:
     """True if the published file is among these with the right content.
 
     llama.cpp's cache puts the repository before the file's name.
@@ -216,11 +230,11 @@ def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
     base = wanted.name.rpartition("/")[2]
     for file in files:
         if (file.name == base or file.name.endswith(f"_{base}")) and file.exists():
-            return has_content(file, wanted, _count_nothing)
+            return has_content(file, wanted, _ignore_bytes)
     return False
 
 
-def _count_nothing(_: int) -> None:
+def _ignore_bytes(_: int) -> None:
     """Ignore the progress of reading a file."""
 
 
@@ -228,8 +242,10 @@ def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
     try:
         return resolve(ref, catalog=catalog)
     except ModelNotFoundError as e:
-        hint = "unset HF_HUB_OFFLINE" if hub.is_offline() else "leave --offline out"
-        raise DownloadError(f"{e.message}, and offline mode forbids fetching it", hint=hint) from e
+        hint = "unset HF_HUB_OFFLINE" if hub.is_offline() else "omit --offline"
+        raise DownloadError(
+            f"{e.message}, and offline mode prevents the download", hint=hint
+        ) from e
 
 
 def _described(listing: Listing, catalog: Catalog | None) -> Model:
@@ -245,5 +261,5 @@ def _described(listing: Listing, catalog: Catalog | None) -> Model:
     return variants.model_of(
         listing,
         variants.selections(listing),
-        hint=f"name the variant you want: {listing.repo}:QUANT",
+        hint=f"choose a variant: {listing.repo}:QUANT",
     )

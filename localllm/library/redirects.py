@@ -38,16 +38,17 @@ class RedirectRule:
         scheme, host, port = _parts_of(url)
         if scheme not in ("http", "https", ""):  # before the host: `file:///x` has no host
             raise DownloadError(
-                f"{self._host} leads to a {scheme[:20]}: address, which is refused",
+                f"{self._host} redirects to a {scheme[:20]}: address, which is refused",
                 hint=_REDIRECT_HINT,
             )
         if not host or not scheme:
             raise DownloadError(
-                f"{self._host} leads to no usable address, which is refused", hint=_REDIRECT_HINT
+                f"{self._host} redirects to an unusable address, which is refused",
+                hint=_REDIRECT_HINT,
             )
         if self._secure and scheme == "http":
             raise DownloadError(
-                f"{self._host} leads to an unencrypted address, which is refused",
+                f"{self._host} redirects to an unencrypted address, which is refused",
                 hint=_REDIRECT_HINT,
             )
         if host == self._host:
@@ -57,7 +58,7 @@ class RedirectRule:
         inner = _reaches(host, port) - self._own - {"public"}
         if inner:
             raise DownloadError(
-                f"{self._host} leads to {host[:100]}, a {min(inner)} address, which is refused",
+                f"{self._host} redirects to {host[:100]}, a {min(inner)} address, which is refused",
                 hint=_REDIRECT_HINT,
             )
 

@@ -69,7 +69,9 @@ class HttpSource(ByteSource):
                 f"{self.name} cannot be read: {error}", "check the connection, or use --offline"
             ) from error
         if len(data) != expected:
-            raise SourceError(f"{self.name} sent {len(data)} bytes where {expected} were announced")
+            raise SourceError(
+                f"{self.name} sent {len(data)} bytes instead of the announced {expected}"
+            )
         return bytes(data)
 
     def _check(self, response: httpx.Response, offset: int, length: int) -> int:
@@ -77,8 +79,8 @@ class HttpSource(ByteSource):
         response."""
         if response.is_error:
             host = response.url.host
-            trouble = hub.status_error(response.status_code, response.headers, host, self.name)
-            raise SourceError(trouble.message, trouble.hint)
+            failure = hub.status_error(response.status_code, response.headers, host, self.name)
+            raise SourceError(failure.message, failure.hint)
         if response.status_code != 206:
             raise SourceError(
                 f"{self.name} does not answer range requests (status {response.status_code})",
@@ -90,13 +92,13 @@ class HttpSource(ByteSource):
         if match is not None:
             first, last, total = map(int, match.groups())
         if first != offset or last >= total or last != min(offset + length, total) - 1:
-            asked = f"{length} bytes at {offset}"
+            span_text = f"{length} bytes at {offset}"
             raise SourceError(
-                f"{self.name} answered {given[:60] or 'no range'} when asked for {asked}"
+                f"{self.name} answered {given[:60] or 'no range'} when asked for {span_text}"
             )
         etag = response.headers.get("ETag", "")
         if self.size and (total != self.size or (etag and self._etag and etag != self._etag)):
-            raise SourceError(f"{self.name} changed while it was read", "try again")
+            raise SourceError(f"{self.name} changed during the download of its header", "try again")
         self.size = total
         self._etag = etag
         return last - first + 1

@@ -6,9 +6,11 @@ A reference is a path, a name, a catalog id, a repository, or None for the best 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
 
 # Larger weights, as a share of memory, leave too little for a context and for other programs.
-_SENSIBLE_SHARE = 0.5
+_DEFAULT_MODEL_SHARE = 0.5
 _NOT_CHAT = re.compile(
     "embed|rerank|reward|whisper|ocr-|-base|draft|guard|assistant-mtp", re.IGNORECASE
 )
@@ -71,7 +73,7 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
 
 
 def _match(ref: str, installed: InstalledNames) -> NameMatch[LocalModel]:
-    names.check_said(ref)
+    names.check_not_empty(ref)
     match = model_names.find(ref, {Rule.PATH: _at_path, **installed.rules})
     if not match.models:
         raise installed.not_found(ref)
@@ -119,9 +121,9 @@ def _by_path_and_quant(ref: str) -> LocalModel | None:
 def _by_file(path: Path) -> LocalModel:
     if path.name.startswith("._"):
         file_kinds.check_is_model(path)
-    whole = names.raw_part_of(path.name)
-    if whole:
-        raise ModelFileError(f"{path.name} is a raw part of {whole}", hint=names.join_hint(whole))
+    joined = names.raw_part_of(path.name)
+    if joined:
+        raise ModelFileError(f"{path.name} is a raw part of {joined}", hint=names.join_hint(joined))
     split = names.split_of(path.name)
     if split is not None and split[1] != 1:
         path = path.with_name(names.split_parts(path.name)[0])
@@ -130,10 +132,12 @@ def _by_file(path: Path) -> LocalModel:
         return found
     if split is not None:
         raise ModelFileError(
-            f"{path.name} is one of {split[2]} parts, and not all of them are there",
-            hint=f"look in {path.parent}",
+            f"{path.name} is one of {split[2]} parts, but some parts are missing",
+            hint=f"put all parts into {path.parent}",
         )
     file_kinds.check_is_model(path)
+    if file_kinds.is_gguf(path.name) and not file_kinds.has_magic(path):
+        read_header(path)  # its error names what the file is
     # A file with another suffix (an Ollama blob): the backend decides whether it is a model.
     name = names.shown(path.stem or path.name)
     size_bytes = path.stat().st_size
@@ -163,15 +167,15 @@ def _exists(path: str) -> bool:
 
 def _of_quant(path: Path, quant: str) -> LocalModel:
     if path.is_dir():
-        there = folders.ggufs(_files_of(path), "path")
+        found = folders.ggufs(_files_of(path), "path")
     else:
-        there = [_by_file(path)]
-    chosen = [m for m in there if m.quant.upper() == quant.upper()]
+        found = [_by_file(path)]
+    chosen = [m for m in found if m.quant.upper() == quant.upper()]
     if len(chosen) == 1:
         return chosen[0]
-    quants = ", ".join(dict.fromkeys(m.quant or "of an unknown quant" for m in there))
+    quants = ", ".join(dict.fromkeys(m.quant or "of an unknown quant" for m in found))
     raise ModelNotFoundError(
-        f"{path} is not {quant}: there is {quants or 'no GGUF file'}", hint="name the file alone"
+        f"{path} is not {quant}: its quant is {quants or 'no GGUF file'}", hint="give only the file"
     )
 
 
@@ -186,11 +190,12 @@ def _by_folder(folder: Path) -> LocalModel:
     if ggufs:
         listed = ", ".join(m.path.name for m in ggufs[:5])
         raise ModelFileError(
-            f"{folder} holds {len(ggufs)} models", hint=f"name one of them: {listed}"
+            f"{folder} holds {len(ggufs)} models", hint=f"choose one of them: {listed}"
         )
     raise ModelFileError(
         f"{folder} is not a model",
-        hint="an MLX folder holds config.json and all its .safetensors; else name a .gguf file",
+        hint="an MLX folder has config.json and all its "
+        ".safetensors files; for GGUF, give the .gguf file",
     )
 
 
@@ -203,7 +208,21 @@ def _best_at_hand() -> LocalModel:
     A chat model has a chat template. The starter is one of the candidates.
     """
     candidates = [m for m in store.scan() if not _NOT_CHAT.search(m.name)]
-    best = next(filter(_can_chat, _sensible(candidates)), None)
+    unloadable: list[str] = []
+    best = None
+    for model in filter(_can_chat, _fitting_well(candidates)):
+        reason = _why_unloadable(model)
+        if not reason:
+            best = model
+            break
+        unloadable.append(f"{model.name}: {reason}")
+    if unloadable and best is not None:
+        _report_unloadable(tuple(unloadable), best.name)
+    if unloadable and best is None:
+        raise ModelFileError(
+            f"no installed model can be loaded. {'; '.join(unloadable)}",
+            hint="see `localllm recommend` for what fits here, then `localllm pull ID`",
+        )
     if best is None:
         raise ModelNotFoundError(
             "no chat model is installed",
@@ -212,24 +231,46 @@ def _best_at_hand() -> LocalModel:
     return best
 
 
+def _why_unloadable(model: LocalModel) -> str:
+    """The reason why no engine here can load the file, by its header; "" if it may be loaded."""
+    if model.is_folder or model.origin == "starter":
+        return ""
+    from localllm_catalog.errors import CatalogError
+    from localllm_catalog.gguf_facts import check_layout
+
+    try:
+        check_layout(read_header(model.path))
+    except (CatalogError, ModelFileError) as e:
+        return str(e)
+    return ""
+
+
+@cache
+def _report_unloadable(unloadable: tuple[str, ...], instead: str) -> None:
+    """Log once which larger models were passed over."""
+    logging.getLogger(__name__).warning(
+        f"{'; '.join(unloadable)}. {instead} is used instead; choose a model with -m MODEL"
+    )
+
+
 def best_of(candidates: Sequence[LocalModel]) -> LocalModel:
     """The best of several models that match a name.
 
     It is the biggest that is sensible and runs on this machine, else the smallest.
     """
-    sensible = _sensible(candidates)
-    if sensible:
-        return sensible[0]
+    fitting = _fitting_well(candidates)
+    if fitting:
+        return fitting[0]
     return min(candidates, key=attrgetter("is_folder", "size_bytes"))
 
 
-def _sensible(models: Sequence[LocalModel]) -> list[LocalModel]:
+def _fitting_well(models: Sequence[LocalModel]) -> list[LocalModel]:
     """The models that run here within half of the memory available now, biggest first.
 
     The other half is left for a context and other programs.
     """
     has_mlx = importlib.util.find_spec("mlx_lm") is not None
-    limit_bytes = (SystemMemory().available_bytes() or 0) * _SENSIBLE_SHARE
+    limit_bytes = (SystemMemory().available_bytes() or 0) * _DEFAULT_MODEL_SHARE
     fitting = [m for m in models if m.size_bytes <= limit_bytes and (has_mlx or not m.is_folder)]
     return sorted(fitting, key=attrgetter("size_bytes"), reverse=True)
 
@@ -238,6 +279,8 @@ def _can_chat(model: LocalModel) -> bool:
     """True if the files have a chat template and generate text."""
     if model.origin == "starter":
         return True
+    if model.is_folder and file_kinds.of_folder(model.path) != "model":
+        return False
     if model.is_folder:
         config = json_store.read(model.path / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (model.path / "chat_template.jinja").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,13 +14,26 @@ from pathlib import Path
 from typing import Literal
 
 from localllm.errors import LocalLLMError, ModelFileError, UsageError
-from localllm.library import app_folders, file_kinds, folders, hf_cache, names, other_apps, starter
+from localllm.library import (
+    app_folders,
+    file_kinds,
+    folders,
+    hf_cache,
+    names,
+    other_apps,
+    shared_blobs,
+    starter,
+)
 from localllm.library.catalog import read_header
 from localllm.library.types import OWNERS, LocalModel
 from localllm_catalog.names import Format
 
 # A file modified within this many seconds may belong to a running download.
-_SETTLED_S = 600.0
+_MIN_AGE_S = 600.0
+
+
+def _quantised(folder: Path) -> list[LocalModel]:
+    return folders.scan(folder, "quantised")
 
 
 # The model folders of each application, and the function that finds models in them.
@@ -28,14 +42,15 @@ _APPLICATIONS: tuple[tuple[Callable[[], list[Path]], Callable[[Path], list[Local
     (app_folders.ollama, other_apps.ollama),
     (app_folders.llamacpp, other_apps.llamacpp),
     (app_folders.folders, folders.scan),
+    (app_folders.quants, _quantised),
 )
 
 
 def scan() -> list[LocalModel]:
     """Every complete model on this disk.
 
-    Searches the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders and the starter. Names,
-    sizes and GGUF headers are read, but no weights. Files that two applications share are listed
+    Searches the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders, quants that were made
+    here, and the starter. Names, sizes and GGUF headers are read, but no weights. Files that two applications share are listed
     once.
     """
     found = hf_cache.scan(app_folders.hub_cache())
@@ -73,7 +88,11 @@ class DiskUsage:
 
 
 def du() -> list[DiskUsage]:
-    """Disk usage by origin, biggest first. Unfinished downloads have the origin "partial"."""
+    """Disk usage by origin, biggest first.
+
+    Unfinished downloads have the origin "partial". Files of the hub's shared store that no
+    repository uses have the origin "unused".
+    """
     sizes: dict[str, dict[tuple[int, int], int]] = {}
     counts: dict[str, int] = {}
     for model in scan():
@@ -89,6 +108,9 @@ def du() -> list[DiskUsage]:
     if unfinished:
         size_bytes = sum(hf_cache.size_of(path) for path in unfinished)
         usage.append(DiskUsage("partial", len(unfinished), size_bytes))
+    unused = shared_blobs.unreferenced(app_folders.hub_cache())
+    if unused:
+        usage.append(DiskUsage("unused", len(unused), sum(unused.values())))
     return sorted(usage, key=attrgetter("size_bytes"), reverse=True)
 
 
@@ -105,12 +127,14 @@ def _all_files(model: LocalModel) -> list[Path]:
 
 
 def rm(model: LocalModel) -> int:
-    """Remove a model's files from the hub's cache and return the bytes freed.
+    """Remove a model of the hub's cache, or a quant that was made here. Returns the bytes freed.
 
     Raises UsageError for files of another application or of the user's own folders.
     """
-    check_ours(model)
+    check_removable(model)
     try:
+        if model.origin == "quantised":
+            return _remove_quant(model)
         return hf_cache.remove(model)
     except OSError as e:
         raise LocalLLMError(
@@ -118,22 +142,42 @@ def rm(model: LocalModel) -> int:
         ) from e
 
 
-def check_ours(model: LocalModel) -> None:
+def _remove_quant(model: LocalModel) -> int:
+    """Remove the quant, and the folder of its model if no other quant is in it."""
+    files = list(model.files)
+    if model.is_folder:
+        files = folders.files_below(model.path)
+    freed = 0
+    for file in files:
+        freed += file.stat().st_size
+        file.unlink()
+    above = model.path.parent
+    if model.is_folder:
+        shutil.rmtree(model.path, ignore_errors=True)
+    if not folders.scan(above):
+        for link in filter(Path.is_symlink, above.iterdir()):
+            link.unlink()
+        with suppress(OSError):  # other files are in it
+            above.rmdir()
+    return freed
+
+
+def check_removable(model: LocalModel) -> None:
     """Raise UsageError if `model` is the starter, another application's, or in a user's own
     folder."""
     if model.origin == "starter":
         raise UsageError(
-            f"{model.name} is the starter model, which came with localllm",
-            hint="it stays: `localllm models` lists what can be removed",
+            f"{model.name} is the starter model, which is installed with localllm",
+            hint="`localllm models` lists the models that can be removed",
         )
-    if model.origin != "hf-cache":
+    if model.origin not in ("hf-cache", "quantised"):
         raise UsageError(
-            f"{model.name} is held by {OWNERS[model.origin]}",
-            hint=f"remove it there: {model.path}",
+            f"{model.name} belongs to {OWNERS[model.origin]}",
+            hint=f"remove it with that program: {model.path}",
         )
 
 
-_Why = Literal["unfinished download", "no snapshot points at it"]
+_Why = Literal["unfinished download", "no snapshot uses it", "no repository uses it"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +197,10 @@ def waste(*, now: float | None = None) -> list[Waste]:
     cache = app_folders.hub_cache()
     if now is None:
         now = time.time()
-    limit = now - _SETTLED_S
+    limit = now - _MIN_AGE_S
     why: dict[Path, _Why] = dict.fromkeys(hf_cache.partials(cache), "unfinished download")
-    why |= dict.fromkeys(hf_cache.unreferenced(cache), "no snapshot points at it")
+    why |= dict.fromkeys(hf_cache.unreferenced(cache), "no snapshot uses it")
+    why |= dict.fromkeys(shared_blobs.unreferenced(cache), "no repository uses it")
     found = []
     for path, reason in why.items():
         with suppress(OSError):
@@ -167,11 +212,18 @@ def waste(*, now: float | None = None) -> list[Waste]:
 
 def prune(found: Iterable[Waste]) -> int:
     """Remove the files found by `waste` and return the bytes freed. Failed removals are skipped."""
+    cache = app_folders.hub_cache()
     freed = 0
     for item in found:
+        if item.why == "no repository uses it":
+            freed += shared_blobs.sweep(item.path, cache)
+            continue
+        shared = shared_blobs.target(item.path, cache)
         with suppress(OSError):
             item.path.unlink()
             freed += item.size_bytes
+            if shared is not None:
+                freed += shared_blobs.sweep(shared, cache)
     return freed
 
 
@@ -208,7 +260,9 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
             return Checked(model, "bad", f"{file.name} can't be read: {e.strerror or e}")
         if found != expected:
             return Checked(
-                model, "bad", f"{file.name} has hash {found[:12]}…, published was {expected[:12]}…"
+                model,
+                "bad",
+                f"{file.name} has hash {found[:12]}…, but the published hash is {expected[:12]}…",
             )
     if not model.is_folder:
         try:
@@ -258,39 +312,39 @@ def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
 def adopt(folder: Path) -> list[LocalModel]:
     """Remember `folder` and return its models. They are listed and run in place from now on.
 
-    Raises UsageError if it is no folder or holds no model.
+    Raises UsageError if it is no folder or contains no model.
     """
     target = folder.expanduser().resolve()
     if not target.is_dir():
         raise UsageError(
             f"{folder} is not a folder",
-            hint="name the folder that holds .gguf files or MLX folders",
+            hint="give the folder that contains .gguf files or MLX folders",
         )
     found = folders.scan(target)
     if not found:
-        raise _nothing_in(target, folder)
+        raise _no_model_error(target, folder)
     listed = app_folders.remembered()
     if target not in listed:
         app_folders.remember([*listed, target])
     return found
 
 
-def _nothing_in(target: Path, called: Path) -> UsageError:
+def _no_model_error(target: Path, called: Path) -> UsageError:
     """The error for a folder without a model. It lists the kinds of the GGUF files found."""
-    there = folders.files_below(target)
-    raw = next(filter(None, (names.raw_part_of(f.name) for f in there)), "")
+    files = folders.files_below(target)
+    raw = next(filter(None, (names.raw_part_of(f.name) for f in files)), "")
     if raw:
-        return UsageError(f"{called} has {raw} in raw parts alone", hint=names.join_hint(raw))
-    said = []
-    for file in [f for f in there if file_kinds.is_gguf(f.name)][:6]:
+        return UsageError(f"{called} has {raw} only in raw parts", hint=names.join_hint(raw))
+    reasons = []
+    for file in [f for f in files if file_kinds.is_gguf(f.name)][:6]:
         try:
             file_kinds.check_is_model(file)
-            said.append(f"{file.name} is empty, or a part of a split that is not whole")
+            reasons.append(f"{file.name} is empty, or a part of an incomplete split")
         except ModelFileError as e:
-            said.append(e.message)
-    found = f"{called} holds no model"
-    if said:
-        found += f": {'; '.join(said)}"
+            reasons.append(e.message)
+    found = f"{called} contains no model"
+    if reasons:
+        found += f": {'; '.join(reasons)}"
     return UsageError(found, hint="models are .gguf files, or folders with config.json")
 
 

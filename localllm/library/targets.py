@@ -38,9 +38,9 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
     on_hub = tuple(v for v in model.variants if v not in packaged)
     if not on_hub:
         return resolve(ref, catalog=catalog)
-    here = store.packaged()
-    if here and packaged and quant in ("", packaged[0].quant):
-        return here[0]
+    packaged_models = store.packaged()
+    if packaged_models and packaged and quant in ("", packaged[0].quant):
+        return packaged_models[0]
     return _offered(replace(reference, quant=quant), replace(model, variants=on_hub), choose)
 
 

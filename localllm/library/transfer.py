@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 1 << 20
 # A try that brought fewer bytes counts as a failure. Otherwise a server that resets at once would
 # be retried forever.
-_LEAST_GAIN_BYTES = 16 << 10
+_MIN_GAIN_BYTES = 16 << 10
 # Wrong content is fetched again once, or twice if bytes of an earlier run may be the cause.
 _MAX_RESTARTS = 1
 # Bytes per request. The hub's delivery network refuses requests above 50 GB (huggingface-hub's
@@ -35,7 +35,11 @@ _MAX_RESTARTS = 1
 MAX_SPAN_BYTES = 16 << 30
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
-DownloadState = Literal["listing", "checking", "downloading", "waiting", "verifying", "done"]
+DownloadState = Literal[
+    "listing", "checking", "downloading", "waiting", "verifying", "done", "quantising"
+]
+# States in which bytes arrive at a speed.
+MOVING: tuple[DownloadState, ...] = ("downloading", "quantising")
 OnBytes = Callable[[int, DownloadState], None]
 
 
@@ -100,33 +104,34 @@ class Fetch:
                 httpx.InvalidURL,
                 HubUnreachableError,
             ) as e:
-                trouble = e
-            if self._have - before >= _LEAST_GAIN_BYTES:
+                failure = e
+            if self._have - before >= _MIN_GAIN_BYTES:
                 failures = 1
             else:
                 failures += 1
-            self._wait_or_give_up(trouble, failures)
+            self._wait_or_give_up(failure, failures)
 
     def _changed(self) -> DownloadError:
         return DownloadError(
-            f"{self._file.name} arrived again with another content than the hub announced",
+            f"{self._file.name} was downloaded again, but its content still differs from the "
+            "published hash",
             hint="a proxy or mirror may be changing it; try another network, or unset HF_ENDPOINT",
         )
 
-    def _wait_or_give_up(self, trouble: Exception, failures: int) -> None:
-        asked = getattr(trouble, "retry_after_s", None)
-        if asked is not None and asked > self._patience.longest_asked_s:
+    def _wait_or_give_up(self, failure: Exception, failures: int) -> None:
+        retry_after_s = getattr(failure, "retry_after_s", None)
+        if retry_after_s is not None and retry_after_s > self._patience.max_retry_after_s:
             raise DownloadError(
-                f"{self._file.name}: the hub asks to wait {asked:.0f} s before going on",
+                f"{self._file.name}: the hub requests a wait of {retry_after_s:.0f} s",
                 hint=f"{LATER_HINT}; HF_TOKEN raises the limit",
-            ) from trouble
+            ) from failure
         if failures >= self._patience.failures:
             at = f"{self._have:,} of {self._file.size_bytes:,} bytes"
             raise DownloadError(
-                f"{self._file.name} stopped at {at}: {_reason(trouble)}", hint=LATER_HINT
-            ) from trouble
+                f"{self._file.name} stopped at {at}: {_reason(failure)}", hint=LATER_HINT
+            ) from failure
         self._on_bytes(self._have, "waiting")
-        self._patience.sleep(self._patience.wait_s(failures, asked))
+        self._patience.sleep(self._patience.wait_s(failures, retry_after_s))
 
     # --- the partial ------------------------------------------------------------------------------
 
@@ -147,7 +152,7 @@ class Fetch:
                     self._have += len(block)
                     self._on_bytes(self._have, "checking")
         except OSError as e:
-            raise disk_trouble(e, self._partial) from e
+            raise disk_error(e, self._partial) from e
 
     def _restart(self) -> None:
         self._partial.unlink(missing_ok=True)
@@ -169,13 +174,13 @@ class Fetch:
                 with self._partial.open("ab") as out:
                     self._receive(response, out)
             except OSError as e:
-                raise disk_trouble(e, self._partial) from e
+                raise disk_error(e, self._partial) from e
         if self._have < end:
             raise HubUnreachableError("the connection ended early")
 
     def _receive(self, response: httpx.Response, out: BinaryIO) -> None:
         began = time.monotonic()
-        had = self._have
+        had_bytes = self._have
         for block in response.iter_raw():
             if self._have + len(block) > self._file.size_bytes:
                 raise HubUnreachableError("the server sent more than it announced")
@@ -186,13 +191,13 @@ class Fetch:
             self._on_bytes(self._have, "downloading")
             elapsed = time.monotonic() - began
             if elapsed > self._patience.slow_window_s:
-                if self._have - had < self._patience.least_bytes_s * elapsed:
-                    rate = (self._have - had) / elapsed
+                if self._have - had_bytes < self._patience.least_bytes_s * elapsed:
+                    rate = (self._have - had_bytes) / elapsed
                     raise HubUnreachableError(
-                        f"the connection brought only {rate:.0f} bytes a second"
+                        f"the connection transferred only {rate:.0f} bytes per second"
                     )
                 began = time.monotonic()
-                had = self._have
+                had_bytes = self._have
 
     def _check(self, response: httpx.Response) -> None:
         """Accept a response that continues our bytes.
@@ -203,20 +208,20 @@ class Fetch:
         if status not in (200, 206):
             self._refuse(response)
         if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
-            raise HubUnreachableError("the server sent it compressed, which was not asked for")
+            raise HubUnreachableError(
+                "the server sent it compressed, although it was requested uncompressed"
+            )
         if status == 206:
             match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
             total = str(self._file.size_bytes)
             if match is None or int(match[1]) != self._have or match[3] not in (total, "*"):
                 given = response.headers.get("Content-Range", "nothing")[:60]
-                raise HubUnreachableError(
-                    f"the server answered another range than asked for ({given})"
-                )
+                raise HubUnreachableError(f"the server sent another range than requested ({given})")
             return
         length = response.headers.get("Content-Length")
         if length is not None and length != str(self._file.size_bytes):
             raise HubUnreachableError(
-                f"the server sent {length} bytes where the hub announced {self._file.size_bytes}"
+                f"the server sent {length} bytes, but the hub announced {self._file.size_bytes}"
             )
         if self._have:
             self._restart()
@@ -226,19 +231,19 @@ class Fetch:
         host = response.url.host
         if status == 416:
             self._restart()
-            raise HubUnreachableError("the server does not have the rest of it")
-        trouble = status_error(status, response.headers, str(host), self._file.name)
-        if response.history and not isinstance(trouble, HubUnreachableError):
+            raise HubUnreachableError("the server lacks the rest of the file")
+        failure = status_error(status, response.headers, str(host), self._file.name)
+        if response.history and not isinstance(failure, HubUnreachableError):
             # The redirect's target is a signed address that expires. The next try gets a fresh one
             # from the hub.
-            trouble = HubUnreachableError(f"{host} no longer gives it out ({status})")
+            failure = HubUnreachableError(f"{host} no longer provides the file ({status})")
         elif status == 401 and self._client.headers.pop("authorization", None) is not None:
             # A hub that answers 401 does not know the token (any more). A public file is available
             # without.
-            trouble = HubUnreachableError(
-                f"{host} refuses our token (HF_TOKEN, or the stored login)"
+            failure = HubUnreachableError(
+                f"{host} rejects the token (HF_TOKEN, or the stored login)"
             )
-        raise trouble
+        raise failure
 
 
 def _reason(error: Exception) -> str:
@@ -250,13 +255,13 @@ def _reason(error: Exception) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
 
 
-def disk_trouble(error: OSError, path: Path) -> DownloadError:
+def disk_error(error: OSError, path: Path) -> DownloadError:
     """The DownloadError for a disk that is full or can't be written at `path`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DownloadError(
             f"the disk of {path.parent} is full",
-            hint="make room and run the same command again (it goes on where it stopped), or "
-            "`localllm models prune`",
+            hint="free disk space (`localllm models prune`), then run the same command again: "
+            "it continues where it stopped",
         )
     return DownloadError(
         f"{path.parent} can't be written: {error.strerror or error}", hint="check its permissions"
@@ -267,6 +272,8 @@ def disk_trouble(error: OSError, path: Path) -> DownloadError:
 
 _WINDOW_S = 10.0
 _SAMPLE_S = 0.1
+# A time left is given after bytes were measured for so long.
+_LEAST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +313,7 @@ class DownloadMeter:
         """Report progress: `have_bytes` of the current file, in addition to all finished files."""
         done = self.done_bytes + have_bytes
         now = self._clock()
-        if state != "downloading":
+        if state not in MOVING:
             self._samples.clear()
         if not self._samples or now - self._samples[-1][0] >= _SAMPLE_S:
             self._samples.append((now, done))
@@ -319,6 +326,8 @@ class DownloadMeter:
         eta = None
         if elapsed > 0 and done > before:
             speed = (done - before) / elapsed
+        # The first blocks arrive slowly: a time from them alone is hours for a small file.
+        if speed and elapsed >= _LEAST_S:
             eta = (self.total_bytes - done) / speed
         self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta, digest))
 

@@ -8,12 +8,14 @@ from typing import Literal
 
 from localllm_catalog.names import FOLDER_FORMATS, Format
 
-Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter"]
+Origin = Literal[
+    "path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter", "quantised"
+]
 # The owner of the files, for messages.
 OWNERS: dict[Origin, str] = {
     "lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp",
     "hf-cache": "localllm (the hub's cache)", "starter": "localllm (the starter)",
-    "folder": "a folder of yours", "path": "a file of yours",
+    "folder": "your own folder", "path": "your own file", "quantised": "localllm (quantize)",
 }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -26,9 +27,12 @@ _USUAL = (
     "Q5_K_M", "Q6_K", "Q8_0",
 )  # fmt: skip
 OF_THE_HUB = "hf-api"
-_ELSEWHERE = "look for a repository whose name ends in -GGUF, or for one of mlx-community"
+_OTHER_REPO_HINT = "look for a repository whose name ends in -GGUF, or for one of mlx-community"
 # If a header is unreadable or not a model's, the next file is tried. This limits the headers read.
-_MOST_HEADERS = 3
+_MAX_HEADERS = 3
+# "model-00001-of-00004.safetensors"
+_SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<count>[0-9]{1,5})\.safetensors")
+_MAX_SHARDS = 1000
 _MLX_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 
 
@@ -74,11 +78,11 @@ def selections(listing: Listing) -> list[Selection]:
     found = []
     kinds_of = _kinds(listing)
     files = {f.name: f for f in listing.files if f.name in kinds_of}
-    for name, parts in names.whole_models({f.name: f.size_bytes for f in files.values()}):
+    for name, parts in names.complete_models({f.name: f.size_bytes for f in files.values()}):
         if kinds_of[name] in kinds.MODELS:
             quant = names.quant_of(name.rpartition("/")[2]) or names.quant_of(name)
             found.append(Selection(Format.GGUF, quant, tuple(files[part] for part in parts)))
-    folder_model = _mlx(listing)
+    folder_model = folder_of(listing)
     if folder_model is not None and not found:
         found.append(folder_model)
     return sorted(found, key=_listing_order)
@@ -92,7 +96,11 @@ def _kinds(listing: Listing) -> dict[str, Kind]:
     return kinds.among({f.name: f.size_bytes for f in listing.files if is_gguf(f.name)})
 
 
-def _mlx(listing: Listing) -> Selection | None:
+def folder_of(listing: Listing) -> Selection | None:
+    """A repository's safetensors with their config and tokenizer; None if it has none of that.
+
+    Raises DownloadError if a shard is missing.
+    """
     at_root = [
         f for f in listing.files if "/" not in f.name and f.name.lower().endswith(_MLX_FILES)
     ]
@@ -102,29 +110,53 @@ def _mlx(listing: Listing) -> Selection | None:
     large = [f for f in at_root if f.name.endswith(".safetensors")]
     if not large or not any(f.name == "config.json" for f in small):
         return None
+    check_complete(_all_shards(weights), weights, listing.repo)
     # Small files first: their errors are found before the large files are downloaded.
     by_name = attrgetter("name")
     ordered = [*sorted(small, key=by_name), *sorted(large, key=by_name)]
     return Selection(Format.MLX, names.mlx_quant_of(listing.repo), tuple(ordered))
 
 
-def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = None) -> Model:
-    """The Model from the header of a GGUF file: the first of `there` with a model's header.
+def check_complete(shards: Collection[str], listed: Collection[str], repo: str) -> None:
+    """Raise DownloadError if a repository lacks shards of its MLX weights."""
+    missing = sorted(set(shards) - set(listed))
+    if missing:
+        names_of = ", ".join(missing[:3])
+        raise DownloadError(f"{repo} is incomplete: it has no {names_of}", hint=_OTHER_REPO_HINT)
+
+
+def _all_shards(weights: Collection[str]) -> set[str]:
+    """The names of all shards, by the count in the names of those that are there."""
+    shards: set[str] = set()
+    for name in weights:
+        found = _SHARD.fullmatch(name)
+        if found and int(found["count"]) <= _MAX_SHARDS:
+            count = int(found["count"])
+            digits = len(found["count"])
+            shards |= {
+                f"{found['stem']}-{n:0{digits}}-of-{found['count']}.safetensors"
+                for n in range(1, count + 1)
+            }
+    return shards
+
+
+def model_of(listing: Listing, candidates: Sequence[Selection], hint: str | None = None) -> Model:
+    """The Model from the header of a GGUF file: the first of `candidates` with a model's header.
 
     Only the beginning of the file is fetched. Raises DownloadError.
     """
     first: ModelFileError | None = None
     with remote_header.opener(anonymous=listing.anonymous) as open_source:
-        for selection in there[:_MOST_HEADERS]:
+        for selection in candidates[:_MAX_HEADERS]:
             try:
                 return read_model(
                     hub.file_url(listing, selection.files[0].name), open_source=open_source
                 )
             except ModelFileError as e:
                 first = first or e
-    said = first or ModelFileError("there is no file of one", hint="")
+    cause = first or ModelFileError("it has no model file", hint="")
     raise DownloadError(
-        f"{listing.repo} does not say what model it holds: {said.message}", hint=hint or said.hint
+        f"{listing.repo} does not state its model: {cause.message}", hint=hint or cause.hint
     ) from first
 
 
@@ -149,10 +181,10 @@ def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | N
     models = [name for name, kind in found.items() if kind in kinds.MODELS]
     projectors = [name for name, kind in found.items() if kind == "projector"]
     mine = kinds.own_projectors(model, models, projectors, one_repo=True)
-    there = {f.name: f for f in listing.files if f.name in mine}
-    best = names.best_projector({f.name: f.size_bytes for f in there.values()})
+    candidates = {f.name: f for f in listing.files if f.name in mine}
+    best = names.best_projector({f.name: f.size_bytes for f in candidates.values()})
     if best is not None:
-        return there[best]
+        return candidates[best]
     return None
 
 
@@ -169,59 +201,62 @@ def pick(
     It is picked by file, by quant, by `choose`, else it is the usual one. `described` returns the
     Model whose layers `choose` needs. Raises DownloadError listing the available variants.
     """
-    there = selections(listing)
-    if not there:
+    candidates = selections(listing)
+    if not candidates:
         raise _no_model(listing, quant)
     if file:
-        of_file = _holding(there, file)
+        of_file = _with_file(candidates, file)
         if of_file is not None:
             return of_file
     if quant:
-        return _of_quant(there, quant, listing)
+        return _of_quant(candidates, quant, listing)
     if file:
-        raise DownloadError(f"{listing.repo} has no model file {file}", hint=_what_there_is(there))
-    offered = tuple(s.variant(listing.repo) for s in there)
-    if len(there) > 1 and choose is not None and described is not None:
+        raise DownloadError(
+            f"{listing.repo} has no model file {file}", hint=_listing_text(candidates)
+        )
+    offered = tuple(s.variant(listing.repo) for s in candidates)
+    if len(candidates) > 1 and choose is not None and described is not None:
         variant = choose(replace(described(), variants=offered))
     else:
         variant = usual_variant(offered)
-    chosen = next((s for s in there if s.names[:1] == variant.files[:1]), there[0])
-    _warn_of_others(chosen, there, listing)
+    chosen = next((s for s in candidates if s.names[:1] == variant.files[:1]), candidates[0])
+    _warn_of_others(chosen, candidates, listing)
     return chosen
 
 
-def _warn_of_others(chosen: Selection, there: Sequence[Selection], listing: Listing) -> None:
+def _warn_of_others(chosen: Selection, candidates: Sequence[Selection], listing: Listing) -> None:
     """Log which other files could have been meant."""
-    others = [s.files[0].name for s in there if s.quant == chosen.quant and s is not chosen]
-    others += [f"{name} (not a name to keep a file under)" for name in listing.left_out]
+    others = [s.files[0].name for s in candidates if s.quant == chosen.quant and s is not chosen]
+    others += [f"{name} (its name can't be used for a file)" for name in listing.left_out]
     if others:
-        said = f"took {chosen.files[0].name} of {listing.repo}, and not {', '.join(others[:4])}"
-        logging.getLogger(__name__).warning(said)
+        cause = f"chose {chosen.files[0].name} of {listing.repo} instead of {', '.join(others[:4])}"
+        logging.getLogger(__name__).warning(cause)
 
 
-def _holding(there: Sequence[Selection], file: str) -> Selection | None:
+def _with_file(candidates: Sequence[Selection], file: str) -> Selection | None:
     """The selection with that file, else one with the same file name in another folder."""
-    held = (s for s in there if file in s.names)
-    called = (s for s in there if names.stem_of(s.files[0].name) == names.stem_of(file))
-    return next(held, None) or next(called, None)
+    with_file = (s for s in candidates if file in s.names)
+    called = (s for s in candidates if names.stem_of(s.files[0].name) == names.stem_of(file))
+    return next(with_file, None) or next(called, None)
 
 
-def _of_quant(there: Sequence[Selection], quant: str, listing: Listing) -> Selection:
-    exact = [s for s in there if s.quant.upper() == quant.upper()]
-    near = exact or [s for s in there if names.same_quant(quant, s.quant)]
-    stems = {names.stem_of(s.files[0].name) for s in near}
+def _of_quant(candidates: Sequence[Selection], quant: str, listing: Listing) -> Selection:
+    exact = [s for s in candidates if s.quant.upper() == quant.upper()]
+    same_quant = exact or [s for s in candidates if names.same_quant(quant, s.quant)]
+    stems = {names.stem_of(s.files[0].name) for s in same_quant}
     if len(stems) > 1:
-        listed = ", ".join(s.files[0].name for s in near[:8])
+        listed = ", ".join(s.files[0].name for s in same_quant[:8])
         raise DownloadError(
             f"{listing.repo} has {len(stems)} models in {quant}: {listed}",
-            hint=f"name one by its address: hf.co/{listing.repo}/blob/main/{near[0].files[0].name}",
+            hint="give the address of one file: "
+            f"hf.co/{listing.repo}/blob/main/{same_quant[0].files[0].name}",
         )
-    if near:  # the same file in two places is one
-        return near[0]
+    if same_quant:  # the same file in two places is one
+        return same_quant[0]
     raw = {names.quant_of(names.raw_part_of(f.name)) for f in listing.files}
     if any(names.same_quant(quant, other) for other in raw):
         raise _no_model(listing, quant)
-    raise DownloadError(f"{listing.repo} has no variant {quant}", hint=_what_there_is(there))
+    raise DownloadError(f"{listing.repo} has no variant {quant}", hint=_listing_text(candidates))
 
 
 def _no_model(listing: Listing, quant: str) -> DownloadError:
@@ -233,26 +268,24 @@ def _no_model(listing: Listing, quant: str) -> DownloadError:
             (w for w in raw if quant and names.same_quant(quant, names.quant_of(w))), raw[0]
         )
         return DownloadError(
-            f"{listing.repo} has {named} in raw parts alone", hint=names.join_hint(named)
+            f"{listing.repo} has {named} only in raw parts", hint=names.join_hint(named)
         )
     found = _kinds(listing)
-    said = [
+    cause = [
         f"{name} ({kinds.WORDS[kind][0]})"
         for name, kind in found.items()
         if kind not in kinds.MODELS
     ]
-    said += [f"{f.name} (empty)" for f in listing.files if is_gguf(f.name) and not f.size_bytes]
-    said += [
-        f"{name} (a part of a split that is not whole)" for name in found if names.split_of(name)
-    ]
-    said += [f"{name} (not a name to keep a file under)" for name in listing.left_out]
-    if said:
+    cause += [f"{f.name} (empty)" for f in listing.files if is_gguf(f.name) and not f.size_bytes]
+    cause += [f"{name} (a part of an incomplete split)" for name in found if names.split_of(name)]
+    cause += [f"{name} (its name can't be used for a file)" for name in listing.left_out]
+    if cause:
         return DownloadError(
-            f"{listing.repo} holds no whole model: {', '.join(said[:6])}", hint=_ELSEWHERE
+            f"{listing.repo} has no complete model: {', '.join(cause[:6])}", hint=_OTHER_REPO_HINT
         )
     return DownloadError(
-        f"{listing.repo} holds no model that runs here: neither GGUF files nor an MLX folder",
-        hint=_ELSEWHERE,
+        f"{listing.repo} has no model that runs here: no GGUF files and no MLX folder",
+        hint=_OTHER_REPO_HINT,
     )
 
 
@@ -278,8 +311,8 @@ def usual_variant(variants: Sequence[Variant]) -> Variant:
     return largest
 
 
-def _what_there_is(there: Sequence[Selection]) -> str:
-    listed = ", ".join(s.quant or s.files[0].name for s in there[:24])
-    if len(there) > 24:
+def _listing_text(candidates: Sequence[Selection]) -> str:
+    listed = ", ".join(s.quant or s.files[0].name for s in candidates[:24])
+    if len(candidates) > 24:
         listed += " …"
     return f"it has {listed}"

@@ -21,33 +21,40 @@ _TABLE = "token_embd.weight"
 _HALVES = (".lora_a", ".lora_b")
 
 
+def file_and_scale(named: str) -> tuple[Path, float]:
+    """Return the parts of FILE[:SCALE], with the absolute path of the file or folder."""
+    # A colon that is not followed by a number is part of the file's name.
+    [(file, scale)] = _NAMED.findall(named)
+    return Path(os.path.expanduser(file)).absolute(), float(scale or 1)
+
+
 def adapter_named(named: str, opened: OpenedModel, engine: Declaration) -> LoraAdapter:
     """Return the adapter FILE[:SCALE] for an opened model.
 
     Raises UnsupportedError if the headers show that the adapter does not fit, and ModelFileError.
     """
-    # A colon that is not followed by a number is part of the file's name.
-    [(file, scale)] = _NAMED.findall(named)
-    path = Path(os.path.expanduser(file)).absolute()
+    path, scale = file_and_scale(named)
     reason = _fault(path, opened, engine)
     if reason:
         raise UnsupportedError(
             f"--lora {path.name}: {reason}",
-            hint="name an adapter of this very model: FILE, or FILE:SCALE such as style.gguf:0.5",
+            hint="give an adapter that was trained for this model: FILE, or FILE:SCALE such as "
+            "style.gguf:0.5",
         )
     if path.is_dir():
         n_bytes = (path / _MLX_WEIGHTS).stat().st_size
     else:
         n_bytes = read_header(path).weights_bytes
-    return LoraAdapter(str(path), float(scale or 1), n_bytes)
+    return LoraAdapter(str(path), scale, n_bytes)
 
 
 def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Model | None:
     """Add the size of `adapters` to the weights of `model`, evenly over its layers.
 
-    Every token reads the adapters, so they count as active weights.
+    Every token reads the adapters that are applied by default, so they count as active weights.
     """
     more = sum(adapter.n_bytes for adapter in adapters)
+    read = sum(adapter.n_bytes for adapter in adapters if adapter.scale)
     if model is None or not model.variants or not more:
         return model
     files = model.variants[0]
@@ -56,9 +63,9 @@ def planned_with(model: Model | None, adapters: tuple[LoraAdapter, ...]) -> Mode
         files,
         file_bytes=files.file_bytes + more,
         weights_bytes=files.weights_bytes and files.weights_bytes + more,
-        active_bytes=files.active_bytes and files.active_bytes + more,
+        active_bytes=files.active_bytes and files.active_bytes + read,
         layer_bytes=tuple((dense + more // len(layers), experts) for dense, experts in layers),
-        adapter_bytes=more,
+        adapter_bytes=read,
     )
     return replace(model, variants=(variant,))
 
@@ -70,12 +77,12 @@ def _fault(path: Path, opened: OpenedModel, engine: Declaration) -> str:
     """Return why the adapter at `path` can't be applied to the opened model."""
     name = opened.local.name
     if not engine.adapters:
-        return f"{engine.label} takes no adapters"
+        return f"{engine.label} does not support adapters"
     if not path.exists():
         return "there is no such file or folder"
     if path.is_dir():
         if engine.adapters != "folder":
-            return f"adapters for {name} are GGUF files, and this is a folder"
+            return f"adapters for {name} must be GGUF files, but this is a folder"
         return _fault_of_folder(path)
     if engine.adapters == "folder":
         return f"adapters for {name} are folders of mlx-lm's, and this is a file"
@@ -136,7 +143,7 @@ def _fault_of_tensors(adapter: GgufHeader, base: GgufHeader) -> str:
             return fault
     for tensor in base.tensors:
         if tensor.type == "NVFP4" and tensor.name in names:
-            return f"llama.cpp lays nothing over NVFP4 weights, such as {tensor.name}"
+            return f"llama.cpp can't apply an adapter to NVFP4 weights, such as {tensor.name}"
     return ""
 
 

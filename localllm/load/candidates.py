@@ -27,8 +27,27 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
     from localllm.device.overrides import overridden
 
     if name is not None:
-        return resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
+        named = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
+        return _with_build_of_setup(named)
     return overridden(detect(), memory_gb=memory, bandwidth_gbps=bandwidth)
+
+
+# Cards that only ROCm drives.
+_WITHOUT_GRAPHICS = "Instinct"
+
+
+def _with_build_of_setup(device: Device) -> Device:
+    """Return a described machine with the accelerator of the build that `localllm setup` installs.
+
+    Where two builds drive the same GPU, that is the one that needs only the installed driver.
+    """
+    from localllm.device.accelerators import KINDS
+
+    usual = KINDS[device.accelerator].lighter
+    if usual is None or _WITHOUT_GRAPHICS in device.name:
+        return device
+    cards = tuple(replace(card, accelerator=usual) for card in device.cards)
+    return replace(device, accelerator=usual, cards=cards)
 
 
 def machine_of(
@@ -43,14 +62,18 @@ def machine_of(
 
 
 def overrides_for(device: Device, catalog: Catalog) -> Overrides:
-    """Return the speeds measured on `device`, and the engines of this installation."""
-    from localllm.load import measurements
+    """Return the speeds measured on `device`, the engines of this installation, and the models that
+    its llama.cpp can't read."""
+    from localllm.load import measurements, readable_models
     from localllm.planner.starting_settings import Overrides
     from localllm_backends import registry
 
     records = [] if device.simulated else measurements.load()
     measured = measurements.for_planner(records, device.name, catalog.by_id)
-    return Overrides(measured=measured, backends=tuple(registry.backends()))
+    too_new: tuple[tuple[str, str], ...] = ()
+    if not device.simulated:
+        too_new = readable_models.too_new(catalog.models)
+    return Overrides(measured=measured, backends=tuple(registry.backends()), too_new=too_new)
 
 
 def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
@@ -65,8 +88,8 @@ def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
     if plans and not found:
         listed = ", ".join(dict.fromkeys(p.variant.quant for p in plans))
         raise ModelNotFoundError(
-            f"no engine for this machine reads {plans[0].model.name} in {quant}",
-            hint=f"it reads {listed}",
+            f"no engine for this machine can read {plans[0].model.name} in {quant}",
+            hint=f"readable variants: {listed}",
         )
     return found
 
@@ -99,15 +122,15 @@ def best_variant(model: Model) -> Variant:
     )
     if not plans:
         raise DoesNotFitError(
-            f"no engine installed here runs any published variant of {model.name}"
+            f"no engine installed here can run any published variant of {model.name}"
         )
     fitting = [p for p in plans if p.fits != "no"]
     if not fitting:
         least = min(p.memory.total_bytes for p in plans)
         raise DoesNotFitError(
-            f"{model.name} needs at least {least / 1e9:.1f} GB, and this machine has "
+            f"{model.name} needs at least {least / 1e9:.1f} GB, but this machine has "
             f"{plans[0].memory.limit_bytes / 1e9:.1f} GB usable",
-            hint="name a variant to fetch it all the same: localllm pull "
+            hint="give a variant to download it anyway: localllm pull "
             f"{model.id}:{plans[0].variant.quant}",
         )
     best = max(fitting, key=attrgetter("score", "variant.quant"))
@@ -115,16 +138,16 @@ def best_variant(model: Model) -> Variant:
 
 
 def installed_names(
-    plans: Sequence[Plan], catalog: Catalog, there: list[LocalModel] | None = None
+    plans: Sequence[Plan], catalog: Catalog, installed_models: list[LocalModel] | None = None
 ) -> dict[tuple[str, str], str]:
     """Map (model id, quant) of the plans to the names of installed models.
 
-    `there` lists the installed models (None: search the disk).
+    `installed_models` lists the installed models (None: search the disk).
     """
     from localllm.library.installed_names import InstalledNames
     from localllm.model_names import find
 
-    installed = InstalledNames(there, catalog)
+    installed = InstalledNames(installed_models, catalog)
     if not installed.models:
         return {}
     found = {}
@@ -139,10 +162,48 @@ def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:
     """Keep the models that can read images, with only the variants whose engine supports images."""
     from localllm.planner.projector import reads_images
 
-    seeing = (
-        replace(m, variants=tuple(v for v in m.variants if reads_images(m, v))) for m in models
-    )
-    return tuple(model for model in seeing if model.variants)
+    return _readers(models, reads_images)
+
+
+def audio_readers(models: Sequence[Model]) -> tuple[Model, ...]:
+    """Keep the models that can read sounds, with only the variants whose engine supports audio."""
+    from localllm.planner.projector import reads_audio
+
+    return _readers(models, reads_audio)
+
+
+def _readers(
+    models: Sequence[Model], can_read: Callable[[Model, Variant], bool]
+) -> tuple[Model, ...]:
+    found = []
+    for model in models:
+        variants = tuple(v for v in model.variants if can_read(model, v))
+        if variants:
+            found.append(replace(model, variants=variants))
+    return tuple(found)
+
+
+def media_readers(models: Sequence[Model], wanted: Overrides) -> tuple[Model, ...]:
+    """Keep the models and variants that read the media that are wanted."""
+    kept = tuple(models)
+    if wanted.sees:
+        kept = image_readers(kept)
+    if wanted.hears:
+        kept = audio_readers(kept)
+    return kept
+
+
+def projector_facts(plan: Plan) -> str:
+    """Describe what a plan's projector reads, its size, and the tokens per image."""
+    from localllm.planner.projector import reads_audio
+
+    facts = image_facts(plan.model)
+    read = ["images"] if facts else []
+    if reads_audio(plan.model, plan.variant):
+        read.append("sounds")
+    size = plan.memory.projector_bytes / 1e9
+    text = f"{' and '.join(read)}: {size:.1f} GB for the projector"
+    return f"{text}; {facts}" if facts else text
 
 
 def image_facts(model: Model) -> str:
@@ -152,7 +213,7 @@ def image_facts(model: Model) -> str:
     """
     if "image" not in model.modality:
         return ""
-    facts = "tokens an image: not known before it is loaded"
+    facts = "tokens per image: unknown until it is loaded"
     if model.image_tokens:
         facts = str(model.image_tokens)
     file = next((v for v in model.variants if v.mmproj_file), None)

@@ -6,19 +6,23 @@ the model.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
+from localllm import json_store
 from localllm.engine.messages import DRAFT_MODES
 from localllm.errors import DoesNotFitError, ModelFileError, UnsupportedError
 from localllm.library.catalog import OpenedModel, open_model, read_header, readable_header
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
-from localllm.planner.projector import projector_bytes
+from localllm.planner.projector import projector_bytes, reads_sounds
 from localllm.planner.types import CompanionDrafter
 from localllm.settings import Settings
 from localllm_backends.contract import BackendFailure, BackendType
+from localllm_backends.drafter_config import drafter_config
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.gguf import GgufHeader
 
@@ -30,6 +34,9 @@ _NOT_PLAIN = (
     "shortconv.l_cache",
 )
 _ASSISTANT = "gemma4-assistant"
+# Entries of a folder that are looked at.
+_MOST_ENTRIES = 1000
+_DRAFTER_WORD = re.compile(r"[-_.](dflash|dspark|eagle-?3|speculator)")
 _KINDS = ("eagle3", "dflash", _ASSISTANT)
 
 
@@ -63,20 +70,20 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
         heads = header.integer(f"{header.architecture}.nextn_predict_layers")
         if not heads:
             raise UnsupportedError(
-                f"--draft mtp: {opened.local.name} has no draft heads: "
-                "its header names none (nextn_predict_layers)",
-                hint="use --draft auto, which drafts from the text itself, "
-                "or a model whose file carries draft heads",
+                f"--draft mtp: {opened.local.name} has no MTP "
+                "heads (no nextn_predict_layers in its header)",
+                hint="use --draft auto, which drafts by n-gram "
+                "lookup, or a model file with MTP heads",
             )
     if draft == "auto":
         return _at_hand(opened, catalog)
     if draft in DRAFT_MODES:
         return ChosenDrafter(draft)
-    named = companion_at(Path(draft))
+    named = companion_at(Path(draft)) or _in_hub_cache(draft)
     if named is not None:
         why = _why_unfit(named, opened)
         if why is not None:
-            hint = "use the drafter published for this very model, or --draft auto"
+            hint = "use the drafter published for this model, or --draft auto"
             raise UnsupportedError(f"--draft {Path(draft).name}: {why}", hint=hint)
         return ChosenDrafter(companion=named)
     second = resolve(draft)
@@ -84,7 +91,10 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
 
 
 def companion_at(path: Path) -> CompanionDrafter | None:
-    """Return the trained drafter in this file, or None if it is another kind of file or missing."""
+    """Return the trained drafter in this file or folder, or None if it is of another kind or
+    missing."""
+    if path.is_dir():
+        return _companion_in(path)
     if path.suffix != ".gguf" or not path.is_file():
         return None
     header = readable_header(path)
@@ -104,6 +114,37 @@ def companion_at(path: Path) -> CompanionDrafter | None:
     )
 
 
+def _in_hub_cache(repo: str) -> CompanionDrafter | None:
+    """Return the trained drafter of this repository, if it was downloaded, or None."""
+    from localllm.library import app_folders, hf_cache, names
+
+    if not names.safe_repo(repo):
+        return None
+    snapshots = hf_cache.repo_folder(app_folders.hub_cache(), repo) / "snapshots"
+    for config in sorted(snapshots.glob("*/config.json")):
+        found = companion_at(config.parent)
+        if found is not None:
+            return found
+    return None
+
+
+def _companion_in(folder: Path) -> CompanionDrafter | None:
+    """Return the trained drafter in a folder with config.json and safetensors, or None."""
+    known = drafter_config(json_store.read(folder / "config.json"))
+    weights = list(folder.glob("model*.safetensors"))
+    if known is None or not weights:
+        return None
+    return CompanionDrafter(
+        kind=known.kind,
+        path=str(folder),
+        file_bytes=sum(file.stat().st_size for file in weights),
+        kv_elements=known.kv_elements,
+        width=known.width,
+        block=known.block,
+        is_folder=True,
+    )
+
+
 def _kv_elements(header: GgufHeader) -> int:
     """Elements in the KV of a trained drafter, per token."""
     kind = header.architecture
@@ -119,19 +160,24 @@ def _kv_elements(header: GgufHeader) -> int:
 
 
 def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
-    """Return why this drafter can't belong to the model, or None if the headers show no conflict."""
+    """Return why this drafter can't belong to the model, or None if the headers show no
+    conflict."""
     header = opened.header
     name = opened.local.name
-    if opened.local.is_folder:
-        return "trained drafters run on llama.cpp only, beside a GGUF file"
-    if header is None:
-        return None
-    width = header.integer(f"{header.architecture}.embedding_length")
-    if width == companion.width:
+    if opened.local.is_folder and not companion.is_folder:
+        return "it is a GGUF file, which drafts only for a GGUF file"
+    if companion.is_folder and not opened.local.is_folder:
+        return "it is a folder of safetensors, which drafts only for a model in such a folder"
+    width = 0
+    if header is not None:
+        width = header.integer(f"{header.architecture}.embedding_length")
+    elif opened.model is not None:
+        width = opened.model.hidden_size
+    if width in (0, companion.width):
         return None
     return (
-        f"it was trained for a model whose layers are {companion.width:,} wide, and those of "
-        f"{name} are {width:,}"
+        "it was trained for a model with a hidden size "
+        f"of {companion.width:,}, but {name} has {width:,}"
     )
 
 
@@ -139,18 +185,20 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     """Return the smallest trained drafter that fits and is next to the model or was downloaded for
     it.
 
-    Models with sliding windows or recurrent states get no trained drafter, because their memory can
-    only be stored in parts without one.
+    On llama.cpp, models with sliding windows or recurrent states get no trained drafter, because
+    their memory can only be stored in parts without one.
     """
     from localllm.library.pull import drafters_here
 
     header = opened.header
+    is_plain = header is not None and not _is_stateful(header)
     local = opened.local
-    if header is None:
+    if not (local.is_folder or is_plain):
         return ChosenDrafter()
-    if any(f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN):
-        return ChosenDrafter()
-    files = [path for kind, path in local.companions if kind == "drafter"]
+    if local.is_folder:
+        files = _folders_beside(local)
+    else:
+        files = [path for kind, path in local.companions if kind == "drafter"]
     if not files:
         files = drafters_here((local.repo, local.name), catalog)
     fitting = []
@@ -164,24 +212,49 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     return ChosenDrafter(companion=smallest, found=True)
 
 
-# -- images ----------------------------------------------------------------------------------------
+def _is_stateful(header: GgufHeader) -> bool:
+    """Return whether a model has sliding windows or recurrent states, by its header."""
+    return any(f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN)
+
+
+def _folders_beside(local: LocalModel) -> list[Path]:
+    """Return folders that may hold a drafter for the MLX model `local`.
+
+    These are the folders in its own folder, and those next to it whose names begin alike, such as
+    Qwen3-4B-DFlash-b16 next to Qwen3-4B-4bit.
+    """
+    found = []
+    try:
+        found = [path for path in islice(local.path.iterdir(), _MOST_ENTRIES) if path.is_dir()]
+        for path in islice(local.path.parent.iterdir(), _MOST_ENTRIES):
+            word = _DRAFTER_WORD.search(path.name.lower())
+            if word and local.path.name.lower().startswith(path.name[: word.start()].lower()):
+                found.append(path)
+    except OSError:
+        return found
+    return found
+
+
+# -- media -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ImageProjector:
-    """The image projector of a model.
+class MediaProjector:
+    """The projector that lets a model read images, sounds, or both.
 
     `file`: the file to load (None: no projector).
     `need_bytes`: the memory it needs.
     `why_not`: the reason if no projector is used ("" if the model has none).
+    `audio`: it reads sounds.
     """
 
     file: Path | None = None
     need_bytes: int = 0
     why_not: str = ""
+    audio: bool = False
 
 
-def projector_beside(local: LocalModel, engine: BackendType, settings: Settings) -> ImageProjector:
+def projector_for(local: LocalModel, engine: BackendType, settings: Settings) -> MediaProjector:
     """Return the projector of `local`, subject to the `images` setting and the engine.
 
     Raises UnsupportedError if images were requested but are not available.
@@ -194,12 +267,13 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings)
     if found is None:
         if wanted == "on":
             raise UnsupportedError(
-                f"--images on: no image projector lies beside {local.name}",
-                hint="`localllm pull` brings it (a file mmproj-*.gguf) if its repository has one",
+                f"--images on: there is no image projector for {local.name}",
+                hint="`localllm pull` downloads one (a file "
+                "mmproj-*.gguf) if the repository has it",
             )
-        return ImageProjector()
+        return MediaProjector()
     if wanted == "off":
-        return ImageProjector(why_not="switched off (--images off)")
+        return MediaProjector(why_not="switched off (--images off)")
     if found.why_not and wanted == "on":
         raise UnsupportedError(f"--images on: {found.why_not}")
     return found
@@ -207,47 +281,50 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings)
 
 def _own_projector(
     local: LocalModel, engine: BackendType, settings: Settings
-) -> ImageProjector | None:
+) -> MediaProjector | None:
     """Return the projector in the model's own files, or None."""
     try:
         need_bytes = engine.image_bytes(str(local.path))
     except BackendFailure as e:
-        return ImageProjector(why_not=str(e))
+        return MediaProjector(why_not=str(e))
     if need_bytes and settings.value("workers"):
-        return ImageProjector(why_not="several machines share this model, and one would read them")
+        return MediaProjector(
+            why_not="several machines share this model, but only one could read images"
+        )
     if need_bytes:
-        return ImageProjector(local.path, need_bytes)
+        return MediaProjector(local.path, need_bytes)
     return None
 
 
-def _projector_of(local: LocalModel, engine: BackendType) -> ImageProjector | None:
+def _projector_of(local: LocalModel, engine: BackendType) -> MediaProjector | None:
     """Return the projector in a separate file next to the model, or None."""
     if local.mmproj is None:
         return None
     why = engine.reads_images()
     if why is not None:
-        return ImageProjector(why_not=why)
+        return MediaProjector(why_not=why)
     try:
         header = read_header(local.mmproj)
         size = local.mmproj.stat().st_size
     except (ModelFileError, OSError) as e:
-        return ImageProjector(why_not=str(e))
-    return ImageProjector(local.mmproj, projector_bytes(header.metadata, size))
+        return MediaProjector(why_not=str(e))
+    need_bytes = projector_bytes(header.metadata, size)
+    return MediaProjector(local.mmproj, need_bytes, audio=reads_sounds(header.metadata))
 
 
 def without_projector(
-    projector: ImageProjector, settings: Settings, free_bytes: int
-) -> ImageProjector:
+    projector: MediaProjector, settings: Settings, free_bytes: int
+) -> MediaProjector:
     """Return no projector, because only `free_bytes` remain after the model is loaded.
 
     Raises DoesNotFitError if images were requested.
     """
     why = (
-        f"the image projector needs {projector.need_bytes / 1e9:.1f} GB and "
+        f"the image projector needs {projector.need_bytes / 1e9:.1f} GB, but only "
         f"{max(0, free_bytes) / 1e9:.1f} GB are left"
     )
     if settings.value("images") == "on":
         raise DoesNotFitError(
             f"--images on: {why}", hint="use a smaller --context, or a smaller quant of the model"
         )
-    return ImageProjector(why_not=why)
+    return MediaProjector(why_not=why)

@@ -15,7 +15,7 @@ from localllm_catalog.types import Purpose
 
 # Models that share a machine reduce their contexts to no less than this many tokens. If that is not
 # enough, they take turns.
-LEAST_SHARED_CONTEXT = 4096
+MIN_SHARED_CONTEXT = 4096
 
 
 def load_plans_together(
@@ -44,8 +44,8 @@ def load_plans_together(
     if len(plans) == 1:
         return plans
     device = detect.detect()
-    plans = on_cards_of_their_own(plans, device)
-    if _fit_apart(plans, device):
+    plans = one_card_each(plans, device)
+    if _fits_one_card_each(plans, device):
         return plans
     return _with_shorter_contexts(plans, each, planned)
 
@@ -74,7 +74,7 @@ def _with_shorter_contexts(
         contexts = {i: shared[i].options.spec.n_ctx for i in free}
         at = max(free, key=contexts.__getitem__)
         smaller = shared[at].options.spec.n_ctx // 2
-        if smaller < LEAST_SHARED_CONTEXT:
+        if smaller < MIN_SHARED_CONTEXT:
             return plans
         purpose: Purpose = "coding"
         if at and shared[at].fills_in:
@@ -86,7 +86,7 @@ def _with_shorter_contexts(
     return shared
 
 
-def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
+def one_card_each(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
     """Move models that fit on one card to the fastest card of `device` that has room.
 
     Each model was planned as if it were alone, so all were planned for the same card.
@@ -117,17 +117,19 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
     return placed
 
 
-def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
+def _fits_one_card_each(loads: Sequence[LoadPlan], device: Device) -> bool:
     """True if every model has one card, and each card has enough memory for its models."""
-    held: dict[int, int] = {}
+    bytes_on_card: dict[int, int] = {}
     for load in loads:
         if load.plan is None or len(load.plan.settings.placement.cards) != 1:
             return False
         (number,) = load.plan.settings.placement.cards
-        held[number] = held.get(number, 0) + load.needs_bytes
+        bytes_on_card[number] = bytes_on_card.get(number, 0) + load.needs_bytes
     limits = {card.number: card.memory.limit_bytes for card in device.cards}
-    parts = [Part(f"card {n}", held.get(n, 0), limit, limit) for n, limit in limits.items()]
-    return not verdict(parts).lacking
+    parts = [
+        Part(f"card {n}", bytes_on_card.get(n, 0), limit, limit) for n, limit in limits.items()
+    ]
+    return not verdict(parts).short_parts
 
 
 def memory_for_models() -> tuple[int, Callable[[], int]]:

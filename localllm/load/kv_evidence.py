@@ -15,8 +15,10 @@ from pathlib import Path
 
 from localllm import json_store
 from localllm_backends.contract import KvFidelity
+from localllm_backends.declaration import Declaration
 
 PAIRS = (("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
+_MLX_TYPES = ("q8_0", "q6_0", "q5_0", "q4_0", "q3_0", "turbo4", "turbo3")
 TEXT = """You are a careful coding agent. Use the tools to read before you write, and answer in one sentence.
 User: The totals in report.pyx are wrong since Tuesday: invoice 20417 shows 1,308.50 instead of 13,085.00. Find out why.
 {"name": "search", "arguments": {"pattern": "def total\\\\(", "path": "src/report.pyx", "max_results": 20}}
@@ -38,6 +40,13 @@ The division by ten in line 45 is what makes every invoice too small; refunds ar
 7 passed in 0.84s
 The total divided every line by ten; I removed that, and the seven tests of the report pass. Invoice 20417 is 13,085.00 again.
 """
+
+
+def pairs_of(backend: Declaration) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of KV types to measure with this backend."""
+    if backend.kv_quants == "groups":
+        return tuple((kind, kind) for kind in _MLX_TYPES)
+    return PAIRS
 
 
 def file_for(folder: Path, fingerprint: str) -> Path:

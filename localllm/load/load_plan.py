@@ -18,15 +18,17 @@ from localllm.device.types import Device
 from localllm.engine.worker import backends
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.embedding import EmbeddingOptions
-from localllm.errors import DoesNotFitError, UnsupportedError
+from localllm.errors import DoesNotFitError, ModelFileError, UnsupportedError
+from localllm.library import file_kinds
 from localllm.library.catalog import load_catalog, open_model
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
+from localllm.load import readable_models
 from localllm.load.adapters import adapter_named, planned_with
 from localllm.load.drafters_and_projector import (
-    ImageProjector,
+    MediaProjector,
     chosen_drafter,
-    projector_beside,
+    projector_for,
     without_projector,
 )
 from localllm.load.options import MemoryShare, headroom_bytes, pooled_options, worker_options
@@ -42,10 +44,10 @@ from localllm_catalog.types import Purpose
 _EMBEDDING_BUFFERS_BYTES = 250_000_000
 # The second attempt after a load ran out of memory uses this share of the planned memory. If less
 # memory is available by then, it uses this share of the available memory.
-_ONCE_MORE_SHARE = 0.9
+_RETRY_SHARE = 0.9
 
 
-def _nothing_smaller() -> LoadPlan | None:
+def _no_smaller_plan() -> LoadPlan | None:
     return None
 
 
@@ -67,12 +69,13 @@ class LoadPlan:
     plan: Plan | None
     embedding: EmbeddingOptions | None = None
     ranks: bool = False
-    projector: ImageProjector = field(default_factory=ImageProjector)
-    smaller: Callable[[], LoadPlan | None] = _nothing_smaller
+    projector: MediaProjector = field(default_factory=MediaProjector)
+    smaller: Callable[[], LoadPlan | None] = _no_smaller_plan
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes the model needs while loaded: as planned, or the size of its files without a plan."""
+        """Bytes the model needs while loaded: as planned, or the size of its files without a
+        plan."""
         if self.plan is not None:
             return self.plan.memory.total_bytes + self.projector.need_bytes
         buffers = 0
@@ -123,29 +126,44 @@ def make_load_plan(
     backend = backends.for_path(str(local.path), settings.value("backend"))
     catalog = load_catalog()
     opened = open_model(local, catalog)
+    _check_makes_text(local)
     header = opened.header
     kind = "model"
     if header:
         kind = kinds.of_header(header.metadata, len(header.tensors))
-    if kind != "model":
+    if header and kind != "model":
+        readable_models.check(header.architecture, local.name)
         return _pooled_plan(local, settings, ranks=kind == "reranker")
     adapters = tuple(
         adapter_named(named, opened, backend.declaration) for named in settings.value("lora")
     )
     opened = replace(opened, model=planned_with(opened.model, adapters))
     drafter = chosen_drafter(opened, catalog, settings)
-    projector = projector_beside(local, backend, settings)
+    projector = projector_for(local, backend, settings)
     inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
     if inputs is not None:
         inputs = replace(inputs, device=_device_with(inputs.device, spare_bytes, ran_out))
-    room = _Room(local, inputs, settings, spare_bytes)
-    plan, projector = room.planned(projector)
-    share = MemoryShare(room.planned_bytes(plan, projector), of)
+    fit = _MemoryFit(local, inputs, settings, spare_bytes)
+    plan, projector = fit.planned(projector)
+    share = MemoryShare(fit.planned_bytes(plan, projector), of)
     options = worker_options(local, plan, settings, drafter, projector, adapters, share)
     load = LoadPlan(local.name, local, options, plan, projector=projector)
     if ran_out is not None:
         return load
     return replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
+
+
+def _check_makes_text(local: LocalModel) -> None:
+    """Raise ModelFileError for an MLX folder that makes embeddings or scores: MLX makes text."""
+    kind = "model"
+    if local.is_folder:
+        kind = file_kinds.of_folder(local.path)
+    if kind != "model":
+        named = {"embedding": "an embedding model"}.get(kind, f"a {kind}")
+        raise ModelFileError(
+            f"{local.name} is {named}, which can't be run from an MLX folder",
+            hint="pull a GGUF file of this model",
+        )
 
 
 def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> Device:
@@ -157,8 +175,8 @@ def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> D
     if released_bytes:
         device = with_released_bytes(device, released_bytes)
     if ran_out is not None:
-        most = _ONCE_MORE_SHARE * min(ran_out.memory.total_bytes, device.room_bytes)
-        device = with_share(device, most / device.room_bytes)
+        most = _RETRY_SHARE * min(ran_out.memory.total_bytes, device.usable_bytes)
+        device = with_share(device, most / device.usable_bytes)
     return device
 
 
@@ -181,8 +199,9 @@ def _smaller(
 _UNLIMITED = 1 << 62
 
 
-class _Room:
-    """Free system memory for a model (`free_bytes`, None: unknown), and the plan that fits in it."""
+class _MemoryFit:
+    """Free system memory for a model (`free_bytes`, None: unknown), and the plan that fits in
+    it."""
 
     def __init__(
         self,
@@ -207,12 +226,12 @@ class _Room:
         """Bytes of system memory that the plan needs, without the memory of a card or carve-out."""
         if self._device.kind == "discrete":
             return 0 if plan is None else plan.memory.host_bytes
-        whole = self._local.size_bytes
+        total_bytes = self._local.size_bytes
         if plan is not None:
-            whole = plan.memory.total_bytes
-        return max(0, whole - self._device.memory.carve_out_bytes)
+            total_bytes = plan.memory.total_bytes
+        return max(0, total_bytes - self._device.memory.carve_out_bytes)
 
-    def planned_bytes(self, plan: Plan | None, projector: ImageProjector) -> int:
+    def planned_bytes(self, plan: Plan | None, projector: MediaProjector) -> int:
         """Bytes of system memory, including `projector`.
 
         Returns 0 if other machines hold part of the model, because their share is not known here.
@@ -224,7 +243,7 @@ class _Room:
             return 0
         return n_bytes + projector.need_bytes
 
-    def planned(self, projector: ImageProjector) -> tuple[Plan | None, ImageProjector]:
+    def planned(self, projector: MediaProjector) -> tuple[Plan | None, MediaProjector]:
         """Return the plan, and the projector if the plan leaves enough memory for it."""
         plan = self._plan(projector.need_bytes)
         left_bytes = self._left_bytes(plan)
@@ -232,10 +251,10 @@ class _Room:
             return plan, projector
         return self._plan(0), without_projector(projector, self._settings, left_bytes)
 
-    def _plan(self, beside_bytes: int) -> Plan | None:
+    def _plan(self, projector_bytes: int) -> Plan | None:
         """Return the plan whose context is reduced until the memory guard would accept the load.
 
-        `beside_bytes` are needed in addition to the model. A plan that is still too large is
+        `projector_bytes` are needed in addition to the model. A plan that is still too large is
         rejected at load time, because other models may be unloaded by then.
 
         Returns None if the header lacks data for planning. Also returns None if the plan does not
@@ -246,13 +265,13 @@ class _Room:
         if self._inputs is None:
             return None
 
-        def holds(plan: Plan) -> bool:
+        def fits(plan: Plan) -> bool:
             if self.free_bytes is None:
                 return True
-            needs = self.takes(plan) + beside_bytes
+            needs = self.takes(plan) + projector_bytes
             return has_room(needs, self.free_bytes)
 
-        plan = self._inputs.plan(holds)
+        plan = self._inputs.plan(fits)
         if plan.fits != "no":
             return plan
         if self._settings.value("workers"):
@@ -261,7 +280,7 @@ class _Room:
         limit = plan.memory.limit_bytes
         raise DoesNotFitError(
             f"{self._local.name} needs {need / 1e9:.1f} GB with a context of "
-            f"{plan.settings.n_ctx:,} tokens, and this machine has {limit / 1e9:.1f} GB usable "
+            f"{plan.settings.n_ctx:,} tokens, but this machine has {limit / 1e9:.1f} GB usable "
             f"({'; '.join(self._device.accounts)})"
         )
 
@@ -285,9 +304,9 @@ def _pooled_plan(local: LocalModel, settings: Settings, *, ranks: bool) -> LoadP
     if settings.value("lora"):
         made = "scores" if ranks else "embeddings"
         raise UnsupportedError(
-            f"{local.name} makes {made}, and adapters are for models that make text",
-            hint="set `lora` in the table of the model that it is for",
+            f"{local.name} generates {made}, but adapters work only with text models",
+            hint="set `lora` in the table of the adapter's model",
         )
-    planned_bytes = _Room(local, None, settings).takes(None) + _EMBEDDING_BUFFERS_BYTES
+    planned_bytes = _MemoryFit(local, None, settings).takes(None) + _EMBEDDING_BUFFERS_BYTES
     options, embedding = pooled_options(local, settings, planned_bytes)
     return LoadPlan(local.name, local, options, None, embedding, ranks)

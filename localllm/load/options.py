@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -9,7 +10,7 @@ from localllm import paths
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.library.types import LocalModel
-from localllm.load.drafters_and_projector import ChosenDrafter, ImageProjector
+from localllm.load.drafters_and_projector import ChosenDrafter, MediaProjector
 from localllm.load.plan_inputs import offload_options
 from localllm.memory.system import SystemMemory
 from localllm.planner.types import DraftChoice, Plan, RunSettings
@@ -74,8 +75,8 @@ def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
         heads = plan.model.mtp_layers
     threads = settings.value("threads") or 0
     spec = load_spec(path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=heads)
-    looks_ahead = settings.value("power") >= 100
-    spec = replace(spec, wired=bool(settings.value("wired")), looks_ahead=looks_ahead)
+    starts_steps_early = settings.value("power") >= 100
+    spec = replace(spec, wired=bool(settings.value("wired")), starts_steps_early=starts_steps_early)
     if settings.value("workers"):
         return _over_machines(spec, settings, heads)
     return spec
@@ -87,16 +88,16 @@ def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
     All layers go to the workers and this machine's accelerators, unless --gpu-layers gives a
     number. If the context was neither planned nor chosen, it is `_UNPLANNED_CONTEXT`.
     """
-    asked = offload_options(settings)
+    requested = offload_options(settings)
     gpu_layers = -1
-    if asked.gpu_layers is not None:
-        gpu_layers = _with_heads(asked.gpu_layers, heads)
+    if requested.gpu_layers is not None:
+        gpu_layers = _with_heads(requested.gpu_layers, heads)
     # A planned split covers only this machine's GPUs.
     placement = replace(
         spec.placement,
         gpu_layers=gpu_layers,
         workers=tuple(settings.value("workers")),
-        tensor_split=tuple(asked.tensor_split or ()),
+        tensor_split=tuple(requested.tensor_split or ()),
         cards=(),
     )
     return replace(spec, placement=placement, n_ctx=spec.n_ctx or _UNPLANNED_CONTEXT)
@@ -125,7 +126,7 @@ def worker_options(
     plan: Plan | None,
     settings: Settings,
     drafter: ChosenDrafter,
-    projector: ImageProjector,
+    projector: MediaProjector,
     adapters: tuple[LoraAdapter, ...],
     share: MemoryShare,
 ) -> WorkerOptions:
@@ -183,8 +184,15 @@ def _engine_settings(
         "disk_free_bytes": int(settings.value("cache_disk_free_gb") * 1e9),
         "disk_daily_bytes": int(settings.value("cache_disk_daily_gb") * 1e9),
     }
+    transfer = {
+        "prefill_from": _servers(settings.value("prefill_from")),
+        "kv_from": _servers(settings.value("kv_from")),
+        "prefill_key": settings.value("prefill_key"),
+        "prefill_from_tokens": settings.value("prefill_from_tokens"),
+    }
     return {
         **disk,
+        **transfer,
         "draft": draft,
         "cache_bytes": _cache_bytes(settings) // share.models,
         "model_name": local.name,
@@ -196,17 +204,21 @@ def _engine_settings(
     }
 
 
+def _servers(urls: Sequence[str]) -> list[str]:
+    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+
 def _cache_bytes(settings: Settings) -> int:
     """Memory for cached prefixes: as chosen, or 1/8 of the available memory, at most 8 GiB."""
-    asked = settings.value("cache_ram_gb")
-    if asked is not None:
-        return int(asked * 1e9)
+    requested = settings.value("cache_ram_gb")
+    if requested is not None:
+        return int(requested * 1e9)
     available = SystemMemory().available_bytes() or 0
     return min(8 * 2**30, available // 8)
 
 
 def headroom_bytes(settings: Settings) -> int | None:
-    asked = settings.value("memory_headroom_gb")
-    if asked is None:
+    requested = settings.value("memory_headroom_gb")
+    if requested is None:
         return None
-    return int(asked * 1e9)
+    return int(requested * 1e9)

@@ -11,7 +11,7 @@ from localllm.device.types import Device
 from localllm.errors import UsageError
 from localllm.library.catalog import OpenedModel
 from localllm.library.types import LocalModel
-from localllm.load import kv_evidence, measurements
+from localllm.load import kv_evidence, measurements, readable_models
 from localllm.load.drafters_and_projector import ChosenDrafter
 from localllm.planner import kernels
 from localllm.planner.placement_search import OffloadOptions
@@ -25,7 +25,7 @@ from localllm_catalog.catalog import Catalog
 from localllm_catalog.types import Model, Purpose
 
 # Minimum context in tokens. A shorter one is useless, so a plan that can't have it does not fit.
-LEAST_CONTEXT = 2048
+MIN_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class PlanInputs:
     overrides: Overrides
     context_is_free: bool
 
-    def plan(self, holds: Callable[[Plan], bool]) -> Plan:
+    def plan(self, fits: Callable[[Plan], bool]) -> Plan:
         """Plan with the requested context, or the purpose's default.
 
-        If the context was not chosen, it is halved until the plan fits and `holds` returns True, or
+        If the context was not chosen, it is halved until the plan fits and `fits` returns True, or
         the minimum is reached.
         """
         plan = self._plan(self.workload.context)
         if not self.context_is_free:
             return plan
-        while plan.settings.n_ctx > LEAST_CONTEXT:
-            if plan.fits != "no" and holds(plan):
+        while plan.settings.n_ctx > MIN_CONTEXT:
+            if plan.fits != "no" and fits(plan):
                 break
-            plan = self._plan(max(plan.settings.n_ctx // 2, LEAST_CONTEXT))
+            plan = self._plan(max(plan.settings.n_ctx // 2, MIN_CONTEXT))
         return plan
 
     def _plan(self, context: int) -> Plan:
@@ -66,8 +66,13 @@ def plan_inputs(
     purpose: Purpose,
     drafter: ChosenDrafter,
 ) -> PlanInputs | None:
-    """Return the planner's inputs for an opened model, or None if its header is not a model's."""
+    """Return the planner's inputs for an opened model, or None if its header is not a model's.
 
+    Raises EngineTooOldError if the installed llama.cpp can't read its architecture.
+    """
+
+    if opened.header is not None:
+        readable_models.check(opened.header.architecture, opened.local.name)
     model = opened.model
     if model is None or not model.variants:
         return None
@@ -91,14 +96,15 @@ def plan_inputs(
         draft_model=None if drafter.second is None else drafter.second.model,
         companion=drafter.companion,
         companion_found=drafter.found,
-        offload=_offload_here(settings, device),
+        offload=_requested_offload(settings, device),
     )
     workload = Workload(purpose, settings.value("context") or 0)
     return PlanInputs(device, model, workload, overrides, settings["context"].automatic)
 
 
 def offload_options(settings: Settings) -> OffloadOptions:
-    """Parse the requested placement of layers and experts. Raises UsageError for invalid numbers."""
+    """Parse the requested placement of layers and experts. Raises UsageError for invalid
+    numbers."""
 
     def number(name: str) -> int | None:
         text = str(settings.value(name)).lower()
@@ -107,7 +113,9 @@ def offload_options(settings: Settings) -> OffloadOptions:
         if text == "all":
             return -1
         if not text.isdecimal():
-            raise UsageError(f"{name} is a number of layers, all or auto, not {text!r}", param=name)
+            raise UsageError(
+                f"{name} must be a number of layers, all or auto, not {text!r}", param=name
+            )
         return int(text)
 
     split = _split(str(settings.value("split") or ""))
@@ -116,7 +124,9 @@ def offload_options(settings: Settings) -> OffloadOptions:
 
 def _split(text: str) -> tuple[float, ...] | None:
     """Parse each GPU's share of the layers; None if not given. Raises UsageError."""
-    fault = UsageError(f"split is each GPU's share, such as 3,1, not {text!r}", param="split")
+    fault = UsageError(
+        f"split must give each GPU's share, such as 3,1, not {text!r}", param="split"
+    )
     try:
         shares = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -128,52 +138,52 @@ def _split(text: str) -> tuple[float, ...] | None:
     return shares
 
 
-def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
+def _requested_offload(settings: Settings, device: Device) -> OffloadOptions:
     """Return the requested placement for this machine's plan.
 
     If other machines hold layers too (`--with`), shares and layer counts apply to all of their
     devices. This machine's planner does not know those devices, so the values are removed here.
     """
 
-    asked = offload_options(settings)
+    requested = offload_options(settings)
     workers = settings.value("workers")
     if not workers:
-        return check_offload(asked, device)
+        return check_offload(requested, device)
     n_devices = len(workers)
     if device.accelerator != "cpu":
         n_devices += device.n_gpus
-    n_shares = len(asked.tensor_split or ())
+    n_shares = len(requested.tensor_split or ())
     if n_shares > n_devices:
         raise UsageError(
-            f"split names {n_shares} shares, and the layers can lie on {n_devices} devices",
+            f"split has {n_shares} shares, but the layers can be on {n_devices} devices",
             hint="the workers' shares come first, in the order of --with, "
             "then those of this machine's GPUs",
             param="split",
         )
-    return replace(asked, gpu_layers=None, tensor_split=None)
+    return replace(requested, gpu_layers=None, tensor_split=None)
 
 
-def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
-    """Return `asked`, or raise UsageError if `device` lacks the GPUs for it."""
+def check_offload(requested: OffloadOptions, device: Device) -> OffloadOptions:
+    """Return `requested`, or raise UsageError if `device` lacks the GPUs for it."""
 
     name = ""
-    if (asked.gpu_layers or 0) > 0:
+    if (requested.gpu_layers or 0) > 0:
         name = "gpu_layers"
-    elif asked.tensor_split:
+    elif requested.tensor_split:
         name = "split"
     if name and device.accelerator == "cpu":
         raise UsageError(
-            f"{name}: {device.name} has no GPU that layers could go to",
-            hint="leave it out, or name another machine with --device",
+            f"{name}: {device.name} has no GPU for layers",
+            hint="omit it, or choose another machine with --device",
             param=name,
         )
-    n_shares = len(asked.tensor_split or ())
+    n_shares = len(requested.tensor_split or ())
     if n_shares > device.n_gpus:
         gpus = "one GPU" if device.n_gpus == 1 else f"{device.n_gpus} GPUs"
         raise UsageError(
-            f"split names {n_shares} shares, and {device.name} has {gpus}", param="split"
+            f"split has {n_shares} shares, but {device.name} has {gpus}", param="split"
         )
-    return asked
+    return requested
 
 
 def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:

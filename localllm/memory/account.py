@@ -1,4 +1,5 @@
-"""The account of one memory pool: its size, reserved bytes, bytes of other programs, and the rest."""
+"""The account of one memory pool: its size, reserved bytes, bytes of other programs, and the
+rest."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ _MIB = 2**20
 # free. https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
 _HEADROOM_SHARE = 0.05
 # A desktop's short-term needs (a browser tab, a compiler) are of this size on all machines.
-_LEAST_HEADROOM_BYTES = 512 * _MIB
+_MIN_HEADROOM_BYTES = 512 * _MIB
 # A board of 1 or 2 GiB could load no model if it reserved that much, so there is an upper bound.
-_MOST_HEADROOM_SHARE = 0.125
+_MAX_HEADROOM_SHARE = 0.125
 
 
 def headroom_bytes(total_bytes: int | None) -> int:
@@ -28,8 +29,8 @@ def headroom_bytes(total_bytes: int | None) -> int:
     """
     if not total_bytes:
         return 0
-    wanted = max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes)
-    return int(min(wanted, _MOST_HEADROOM_SHARE * total_bytes))
+    wanted = max(_MIN_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes)
+    return int(min(wanted, _MAX_HEADROOM_SHARE * total_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +68,18 @@ class Memory:
     def account(self) -> str:
         """The account in one line.
 
-        Example: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9 GB for a model".
+        Example: "22.9 GB for a model, of 25.8 GB: the system reserves 0.5 GB and other programs use
+        2.4 GB".
         """
         reasons = []
         if self.system_bytes:
-            reasons.append(f"the system keeps {gb(self.system_bytes, 1)}")
+            reasons.append(f"the system reserves {gb(self.system_bytes, 1)}")
         if self.others_bytes:
-            reasons.append(f"others have {gb(self.others_bytes, 1)}")
+            reasons.append(f"other programs use {gb(self.others_bytes, 1)}")
         if self.limit_bytes < self._not_taken_bytes:
             reasons.append(f"{self.source} allows {gb(self.limit_bytes, 1)}")
-        kept = " and ".join(reasons) or "all is free"
-        return f"of {gb(self.total_bytes, 1)} {kept}: {gb(self.loadable_bytes, 1)} for a model"
+        causes = " and ".join(reasons) or "all of it is free"
+        return f"{gb(self.loadable_bytes, 1)} for a model, of {gb(self.total_bytes, 1)}: {causes}"
 
 
 def shared_pool(

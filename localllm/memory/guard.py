@@ -28,7 +28,7 @@ from localllm.memory.verdict import has_room
 
 Available = Callable[[], int | None]
 
-_HOLD_SHARE = 0.5
+_PAUSE_SHARE = 0.5
 _LEAVE_SHARE = 0.25
 _LOOK_S = 0.25
 
@@ -40,13 +40,13 @@ def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "
     """
     if available_bytes is None or headroom_bytes <= 0:
         return "none"
-    hold_below = _HOLD_SHARE * headroom_bytes
+    pause_below = _PAUSE_SHARE * headroom_bytes
     shrink_below = float(headroom_bytes)
     if before != "none":
         shrink_below += _LEAVE_SHARE * headroom_bytes
     if before == "hold":
-        hold_below += _LEAVE_SHARE * headroom_bytes
-    if available_bytes < hold_below:
+        pause_below += _LEAVE_SHARE * headroom_bytes
+    if available_bytes < pause_below:
         return "hold"
     if available_bytes < shrink_below:
         return "shrink"
@@ -66,10 +66,10 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
         return
     available = account.total_bytes - account.others_bytes
     raise DoesNotFitError(
-        f"{name} needs {gb(planned_bytes, 2)}, and {gb(free, 2)} are free for it now: "
+        f"{name} needs {gb(planned_bytes, 2)}, but only {gb(free, 2)} are free for it now: "
         f"{gb(available, 2)} available, of which {gb(account.system_bytes, 2)} stay with the "
-        f"system; others have {gb(account.others_bytes, 2)} of {gb(account.total_bytes, 2)}",
-        hint="close other programs, or take a smaller --context, a smaller quant or another model",
+        f"system; other programs use {gb(account.others_bytes, 2)} of {gb(account.total_bytes, 2)}",
+        hint="close other programs, or use a smaller --context, a smaller quant or another model",
     )
 
 
@@ -159,8 +159,8 @@ class MemoryGuard:
     def why(self) -> str:
         """The state in one sentence, for an error message."""
         return (
-            f"this machine has {gb(self.available_bytes or 0, 2)} of memory left and "
-            f"{gb(self.headroom_bytes, 2)} are kept for the system"
+            f"this machine has {gb(self.available_bytes or 0, 2)} of memory left, but "
+            f"{gb(self.headroom_bytes, 2)} are reserved for the system"
         )
 
     def snapshot(self) -> dict[str, int | str]:

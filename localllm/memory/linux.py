@@ -16,7 +16,7 @@ OWN_GROUPS = "/proc/self/cgroup"
 # cgroup v1 prints the largest page-aligned int64 if there is no limit.
 _UNLIMITED = 1 << 62
 # Longer than any real figure; int() of a million digits is slow.
-_MOST_DIGITS = 20
+_MAX_DIGITS = 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
@@ -73,7 +73,7 @@ def meminfo(text: str) -> MemInfo | None:
 def _number(text: str) -> int:
     """Parse a number. Returns 0 if `text` is no number or has more digits than any real value."""
     digits = text.strip("\x00 \t\r\n")
-    if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
+    if digits.isdecimal() and len(digits) <= _MAX_DIGITS:
         return int(digits)
     return 0
 
@@ -83,7 +83,7 @@ def _numbers(text: str) -> Iterator[tuple[str, int]]:
     for line in text.splitlines():
         name, _, rest = line.replace(":", " ").strip().partition(" ")
         value = rest.split()
-        if value and value[0].isdecimal() and len(value[0]) <= _MOST_DIGITS:
+        if value and value[0].isdecimal() and len(value[0]) <= _MAX_DIGITS:
             yield name, int(value[0])
 
 

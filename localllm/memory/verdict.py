@@ -11,7 +11,9 @@ Fits = Literal["yes", "tight", "split", "no"]
 # A plan this close to the limit is "tight": it has no room for a longer prompt's buffers or another
 # program.
 TIGHT_SHARE = 0.93
-TIGHT_MEANS = f"needs more than is free now, or over {TIGHT_SHARE:.0%} of what may be loaded"
+TIGHT_MEANS = (
+    f"needs more memory than is free now, or over {TIGHT_SHARE:.0%} of the loadable memory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Verdict:
     parts: tuple[Part, ...]
 
     @property
-    def lacking(self) -> tuple[Part, ...]:
+    def short_parts(self) -> tuple[Part, ...]:
         """The pools that have too little memory: the reason for "no"."""
         return tuple(part for part in self.parts if part.needs_bytes > part.limit_bytes)
 
@@ -66,7 +68,7 @@ def verdict(parts: Sequence[Part], *, split: bool = False) -> Verdict:
     """Judge whether every pool has room for its part. `split`: the plan puts a part into system
     memory."""
     judged = Verdict("split" if split else "yes", tuple(parts))
-    if judged.lacking:
+    if judged.short_parts:
         return replace(judged, fits="no")
     if not split and any(part.is_tight for part in judged.parts):
         return replace(judged, fits="tight")

@@ -47,6 +47,18 @@ class Link:
 
 
 LINKS = {
+    "1gbe": Link(
+        "1 Gbit/s Ethernet",
+        0.117e9,
+        (100e-6, 500e-6),
+        "nominal rate less framing; TCP's latency assumed",
+    ),
+    "2.5gbe": Link(
+        "2.5 Gbit/s Ethernet",
+        0.29e9,
+        (100e-6, 500e-6),
+        "nominal rate less framing; TCP's latency assumed",
+    ),
     "10gbe": Link(
         "10 Gbit/s Ethernet",
         1.1e9,
@@ -100,19 +112,19 @@ class ClusterPlan:
         """Advice to the user, in a sentence or two."""
         if self.alone is not None:
             return (
-                f"{self.alone.name} alone runs it at least as fast: join machines for what fits "
-                "on none of them, or for more requests at once "
-                "(`serve --pool` gives each machine a whole copy)"
+                f"{self.alone.name} alone runs it at least as fast: join machines for models that "
+                "fit on none of them, or use `serve --pool` with a copy on each for more requests"
             )
         used = [s for s in self.shares if s.n_layers]
         if len(used) == 1:
-            return f"all of it lies on {used[0].device.name}"
+            return f"all of it is on {used[0].device.name}"
         # In the order of `--split`: first the workers, then the serving machine.
         split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
         share = (sum(self.transfer_s) / 2 + self.rpc_s) * self.decode_tok_s.value
         workers = " and ".join(s.device.name for s in used[1:])
         return (
-            f"it fits on none of them alone. Of a token's time about {share:.0%} is RPC and the way. "
+            f"it fits on none of them alone. RPC and the network take about {share:.0%} of a "
+            "token's time. "
             f"`localllm worker` on {workers}, "
             f"`serve --with HOST:PORT --split {split}` on {used[0].device.name}"
         )
@@ -149,8 +161,8 @@ def divide(
         if are_equal:
             most = -(-len(left) // (len(order) - position))
         needs = [fixed + n_bytes for n_bytes in accumulate(left[:most])]
-        n = bisect_right(needs, device.room_bytes)
-        shares.append(Share(device, n, needs[n - 1] if n else 0, device.room_bytes))
+        n = bisect_right(needs, device.usable_bytes)
+        shares.append(Share(device, n, needs[n - 1] if n else 0, device.usable_bytes))
         left = left[n:]
     if left:
         return None
@@ -165,7 +177,7 @@ def plan(
     if shares is None:
         return None
     used = [s for s in shares if s.n_layers]
-    carried_bytes, *way_s = _way(model, used, link)
+    carried_bytes, *transfer_s = _transfer(model, used, link)
     decode = decode_over(model, variant, settings, used, link)
     prefill = prefill_over(model, variant, settings, used, link)
     alone = None
@@ -183,7 +195,7 @@ def plan(
         link,
         shares,
         carried_bytes,
-        (way_s[0], way_s[1]),
+        (transfer_s[0], transfer_s[1]),
         RPC_S[1] * (len(used) - 1),
         decode,
         prefill,
@@ -191,7 +203,7 @@ def plan(
     )
 
 
-def _way(model: Model, shares: Sequence[Share], link: Link) -> tuple[int, float, float]:
+def _transfer(model: Model, shares: Sequence[Share], link: Link) -> tuple[int, float, float]:
     """Return the bytes of a token that cross the link, and the best and worst seconds for that.
 
     The hidden vector goes to each further machine, and back to the first, which has the output.
@@ -222,7 +234,7 @@ def decode_over(
 ) -> Range:
     """Return the tokens/s of one stream at `depth` with these shares."""
     each = [speed.decode(s.device, model, variant, settings, depth=depth) for s in shares]
-    _, *way = _way(model, shares, link)
+    _, *transfer = _transfer(model, shares, link)
     best_s, usual_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
     basis = (
         f"each machine's own prediction ({each[0].basis}), one after another; "
@@ -233,9 +245,9 @@ def decode_over(
     longest_s = _token_s(shares, [e.low for e in each])
     shortest_s = _token_s(shares, [e.high for e in each])
     return Range(
-        1 / (token_s + sum(way) / 2 + usual_s),
-        1 / (longest_s + way[1] + worst_s),
-        1 / (shortest_s + way[0] + best_s),
+        1 / (token_s + sum(transfer) / 2 + usual_s),
+        1 / (longest_s + transfer[1] + worst_s),
+        1 / (shortest_s + transfer[0] + best_s),
         basis,
     )
 
@@ -250,13 +262,14 @@ def prefill_over(
     prompt_tokens: int = _PROMPT_TOKENS,
     depth: int = 0,
 ) -> Range:
-    """Return the tokens/s of a prompt with `prompt_tokens` after `depth` tokens, with these shares."""
+    """Return the tokens/s of a prompt with `prompt_tokens` after `depth` tokens, with these
+    shares."""
     each = [
         speed.prefill(s.device, model, variant, settings, prompt_tokens=prompt_tokens, depth=depth)
         for s in shares
     ]
     # Seconds per prompt token. The latency is per batch and left out.
-    carried_s = _way(model, shares, link)[0] / link.bytes_per_s
+    carried_s = _transfer(model, shares, link)[0] / link.bytes_per_s
     n_layers = sum(s.n_layers for s in shares)
     slowest_s = max(s.n_layers / n_layers / e.value for s, e in zip(shares, each, strict=True))
     serial = 1 / (_token_s(shares, [e.value for e in each]) + carried_s)
@@ -264,7 +277,8 @@ def prefill_over(
         serial,
         1 / (_token_s(shares, [e.low for e in each]) + carried_s),
         max(serial, 1 / max(slowest_s, carried_s)),
-        "one machine after another; at best all at once, each at its own piece of the prompt",
+        "one machine after another; at best all at the "
+        "same time, each on a different part of the prompt",
     )
 
 
@@ -313,12 +327,12 @@ def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     for layer in model.layers:
         heads.update(layer.mixer.head_counts)
     if not runs:
-        return "MLX shares its own models, among Macs"
+        return "only Macs can share a model with MLX, and it must be an MLX model"
     if model.family not in FAMILIES:
-        return f"mlx-lm has no form of {model.family} that machines can share"
+        return f"mlx-lm has no tensor-parallel version of {model.family}"
     odd = min((h for h in heads if h % n), default=0)
     if odd:
-        return f"{n} machines can't share {odd} heads evenly"
+        return f"{n} machines can't divide {odd} heads evenly"
     return ""
 
 
@@ -340,7 +354,7 @@ def tensor_parallel_plan(
 ) -> SharedPlan | None:
     """Return the plan of `model` shared by `devices` over `link`, or None if it does not fit."""
     needs = max(needs_bytes(model, variant, settings, d, len(devices)) for d in devices)
-    limit = min(d.room_bytes for d in devices)
+    limit = min(d.usable_bytes for d in devices)
     if needs > limit:
         return None
     alone = min(speed.decode(d, model, variant, settings).value for d in devices)
@@ -382,7 +396,7 @@ def tensor_parallel_decode(
     low = shared(alone.low, worst_s)
     high = min(shared(alone.high, best_s), most)
     basis = (
-        f"one {slowest.name} ({alone.basis}), the reading of its bytes divided by {n}; "
+        f"one {slowest.name} ({alone.basis}), with the time to read its bytes divided by {n}; "
         f"{link.source}"
     )
     return Range(value, min(low, value), max(high, value), basis)
@@ -404,5 +418,8 @@ def tensor_parallel_prefill(
     low = 1 / (1 / slowest.low + crossing_s)
     high = n * slowest.high
     return Range(
-        value, min(low, value), max(high, value), "its arithmetic divided; at worst no gain"
+        value,
+        min(low, value),
+        max(high, value),
+        "its arithmetic divided by the machines; at worst no gain",
     )

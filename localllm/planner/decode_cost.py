@@ -3,10 +3,10 @@
 t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent
 layers·c)
       · (1.8 GHz / clock)^l ] + KV read / (f·BW) + layers with an indexer · context · i / BW
-      + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d / units)
+      + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d / √units)
 
 Quantised weights are unpacked by arithmetic, which adds to the time of reading them (f16 and bf16
-need none). If an engine's kernels for a format are poor, reading or unpacking takes longer, by the
+are read as they are). If an engine's kernels for a format are poor, reading or unpacking takes longer, by the
 figures in kernels.py. The host waits for kernel launches, so their time depends on the clock. It
 falls more than in proportion, because later chips also launch faster.
 
@@ -55,7 +55,9 @@ CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
 # weights in 8 layers on two Zen 4 cores, in GB/s at one token: Q4_1 23, Q4_0 30, Q4_K 33, Q8_0 37.
 # A copy measures 28. The gain is set well below that. In a mixed file (Gemma-3-270M) it was 1.0 on
 # two Zen 5 cores and 1.2 on these.
-_CPU_LAID_OUT_GAIN = 1.1
+_CPU_REPACKED_GAIN = 1.1
+# Weights of a step at which the coefficient `size` has no effect.
+_REFERENCE_BYTES = 5e9
 # Formats whose weights are multiplied without unpacking.
 PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
@@ -64,23 +66,24 @@ PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 # tokens also share experts more often than by chance. Among the powers tried on
 # llama-batched-bench's rows (2 to 32 sequences), these left the smallest error
 # (benchmarks/planner_fit.md).
-_FURTHER_POWER = 0.8
+_BATCHED_POWER = 0.8
 # Nominal TFLOP/s of the reference GPU for the seconds per layer of each further sequence.
 _ROW_TFLOPS = 40.0
-_APART_POWER = 0.5
+_ROW_POWER = 0.5
+_ROUTED_POWER = 0.5
 
 
 def further(n_sequences: int) -> float:
     """Return the effective number of sequences after the first, for the arithmetic of a step."""
     if n_sequences <= 1:
         return 0.0
-    return float((n_sequences - 1) ** _FURTHER_POWER)
+    return float((n_sequences - 1) ** _BATCHED_POWER)
 
 
-def apart(n_sequences: int) -> float:
+def routed_sequences(n_sequences: int) -> float:
     """Return the effective number of independently routed sequences, for the experts that a step
     reads."""
-    return float(n_sequences**_APART_POWER)
+    return float(n_sequences**_ROUTED_POWER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +241,10 @@ def decode_parts(
     read = streamed(model, variant)
     known = facts(model)
     core: Powers = (("moe", 1),) if model.experts is not None else ()
-    weights: Powers = (("eta", -1), ("quant", 1), *core)
+    weights: Powers = (("eta", -1), ("quant", 1), ("size", size_power(model, variant)), *core)
     wait: Powers = (("clock", lag(hardware.clock_ghz)), *core)
     dense_s = read.dense_bytes / bandwidth
-    routed_bytes = read.step_bytes(model, apart(n_sequences)) - read.dense_bytes
+    routed_bytes = read.step_bytes(model, routed_sequences(n_sequences)) - read.dense_bytes
     routed_s = routed_bytes / bandwidth
     index_s = 1e3 * n_sequences * known.n_index_layers * depth / bandwidth
     state_s = n_sequences * state_traffic_bytes(model) / bandwidth
@@ -276,7 +279,7 @@ def _unpacking_parts(
     read = streamed(model, variant)
     n_routed = 0.0
     if flops or hard_flops:
-        n_routed = read.step_routed_params(model, apart(n_sequences))
+        n_routed = read.step_routed_params(model, routed_sequences(n_sequences))
     return {
         "unpacked": CostTerm(flops * read.dense_params / units, unpack),
         "routed_unpacked": CostTerm(flops * n_routed / units, unpack),
@@ -314,6 +317,7 @@ def decode_terms(
     limited = c | {
         "eta": weight_share(c, hardware, model, variant),
         "quant": 1.0,
+        "size": 1.0,
         "routed": max(1.0, c["routed"]),
     }
     parts = decode_parts(
@@ -332,8 +336,8 @@ def decode_terms(
     s["kv"] = max(s["kv"], kv_bytes / (bandwidth * PEAK_SHARE)) + s.pop("index")
     s["unpacked"] += s.pop("hard_unpacked")
     batched = efficiency.coefficients("batched", hardware.keys_for(variant))
-    beside = further_parts(model, variant, hardware, n_sequences)
-    s["further"] = sum(part.seconds(batched) for part in beside)
+    further_costs = further_parts(model, variant, hardware, n_sequences)
+    s["further"] = sum(part.seconds(batched) for part in further_costs)
     return DecodeCost(
         seconds=s,
         coefficients=c,
@@ -357,7 +361,7 @@ def further_parts(
     more = further(n_sequences)
     mixture: Powers = (("moe", 1),) if model.experts is not None else ()
     arithmetic = 2 * (read.dense_params + read.routed_params) / (hardware.tflops * 1e12)
-    shared = more * _ROW_TFLOPS / hardware.tflops
+    shared = more * (_ROW_TFLOPS / hardware.tflops) ** _ROW_POWER
     return (
         CostTerm(more * arithmetic, (("many", -1), *mixture)),
         CostTerm(shared * known.n_layers, (("row_s", 1),)),
@@ -374,17 +378,28 @@ def unpacks_kv(hardware: Hardware, kv_type: str) -> bool:
 def weight_share(
     coefficients: Mapping[str, float], hardware: Hardware, model: Model, variant: Variant
 ) -> float:
-    """Return the share of the memory's bandwidth at which a step's weights are read and multiplied."""
+    """Return the share of the memory's bandwidth at which a step's weights are read and
+    multiplied."""
     measured = hardware.timed_flops_s(model, variant)
     if measured is not None:
         read = streamed(model, variant)
         bytes_a_weight = read.total_bytes / (read.dense_params + read.routed_params)
         return min(PEAK_SHARE, measured[1] / 2 * bytes_a_weight / (hardware.bandwidth_gbps * 1e9))
-    laid_out = not hardware.stored and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
+    is_repacked = not hardware.stored and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
     gain = 1.0
-    if hardware.engine == "cpu" and laid_out:
-        gain = _CPU_LAID_OUT_GAIN
-    return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
+    if hardware.engine == "cpu" and is_repacked:
+        gain = _CPU_REPACKED_GAIN
+    slowed = coefficients["quant"] * math.pow(coefficients["size"], size_power(model, variant))
+    return min(PEAK_SHARE, gain * coefficients["eta"] / slowed)
+
+
+def size_power(model: Model, variant: Variant) -> float:
+    """Return the exponent of the coefficient `size`: 0 for a step that reads 5 GB, more for more.
+
+    Some memories deliver a smaller share of their rate for more weights. A DGX Spark reads a 7B
+    model at 80 % of its rate, a 32B model at 74 %.
+    """
+    return math.log(streamed(model, variant).total_bytes / _REFERENCE_BYTES)
 
 
 def lag(clock_ghz: float) -> float:
@@ -405,12 +420,12 @@ def state_traffic_bytes(model: Model) -> int:
     return 2 * facts(model).recurrent_state_bytes
 
 
-def all_attention_flops(model: Model, depth: float, *, beside: float = 0.0) -> float:
+def all_attention_flops(model: Model, depth: float, *, tokens_outside: float = 0.0) -> float:
     """Return the FLOPs of one token's attention over `depth` earlier tokens, in all layers.
 
-    `beside` counts tokens outside a window that are computed all the same.
+    `tokens_outside` counts tokens outside a window that are computed anyway.
     """
     return sum(
-        count * layer.mixer.flops(model.n_heads, depth, beside)
+        count * layer.mixer.flops(model.n_heads, depth, tokens_outside)
         for layer, count in facts(model).groups
     )

@@ -42,7 +42,8 @@ class Table:
     width: Mapping[str, float]
 
     def nearest(self, hardware_keys: Iterable[str]) -> tuple[str, int]:
-        """Return the most specific hardware key with measurements and their number, or ("none", 0)."""
+        """Return the most specific hardware key with measurements and their number, or ("none",
+        0)."""
         found = ("none", 0)
         for key in hardware_keys:
             if self.rows.get(key, 0) > 0:
@@ -83,13 +84,13 @@ def part_facts() -> PartFacts:
 
 
 @lru_cache(maxsize=4096)
-def coefficients(law: str, keys: tuple[str, ...]) -> dict[str, float]:
+def coefficients(cost_model: str, keys: tuple[str, ...]) -> dict[str, float]:
     """Return all coefficients of a cost model with the effects of `keys`; unknown keys add no
     effect.
 
     The result is cached and shared, so callers must not change it.
     """
-    table = load()[law]
+    table = load()[cost_model]
     logs = dict(table.base)
     for key in keys:
         for name, value in table.effects.get(key, {}).items():
@@ -305,13 +306,13 @@ def limit_of(device: Device) -> str | None:
     name = f"{device.match or ''} {device.name}"
     if _LAPTOP.search(name):
         return (
-            f"a laptop's power limit may leave {_LASTING_SHARE:.0%} of these speeds under lasting "
-            "load (an RTX 3080 Ti held to 115 W: 58%)"
+            "under sustained load, a laptop's power limit may reduce these speeds to "
+            f"{_LASTING_SHARE:.0%} (an RTX 3080 Ti held to 115 W: 58%)"
         )
     if _T4.search(name):
         return (
-            f"70 W may leave a T4 {_LASTING_SHARE:.0%} of these speeds under lasting load "
-            "(assumed, as of laptops)"
+            f"under sustained load, a T4's 70 W may reduce these speeds to {_LASTING_SHARE:.0%} "
+            "(assumed from laptops)"
         )
     return None
 

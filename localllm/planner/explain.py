@@ -22,7 +22,7 @@ from localllm.planner import (
     speed,
 )
 from localllm.planner.bytes_per_token import facts, streamed
-from localllm.planner.explanations import left_behind
+from localllm.planner.explanations import host_parts
 from localllm.planner.types import Plan, Range, RunSettings, backend_of
 from localllm_catalog.types import ESTIMATED, Layer, Variant
 
@@ -31,7 +31,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
-def _us(seconds: float) -> str:
+def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs"
 
 
@@ -65,7 +65,7 @@ def _memory_lines(plan: Plan, device: Device) -> Iterator[str]:
     if need.recurrent_bytes:
         yield _part("state", need.recurrent_bytes, "float32, one per sequence")
     if backend_of(plan.variant).buffers == "grown":
-        how = "a step's activations, logits, buffers kept for reuse"
+        how = "activations and logits of a step, and buffers kept for reuse"
     else:
         how = "flash attention on"
     yield _part("compute", need.compute_bytes, f"micro-batch {settings.n_batch:,}, {how}")
@@ -75,13 +75,13 @@ def _memory_lines(plan: Plan, device: Device) -> Iterator[str]:
     if plan.fits == "tight":
         yield f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}"
     if need.host_bytes:
-        yield _part("host memory", need.host_bytes, "beside it, in system memory")
+        yield _part("host memory", need.host_bytes, "also, in system memory")
     if need.disk_bytes:
         row = f"{layer_bytes.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
-        rows = f"tables: {plan.model.lookup_rows} rows a token, {row}"
-        yield _part("on the disk", need.disk_bytes, rows)
+        rows = f"tables: {plan.model.lookup_rows} rows per token, {row}"
+        yield _part("on disk", need.disk_bytes, rows)
     if settings.placement.is_split:
-        yield f"  divided      {left_behind(plan)} from system memory"
+        yield f"  split        {host_parts(plan)} from system memory"
     yield from _card_lines(plan, device)
     if plan.kv_bytes_per_1k:
         yield f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}"
@@ -92,7 +92,7 @@ def _exactness(variant: Variant) -> str:
         return "exact"
     if variant.is_estimate:
         return ESTIMATED
-    return "rounded by their listing"
+    return "rounded in their listing"
 
 
 def _further_parts(plan: Plan, device: Device) -> Iterator[str]:
@@ -110,29 +110,29 @@ def _further_parts(plan: Plan, device: Device) -> Iterator[str]:
             name += f", one stream {_span(plan.drafting, '× as fast')}"
         yield _part("draft", need.draft_bytes, name)
     if need.projector_bytes:
-        what = "reads images, buffers for a large one included"
-        yield _part("projector", need.projector_bytes, what)
+        note = "includes the buffers for a large image or 30 s of sound"
+        yield _part("projector", need.projector_bytes, note)
 
 
-def _part(name: str, n_bytes: int, what: str) -> str:
-    return f"  {name:<12} {gb(n_bytes, 3):>14}   {what}"
+def _part(name: str, n_bytes: int, note: str) -> str:
+    return f"  {name:<12} {gb(n_bytes, 3):>14}   {note}"
 
 
-def _row(name: str, value: str, what: str = "") -> str:
-    return f"  {name:<12} {value:>13}   {what}"
+def _row(name: str, value: str, note: str = "") -> str:
+    return f"  {name:<12} {value:>13}   {note}"
 
 
 def _card_lines(plan: Plan, device: Device) -> Iterator[str]:
     """Yield the memory on each card; empty if all of it is on one."""
     placed = plan.settings.placement
     need = plan.memory
-    held = need.cards_bytes
-    if not held and placed.cards:
-        held = (need.total_bytes,)
+    cards_bytes = need.cards_bytes
+    if not cards_bytes and placed.cards:
+        cards_bytes = (need.total_bytes,)
     limits = need.cards_limit_bytes or (need.limit_bytes,)
     names = {card.number: card.name for card in device.cards}
-    numbers = placed.cards or range(len(held))
-    for i, (number, n_bytes, limit) in enumerate(zip(numbers, held, limits, strict=False)):
+    numbers = placed.cards or range(len(cards_bytes))
+    for i, (number, n_bytes, limit) in enumerate(zip(numbers, cards_bytes, limits, strict=False)):
         line = f"  GPU {number:<8} {gb(n_bytes, 3):>14}   of {gb(limit, 3)} usable"
         if number in names:
             line += f" of {names[number]}"
@@ -141,23 +141,23 @@ def _card_lines(plan: Plan, device: Device) -> Iterator[str]:
         yield line
     left = [name for number, name in names.items() if placed.cards and number not in placed.cards]
     if left:
-        yield f"  not used     {', '.join(left)}: with it an answer would come no faster"
+        yield f"  not used     {', '.join(left)}, because it would not speed up answers"
 
 
 def _split_lines(plan: Plan, device: Device) -> list[str]:
     """Return the cost of a token of a split plan, by memory; empty for a plan that is not split."""
     share = layer_bytes.shares(plan.model, plan.variant, plan.settings.placement)
-    if share.is_whole or device.kind != "discrete":
+    if share.is_complete or device.kind != "discrete":
         return []
     read = streamed(plan.model, plan.variant)
     left = read.dense_bytes * (1 - share.dense) + read.routed_bytes * (1 - share.experts)
     experts = layer_bytes.parts(plan.model, plan.variant).expert_bytes * (1 - share.experts)
-    crossing = f"{speed.CROSSING_S * 1e6:.0f} µs, assumed: a step changes memories"
+    crossing = f"{speed.CROSSING_S * 1e6:.0f} µs (assumed), for each change of memory within a step"
     return [
-        f"  in system memory {left / 1e9:>6.3f} GB of what a token reads; "
-        f"it delivers {_host_rate(device)}",
-        f"  {experts / 1e9:.1f} GB of experts lie there; "
-        f"on the GPU {share.layers:.0%} of the layers",
+        f"  in system memory {left / 1e9:>6.3f} GB of a token's bytes, "
+        f"read at {_host_rate(device)}",
+        f"  {experts / 1e9:.1f} GB of experts are there; "
+        f"{share.layers:.0%} of the layers are on the GPU",
         f"  crossings    {share.crossings:>13}   × {crossing}",
     ]
 
@@ -169,7 +169,7 @@ def _host_rate(device: Device) -> str:
     rate = f"{host.value:,.0f} GB/s ({host.basis}: {host.source})"
     if host.basis == "measured":
         return rate
-    return f"{rate}, of which {speed.NOMINAL_SHARE:.0%} are counted on"
+    return f"{rate}, of which {speed.NOMINAL_SHARE:.0%} are assumed usable"
 
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
@@ -189,7 +189,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     if split:
         return [
             *lines,
-            "decode, divided (the lines above are of a card that held all of it)",
+            "decode, split (the lines above assume one card with the complete model)",
             *split,
             _row("empty", _ms(1 / empty.value), _span(empty, "tok/s")),
             _row("full", _ms(1 / filled.value), _span(filled, "tok/s")),
@@ -197,7 +197,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     full = at_depth(depth=plan.settings.n_ctx)
     kv_read = f"{full.kv_read_bytes / 1e9:.2f} GB with the context full"
     if hardware.engine == "cpu" and hardware.n_cpu_cores:
-        kv_read += ", and its arithmetic"
+        kv_read += ", and attention arithmetic"
     return [
         *lines,
         _row("empty", _ms(terms.total_s), _span(empty, "tok/s")),
@@ -238,7 +238,7 @@ def _token_lines(
     unpacked_s = s["unpacked"] + s["routed_unpacked"]
     if unpacked_s:
         billions = (read.dense_params + read.routed_params) / 1e9
-        unpacked = f"{billions:.3g} billion weights, to what is multiplied"
+        unpacked = f"{billions:.3g} billion weights, unpacked for the products"
         lines.append(_row("unpacking", _ms(unpacked_s), unpacked))
     known = facts(plan.model)
     layers = f"{launches(known.n_layers, 'layer_s')} of launches"
@@ -266,7 +266,7 @@ def _layout_line(plan: Plan, device: Device) -> str:
     return _row(
         "as stored",
         f"{stored[0] / usual[0]:.2f} ×",
-        "as fast as with weights laid out anew for the processor (measured)",
+        "as fast as with weights repacked for the CPU (measured)",
     )
 
 
@@ -281,18 +281,20 @@ def _prompt_lines(plan: Plan, device: Device) -> Iterator[str]:
     flops = 2 * prefill_cost.matrix_params(plan.model, plan.variant)
     activation_bytes = prefill_cost.activation_bytes(plan.model)
     yield "prompt, per token of 2,048"
-    yield _row("matrices", _us(s["matmul"]), f"{flops / 1e9:.1f} GFLOP; {_rate(plan, device)}")
+    yield _row(
+        "matrices", _microseconds(s["matmul"]), f"{flops / 1e9:.1f} GFLOP; {_rate(plan, device)}"
+    )
     attention = f"{terms.attention_flops / 1e9:.2f} GFLOP on average"
-    yield _row("attention", _us(s["attention"]), attention)
+    yield _row("attention", _microseconds(s["attention"]), attention)
     if s["scan"]:
-        yield _row("recurrent", _us(s["scan"]), "states taken forward")
+        yield _row("recurrent", _microseconds(s["scan"]), "states updated")
     activations = f"{activation_bytes / 1e6:.1f} MB between the matrices"
-    yield _row("activations", _us(s["activations"]), activations)
+    yield _row("activations", _microseconds(s["activations"]), activations)
     weights = f"read once per {min(plan.settings.n_batch, 2048):,} tokens"
-    yield _row("weights", _us(s["weights"]), weights)
-    yield _row("launches", _us(s["layers"])).rstrip()
+    yield _row("weights", _microseconds(s["weights"]), weights)
+    yield _row("launches", _microseconds(s["layers"])).rstrip()
     if s["mask"]:
-        yield _row("mask", _us(s["mask"]), "written by the processor")
+        yield _row("mask", _microseconds(s["mask"]), "written by the CPU")
     yield _divided_line(plan, device, terms.total_s)
     yield _layout_line(plan, device)
     yield f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}"
@@ -317,15 +319,16 @@ def _rate(plan: Plan, device: Device) -> str:
 
 
 def _divided_line(plan: Plan, device: Device, on_card_s: float) -> str:
-    """Return the time that a part in system memory adds to a prompt token; "" if it adds no time."""
+    """Return the time that a part in system memory adds to a prompt token; "" if it adds no
+    time."""
     share = layer_bytes.shares(plan.model, plan.variant, plan.settings.placement)
     longer_s = 1 / plan.prefill_tok_s.value - on_card_s
-    if share.is_whole or device.kind != "discrete" or longer_s <= 0:
+    if share.is_complete or device.kind != "discrete" or longer_s <= 0:
         return ""
     return _row(
         "divided",
-        _us(longer_s),
-        "more: weights in system memory are copied over the bus, or multiplied there",
+        _microseconds(longer_s),
+        "more: weights in system memory are copied over the bus, or multiplied on the CPU",
     )
 
 
@@ -346,15 +349,16 @@ def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:
 
 def _quality_lines(plan: Plan) -> list[str]:
     format_cost = quality.format_cost(plan.model, plan.variant)
+    loss_of = quality.format_basis(plan.variant) or plan.variant.quant
     kv_cost = quality.kv_cost(plan.settings.kv_type)
     points = plan.quality + format_cost + kv_cost
     basis = plan.quality_basis
     if not plan.is_rated:
-        basis = f"no public score: guessed by {basis}"
+        basis = f"no public score; estimated by {basis}"
     return [
         "quality",
         f"  rating       {points:>10.1f} ± {plan.quality_spread:.1f}   {basis}",
-        f"  format       {0.0 - format_cost:>10.1f}   {plan.variant.quant}",
+        f"  format       {0.0 - format_cost:>10.1f}   {loss_of}",
         f"  KV type      {0.0 - kv_cost:>10.1f}   {plan.settings.kv_type}: {plan.kv_why}",
         f"  rank score   {plan.score:>10.1f}",
     ]

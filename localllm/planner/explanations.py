@@ -19,7 +19,7 @@ def does_not_fit(plan: Plan, device: Device) -> str:
     includes."""
     context = f"{plan.settings.n_ctx // 1024}k context"
     needs_memory = f"{plan.variant.quant} needs {gb(all_memory(plan))} at {context}"
-    usable = gb(device.room_bytes)
+    usable = gb(device.usable_bytes)
     if device.kind != "discrete":
         return f"{needs_memory}; this machine has {usable} usable"
     if device.host is None:
@@ -29,7 +29,7 @@ def does_not_fit(plan: Plan, device: Device) -> str:
 
 
 def on_disk(plan: Plan, tok_s: float) -> str | None:
-    """Return "28.8 GB of tables stay on the disk: …, on a disk that turns about 5.4 tok/s", or None
+    """Return "28.8 GB of tables stay on disk: …, on a disk that turns about 5.4 tok/s", or None
     if no tables do."""
     left = plan.memory.disk_bytes
     if not left:
@@ -39,12 +39,12 @@ def on_disk(plan: Plan, tok_s: float) -> str | None:
     )
     turning = 1 / (1 / tok_s + read_s)
     return (
-        f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: "
-        f"that wants an SSD, on a disk that turns about {rate(turning)} tok/s"
+        f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token, which "
+        f"needs an SSD; a hard disk would give about {rate(turning)} tok/s"
     )
 
 
-def left_behind(plan: Plan) -> str:
+def host_parts(plan: Plan) -> str:
     """Return the parts of a split plan in system memory: "experts of 24 of 36 layers run"."""
     placed = plan.settings.placement
     n = len(plan.model.layers)
@@ -58,13 +58,13 @@ def left_behind(plan: Plan) -> str:
     if placed.kv_on_host and first < n:
         parts.append("the KV cache")
     if not parts:
-        return "part of it runs"
+        return "a part of it runs"
     return f"{' and '.join(parts)} run"
 
 
-def _beside(plan: Plan) -> str:
+def _host_part(plan: Plan) -> str:
     """Return "experts of 24 of 36 layers run from system memory, 40.0 GB"."""
-    return f"{left_behind(plan)} from system memory, {gb(plan.memory.host_bytes)}"
+    return f"{host_parts(plan)} from system memory, {gb(plan.memory.host_bytes)}"
 
 
 def all_memory(plan: Plan) -> int:
@@ -77,13 +77,13 @@ def is_too_slow(plan: Plan, need: Need) -> str:
     too late."""
     if plan.stream_tok_s >= need.least_tok_s:
         return (
-            f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} comes after "
-            f"{span(plan.ttft_s.value)}, too late for {need.what} "
+            f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} tokens of "
+            f"prompt takes {span(plan.ttft_s.value)}, too long for {need.purpose_text} "
             f"({span(need.ttft_longest_s)} at most)"
         )
     return (
         f"{plan.variant.quant} fits, but {rate(plan.stream_tok_s)} tok/s is too slow for "
-        f"{need.what} ({need.least_tok_s:g} needed)"
+        f"{need.purpose_text} ({need.least_tok_s:g} needed)"
     )
 
 
@@ -95,7 +95,7 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
         return is_too_slow(plan, need)
     more = f"{rate(plan.stream_tok_s)} tok/s; up to {plan.max_ctx // 1024}k context"
     if plan.fits == "split":
-        return f"fits split: {_beside(plan)}; {more}"
+        return f"fits split: {_host_part(plan)}; {more}"
     if plan.fits == "tight":
         return f"fits tightly; {more}"
     return f"fits; {more}"
@@ -110,20 +110,24 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
 def _sentence(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
     first = picks[0]
     parts = []
+    drafted = rate(plan.stream_tok_s)
+    plain = rate(plan.decode_tok_s.value)
+    if drafted != plain:
+        parts.append(f"{drafted} tok/s with drafts, {plain} without")
     if not plan.is_rated:
-        parts.append("no public score, its rank a guess by size and age")
+        parts.append("no public score; its rank is estimated by size and age")
     elif plan.makers_own:
-        parts.append("rated by its maker alone")
-    parts.append(_praise(plan, picks, need))
+        parts.append("rated only by its publisher")
+    parts.append(_main_advantage(plan, picks, need))
     is_slow = plan.stream_tok_s < need.good_tok_s
-    good = f"{need.good_tok_s:g} tok/s that feel good"
+    good = f"{need.good_tok_s:g} tok/s for comfortable reading"
     if len(picks) > 1 and all(p.stream_tok_s < need.good_tok_s for p in picks):
         # A fact about all picks is stated once, with the first.
         if plan is first:
             parts.append(f"all of these are slower than the {good}")
     elif is_slow:
         parts.append(f"slower than the {good}")
-    return "; ".join([*parts, *_trades(plan, first)])
+    return "; ".join([*parts, *_disadvantages(plan, first)])
 
 
 def _rank_of_quality(plan: Plan) -> tuple[bool, float]:
@@ -131,23 +135,23 @@ def _rank_of_quality(plan: Plan) -> tuple[bool, float]:
     return plan.is_rated, plan.quality
 
 
-def _praise(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
+def _main_advantage(plan: Plan, picks: Sequence[Plan], need: Need) -> str:
     """Return the best property of a plan compared with the other picks."""
     first = picks[0]
     is_best = plan.is_rated and plan is max(picks, key=_rank_of_quality)
     if plan is first:
         if plan.score < 0:
             return (
-                f"nothing surer runs here for {need.what}, "
-                "though its waits cost more points than it has"
+                f"no better rated model runs here for {need.purpose_text}, although its waits "
+                "cost more points than its rating"
             )
         if is_best:
-            return f"best quality that is fast enough for {need.what}"
-        return f"best balance of quality and speed for {need.what}"
+            return f"best quality that is fast enough for {need.purpose_text}"
+        return f"best balance of quality and speed for {need.purpose_text}"
     if is_best:
         if first.is_rated:
             return "best quality of these"
-        return "the best of these that somebody rated"
+        return "the best rated of these"
     if plan is max(picks, key=attrgetter("stream_tok_s")):
         ratio = plan.stream_tok_s / first.stream_tok_s
         return f"fastest of these, {ratio:.1f}× the first"
@@ -172,10 +176,10 @@ def _better_than(first: Plan, plan: Plan) -> str:
         return f"{ratio - 1:.0%} faster than the first"
     if saved > 0.01 * all_memory(first):
         return f"needs {gb(saved)} less than the first"
-    return _little_better_than(first, plan)
+    return _small_advantage(first, plan)
 
 
-def _little_better_than(first: Plan, plan: Plan) -> str:
+def _small_advantage(first: Plan, plan: Plan) -> str:
     """Return an advantage of `plan` in its wait, context or rating."""
     better = plan.quality - first.quality
     sooner = 1 - plan.later_ttft_s / first.later_ttft_s
@@ -185,28 +189,24 @@ def _little_better_than(first: Plan, plan: Plan) -> str:
     if longer > 0:
         return f"{longer // 1024}k more context than the first"
     if not plan.is_rated and better > 0:
-        return f"that would be {better:.1f} points above the first"
+        return f"it would have {better:.1f} points more than the first"
     if better > 0.05:
         return f"{better:.1f} points better than the first"
     if plan.is_rated and not first.is_rated:
-        return "rated, which the first is not"
+        return "rated, unlike the first"
     if first.variant.is_estimate and not plan.variant.is_estimate:
-        return "its files are listed, the first's constructed"
-    return "no better than the first in anything shown"
+        return "its files are listed; the first's are estimated"
+    return "no better than the first in the listed figures"
 
 
-def _trades(plan: Plan, first: Plan) -> list[str]:
+def _disadvantages(plan: Plan, first: Plan) -> list[str]:
     """Return the disadvantages of `plan` other than its speed. The table lists its KV type."""
-    trades = []
-    drafted = rate(plan.stream_tok_s)
-    plain = rate(plan.decode_tok_s.value)
-    if drafted != plain:
-        trades.append(f"{drafted} tok/s with what drafts for it, {plain} without")
+    disadvantages = []
     if plan.fits == "tight":
-        trades.append("leaves little memory for anything else")
+        disadvantages.append("leaves little memory for anything else")
     if plan.fits == "split":
-        trades.append(_beside(plan))
+        disadvantages.append(_host_part(plan))
     lost = first.quality - plan.quality
     if plan.is_rated and first.is_rated and lost >= 1:
-        trades.append(f"rated {lost:.0f} point{'' if round(lost) == 1 else 's'} lower")
-    return trades
+        disadvantages.append(f"rated {lost:.0f} point{'' if round(lost) == 1 else 's'} lower")
+    return disadvantages

@@ -32,8 +32,8 @@ ALL_MASKED = (1.0, 1.0)
 
 
 def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
-    """Return the shares of masked tokens that attention computes all the same in a micro-batch.
-    They are (share of later tokens, share of tokens before the window)."""
+    """Return the shares of masked tokens that attention computes anyway in a micro-batch. They are
+    (share of later tokens, share of tokens before the window)."""
     row = facts(keys)
     if row.masked_large is not None and batch >= _LARGE_BATCH:
         return row.masked_large
@@ -279,4 +279,4 @@ def types_to_time(device: Device, variant: Variant) -> list[str]:
 
 
 def _on_the_processor(device: Device, variant: Variant) -> bool:
-    return device.accelerator == "cpu" and backend_of(variant).lays_out
+    return device.accelerator == "cpu" and backend_of(variant).repacks_weights

@@ -26,7 +26,11 @@ F32 = 4
 F16 = 2
 # mx.quantize stores a 16-bit scale and a 16-bit bias with each group of 64 values. The group has 32
 # values if 64 does not divide the width.
-_MLX_KV_BITS = {"q8_0": 8, "q4_0": 4}
+_MLX_KV_BITS = {"q8_0": 8, "q6_0": 6, "q5_0": 5, "q4_0": 4, "q3_0": 3, "q2_0": 2}
+# TurboQuant stores a head's vector in words of 32 bits, and its norm in 16 bits.
+_MLX_TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
+_WORD_BITS = 32
+_NORM_BYTES = 2
 _MLX_GROUPS = (64, 32)
 _MLX_GROUP_EXTRA_BYTES = 4
 # Elements that llama.cpp quantises as one block.
@@ -101,9 +105,12 @@ def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.
     whole groups and no sliding windows (mlx-lm's rotating cache has no quantised form).
     """
     if backend.kv_quants == "groups":
-        return kv_type == "f16" or (kv_type in _MLX_KV_BITS and _mlx_group(model) > 0)
+        quantised = kv_type in _MLX_KV_BITS or kv_type in _MLX_TURBO_BITS
+        return kv_type == "f16" or (quantised and _mlx_group(model) > 0)
     if kv_type in ("f32", "f16", "bf16"):
         return True
+    if kv_type in quants.MLX_KV_TYPES:
+        return False
     if "/" in kv_type:
         return all(kv_type_allowed(model, part, backend) for part in kv_type.split("/"))
     rows = chain.from_iterable(layer.mixer.row for layer, _ in facts(model).groups)
@@ -116,14 +123,27 @@ def _mlx_group(model: Model) -> int:
     mixers = [layer.mixer for layer, _ in facts(model).groups]
     if any(mixer.is_bounded for mixer in mixers):
         return 0
-    widths = chain.from_iterable(mixer.quantised_apart for mixer in mixers)
-    common = math.gcd(*widths)
+    common = math.gcd(*_mlx_widths(model))
     return next((group for group in _MLX_GROUPS if common and common % group == 0), 0)
+
+
+def _mlx_widths(model: Model) -> list[int]:
+    """Return the widths of the vectors that MLX quantises: those of each head in a cache."""
+    mixers = (layer.mixer for layer, _ in facts(model).groups)
+    return list(chain.from_iterable(mixer.quantised_separately for mixer in mixers))
 
 
 def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
     """Return the bytes of one cached element in MLX. These are 2 in the model's own 16-bit type,
-    else its bits and its group's share."""
+    else its bits and its group's share. With TurboQuant, they are those of the narrowest head."""
+    if kv_type == "f32":
+        return Fraction(F32)
+    turbo_bits = _MLX_TURBO_BITS.get(kv_type, 0)
+    widths = _mlx_widths(model)
+    if turbo_bits and widths:
+        width = min(widths)
+        words = -(-width * turbo_bits // _WORD_BITS)
+        return Fraction(words * _WORD_BITS // 8 + _NORM_BYTES, width)
     bits = _MLX_KV_BITS.get(kv_type, 0)
     group = _mlx_group(model)
     if bits and group:

@@ -122,10 +122,10 @@ class Ledger:
 
     def host_kv_bytes(self, placed: Placement) -> tuple[int, int]:
         """Return the (KV, state) bytes in system memory."""
-        there = self.layers
+        on_host = self.layers
         if not placed.kv_on_host:
-            there = there[: placed.first_gpu_layer(len(there))]
-        return sum(layer[2] for layer in there), sum(layer[3] for layer in there)
+            on_host = on_host[: placed.first_gpu_layer(len(on_host))]
+        return sum(layer[2] for layer in on_host), sum(layer[3] for layer in on_host)
 
 
 # --- several cards --------------------------------------------------------------------------------
@@ -149,12 +149,12 @@ def over_cards(
     if not device_layers:
         return tuple(0 for _ in limits), tuple(0 for _ in limits)
     total = sum(device_layers)
-    room = max(1, sum(limits))
+    total_limit = max(1, sum(limits))
     upto = [0, *accumulate(device_layers)]
     ends = []
     last = 0
     for part in accumulate(limits):
-        goal = total * part / room
+        goal = total * part / total_limit
         # The boundary nearest to the card's share, but not before the previous one.
         above = min(bisect_left(upto, goal, last), len(device_layers))
         last = above - (above > last and goal - upto[above - 1] <= upto[above] - goal)
@@ -196,10 +196,12 @@ def weights_of_cards(
     for i, (dense, experts) in enumerate(found.layers[first:], first):
         rows.append(dense if i < kept else dense + experts)
     rows.append(found.output_bytes)
-    split = placed.tensor_split or tuple(card.room_bytes for card in device.cards)
-    held = as_split(rows, split, len(device.cards))
-    total = max(1, sum(held))
-    return tuple((card, n_bytes / total) for card, n_bytes in zip(device.cards, held, strict=True))
+    split = placed.tensor_split or tuple(card.usable_bytes for card in device.cards)
+    card_bytes = as_split(rows, split, len(device.cards))
+    total = max(1, sum(card_bytes))
+    return tuple(
+        (card, n_bytes / total) for card, n_bytes in zip(device.cards, card_bytes, strict=True)
+    )
 
 
 # --- shares, for the speed ------------------------------------------------------------------------
@@ -226,19 +228,19 @@ class CardShare:
     crossings: int
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if all of it is on the devices."""
         return min(self.dense, self.experts, self.kv, self.layers) >= 1.0
 
 
-WHOLE = CardShare(1.0, 1.0, 1.0, 1.0, 0)
+COMPLETE_SHARE = CardShare(1.0, 1.0, 1.0, 1.0, 0)
 
 
 def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
     """Return how `placed` splits a step. KV counts by the number of layers, and each crossing is
     one copy of the activations."""
     if not placed.is_split:
-        return WHOLE
+        return COMPLETE_SHARE
     found = parts(model, variant)
     n = len(model.layers)
     first = placed.first_gpu_layer(n)
@@ -264,7 +266,7 @@ def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
 
 
 # llama.cpp reads tables up to this size into memory anyway.
-LEAST_BYTES = 4 * 2**30
+MIN_BYTES = 4 * 2**30
 # Seconds to read a row that is not in memory. An SSD on PCIe serves 100,000 such reads a second or
 # more (assumed). On a DGX Spark, Qwen3.8-Flash-Next answered as fast with its table cold as warm
 # (github.com/0xBakeer/inference-atlas, pull requests 79 to 81). A hard disk serves a hundred.
@@ -293,7 +295,7 @@ def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     if not model.lookup_params or where == "memory" or not backend_of(variant).disk_tables:
         return 0
     found = table_bytes(model, variant)
-    if where == "disk" or found > LEAST_BYTES:
+    if where == "disk" or found > MIN_BYTES:
         return found
     return 0
 

@@ -102,42 +102,44 @@ def weights_bytes(variant: Variant) -> int:
 
 def embedding_bytes(model: Model, variant: Variant) -> int:
     """Return the bytes of the token embedding table in this variant's format, with lookup tables."""
-    if model.lookup_bits:
+    if model.lookup_params:
         # The tables have their own format. The other tensors take the rest of the file.
         tables = layer_bytes.table_bytes(model, variant)
         total = model.params_total - model.lookup_params
         tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=total)
         rest = replace(variant, file_bytes=weights_bytes(variant) - tables, weights_bytes=0)
         return tables + embedding_bytes(tokens, rest)
-    rows = model.vocab_size * model.hidden_size + model.lookup_params
+    rows = model.vocab_size * model.hidden_size
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None:
         asked = mix.head if model.tied_embeddings else mix.embed
         bits = float(quants.GGUF_TYPES[quants.fallback(asked, model.hidden_size)].bits)
         return round(rows * bits / 8)
     known = facts(model)
-    stored = known.dense_params + known.pool_params + known.embedding_params + model.lookup_params
+    stored = known.dense_params + known.pool_params + known.embedding_params
     return round(weights_bytes(variant) * min(1.0, rows / max(1, stored)))
 
 
-def whole_weights(model: Model, variant: Variant, device: Device | None) -> tuple[int, int]:
+def fully_offloaded_bytes(model: Model, variant: Variant, device: Device | None) -> tuple[int, int]:
     """Return (bytes on the accelerator, bytes in host memory) for the weights of `variant` if all
     layers are offloaded.
 
-    llama.cpp keeps the token embedding in host memory. Tied models get a second copy of it on the
-    device as the output matrix. On Metal both views map the same file pages.
+    llama.cpp keeps the token embedding and the row lookup tables in host memory. Tied models get a
+    second copy of the token embedding on the device as the output matrix. On Metal both views map
+    the same file pages.
     """
     total = weights_bytes(variant)
     if device is None or device.accelerator == "cpu" or not backend_of(variant).host_embedding:
         return total, 0
     embedding = min(total, embedding_bytes(model, variant))
-    if device.kind == "unified":
-        if model.tied_embeddings and not KINDS[device.accelerator].shares_tables:
-            total += embedding
-        return total, 0
+    copied = 0
     if model.tied_embeddings:
-        return total, embedding
-    return total - embedding, embedding
+        copied = embedding - min(embedding, layer_bytes.table_bytes(model, variant))
+    if device.kind == "unified":
+        if KINDS[device.accelerator].shares_tables:
+            copied = 0
+        return total + copied, 0
+    return total - embedding + copied, embedding
 
 
 # --- runtime --------------------------------------------------------------------------------------
@@ -249,10 +251,10 @@ def need(
     if device is not None:
         device = layer_bytes.used(device, settings.placement)
         n_cards = device.n_gpus
-        limit = device.room_bytes
+        limit = device.usable_bytes
         if device.kind == "discrete":
-            return _need_apart(model, variant, settings, device)
-    weights, _ = whole_weights(model, variant, device)
+            return _need_on_cards(model, variant, settings, device)
+    weights, _ = fully_offloaded_bytes(model, variant, device)
     on_disk = layer_bytes.disk_bytes(model, variant, settings)
     compute = n_cards * _step_bytes(model, settings, device)
     return MemoryNeed(
@@ -268,7 +270,7 @@ def need(
     )
 
 
-def _need_apart(
+def _need_on_cards(
     model: Model, variant: Variant, settings: RunSettings, device: Device
 ) -> MemoryNeed:
     """Return `need` for one or more cards with their own memory, separate from the host's."""
@@ -288,7 +290,7 @@ def _need_apart(
         weights = sum(rows) - kv - state
         host_weights = book.host_weights_bytes(placed)
     else:
-        weights, host_weights = whole_weights(model, variant, device)
+        weights, host_weights = fully_offloaded_bytes(model, variant, device)
     # Each card holds the buffers for the graph of its own layers.
     copies = pipeline_bytes(model, settings, n_cards)
     compute = overhead = projector = 0
@@ -313,7 +315,7 @@ def _need_apart(
         compute_bytes=compute * n_cards,
         overhead_bytes=overhead,
         draft_bytes=drafted,
-        limit_bytes=device.room_bytes,
+        limit_bytes=device.usable_bytes,
         host_bytes=host,
         cards_bytes=cards,
         cards_limit_bytes=limits,
@@ -337,8 +339,8 @@ def _cards_bytes(
 def cards_limits(device: Device) -> tuple[int, ...]:
     """Return the bytes that each card may hold."""
     if device.cards:
-        return tuple(card.room_bytes for card in device.cards)
-    return (device.room_bytes // device.n_gpus,) * device.n_gpus
+        return tuple(card.usable_bytes for card in device.cards)
+    return (device.usable_bytes // device.n_gpus,) * device.n_gpus
 
 
 def _draft_bytes(
@@ -435,6 +437,18 @@ def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSett
     return companion.file_bytes + kv + F32 * (logits + hidden)
 
 
+def mlx_companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSettings) -> int:
+    """Return the bytes of a trained drafter on MLX.
+
+    These are its files, its KV at 16 bits, the rows of the model's layers that it reads (as
+    computed and joined), and the logits of a block for every sequence.
+    """
+    kv = F16 * companion.kv_elements * kv_sizes.pad(settings.n_ctx)
+    hidden = 2 * F16 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
+    logits = F32 * max(1, companion.block) * settings.slots * model.vocab_size
+    return companion.file_bytes + kv + hidden + logits
+
+
 def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...] = ()) -> int:
     """Return the bytes that MLX holds during a step.
 
@@ -456,6 +470,8 @@ def _need_mlx(
         drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
     if settings.drafter.is_mtp and model.mtp_layers:
         drafted += mtp_bytes(model, variant, settings)
+    if settings.drafter.companion is not None:
+        drafted += mlx_companion_bytes(model, settings.drafter.companion, settings)
     # mlx-lm keeps one state to take tokens back, whatever their number.
     kept = replace(settings, n_rewind=min(1, settings.n_rewind))
     # MLX has no fused attention on the CPU (mlx/backend/no_gpu/primitives.cpp).
@@ -470,6 +486,6 @@ def _need_mlx(
         compute_bytes=mlx_step_bytes(model, settings, fused),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,
-        limit_bytes=device.room_bytes if device is not None else 0,
+        limit_bytes=device.usable_bytes if device is not None else 0,
         projector_bytes=settings.projector_bytes,
     )

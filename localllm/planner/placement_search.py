@@ -29,7 +29,7 @@ from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
 # If the KV's share of all bytes is below this, moving it off the card is not tried.
-_MUCH_KV = 0.05
+_MIN_KV_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ _FILLED = 0.95
 
 
 def _goals(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, held_bytes: int
+    device: Device, model: Model, variant: Variant, settings: RunSettings, layers_bytes: int
 ) -> tuple[int, ...]:
-    """Return the bytes of the layers' `held_bytes` for each card, after each card's part of the
+    """Return the bytes of the layers' `layers_bytes` for each card, after each card's part of the
     other bytes.
 
     The fastest cards are filled first. If all cards have one speed, or if nearly full cards cannot
@@ -126,15 +126,17 @@ def _goals(
     rates = [card.bandwidth_gbps.value for card in device.cards]
     if len(set(rates)) < 2:
         return limits
-    beside_bytes = memory.need(model, variant, settings, device).total_bytes - held_bytes
+    fixed_bytes = memory.need(model, variant, settings, device).total_bytes - layers_bytes
     goals = [0] * len(limits)
-    left = held_bytes
+    left = layers_bytes
     for rate in sorted(set(rates), reverse=True):
-        alike = [i for i, r in enumerate(rates) if r == rate]
-        rooms = [max(0, int(_FILLED * limits[i]) - beside_bytes // len(limits)) for i in alike]
-        taken = min(left, sum(rooms))
-        for i, room in zip(alike, rooms, strict=True):
-            goals[i] = taken * room // max(1, sum(rooms))
+        same_kind = [i for i, r in enumerate(rates) if r == rate]
+        free_bytes = [
+            max(0, int(_FILLED * limits[i]) - fixed_bytes // len(limits)) for i in same_kind
+        ]
+        taken = min(left, sum(free_bytes))
+        for i, card_free_bytes in zip(same_kind, free_bytes, strict=True):
+            goals[i] = taken * card_free_bytes // max(1, sum(free_bytes))
         left -= taken
     if left > 0:
         return limits
@@ -159,7 +161,7 @@ def pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettin
 
 
 # Most choices of cards to compare.
-_MOST_CHOICES = 64
+_MAX_CHOICES = 64
 
 
 @lru_cache(4096)
@@ -183,7 +185,7 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
 def _choices_of(groups: Sequence[Sequence[Device]]) -> Iterator[Sequence[Device]]:
     """Yield every count of each kind of card if those are few. Else yield each kind's first card,
     and the fastest 2, 3, … cards."""
-    if math.prod(len(group) + 1 for group in groups) <= _MOST_CHOICES:
+    if math.prod(len(group) + 1 for group in groups) <= _MAX_CHOICES:
         for counts in itertools.product(*(range(len(group) + 1) for group in groups)):
             taken = (group[:n] for group, n in zip(groups, counts, strict=True))
             yield list(itertools.chain.from_iterable(taken))
@@ -202,13 +204,13 @@ def _bandwidth(card: Device) -> float:
 
 def _kinds_of_cards(device: Device) -> list[list[Device]]:
     """Return the cards of each kind, those with the most free memory first."""
-    alike: dict[object, list[Device]] = {}
+    same_kind: dict[object, list[Device]] = {}
     freest_first = sorted(device.cards, key=attrgetter("number"))
     freest_first.sort(key=_available_bytes, reverse=True)
     for card in freest_first:
         kind = (card.match or card.name, card.memory.total_bytes, _bandwidth(card))
-        alike.setdefault(kind, []).append(card)
-    return list(alike.values())
+        same_kind.setdefault(kind, []).append(card)
+    return list(same_kind.values())
 
 
 def _available_bytes(card: Device) -> int:
@@ -265,18 +267,23 @@ class _Search:
         self._settings = settings
         self._book = memory.layer_ledger(model, variant, settings)
         self._limits = memory.cards_limits(device)
-        whole = memory.need(model, variant, settings, device)
-        self._beside_bytes = (
-            whole.compute_bytes + whole.overhead_bytes + whole.draft_bytes + whole.projector_bytes
+        full_need = memory.need(model, variant, settings, device)
+        self._fixed_bytes = (
+            full_need.compute_bytes
+            + full_need.overhead_bytes
+            + full_need.draft_bytes
+            + full_need.projector_bytes
         )
-        self._kv_share = (whole.kv_bytes + whole.recurrent_bytes) / max(1, whole.total_bytes)
+        self._kv_share = (full_need.kv_bytes + full_need.recurrent_bytes) / max(
+            1, full_need.total_bytes
+        )
 
     def candidates(self) -> list[RunSettings]:
         """Return the placements that fit: the best with the KV cache on the cards, and the best
         with it in system memory. The second is tried only for a large cache."""
         start = self._settings.placement
         found = [self._fewest_off(start)]
-        if self._kv_share > _MUCH_KV:
+        if self._kv_share > _MIN_KV_SHARE:
             found.append(self._fewest_off(replace(start, kv_on_host=True)))
         return [s for s in found if s is not None]
 
@@ -284,7 +291,7 @@ class _Search:
         """Return `start` with as few experts, else layers, in system memory as necessary. If
         `start` fits, it stays as it is. Returns None if it does not fit in any way."""
         placed = start
-        if not self._room(start):
+        if not self._fits(start):
             found = self._experts_off(start) or self._layers_off(start)
             if found is None:
                 return None
@@ -330,14 +337,14 @@ class _Search:
         cards than the one before."""
 
         def has_room(count: int) -> bool:
-            return self._room(take(count))
+            return self._fits(take(count))
 
         at = bisect_left(counts, True, key=has_room)
         if at < len(counts):
             return take(counts[at])
         return None
 
-    def _room(self, placed: Placement) -> bool:
+    def _fits(self, placed: Placement) -> bool:
         """Return whether the cards hold their part."""
         if self._settings.drafter.second is not None:
             # A drafter's layers leave the card with the model's.
@@ -349,11 +356,11 @@ class _Search:
             return True
         if len(self._limits) == 1:
             on_card_bytes = sum(self._book.device_layers(placed))
-            return on_card_bytes + self._beside_bytes <= self._limits[0]
+            return on_card_bytes + self._fixed_bytes <= self._limits[0]
         rows = self._book.device_layers(placed)
-        each = self._beside_bytes // len(self._limits)
+        each = self._fixed_bytes // len(self._limits)
         if placed.tensor_split:
-            held = layer_bytes.as_split(rows, placed.tensor_split, len(self._limits))
+            card_bytes = layer_bytes.as_split(rows, placed.tensor_split, len(self._limits))
         else:
-            _, held = layer_bytes.over_cards(rows, self._limits)
-        return all(b + each <= limit for b, limit in zip(held, self._limits, strict=True))
+            _, card_bytes = layer_bytes.over_cards(rows, self._limits)
+        return all(b + each <= limit for b, limit in zip(card_bytes, self._limits, strict=True))

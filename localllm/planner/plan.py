@@ -30,11 +30,11 @@ from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.placement_search import verdict
 from localllm.planner.scoring import SPLIT_COST, Need, score
 from localllm.planner.starting_settings import (
-    NOTHING_FIXED,
+    NO_OVERRIDES,
     Overrides,
     context_for,
     drafts_at_hand,
-    loses_turns,
+    rereads_turns,
     settings_for,
 )
 from localllm.planner.types import (
@@ -53,16 +53,15 @@ from localllm_catalog.types import Model, Variant
 _PREFILL_PROMPT_TOKENS = 2048
 # If weights are in system memory, larger prefill steps may slow decoding to this share of its speed
 # at least.
-_AS_FAST = 0.97
-# A drafter that the user did not ask for must promise at least this gain at the upper end of its
-# range.
-_DRAFTS_PAY = 1.1
+_EQUALLY_FAST_SHARE = 0.97
+# A drafter that was not requested must promise this gain at the upper end of its range.
+_MIN_DRAFT_GAIN = 1.1
 
 
 _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
-class _Settled(NamedTuple):
+class FittedSettings(NamedTuple):
     """A way to run a file: its settings, its memory need, and whether that fits."""
 
     settings: RunSettings
@@ -73,10 +72,10 @@ class _Settled(NamedTuple):
 def max_context(device: Device, plan: Plan) -> int:
     """Return the longest context, in tokens, that fits the hard limit with this plan's settings (0
     if not even 256 fit)."""
-    ways = [plan.settings]
+    options = [plan.settings]
     if plan.settings.placement.cards:  # a longer context may use all cards
-        ways.append(plan.settings.placed(cards=(), tensor_split=()))
-    return max(_longest(device, plan.model, plan.variant, settings) for settings in ways)
+        options.append(plan.settings.placed(cards=(), tensor_split=()))
+    return max(_longest(device, plan.model, plan.variant, settings) for settings in options)
 
 
 def _longest(device: Device, model: Model, variant: Variant, settings: RunSettings) -> int:
@@ -91,15 +90,14 @@ def _longest(device: Device, model: Model, variant: Variant, settings: RunSettin
     return bisect_left(range(1, most + 1), True, key=is_too_long) * kv_sizes.CONTEXT_STEP
 
 
-class _Way(NamedTuple):
-    """A way to run a file that is not settled yet: on the cards of `top`, or split with system
-    memory.
+class PlacementOption(NamedTuple):
+    """A placement to try: all on the cards of `top`, or split with system memory.
 
-    `most_rank` is the best rank that it could reach.
+    `best_rank` is the best rank that it could reach.
     """
 
-    is_whole: bool
-    most_rank: tuple[float, ...]
+    is_complete: bool
+    best_rank: tuple[float, ...]
     top: Plan
     kv_type: str
 
@@ -113,7 +111,7 @@ def plan_for(
     variant: Variant,
     workload: Workload,
     *,
-    overrides: Overrides = NOTHING_FIXED,
+    overrides: Overrides = NO_OVERRIDES,
     rough: bool = False,
 ) -> Plan:
     """Return the best Plan for exactly this variant, whether or not it fits (see `fits`).
@@ -139,13 +137,13 @@ def plan_for(
 def _drafting_pays(drafted: Plan, plain: Plan) -> bool:
     """Return whether a drafter that the user did not ask for is expected to pay without any loss.
     The engine tries it on the first answers."""
-    hoped = drafted.drafting is not None and drafted.drafting.high > _DRAFTS_PAY
+    hoped = drafted.drafting is not None and drafted.drafting.high > _MIN_DRAFT_GAIN
     same = drafted.fits == plain.fits != "split"
     return hoped and same and drafted.score >= plain.score
 
 
 def finished(
-    device: Device, plan: Plan, workload: Workload, overrides: Overrides = NOTHING_FIXED
+    device: Device, plan: Plan, workload: Workload, overrides: Overrides = NO_OVERRIDES
 ) -> Plan:
     """Return the plan that `plan_for` would return, given its rough plan."""
     return _Run.of(device, plan.model, plan.variant, workload, overrides).finished(plan)
@@ -192,14 +190,14 @@ class _Run:
         if plan is not None:
             return plan
         tried = self.overrides.offload.applied_to(wanted.with_kv_type(kv_types[0]))
-        return self.planned(_Settled(tried, memory.need(model, variant, tried, device), "no"))
+        return self.planned(FittedSettings(tried, memory.need(model, variant, tried, device), "no"))
 
     def finished(self, plan: Plan) -> Plan:
         """Complete a rough plan: add its speed at full context, and use larger steps if they pay."""
-        settled = _Settled(plan.settings, plan.memory, plan.fits)
+        fitted = FittedSettings(plan.settings, plan.memory, plan.fits)
         if plan.fits != "no" and plan.settings.n_batch == DEFAULT_BATCH:
-            settled = self.larger(settled)
-        return self.planned(settled, rough=False)
+            fitted = self.with_larger_batch(fitted)
+        return self.planned(fitted, rough=False)
 
     def kv_types(self) -> tuple[str, ...]:
         """Return the KV types to try, in order, by the names of the backend contract. MLX takes
@@ -238,14 +236,14 @@ class _Run:
             settings = wanted.placed(cards=cards)
             if (
                 cards
-                and weights_bytes <= layer_bytes.used(self.device, settings.placement).room_bytes
+                and weights_bytes <= layer_bytes.used(self.device, settings.placement).usable_bytes
             ):
-                top = self.planned(_Settled(settings, _UNKNOWN, "yes"))
+                top = self.planned(FittedSettings(settings, _UNKNOWN, "yes"))
                 fastest = max(fastest, top.decode_tok_s.value)
                 best = self.best_of([top], kv_types, best)
                 if best is not None and self.rank(best) >= (True, fastest):
                     return best
-        top = self.planned(_Settled(wanted, _UNKNOWN, "yes"))
+        top = self.planned(FittedSettings(wanted, _UNKNOWN, "yes"))
         return self.best_of([top], kv_types, best)
 
     def rank(self, plan: Plan, cost: float = 0.0) -> tuple[float, ...]:
@@ -269,41 +267,41 @@ class _Run:
     ) -> Plan | None:
         """Return the best of `best` and of the ways to run the file on the cards of each plan in
         `tops`."""
-        ways = [way for top in tops for way in self.ways(top, kv_types)]
-        ways.sort(key=attrgetter("is_whole", "most_rank"), reverse=True)
-        for way in ways:
-            if best is not None and way.most_rank <= self.rank(best):
+        options = [option for top in tops for option in self.options(top, kv_types)]
+        options.sort(key=attrgetter("is_complete", "best_rank"), reverse=True)
+        for option in options:
+            if best is not None and option.best_rank <= self.rank(best):
                 continue
-            plan = self.taken(way)
+            plan = self.plan_of(option)
             if plan is not None:
-                best = max(best or plan, self.read(plan), key=self.rank)
+                best = max(best or plan, self.with_best_batch(plan), key=self.rank)
         return best
 
-    def ways(self, top: Plan, kv_types: Sequence[str]) -> Iterator[_Way]:
+    def options(self, top: Plan, kv_types: Sequence[str]) -> Iterator[PlacementOption]:
         """Yield the ways to run the file on the cards of `top`."""
         lost = 0.0
         if self.device.accelerator != "cpu":
             lost = scoring.prompt_lost(top, self.purpose)
         costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
         for kv_type, cost in zip(kv_types, costs, strict=True):
-            yield _Way(True, self.rank(top, cost - lost), top, kv_type)
+            yield PlacementOption(True, self.rank(top, cost - lost), top, kv_type)
         has_host = self.device.kind == "discrete" and self.device.host is not None
         if has_host and backend_of(self.variant).splits:
             at = min(1, len(kv_types) - 1)
-            most_rank = self.rank(top, costs[at] + SPLIT_COST - lost)
-            yield _Way(False, most_rank, top, kv_types[at])
+            best_rank = self.rank(top, costs[at] + SPLIT_COST - lost)
+            yield PlacementOption(False, best_rank, top, kv_types[at])
 
-    def taken(self, way: _Way) -> Plan | None:
+    def plan_of(self, option: PlacementOption) -> Plan | None:
         """Return the plan of one way, or None if it does not fit."""
-        wanted = way.top.settings.with_kv_type(way.kv_type)
-        settled = self.on_cards(wanted) if way.is_whole else self.divided(wanted)
-        if settled is None or settled.fits == "no":
+        wanted = option.top.settings.with_kv_type(option.kv_type)
+        fitted = self.on_cards(wanted) if option.is_complete else self.divided(wanted)
+        if fitted is None or fitted.fits == "no":
             return None
-        if way.is_whole and settled.settings.placement == way.top.settings.placement:
-            return self.held(way.top, settled)
-        return self.planned(settled)
+        if option.is_complete and fitted.settings.placement == option.top.settings.placement:
+            return self.with_fit(option.top, fitted)
+        return self.planned(fitted)
 
-    def on_cards(self, settings: RunSettings) -> _Settled:
+    def on_cards(self, settings: RunSettings) -> FittedSettings:
         """Place all of the model on the cards of `settings`, and judge whether it fits."""
         used = layer_bytes.used(self.device, settings.placement)
         tried = placement_search.over_cards(
@@ -311,9 +309,9 @@ class _Run:
         )
         need = memory.need(self.model, self.variant, tried, used)
         is_split = tried.placement.is_split and self.device.kind == "discrete"
-        return _Settled(tried, need, verdict(used, need, split=is_split))
+        return FittedSettings(tried, need, verdict(used, need, split=is_split))
 
-    def divided(self, settings: RunSettings) -> _Settled | None:
+    def divided(self, settings: RunSettings) -> FittedSettings | None:
         """Split `settings` with system memory for the fastest decoding. Returns None if no split
         fits."""
         found = placement_search.best_split(
@@ -322,68 +320,71 @@ class _Run:
         if found is None:
             return None
         need = memory.need(self.model, self.variant, found, self.device)
-        return _Settled(found, need, "split")
+        return FittedSettings(found, need, "split")
 
-    def held(self, top: Plan, settled: _Settled) -> Plan:
-        """Return `top` with the settings, memory and fit of `settled`. Both have the same placement
+    def with_fit(self, top: Plan, fitted: FittedSettings) -> Plan:
+        """Return `top` with the settings, memory and fit of `fitted`. Both have the same placement
         and decode speed."""
-        settings, need, fits = settled
+        settings, need, fits = fitted
         cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
         plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
         if fits == "yes" and not cost and not need.cards_bytes:
             return plan
         return replace(plan, score=score(plan, self.purpose))
 
-    def read(self, plan: Plan) -> Plan:
+    def with_best_batch(self, plan: Plan) -> Plan:
         """Return `plan`, or the same with larger prefill steps if prompts cost points and the score
         improves."""
         if self.device.accelerator == "cpu" or not scoring.prompt_lost(plan, self.purpose):
             return plan
-        settled = self.larger(_Settled(plan.settings, plan.memory, plan.fits))
-        if settled.settings == plan.settings:
+        fitted = self.with_larger_batch(FittedSettings(plan.settings, plan.memory, plan.fits))
+        if fitted.settings == plan.settings:
             return plan
-        return max(plan, self.planned(settled), key=attrgetter("score"))
+        return max(plan, self.planned(fitted), key=attrgetter("score"))
 
-    def larger(self, settled: _Settled) -> _Settled:
-        """Return `settled` with a larger micro-batch if that pays for such a prompt and has no
+    def with_larger_batch(self, fitted: FittedSettings) -> FittedSettings:
+        """Return `fitted` with a larger micro-batch if that pays for such a prompt and has no
         other effect.
 
         For a mixture split with system memory, more experts may move there to make room. Decoding
         must stay about as fast.
         """
-        settings, _, fits = settled
+        settings, _, fits = fitted
         if fits == "yes":
-            return self.in_larger_steps(settled)
+            return self.in_larger_steps(fitted)
         if fits != "split" or self.model.experts is None or not self.overrides.offload.is_free:
-            return settled
+            return fitted
         rate = self.decode_tok_s(settings)
         for size in self.micro_batches(settings):
             anew = settings.placed(experts_on_host=0, tensor_split=())
             found = self.divided(replace(anew, n_batch=size))
-            if found is not None and self.decode_tok_s(found.settings) >= _AS_FAST * rate:
+            if (
+                found is not None
+                and self.decode_tok_s(found.settings) >= _EQUALLY_FAST_SHARE * rate
+            ):
                 return found
-        return settled
+        return fitted
 
     def decode_tok_s(self, settings: RunSettings) -> float:
         """Return the decode speed that the cost model alone predicts, without measurements."""
         return speed.decode(self.device, self.model, self.variant, settings).value
 
-    def in_larger_steps(self, settled: _Settled) -> _Settled:
+    def in_larger_steps(self, fitted: FittedSettings) -> FittedSettings:
         """Take the largest micro-batch that pays and needs little memory, for settings that fit
-        ("yes"). Returns `settled` itself if no size qualifies."""
-        settings, need, fits = settled
+        ("yes"). Returns `fitted` itself if no size qualifies."""
+        settings, need, fits = fitted
         used = layer_bytes.used(self.device, settings.placement)
         sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings)]
         if used.accelerator != "cpu" and backend_of(self.variant).buffers == "grown":
             most = min(self.prompt_tokens, int(settings.n_ctx * _SHARE_OF_CONTEXT))
-            sizes += [(n, _NEXT_TO_NOTHING) for n in (2048, 1024) if settings.n_batch < n <= most]
+            sizes += [(n, _NEGLIGIBLE_SHARE) for n in (2048, 1024) if settings.n_batch < n <= most]
         for size, share in sizes:
             tried = replace(settings, n_batch=size)
             taken = memory.need(self.model, self.variant, tried, used)
             more_bytes = taken.total_bytes - need.total_bytes
             if more_bytes <= share * need.limit_bytes and verdict(used, taken) == "yes":
-                return _Settled(tried, taken, fits)
-        return settled
+                return FittedSettings(tried, taken, fits)
+        return fitted
 
     def micro_batches(self, settings: RunSettings) -> Sequence[int]:
         """Return the micro-batches above that of `settings` that pay for such a prompt, largest
@@ -409,19 +410,19 @@ class _Run:
             ).total_s
 
         found: list[int] = []
-        held = token_s(settings.n_batch)
+        best_s = token_s(settings.n_batch)
         for size in MICRO_BATCHES:
             if settings.n_batch < size <= most:
                 each = token_s(size)
-                if held < each * _PAYS:
+                if best_s < each * _MIN_PREFILL_GAIN:
                     break
                 found.insert(0, size)
-                held = each
+                best_s = each
         return found
 
-    def planned(self, settled: _Settled, *, rough: bool = True) -> Plan:
-        """Return the Plan for `settled`, with its speeds and its score."""
-        settings, need, fits = settled
+    def planned(self, fitted: FittedSettings, *, rough: bool = True) -> Plan:
+        """Return the Plan for `fitted`, with its speeds and its score."""
+        settings, need, fits = fitted
         if fits == "split" and not rough:
             settings = placement_search.pinned(self.device, settings, need)
         plan = Plan(
@@ -447,9 +448,10 @@ class _Run:
         rating = quality.rate(self.model, self.workload.purpose)
         lost = quality.format_cost(self.model, self.variant) + quality.kv_cost(settings.kv_type)
         evidence = self.overrides.kv_evidence
+        bases = [rating.basis, quality.format_basis(self.variant)]
         return {
             "quality": round(rating.points - lost, 2),
-            "quality_basis": rating.basis,
+            "quality_basis": "; ".join(basis for basis in bases if basis),
             "quality_spread": rating.spread,
             "is_rated": rating.is_evidence,
             "makers_own": rating.makers_own,
@@ -474,7 +476,7 @@ class _Run:
             over_prompt = speed.prefill(*run, prompt_tokens=prompt, measured=measured)
         ttft_cached = None
         cached = self.purpose.cached_tokens
-        if cached and not loses_turns(self.model, settings):
+        if cached and not rereads_turns(self.model, self.variant, settings):
             ttft_cached = speed.ttft(over_prompt, decode, prompt, cached_tokens=cached)
         return {
             "decode_tok_s": decode,
@@ -488,11 +490,11 @@ class _Run:
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)
 # A doubling that speeds up a prompt by less than this is not worth its memory. The prediction is no
 # more accurate than that.
-_PAYS = 1.05
+_MIN_PREFILL_GAIN = 1.05
 # Larger steps may take this share of the accelerator's memory limit. One step may fill this share
 # of the context.
 _SHARE_OF_MEMORY = 1 / 16
 _SHARE_OF_CONTEXT = 1 / 4
 # If buffers grow on demand, a size that needs no more than this share for a moment need not pay.
 # Each step costs a pause, which matters for a small model on a fast device.
-_NEXT_TO_NOTHING = 1 / 100
+_NEGLIGIBLE_SHARE = 1 / 100

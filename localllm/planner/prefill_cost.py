@@ -103,7 +103,7 @@ def prefill_parts(
     batch = max(1, min(prompt_tokens, n_batch))
     after, before = masked or kernels.masked_share(hardware.keys, batch)
     computed = mean_context(prompt_tokens, depth, batch * after)
-    attention_flops = all_attention_flops(model, computed, beside=batch * before)
+    attention_flops = all_attention_flops(model, computed, tokens_outside=batch * before)
     scan_flops = _SCAN_FLOPS_A_BYTE * known.recurrent_state_bytes
     context = mean_context(prompt_tokens, depth, batch)
     moved = _moved_bytes(model, hardware, context)

@@ -177,9 +177,6 @@ def _prior(model: Model) -> float:
 # benchmarks. On large models, Q4_K_M (0.031) loses 0.6 points, Q3_K_M (0.09) 1.8, and IQ2_M (0.34)
 # 6.9. Small models lose more.
 _POINTS_PER_LN_PPL = 20.0
-# Perplexity of Llama-3-8B at 16 bits, the base of the published losses of that model (9.7516 at
-# Q2_K, which lost 3.5199: https://github.com/ggml-org/llama.cpp/pull/6936).
-_LLAMA_3_PPL = 6.2316
 
 
 # Points lost to formats that only models trained in them use. Qwen3.6 27B keeps 89.5 and 95 % of
@@ -191,6 +188,8 @@ _TRAINED_ON = {"Q1_0": 3.2, "Q2_0": 1.5}
 def format_cost(model: Model, variant: Variant) -> float:
     """Return the points that this variant's format loses against 16 bits (≥ 0). Small models lose
     more from the same format."""
+    if variant.measured_ln_ratio is not None:
+        return min(15.0, max(0.0, variant.measured_ln_ratio) * _POINTS_PER_LN_PPL)
     if variant.quant in _TRAINED_ON:
         return _TRAINED_ON[variant.quant]
     # trained or released in this format
@@ -206,10 +205,17 @@ def _ln_ppl_ratio(model: Model, variant: Variant) -> float:
     if mix is not None and mix.ln_ppl_ratio is not None:
         return mix.ln_ppl_ratio
     if mix is not None and mix.ppl_delta is not None:
-        return math.log(1 + mix.ppl_delta / _LLAMA_3_PPL)
+        return math.log(1 + mix.ppl_delta / quants.LLAMA_3_PPL)
     # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at
     # 4.89.
     return math.exp(-3.47 - 1.22 * (bits(model, variant) - 4.89))
+
+
+def format_basis(variant: Variant) -> str:
+    """Return where the loss of this format is from, in a few words; "" for published losses."""
+    if variant.measured_ln_ratio is None:
+        return ""
+    return f"loss of {variant.quant} measured here"
 
 
 def bits(model: Model, variant: Variant) -> float:
@@ -240,13 +246,15 @@ def kv_cost(kv_type: str) -> float:
 
 
 # Largest harmless values of mean KL(f16 || type) in nats, and of the share of changed top tokens.
-# _EXACT is for tool calls and code, _TALK for chat.
-_EXACT = (0.01, 0.05)
-_TALK = (0.05, 0.1)
-_EXACTING: tuple[Purpose, ...] = ("coding", "autocomplete")
+# _EXACT_LOSS is for tool calls and code, _CHAT_LOSS for chat.
+_EXACT_LOSS = (0.01, 0.05)
+_CHAT_LOSS = (0.05, 0.1)
+_EXACT_PURPOSES: tuple[Purpose, ...] = ("coding", "autocomplete")
 # In the order of their bytes, f16 first. All CPU builds have a kernel for mixed pairs. For CUDA it
-# is a build option.
-_LADDER = ("f16", "q8_0", "q8_0/q4_0", "q4_0")
+# is a build option. Most types exist only in MLX.
+_LADDER = (
+    "f16", "q8_0", "q6_0", "q8_0/q4_0", "q5_0", "q4_0", "turbo4", "q3_0", "turbo3", "q2_0", "turbo2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,26 +274,26 @@ def ladder(purpose: Purpose, evidence: tuple[KvPrecision, ...], *, mixed: bool) 
 
     No harm from an 8-bit cache is known. 4 bits are reported to break tool arguments in 3 to 10 of
     14 tasks. So an agent's model gets 4 bits only if measurements on it show about the quality of 8
-    bits. A chat gets them unless measurements show harm.
+    bits. A chat gets q4_0 unless measurements show harm. All other types need measurements.
     """
     types = [kv_type for kv_type in _LADDER if mixed or "/" not in kv_type]
-    return tuple(kv_type for kv_type in types if _will_do(kv_type, purpose, evidence))
+    return tuple(kv_type for kv_type in types if _is_precise_enough(kv_type, purpose, evidence))
 
 
-def _will_do(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> bool:
+def _is_precise_enough(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> bool:
     if kv_type == "f16":
         return True
     for known in evidence:
         if known.kv_type == kv_type:
             return passes(known, purpose)
-    if "q4" not in kv_type:
+    if kv_type == "q8_0":
         return True
-    return purpose not in _EXACTING and "/" not in kv_type
+    return purpose not in _EXACT_PURPOSES and kv_type == "q4_0"
 
 
 def passes(evidence: KvPrecision, purpose: Purpose) -> bool:
     """Return whether the measured loss is harmless for `purpose`."""
-    most_kl, most_flips = _EXACT if purpose in _EXACTING else _TALK
+    most_kl, most_flips = _EXACT_LOSS if purpose in _EXACT_PURPOSES else _CHAT_LOSS
     return evidence.mean_kl <= most_kl and evidence.flips <= most_flips
 
 
@@ -296,6 +304,8 @@ def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> str:
     for known in evidence:
         if known.kv_type == kv_type:
             verdict = "harmless" if passes(known, purpose) else "harmful"
-            distance = f"{known.mean_kl:.4f} nats and {known.flips:.1%} of best tokens from f16"
+            distance = (
+                f"{known.mean_kl:.4f} nats from f16, {known.flips:.1%} of the top tokens changed"
+            )
             return f"{distance} here: {verdict} for {purpose}"
     return "not measured on this model yet"

@@ -19,7 +19,7 @@ from functools import lru_cache
 # From this context length on, attention is a substantial part of a step.
 DEEP = 8_192
 # ln of high ÷ predicted if no similar machine was measured.
-NOTHING_KNOWN = 0.58
+UNMEASURED_WIDTH = 0.58
 # Evidence about a machine: measurements of the part, of other parts of its family only, or of other
 # families only.
 SEEN = "seen"
@@ -27,8 +27,8 @@ UNSEEN_PART = "unseen part"
 UNSEEN_KIND = "unseen kind"
 # Data centre families. Their kernels and memories differ from those of other cards. A part without
 # measurements is as uncertain as the first of its family was.
-MACHINE_ROOM = "machine room"
-_MADE_FOR_ROOMS = ("nvidia-hbm.", "nvidia-b200.", "amd-cdna.", "amd-cdna3.")
+DATA_CENTER = "data center"
+_DATA_CENTER_FAMILIES = ("nvidia-hbm.", "nvidia-b200.", "amd-cdna.", "amd-cdna3.")
 
 
 def family(hardware_keys: Sequence[str]) -> str:
@@ -64,8 +64,8 @@ def strata(known: str, hardware_keys: tuple[str, ...], kind: str, depth: int) ->
     """
     engine = hardware_keys[0]
     shared = family(hardware_keys)
-    if known != SEEN and shared.startswith(_MADE_FOR_ROOMS):
-        return (MACHINE_ROOM,)
+    if known != SEEN and shared.startswith(_DATA_CENTER_FAMILIES):
+        return (DATA_CENTER,)
     groups = [engine]
     if known in (SEEN, UNSEEN_PART) and shared != engine:
         groups.insert(0, f"{UNSEEN_PART}: {shared}")
@@ -79,7 +79,7 @@ def strata(known: str, hardware_keys: tuple[str, ...], kind: str, depth: int) ->
 def width(widths: Mapping[str, float], names: Sequence[str]) -> float:
     """Return ln of an 80 % range's upper end ÷ the prediction, for the first of `names` that has a
     width."""
-    return next((widths[name] for name in names if name in widths), NOTHING_KNOWN)
+    return next((widths[name] for name in names if name in widths), UNMEASURED_WIDTH)
 
 
 def bounds(

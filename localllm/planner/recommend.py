@@ -32,7 +32,7 @@ from localllm.planner import (
 from localllm.planner.placement_search import verdict
 from localllm.planner.plan import finished, max_context, plan_for
 from localllm.planner.scoring import Need
-from localllm.planner.starting_settings import NOTHING_FIXED, Overrides, draft_pair, typical
+from localllm.planner.starting_settings import NO_OVERRIDES, Overrides, draft_pair, typical
 from localllm.planner.types import (
     USUAL,
     DraftChoice,
@@ -46,14 +46,16 @@ from localllm_backends import registry
 from localllm_catalog.types import Model, Variant
 
 MAX_PICKS = 8
-_MOST_LOST_POINTS = 3.0
-# A file within so many points of its model's best score is run instead, if it loses less to its
-# format.
-_NEAR_POINTS = 2.0
+_MAX_LOST_POINTS = 3.0
+# A file whose score is within this many points of its model's best is preferred if it loses less to
+# its format.
+_CLOSE_POINTS = 2.0
+# Files whose points differ by less answer alike: the faster one is preferred if it drafts.
+_SAME_QUALITY_POINTS = 0.5
 # The most points that a format may lose and still count as losing little. Four bits stay below it
 # for models of 4 billion weights and more. For such models users do not go below four bits for
 # speed.
-_LITTLE_LOST_POINTS = 1.0
+_SMALL_LOSS_POINTS = 1.0
 # Files with more bits a weight than this are 16-bit: BF16, F16.
 _SIXTEEN_BITS = 12.0
 
@@ -73,15 +75,21 @@ def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Vari
     engines = set(backends_of(device))
     if overrides.backends:
         engines &= set(overrides.backends)
-    return [v for v in model.variants if backend_of(v).name in engines and v.file_bytes > 0]
+    found = [v for v in model.variants if backend_of(v).name in engines and v.file_bytes > 0]
+    if model.id in dict(overrides.too_new):
+        # Folders are of MLX, which does not depend on llama.cpp.
+        found = [v for v in found if v.is_folder]
+    return found
 
 
 def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> list[Variant]:
-    room_bytes = device.room_bytes
+    usable_bytes = device.usable_bytes
     if device.host and device.kind == "discrete":
-        room_bytes += device.host.limit_bytes
+        usable_bytes += device.host.limit_bytes
     return [
-        v for v in variants if v.file_bytes - layer_bytes.disk_bytes(model, v, USUAL) <= room_bytes
+        v
+        for v in variants
+        if v.file_bytes - layer_bytes.disk_bytes(model, v, USUAL) <= usable_bytes
     ]
 
 
@@ -92,7 +100,7 @@ def _is_sound(model: Model, variant: Variant) -> bool:
     any model. The loss of two-bit formats was measured on text, and is larger in long thinking and
     tool calls.
     """
-    return quality.format_cost(model, variant) <= _MOST_LOST_POINTS
+    return quality.format_cost(model, variant) <= _MAX_LOST_POINTS
 
 
 def recommend(
@@ -100,7 +108,7 @@ def recommend(
     models: Iterable[Model],
     workload: Workload,
     *,
-    overrides: Overrides = NOTHING_FIXED,
+    overrides: Overrides = NO_OVERRIDES,
     limit: int = MAX_PICKS,
     on_plan: Callable[[Plan], object] | None = None,
 ) -> Recommendation:
@@ -123,10 +131,12 @@ def recommend(
                 on_plan(outcome)
         elif outcome is not None:
             rejected.append(outcome)
-    best = selection.no_less_than_older(best)
-    best.sort(key=attrgetter("model.release_date", "model.id"), reverse=True)
+    best = selection.at_least_older_scores(best)
+    best = selection.at_least_smaller_siblings(best, need.good_tok_s)
+    newest = attrgetter("model.release_date", "model.params_active", "model.id")
+    best.sort(key=newest, reverse=True)
     best.sort(key=_rank)
-    shown, left = selection.choose(_sure_first(best), limit)
+    shown, left = selection.choose(_reliable_first(best), limit)
     for plan, reason in left:
         rejected.append(_not_shown(device, plan, reason, workload, overrides))
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
@@ -142,7 +152,7 @@ def _rank(plan: Plan) -> tuple[bool, float]:
     return not _is_sound(plan.model, plan.variant), -plan.score
 
 
-def _is_sure(plan: Plan) -> bool:
+def _is_reliable(plan: Plan) -> bool:
     """Return whether the model has a rating, and its files are listed and lose little to their
     format. A plan with negative points is never sure."""
     if plan.quality < 0 or not plan.is_rated or plan.variant.is_estimate:
@@ -150,15 +160,15 @@ def _is_sure(plan: Plan) -> bool:
     return _is_sound(plan.model, plan.variant)
 
 
-def _sure_first(ranked: list[Plan]) -> list[Plan]:
+def _reliable_first(ranked: list[Plan]) -> list[Plan]:
     """Return `ranked` with the first sure plan moved to the front.
 
     A sure plan rated by others than its maker is preferred. If no plan is sure, the order stays.
     """
-    sure = [plan for plan in ranked if _is_sure(plan)]
-    if not sure:
+    reliable = [plan for plan in ranked if _is_reliable(plan)]
+    if not reliable:
         return ranked
-    first = next((plan for plan in sure if not plan.makers_own), sure[0])
+    first = next((plan for plan in reliable if not plan.makers_own), reliable[0])
     return [first, *(plan for plan in ranked if plan is not first)]
 
 
@@ -169,9 +179,13 @@ def _not_shown(
     in a small format."""
     usual = typical(_candidates(device, plan.model, overrides))
     if usual.file_bytes > plan.variant.file_bytes:
-        whole = plan_for(device, plan.model, usual, workload, overrides=overrides, rough=True)
-        if whole.fits == "no":
-            reason = f"{explanations.does_not_fit(whole, device)}; {plan.variant.quant} would fit"
+        typical_plan = plan_for(
+            device, plan.model, usual, workload, overrides=overrides, rough=True
+        )
+        if typical_plan.fits == "no":
+            reason = (
+                f"{explanations.does_not_fit(typical_plan, device)}; {plan.variant.quant} would fit"
+            )
             return Rejected(plan.model, usual, reason, "memory")
     return Rejected(plan.model, plan.variant, reason, "ranking")
 
@@ -181,7 +195,7 @@ def detailed_plan(
     plan: Plan,
     models: Sequence[Model],
     workload: Workload,
-    overrides: Overrides = NOTHING_FIXED,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> Plan:
     """Return `plan` with its longest context and more reasons.
 
@@ -191,7 +205,7 @@ def detailed_plan(
     longest = max_context(device, plan)
     more = mb(plan.kv_bytes_per_1k)
     reasons: list[str | None] = [
-        f"up to {longest:,} tokens of context fit; each further 1,024 cost {more}"
+        f"up to {longest:,} tokens of context fit; each further 1,024 tokens cost {more}"
     ]
     predicted = speed.decode(device, plan.model, plan.variant, plan.settings)
     reasons.append(explanations.on_disk(plan, predicted.value))
@@ -241,15 +255,15 @@ def _other_kernels(device: Device, plan: Plan) -> str | None:
     vendor, _, _ = efficiency.generation(device.match or device.name)
     if vendor != "amd":
         return None
-    there = replace(device, accelerator=other)
+    other_device = replace(device, accelerator=other)
     run = (plan.model, plan.variant, plan.settings)
-    decode = speed.decode(there, *run).value / speed.decode(device, *run).value
-    prompt = speed.prefill(there, *run).value / speed.prefill(device, *run).value
+    decode = speed.decode(other_device, *run).value / speed.decode(device, *run).value
+    prompt = speed.prefill(other_device, *run).value / speed.prefill(device, *run).value
     if all(1 / _KERNELS_PAY < ratio < _KERNELS_PAY for ratio in (decode, prompt)):
         return None
     return (
-        f"with a {KINDS[other].label} build instead of {KINDS[device.accelerator].label}: "
-        f"answers {decode:.2f}× as fast, prompts {prompt:.2f}× as fast (predicted)"
+        f"with a {KINDS[other].label} build instead of {KINDS[device.accelerator].label}: decode "
+        f"{decode:.2f}× as fast, prefill {prompt:.2f}× as fast (predicted)"
     )
 
 
@@ -282,7 +296,21 @@ def beyond_training(model: Model, workload: Workload) -> str:
     """Return the warning for a context longer than `model` was trained for, else ""."""
     if not model.native_context or workload.context <= model.native_context:
         return ""
-    return f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
+    return f"trained for {model.native_context:,} tokens, {workload.context:,} requested"
+
+
+# Purposes whose answers cannot be checked at a glance.
+_DEMANDING = ("coding", "long")
+
+
+def _too_weak(model: Model, workload: Workload) -> str | None:
+    """Return why `model` is rated too low for this purpose, or None."""
+    if workload.purpose not in _DEMANDING:
+        return None
+    points = quality.rate(model, workload.purpose).points
+    if points >= 0:
+        return None
+    return f"is rated too low for this purpose ({points:.0f} points)"
 
 
 def _best_of(
@@ -290,9 +318,12 @@ def _best_of(
 ) -> Plan | Rejected | None:
     variants = _candidates(device, model, overrides)
     if not variants:
-        return None
+        reason = dict(overrides.too_new).get(model.id)
+        if reason is None or not model.variants:
+            return None
+        return Rejected(model, typical(model.variants), reason, "engine")
     smallest = min(variants, key=lambda v: (v.file_bytes, v.quant))
-    unsuited = scoring.unsuited(model, workload)
+    unsuited = scoring.unsuited(model, workload) or _too_weak(model, workload)
     if unsuited is not None:
         return Rejected(model, smallest, unsuited, "purpose")
     untrained = beyond_training(model, workload)
@@ -334,29 +365,43 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
     and keeps the purpose's good speed; else it is the best. Formats that lose little (four bits and
     more) come first. Then come plans that leave room for an agent's context to grow.
     """
-    best = max(plans, key=_worth)
-    near = [
-        p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)
+    best = max(plans, key=_sort_key)
+    near_misses = [
+        p for p in plans if p.score >= best.score - _CLOSE_POINTS and p.fits in ("yes", best.fits)
     ]
-    near = [p for p in near if _loses_little(p)] or near
-    near = [p for p in near if scoring.context_can_grow(p, need)] or near
-    kept = [p for p in near if p.stream_tok_s >= need.good_tok_s]
-    if kept:
-        return best, max(kept, key=lambda p: (p.quality, _worth(p)))
-    return best, max(near, key=_worth)
+    near_misses = [p for p in near_misses if _loses_little(p)] or near_misses
+    near_misses = [p for p in near_misses if scoring.context_can_grow(p, need)] or near_misses
+    kept = [p for p in near_misses if p.stream_tok_s >= need.good_tok_s]
+    if not kept:
+        return best, max(near_misses, key=_sort_key)
+    largest = max(kept, key=_by_quality)
+    drafting = [p for p in kept if _drafts_more(p, largest)]
+    return best, max(drafting, key=_by_quality, default=largest)
 
 
-def _worth(plan: Plan) -> tuple[float, int, str]:
+def _by_quality(plan: Plan) -> tuple[float, tuple[float, int, str]]:
+    return plan.quality, _sort_key(plan)
+
+
+def _drafts_more(plan: Plan, other: Plan) -> bool:
+    """Return whether `plan` loses few points to `other` and drafting makes it much faster."""
+    if plan.drafting is None or plan.quality < other.quality - _SAME_QUALITY_POINTS:
+        return False
+    gained = 1.0 if other.drafting is None else other.drafting.value
+    return plan.drafting.value >= _DRAFT_PAYS * gained
+
+
+def _sort_key(plan: Plan) -> tuple[float, int, str]:
     """Return the sort key for plans of one model: score, then memory, then name."""
     return plan.score, -explanations.all_memory(plan), plan.variant.quant
 
 
 def _loses_little(plan: Plan) -> bool:
-    return quality.format_cost(plan.model, plan.variant) <= _LITTLE_LOST_POINTS
+    return quality.format_cost(plan.model, plan.variant) <= _SMALL_LOSS_POINTS
 
 
 def variants_of(
-    device: Device, model: Model, workload: Workload, *, overrides: Overrides = NOTHING_FIXED
+    device: Device, model: Model, workload: Workload, *, overrides: Overrides = NO_OVERRIDES
 ) -> list[Plan]:
     """Return the plans of all variants of a model that this machine's engines can read, smallest
     file first. Plans that do not fit are included."""
@@ -391,7 +436,7 @@ def reaching(
     workload: Workload,
     tok_s: float,
     *,
-    overrides: Overrides = NOTHING_FIXED,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> Reach:
     """Return which of `devices` decode `model` at `tok_s` or more, with its best format of at least
     that speed.
@@ -402,7 +447,7 @@ def reaching(
     need = scoring.need_of(workload)
     found: dict[str, tuple[Device, Plan]] = {}
     nearest: tuple[Device, Plan] | None = None
-    for device in sorted(devices, key=lambda d: (d.bandwidth_gbps.value, d.room_bytes, d.name)):
+    for device in sorted(devices, key=lambda d: (d.bandwidth_gbps.value, d.usable_bytes, d.name)):
         if device.match in found:
             continue
         variants = _small_enough(device, model, _candidates(device, model, overrides))
@@ -411,13 +456,15 @@ def reaching(
             for variant in variants
             if _is_sound(model, variant)
         ]
-        whole = [p for p in plans if p.fits in ("yes", "tight") and not scoring.too_long(p, need)]
-        fast = [p for p in whole if p.decode_tok_s.value >= tok_s]
+        typical_plan = [
+            p for p in plans if p.fits in ("yes", "tight") and not scoring.too_long(p, need)
+        ]
+        fast = [p for p in typical_plan if p.decode_tok_s.value >= tok_s]
         if fast:
             best = max(fast, key=attrgetter("quality", "decode_tok_s.value"))
             found[device.match] = device, best
-        elif whole:
-            best = max(whole, key=attrgetter("decode_tok_s.value"))
+        elif typical_plan:
+            best = max(typical_plan, key=attrgetter("decode_tok_s.value"))
             if nearest is None or best.decode_tok_s.value > nearest[1].decode_tok_s.value:
                 nearest = device, best
     return Reach(tuple(found.values()), nearest)

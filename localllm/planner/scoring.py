@@ -31,7 +31,7 @@ class Need:
     least_tok_s: float
     good_tok_s: float
     ttft_good_s: float
-    what: str
+    purpose_text: str
     ttft_longest_s: float
     thinking_tokens: int
     thinking_good_s: float
@@ -39,15 +39,16 @@ class Need:
 
 
 # People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent. Users of an agent wait for
-# its output and do not read it. A completion is useful within about half a second. The thinking
+# its output and do not read it. A completion is useful within about a second: llama.vim's presets
+# run a 7B above 16 GB, on GPUs that generate 25 tokens/s with it. The thinking
 # lengths are assumed: makers' demonstrations and users' logs show from 100 tokens to many
 # thousands. The longest waits are those after which people give up, or an agent's client times out.
 # In a conversation, all but the last question is cached. In an edited text, all but the part after
 # the cursor is cached. Each turn is assumed to have 256 new tokens.
-_CHAT = Need(16384, 2048, 1792, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0)
+_CHAT = Need(16384, 2048, 1792, 5.0, 20.0, 4.0, "chat", 60.0, 600, 20.0)
 _CODING = Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0, 131072)
-_AUTOCOMPLETE = Need(8192, 2048, 1792, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0)
-_LONG = Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 1200.0, 800, 30.0)
+_AUTOCOMPLETE = Need(8192, 2048, 1792, 20.0, 25.0, 1.0, "autocomplete", 10.0, 0, 1.0)
+_LONG = Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 900.0, 800, 30.0)
 _REASONING = Need(32768, 2048, 1792, 10.0, 40.0, 6.0, "reasoning", 120.0, 2000, 60.0)
 _EMBEDDING = Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings", 60.0, 0, 2.0)
 NEEDS: dict[Purpose, Need] = {
@@ -75,6 +76,14 @@ def need_of(workload: Workload) -> Need:
     return need
 
 
+# Parameters of the smallest models that are offered for a purpose, and what smaller ones fail at:
+# they write calls in a wrong form or repeat them, and miss most of what a long text says.
+_SMALLEST: dict[Purpose, tuple[float, str]] = {
+    "coding": (1.5e9, "call tools"),
+    "long": (3e9, "read long documents"),
+}
+
+
 def unsuited(model: Model, workload: Workload) -> str | None:
     """Return why `model` is not made for this purpose, or None."""
     purpose = workload.purpose
@@ -83,14 +92,21 @@ def unsuited(model: Model, workload: Workload) -> str | None:
     if purpose == "long":
         return _unsuited_for_long(model, workload)
     if purpose in model.purposes:
-        return None
+        return _too_small(model, purpose)
     if purpose == "embedding":
         return "is not made for embedding"
     if purpose == "autocomplete" and not model.fim:
         return "has no fill-in-the-middle training"
     if purpose == "coding" and not model.calls_tools:
         return "is not trained to call tools"
-    return None
+    return _too_small(model, purpose)
+
+
+def _too_small(model: Model, purpose: Purpose) -> str | None:
+    smallest, skill = _SMALLEST.get(purpose, (0.0, ""))
+    if model.params_total >= smallest:
+        return None
+    return f"has {model.params_total / 1e9:.2g} billion parameters: too few to {skill} reliably"
 
 
 def _unsuited_for_long(model: Model, workload: Workload) -> str | None:
@@ -100,7 +116,7 @@ def _unsuited_for_long(model: Model, workload: Workload) -> str | None:
         return f"its context of {length} is too short for long documents"
     if "chat" not in model.purposes:
         return "is not a chat model"
-    return None
+    return _too_small(model, "long")
 
 
 # Points lost for each doubling of the prompt's wait beyond a good one, and of the wait for
@@ -111,6 +127,8 @@ _THOUGHTS_DOUBLED = 5.0
 # Thinking longer than this times a good wait costs twice as much for each doubling. Users avoid
 # such a model.
 _LONG_THOUGHTS = 2.0
+# The same of a wait for the prompt longer than this times a good one.
+_LONG_PROMPT = 4.0
 
 
 def thinking_tokens(model: Model, need: Need) -> int:
@@ -131,7 +149,9 @@ def answer_s(plan: Plan, need: Need) -> float:
 
 def prompt_lost(plan: Plan, need: Need) -> float:
     """Return the points lost by the wait for the prompt, compared with a good wait."""
-    return _PROMPT_DOUBLED * math.log2(max(1.0, plan.later_ttft_s / need.ttft_good_s))
+    share = plan.later_ttft_s / need.ttft_good_s
+    doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_PROMPT))
+    return _PROMPT_DOUBLED * doubled
 
 
 def points_lost(plan: Plan, need: Need) -> float:
@@ -142,21 +162,23 @@ def points_lost(plan: Plan, need: Need) -> float:
     return prompt_lost(plan, need) + _THOUGHTS_DOUBLED * doubled
 
 
-# Points lost by a tight plan, and by one split over two memories.
-_TIGHT_COST = 2.0
+# Points lost by a tight plan, and by one split over two memories. A tight plan in memory that other
+# programs use too may not load, or slow all of them down.
+_TIGHT_COST = 6.0
+_TIGHT_CARD_COST = 2.0
 SPLIT_COST = 1.0
 # Points lost for each card after the first, since another model could use it. Also lost if some of
 # several cards are nearly full.
 _CARD_COST = 0.25
 # Points lost per point of uncertainty above that of a well measured model. An unrated new model
 # does not outrank known ones.
-_DOUBT = 1.25
+_UNCERTAINTY_COST = 1.25
 _KNOWN_SPREAD = 1.5
 # Points lost when speed halves below the good speed, points gained when it doubles above, and the
 # most to gain.
-_SLOW = 5.0
-_SPARE = 0.25
-_MOST_SPARE = 1.0
+_SLOW_COST = 5.0
+_FAST_GAIN = 0.25
+_MAX_FAST_GAIN = 1.0
 # Share of its points that a file loses if its name and size are constructed. A listed file within
 # this share ranks above it.
 _ESTIMATE_COST = 0.03
@@ -169,24 +191,24 @@ def score(plan: Plan, need: Need) -> float:
     More speed than that gains little for a reader, and the wait for thinking counts separately.
 
     Speed is that of the purpose's answers, with the plan's own drafting. `points_lost` counts the
-    wait for the answer, including thinking. A plan that fits tightly loses 2 points, or a quarter
-    if it leaves a card free. A plan split over two memories loses 1, in addition to its lower
+    wait for the answer, including thinking. A plan that fits tightly loses 6 points, 2 if it has a
+    card's own memory, or a quarter if it leaves a card free. A plan split over two memories loses 1, in addition to its lower
     speed. Each card after the first costs a quarter. Files that are not listed lose 3 % of the
     result.
     """
     points = plan.quality
-    points -= _DOUBT * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
+    points -= _UNCERTAINTY_COST * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
     rate = plan.decode_tok_s.value
     if plan.drafting is not None:
         rate *= plan.drafting.value
     doublings = math.log2(rate / need.good_tok_s)
     if doublings < 0:
-        points += _SLOW * doublings
+        points += _SLOW_COST * doublings
     else:
-        points += min(_MOST_SPARE, _SPARE * doublings)
+        points += min(_MAX_FAST_GAIN, _FAST_GAIN * doublings)
     points -= points_lost(plan, need)
     if plan.fits == "tight":
-        points -= _CARD_COST if plan.settings.placement.cards else _TIGHT_COST
+        points -= _tight_cost(plan)
     if plan.fits == "split":
         points -= SPLIT_COST
     points -= _CARD_COST * max(0, len(plan.memory.cards_bytes) - 1)
@@ -195,14 +217,22 @@ def score(plan: Plan, need: Need) -> float:
     return round(points, 4)
 
 
+def _tight_cost(plan: Plan) -> float:
+    if plan.settings.placement.cards:
+        return _CARD_COST
+    if plan.memory.host_bytes:
+        return _TIGHT_CARD_COST
+    return _TIGHT_COST
+
+
 def context_can_grow(plan: Plan, need: Need) -> bool:
     """Return whether the plan's context can grow to the length of a long session for this purpose."""
     most = min(need.grown_context, plan.model.native_context or need.grown_context)
     more_bytes = max(0, most - plan.settings.n_ctx) * plan.kv_bytes_per_1k / 1024
-    held = plan.memory
-    growth = 1 + more_bytes / held.total_bytes
-    taken_bytes = held.cards_bytes or (held.total_bytes,)
-    limits_bytes = held.cards_limit_bytes or (held.limit_bytes,)
+    need_of_plan = plan.memory
+    growth = 1 + more_bytes / need_of_plan.total_bytes
+    taken_bytes = need_of_plan.cards_bytes or (need_of_plan.total_bytes,)
+    limits_bytes = need_of_plan.cards_limit_bytes or (need_of_plan.limit_bytes,)
     return all(n * growth <= most for n, most in zip(taken_bytes, limits_bytes, strict=False))
 
 

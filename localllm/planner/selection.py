@@ -80,17 +80,49 @@ def is_version_of(one: Model, other: Model) -> bool:
     return all(max(pair) <= _SAME_SIZE * min(pair) for pair in sizes)
 
 
-def no_less_than_older(plans: Sequence[Plan]) -> list[Plan]:
+def at_least_older_scores(plans: Sequence[Plan]) -> list[Plan]:
     """Return `plans`, each with at least the score of the older models that it replaces.
 
-    A difference of an index between models of the same maker and shape is noise, and users do not
-    run the older one.
+    A small difference of an index between models of the same publisher and shape is noise, and
+    users prefer the newer model.
     """
     found = []
     for plan in plans:
         replaced = [p.score for p in plans if _replaces(plan, p)]
         found.append(replace(plan, score=max([plan.score, *replaced])))
     return found
+
+
+# Points that a larger model of a family may lack against a smaller one and still count as much.
+_SIBLING_POINTS = 2.0
+
+
+def at_least_smaller_siblings(plans: Sequence[Plan], good_tok_s: float) -> list[Plan]:
+    """Return `plans`, each with at least the score of the smaller models of its family that are a
+    little above it only because they are faster.
+
+    The plan must keep the good speed of the purpose and fit with room. Then a larger model of the
+    same training is what users run.
+    """
+    found = []
+    for plan in plans:
+        smaller = [p.score for p in plans if _outgrows(plan, p, good_tok_s)]
+        near = [score for score in smaller if score <= plan.score + _SIBLING_POINTS]
+        found.append(replace(plan, score=max([plan.score, *near])))
+    return found
+
+
+def _outgrows(large: Plan, small: Plan, good_tok_s: float) -> bool:
+    """Return whether `large` is a larger and better model of the family of `small`, and fast
+    enough."""
+    return (
+        large.model.family == small.model.family
+        and large.model.params_active > small.model.params_active
+        and large.quality > small.quality
+        and large.fits == "yes"
+        and large.stream_tok_s >= good_tok_s
+        and _weaknesses(large) <= _weaknesses(small)
+    )
 
 
 def _replaces(new: Plan, old: Plan) -> bool:
@@ -108,7 +140,7 @@ def _replaces(new: Plan, old: Plan) -> bool:
     return (
         new.model.release_date > old.model.release_date
         and shape(new.model) == shape(old.model)
-        and _doubts(new) <= _doubts(old)
+        and _weaknesses(new) <= _weaknesses(old)
     )
 
 
@@ -119,8 +151,8 @@ def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
     rated by others. A constructed file never matches a listed one, and an older model never matches
     the one that replaces it. `exactly` also counts differences within the ranges.
     """
-    doubts = zip(_doubts(one), _doubts(other), strict=True)
-    if any(mine and not theirs for mine, theirs in doubts) or _replaces(other, one):
+    weaknesses = zip(_weaknesses(one), _weaknesses(other), strict=True)
+    if any(mine and not theirs for mine, theirs in weaknesses) or _replaces(other, one):
         return False
     share = 0.0 if exactly else _SAME_SHARE
     points = 0.0 if exactly else _SAME_POINTS
@@ -132,7 +164,7 @@ def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
     return one.quality > other.quality or any(mine < theirs for mine, theirs in costs)
 
 
-def _doubts(plan: Plan) -> tuple[bool, ...]:
+def _weaknesses(plan: Plan) -> tuple[bool, ...]:
     return not plan.is_rated, plan.is_rated and plan.makers_own, plan.variant.is_estimate
 
 
@@ -149,16 +181,16 @@ def _costs(plan: Plan) -> tuple[float, ...]:
 # Two files whose sizes differ by more than this share are not equivalent choices.
 _SAME_BITS = 0.25
 # Within this factor the ranges overlap almost completely, so neither is called faster.
-_WORTH_SAYING = 1.05
+_MIN_NOTED_RATIO = 1.05
 
 
 def nearest_of_other(plan: Plan, variants: Sequence[Variant]) -> Variant | None:
     """Return the variant of the other engine's `variants` with the file size nearest to the plan's.
     Returns None if it differs by more than 25 %."""
     size = plan.variant.file_bytes
-    near = sorted(variants, key=lambda v: (abs(v.file_bytes - size), v.quant))
-    if near and abs(near[0].file_bytes / size - 1) <= _SAME_BITS:
-        return near[0]
+    closest = sorted(variants, key=lambda v: (abs(v.file_bytes - size), v.quant))
+    if closest and abs(closest[0].file_bytes / size - 1) <= _SAME_BITS:
+        return closest[0]
     return None
 
 
@@ -167,23 +199,23 @@ def compare(device: Device, plan: Plan, other: Plan) -> str:
 
     The reasons are the predicted bytes read, share of the bandwidth, and fixed time a token.
     """
-    here_tok_s = plan.decode_tok_s.value
-    there_tok_s = other.decode_tok_s.value
-    ratio = there_tok_s / here_tok_s
+    plan_tok_s = plan.decode_tok_s.value
+    other_tok_s = other.decode_tok_s.value
+    ratio = other_tok_s / plan_tok_s
     named = f"{backend_of(other.variant).label} ({other.variant.quant})"
-    ours = f"{here_tok_s:.3g} tok/s of {backend_of(plan.variant).label} ({plan.variant.quant})"
-    if 1 / _WORTH_SAYING < ratio < _WORTH_SAYING:
-        head = f"{named} is predicted as fast as the {ours}"
+    plan_text = f"{plan_tok_s:.3g} tok/s of {backend_of(plan.variant).label} ({plan.variant.quant})"
+    if 1 / _MIN_NOTED_RATIO < ratio < _MIN_NOTED_RATIO:
+        head = f"{named} is predicted as fast as the {plan_text}"
     elif ratio > 1:
-        head = f"{named} is predicted faster: {there_tok_s:.3g} against the {ours}"
+        head = f"{named} is predicted faster: {other_tok_s:.3g} against the {plan_text}"
     else:
-        head = f"{named} is predicted slower: {there_tok_s:.3g} against the {ours}"
-    there_bytes, there_share, there_s = _parts(device, other)
-    here_bytes, here_share, here_s = _parts(device, plan)
+        head = f"{named} is predicted slower: {other_tok_s:.3g} against the {plan_text}"
+    other_bytes, other_share, other_s = _parts(device, other)
+    plan_bytes, plan_share, plan_s = _parts(device, plan)
     return (
-        f"{head}; a token reads {there_bytes / 1e9:.3g} against {here_bytes / 1e9:.3g} GB at "
-        f"{there_share:.0%} against {here_share:.0%} of the bandwidth, "
-        f"and costs {there_s * 1e3:.1f} against {here_s * 1e3:.1f} ms besides"
+        f"{head}; a token reads {other_bytes / 1e9:.3g} against {plan_bytes / 1e9:.3g} GB at "
+        f"{other_share:.0%} against {plan_share:.0%} of the bandwidth, "
+        f"and costs {other_s * 1e3:.1f} against {plan_s * 1e3:.1f} ms besides"
     )
 
 

@@ -36,7 +36,7 @@ _SLOTS_PER_SEQUENCE_STATE = 4
 # Rows of logits that a step may request for each sequence and its draft, and the limit on all of
 # them. The limit bounds the step's buffer.
 _OUTPUTS_PER_SLOT = 16
-_MOST_OUTPUTS = 64
+_MAX_OUTPUTS = 64
 # Purposes with short turns, which are quickly read again.
 _SHORT_TURNS = ("chat", "reasoning")
 
@@ -54,7 +54,8 @@ class Overrides:
     - `companion`: a trained drafter for the model, requested or found next to it.
     - `companion_found`: it was found, not requested.
     - `offload`: fixed placement of layers and experts.
-    - `sees`: the image projector is loaded too.
+    - `sees`, `hears`: the projector is loaded too, for images or sounds.
+    - `too_new`: the models (id, reason) whose GGUF files this machine's llama.cpp can't read.
     """
 
     measured: tuple[Measured, ...] = ()
@@ -68,9 +69,11 @@ class Overrides:
     companion_found: bool = False
     offload: OffloadOptions = FREE
     sees: bool = False
+    hears: bool = False
+    too_new: tuple[tuple[str, str], ...] = ()
 
 
-NOTHING_FIXED = Overrides()
+NO_OVERRIDES = Overrides()
 
 
 def context_for(model: Model, workload: Workload) -> int:
@@ -94,8 +97,8 @@ def settings_for(
     settings = RunSettings(
         n_ctx=context_for(model, workload),
         slots=slots,
-        spare=memory.spare_sequences(model, variant, heads=drafter.reads_along),
-        n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
+        spare=memory.spare_sequences(model, variant, heads=drafter.reads_hidden_states),
+        n_outputs=min(_MAX_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
         drafter=drafter,
         placement=Placement(layout=kernels.layout(device, model, variant, workload)),
         scores_at_once=backend.scores_at_once,
@@ -106,7 +109,7 @@ def settings_for(
         settings = settings.placed(tables="disk")
     if KINDS[device.accelerator].reads_weights and backend.splits:
         settings = settings.placed(weights="read")
-    if overrides.sees:
+    if overrides.sees or overrides.hears:
         settings = replace(settings, projector_bytes=listed_bytes(model, variant))
     return settings
 
@@ -115,17 +118,19 @@ def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
     pair = None
     if overrides.draft_model is not None:
         pair = draft_pair(overrides.draft_model, variant)
-    companion = overrides.companion if backend_of(variant).draft_heads else None
+    companion = overrides.companion if backend_of(variant).trained_drafters else None
     return DraftChoice(overrides.draft or "auto", pair, companion, overrides.companion_found)
 
 
-def loses_turns(model: Model, settings: RunSettings) -> bool:
+def rereads_turns(model: Model, variant: Variant, settings: RunSettings) -> bool:
     """Return whether our llama.cpp backend must read a conversation again at each turn.
 
-    With draft heads or a drafter, the backend keeps a model with windows or states only as a full
-    snapshot. A turn that drops the previous thoughts no longer matches it.
+    With draft heads or a drafter, it has no spare sequence, and keeps a model with windows or
+    states only as a full snapshot. A turn that drops the previous thoughts no longer matches it.
     """
-    return settings.drafter.reads_along and facts(model).is_stateful
+    if not backend_of(variant).spare_sequence:
+        return False
+    return settings.drafter.reads_hidden_states and facts(model).is_stateful
 
 
 def drafts_at_hand(
@@ -135,7 +140,7 @@ def drafts_at_hand(
     in the file. Returns None without a usable drafter.
 
     Heads gain no speed on a CPU. A model with windows or states gets them only for one stream with
-    short turns (`loses_turns`).
+    short turns (`rereads_turns`).
     """
     if overrides.companion_found:
         return overrides

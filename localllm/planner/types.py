@@ -43,6 +43,7 @@ class CompanionDrafter:
     - `width`: the width of the model's layers.
     - `kv_elements`: numbers per token in its KV cache.
     - `block`: tokens that it writes in one pass (0: one).
+    - `is_folder`: it is a folder of safetensors, and so are the models it drafts for.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class CompanionDrafter:
     kv_elements: int
     width: int
     block: int = 0
+    is_folder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class DraftChoice:
         return self.name == "mtp"
 
     @property
-    def reads_along(self) -> bool:
+    def reads_hidden_states(self) -> bool:
         """True if a drafter reads the outputs of the model's layers."""
         return self.is_mtp or self.companion is not None
 
@@ -243,11 +245,21 @@ class Plan:
     @property
     def stream_tok_s(self) -> float:
         """Tokens/s of one stream: decode speed, with drafts of heads or a trained drafter."""
-        if self.settings.drafter.reads_along:
-            drafts = self.drafting
-        else:
-            drafts = None
-        return self.decode_tok_s.value * (drafts.value if drafts is not None else 1.0)
+        return self.decode_tok_s.value * self._stream_gain
+
+    @property
+    def stream_range(self) -> Range:
+        """The 80 % range of `stream_tok_s`: that of the decode speed, with the usual gain of
+        drafts."""
+        speed = self.decode_tok_s
+        gain = self._stream_gain
+        return Range(speed.value * gain, speed.low * gain, speed.high * gain, speed.basis)
+
+    @property
+    def _stream_gain(self) -> float:
+        if self.drafting is None or not self.settings.drafter.reads_hidden_states:
+            return 1.0
+        return self.drafting.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +269,7 @@ class Rejected:
     model: Model
     variant: Variant
     reason: str
-    kind: Literal["memory", "speed", "context", "purpose", "ranking"] = "memory"
+    kind: Literal["memory", "speed", "context", "purpose", "engine", "ranking"] = "memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,11 @@ from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.paths import Paths
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import Receive, Scope, Send
-from localllm.server.http.errors import MethodError, RouteNotFoundError
+from localllm.server.http.errors import (
+    MethodError,
+    RouteNotFoundError,
+    is_another_server_s,
+)
 from localllm.server.http.gate import SecurityGate
 from localllm.server.http.prometheus import CONTENT_TYPE
 from localllm.server.http.settings import ServerSettings
@@ -64,12 +68,12 @@ def create_app(
     def router() -> Router:
         return Router(list(chain(*others())), redirect_slashes=False)
 
-    async def by_others(scope: Scope, receive: Receive, send: Send) -> None:
+    async def other_dialects_app(scope: Scope, receive: Receive, send: Send) -> None:
         await router()(scope, receive, send)
 
     app = Starlette(routes=list(chain(*first)), exception_handlers={HTTPException: _http})
     app.router.redirect_slashes = False
-    app.router.default = by_others
+    app.router.default = other_dialects_app
     app.state.server = server
     app.state.document = document
     app.state.others = others
@@ -80,7 +84,7 @@ def create_app(
         app.add_middleware(
             ProxyMiddleware,
             upstreams=models.upstreams,
-            served=models.named_here,
+            served=models.local_models_named,
             is_full=models.full,
             settings=settings,
         )
@@ -100,8 +104,9 @@ def _other_dialects(server: Server) -> list[Paths]:
     from localllm.server.dialects.ollama import routes as ollama
     from localllm.server.dialects.responses import routes as responses
     from localllm.server.dialects.systemone import routes as systemone
+    from localllm.server.kv_transfer import routes as kv_transfer
 
-    kinds = (responses, vectors, systemone, anthropic, ollama, llamacpp)
+    kinds = (responses, vectors, systemone, anthropic, ollama, llamacpp, kv_transfer)
     return [dialect.routes(server) for dialect in kinds]
 
 
@@ -111,7 +116,11 @@ def _own_paths(
     document: Callable[[], dict[str, Any]],
     power: Callable[[], dict[str, float]] | None,
 ) -> None:
-    loading = {"503": {"description": "the models are loading, or none could be"}}
+    loading = {
+        "503": {
+            "description": "no model is loaded: the models are loading, or none could be loaded"
+        }
+    }
 
     @paths.answers("GET", "/openapi.json", about="")
     async def described(request: Request) -> dict[str, Any]:
@@ -135,7 +144,9 @@ def _own_paths(
         figures: dict[str, float] = {}
         if power is not None and caller().admin:
             figures = await asyncio.to_thread(power)
-        return Response(await render_metrics(server, figures), media_type=CONTENT_TYPE)
+        page = await render_metrics(server, figures)
+        headers = {"process-start-time-unix": f"{server.totals.started_s:.0f}"}
+        return Response(page, media_type=CONTENT_TYPE, headers=headers)
 
     @paths.answers("GET", "/usage.csv", responses=openapi.answer_of("text/csv", "string"))
     async def usage(request: Request) -> Response:
@@ -149,12 +160,24 @@ async def _http(request: Request, error: Exception) -> NoReturn:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         methods = ", ".join(_methods(request))
-        wrong = MethodError("this path does not answer that method", hint=f"it answers {methods}")
+        wrong = MethodError("this path does not support that method", hint=f"it answers {methods}")
         wrong.methods = methods
         raise wrong
-    near = _path_meant(request)
-    hint = f"the path is {near}" if near else "GET /openapi.json lists them"
-    raise RouteNotFoundError("no such path here", hint=hint)
+    raise RouteNotFoundError("this server has no such path", hint=_hint(request))
+
+
+def _hint(request: Request) -> str:
+    """Return what to do about a path that does not exist."""
+    path = request.url.path
+    if is_another_server_s(path):
+        base = f"{request.base_url}v1"
+        return f"set the base URL to {base}: /api/v0 and /api/v1 are LM Studio's and Lemonade's"
+    if path.rstrip("/") == "/v1":
+        return "this is the base URL, to which clients add a path such as /chat/completions"
+    near = _nearest_path(request)
+    if near:
+        return f"did you mean {near}?"
+    return "GET /openapi.json lists all paths"
 
 
 def _methods(request: Request, path: str = "") -> list[str]:
@@ -170,7 +193,7 @@ def _methods(request: Request, path: str = "") -> list[str]:
     return sorted(found)
 
 
-def _path_meant(request: Request) -> str:
+def _nearest_path(request: Request) -> str:
     """Return the existing path that the client probably means, or "".
 
     Clients may send /v1 twice (from a base URL and a path) or not at all. So the candidates are the

@@ -13,18 +13,21 @@ from localllm.server.serving import Server
 # These are counters, all others gauges.
 _COUNTERS = {
     "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens",
-    "generated_tokens", "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens",
+    "generated_tokens", "steps", "drafts", "busy_s", "drafted_tokens", "accepted_draft_tokens",
     "drafted_ngram_tokens", "accepted_ngram_tokens", "drafted_grammar_tokens",
     "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
     "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens",
     "accepted_eagle3_tokens", "drafted_dflash_tokens", "accepted_dflash_tokens",
-    "drafted_assistant_tokens", "accepted_assistant_tokens",
+    "drafted_assistant_tokens", "accepted_assistant_tokens", "kv_sent_tokens", "kv_sent_bytes",
+    "kv_fetched_tokens", "kv_fetched_bytes", "kv_saved_s",
 }  # fmt: skip
 # Levels of the memory guard (localllm/memory/guard.py). Each is one series; exactly one of them
 # is 1.
 _PRESSURES = ("none", "shrink", "hold")
 # Tokens whose KV was computed again (localllm/engine/metrics.py).
 _RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
+# Prompts that were read here after all (localllm/engine/transfer/peer.py).
+_FALLBACK = re.compile(r"kv_fallbacks_(\w+)")
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 Snapshots = Mapping[str, Mapping[str, Any]]
 
@@ -41,12 +44,63 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
     lines = metric("localllm_http_requests_total", "counter", [("", server.requests)])
     lines += metric("localllm_http_active", "gauge", [("", server.active)])
     lines += metric("localllm_model_loaded", "gauge", loaded)
+    lines += _llamacpp(server, snapshots)
     lines += _counted(snapshots)
     lines += used_lines(server.accounts.visible_to(caller()))
     for name, value in power.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += metric(name, kind, [("", f"{value:.3f}")])
     return "\n".join(lines) + "\n"
+
+
+def _llamacpp(server: Server, snapshots: Snapshots) -> list[str]:
+    """Return the metrics of llama.cpp's server under its names, for dashboards made for it."""
+    sums = server.totals
+    steps = sum(int(snapshot.get("steps", 0)) for snapshot in snapshots.values())
+    occupied = [float(snapshot.get("batch_occupancy", 0.0)) for snapshot in snapshots.values()]
+    drafts = sum(int(snapshot.get("drafts", 0)) for snapshot in snapshots.values())
+    running = sum(int(snapshot.get("running", 0)) for snapshot in snapshots.values())
+    waiting = sum(int(snapshot.get("waiting", 0)) for snapshot in snapshots.values())
+    lines: list[str] = []
+    for name, kind, about, value in (
+        ("prompt_tokens_total", "counter", "Prompt tokens computed", sums.prompt_tokens),
+        ("prompt_tokens_cached_total", "counter", "Prompt tokens cached", sums.cached_tokens),
+        ("prompt_seconds_total", "counter", "Seconds of prefill", sums.prompt_s),
+        ("tokens_predicted_total", "counter", "Tokens generated", sums.predicted_tokens),
+        ("tokens_predicted_seconds_total", "counter", "Seconds of decode", sums.predicted_s),
+        ("n_decode_total", "counter", "Steps of all engines", steps + sums.embeddings),
+        ("n_tokens_max", "counter", "Most tokens of a request", sums.most_tokens),
+        ("spec_decode_num_draft_tokens_total", "counter", "Tokens drafted", sums.draft_tokens),
+        ("spec_decode_num_drafts_total", "counter", "Drafts verified", drafts),
+        (
+            "spec_decode_num_accepted_tokens_total",
+            "counter",
+            "Draft tokens accepted",
+            sums.accepted_tokens,
+        ),
+        (
+            "prompt_tokens_seconds",
+            "gauge",
+            "Mean prefill speed in tokens/s",
+            _rate(sums.prompt_tokens, sums.prompt_s),
+        ),
+        (
+            "predicted_tokens_seconds",
+            "gauge",
+            "Mean decode speed in tokens/s",
+            _rate(sums.predicted_tokens, sums.predicted_s),
+        ),
+        ("requests_processing", "gauge", "Requests that run", running),
+        ("requests_deferred", "gauge", "Requests that wait", waiting),
+        ("n_busy_slots_per_decode", "gauge", "Mean sequences of a step", max(occupied, default=0)),
+    ):
+        lines.append(f"# HELP llamacpp:{name} {about}.")
+        lines += metric(f"llamacpp:{name}", kind, [("", value)])
+    return lines
+
+
+def _rate(tokens: int, duration_s: float) -> float:
+    return tokens / duration_s if duration_s > 0 else 0.0
 
 
 def _counted(snapshots: Snapshots) -> list[str]:
@@ -68,6 +122,7 @@ def _series(
 ) -> Iterator[tuple[tuple[str, str], tuple[str, object]]]:
     """Yield the metric (name and kind) and the series (labels and value) of one snapshot entry."""
     recomputed = _RECOMPUTED.fullmatch(key)
+    fallback = _FALLBACK.fullmatch(key)
     if key == "pressure":
         for level in _PRESSURES:
             at = labels(model=model, level=level)
@@ -75,6 +130,9 @@ def _series(
     elif recomputed is not None:
         at = labels(model=model, reason=recomputed[1])
         yield ("localllm_recomputed_tokens_total", "counter"), (at, value)
+    elif fallback is not None:
+        at = labels(model=model, reason=fallback[1])
+        yield ("localllm_kv_fallbacks_total", "counter"), (at, value)
     elif isinstance(value, (int, float)):
         name = "localllm_" + _NAME.sub("_", key)
         series = labels(model=model), +value  # a flag is 1 or 0

@@ -3,28 +3,33 @@ streams or collects the reply."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from localllm.conversation.prefix_reuse import ReasoningCache
+from localllm.engine.adapters import unknown_adapters
+from localllm.engine.messages import Timings
 from localllm.engine.worker.client import EngineClient
-from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
-from localllm.grammars.json_schema import enforceable
+from localllm.errors import ContextLengthError, LocalLLMError, RequestError, WorkerDiedError
+from localllm.grammars.loosening import enforceable
+from localllm.server.generation.background_requests import RunningAgents, with_priority
 from localllm.server.generation.chat import (
-    MOST_COUNTS,
+    MAX_COUNTS,
     ChatRequest,
     KeptCounts,
     chat_job,
     count_tokens,
 )
-from localllm.server.generation.generate import run
+from localllm.server.generation.generate import begun_prompt, run
 from localllm.server.generation.image_fetching import ImageFetcher
 from localllm.server.generation.job import (
     GenerationJob,
@@ -34,18 +39,35 @@ from localllm.server.generation.job import (
     ReplyWriter,
 )
 from localllm.server.generation.pdf_reading import PdfReader
+from localllm.server.generation.sound_reading import Hearing, SoundReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
-from localllm.server.http.asgi import IGNORED, SEEDED, answer_headers, ignored_header, request_id
-from localllm.server.http.json_body import worked
+from localllm.server.http.asgi import (
+    IGNORED,
+    LOGGED,
+    SEEDED,
+    answer_headers,
+    header_text,
+    ignored_header,
+    request_id,
+)
+from localllm.server.http.json_body import process_body
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.streaming import KeptStreams, Outbox, Produce, StreamResponse, unless_left
+from localllm.server.http.streaming import (
+    KeptStreams,
+    Outbox,
+    Produce,
+    StreamResponse,
+    respond_unless_disconnected,
+)
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive
-from localllm.server.sleep_inhibitor import Awake
-from localllm_backends.control_text import without_marks
+from localllm.server.sleep_inhibitor import SleepInhibitor
+from localllm.server.warming import Warming
 
 log = logging.getLogger("localllm.server")
+# Response header: what was left out of the conversation.
+COMPACTED = "x-localllm-compacted"
 JobFactory: TypeAlias = Callable[[EngineClient], Awaitable[GenerationJob]]
 
 
@@ -64,11 +86,13 @@ class Dialect:
 class TranslatedRequest:
     """A request after its dialect has translated it.
 
-    `task` makes the generation job. `body` builds a complete reply; `writer` streams it.
+    `task` makes the generation job. `body` builds a complete reply, an object or a plain text; `writer` streams
+    it.
     `ignored` lists the names of fields without effect.
     `frame_error` and `keepalive` override those of the dialect.
     `keep_s`: seconds that the model stays loaded afterwards; None if the client did not send it.
-    `stream_id`: a second name under which a kept stream can be found."""
+    `stream_id`: a second name under which a kept stream can be found.
+    `receipt`: headers of a complete reply that are known at its end."""
 
     task: ChatRequest | JobFactory
     body: Callable[[Reply, GenerationJob], Any]
@@ -78,6 +102,38 @@ class TranslatedRequest:
     keepalive: Callable[[PrefillProgress], bytes] | None = None
     keep_s: float | None = None
     stream_id: str = ""
+    receipt: Callable[[Reply], dict[str, str]] | None = None
+
+
+@dataclass(slots=True)
+class ReplyTotals:
+    """Sums over all complete replies and embeddings since the server's start, for /metrics."""
+
+    started_s: float = field(default_factory=time.time)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_s: float = 0.0
+    predicted_tokens: int = 0
+    predicted_s: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    most_tokens: int = 0
+    embeddings: int = 0
+
+    def add(self, usage: ReplyUsage, timings: Timings) -> None:
+        self.prompt_tokens += usage.prompt_tokens - usage.cached_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.prompt_s += timings.prefill_s
+        self.predicted_tokens += usage.completion_tokens
+        self.predicted_s += timings.decode_s
+        self.draft_tokens += usage.accepted_draft_tokens + usage.rejected_draft_tokens
+        self.accepted_tokens += usage.accepted_draft_tokens
+        tokens = usage.prompt_tokens + usage.completion_tokens
+        self.most_tokens = max(self.most_tokens, tokens)
+
+    def add_embedding(self, n_tokens: int) -> None:
+        self.prompt_tokens += n_tokens
+        self.embeddings += 1
 
 
 class Server:
@@ -92,14 +148,21 @@ class Server:
         self.store = store
         self.accounts = Accounts(settings.keys, settings.api_key)
         self.reasoning = PerCaller(ReasoningCache)
-        self.counts = KeptCounts(MOST_COUNTS)
+        self.counts = PerCaller(partial(KeptCounts, MAX_COUNTS))
         self.images = ImageFetcher(settings.image_hosts)
         self.pdfs = PdfReader()
+        self.sounds = SoundReader()
         self.keep_alive = KeepAlive()
-        self.awake = Awake.here(wanted=settings.keeps_awake)
+        self.awake = SleepInhibitor.for_this_machine(wanted=settings.keeps_awake)
         self.kept = KeptStreams(settings.kept_stream_s)
         self.requests = 0
         self.active = 0
+        # Set while no request runs.
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.warming: Warming | None = None
+        self.agents = RunningAgents()
+        self.totals = ReplyTotals()
 
     async def stream(
         self,
@@ -166,9 +229,14 @@ class Server:
             job, reply = await self._generate(model, translated, PrefillProgress(), without_writer)
             headers = request_id() | _headers(translated, job)
             headers["x-localllm-cache"] = reply.usage.cache_note
-            return JSONResponse(translated.body(reply, job), headers=headers)
+            if translated.receipt is not None:
+                headers |= translated.receipt(reply)
+            body = translated.body(reply, job)
+            if isinstance(body, str):
+                return PlainTextResponse(body, headers=headers)
+            return JSONResponse(body, headers=headers)
 
-        return await unless_left(request, work())
+        return await respond_unless_disconnected(request, work())
 
     async def job(
         self, task: ChatRequest | JobFactory, model: ServedModel, engine: EngineClient
@@ -178,30 +246,46 @@ class Server:
         if isinstance(task, ChatRequest):
             if engine.info.vision:
                 task = replace(task, messages=await self.images.fetched(task.messages))
-            task = await self.pdfs.read(task, sees=engine.info.vision)
-            grammar, loose = await _enforceable(task.options.grammar)
+            task = await self.sounds.read(task, self.hearing(model, engine))
+            task = await self.pdfs.read(task, vision=engine.info.vision)
+            grammar, words = await _enforceable(task.options.grammar)
+            loose = tuple(f"{task.options.grammar_field}.{word}" for word in words)
             task = replace(task, options=replace(task.options, grammar=grammar))
             task = with_defaults(task, model.defaults)
-            job = await chat_job(task, model, engine, self.reasoning.current(), self.counts)
+            cache = self.reasoning.current()
+            counts = self.counts.current()
+            job = await chat_job(task, model, engine, cache, counts)
+            if self.warming is not None:
+                await self.warming.note(task, model, engine)
         else:
             job = await task(engine)
-            grammar, loose = await _enforceable(job.answer.grammar)
+            grammar, words = await _enforceable(job.answer.grammar)
+            loose = tuple(f"response_format.{word}" for word in words)
             job = replace(job, answer=replace(job.answer, grammar=grammar))
         if loose:
             return replace(job, ignored=(*job.ignored, *loose))
         return job
 
+    def hearing(self, model: ServedModel, engine: EngineClient) -> Hearing:
+        """Return whether a loaded model supports audio, and which other ones do."""
+        rate_hz = engine.info.audio_rate_hz
+        if rate_hz:
+            return Hearing(model.name, rate_hz)
+        others = [m.name for m in self.models.list() if m.supports_audio]
+        return Hearing(model.name, 0, others)
+
     async def prompt(
         self, translated: TranslatedRequest, model: ServedModel
-    ) -> tuple[str, int, list[str]]:
-        """Return the prompt of a conversation, its length in tokens, and the names of fields
-        without effect."""
+    ) -> tuple[GenerationJob, int, list[str]]:
+        """Return the job of a conversation, the length of its prompt in tokens, and the names of
+        fields without effect."""
         with model.lease():
             engine = await model.engine()
             job = await self.job(translated.task, model, engine)
             assert isinstance(job.prompt, str)
-            n_tokens = await count_tokens(engine, job.prompt, job.images, add_bos=job.add_bos)
-            return without_marks(job.prompt), n_tokens, [*translated.ignored, *job.ignored]
+            begun = begun_prompt(job.prompt, job.answer)
+            n_tokens = await count_tokens(engine, begun, job.media, add_bos=job.add_bos)
+            return job, n_tokens, [*translated.ignored, *job.ignored]
 
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:
@@ -212,8 +296,11 @@ class Server:
         machine."""
         self.requests += 1
         self.active += 1
+        self.idle.clear()
+        if self.warming is not None:
+            self.warming.stop()
         try:
-            with self.awake.held(), model.lease():
+            with self.awake.keep_awake(), model.lease():
                 if keep_s is not None and caller().admin:
                     self.keep_alive.set(model.worker, keep_s)
                 yield
@@ -222,6 +309,27 @@ class Server:
             raise
         finally:
             self.active -= 1
+            if not self.active:
+                self.idle.set()
+
+    def _log_figures(self, model: ServedModel, usage: ReplyUsage, timings: Timings) -> None:
+        """Add the figures of an answer to the request's line in the log."""
+        figures = LOGGED.get()
+        if figures is None:
+            return
+        speed = ""
+        if timings.decode_s > 0:
+            tok_s = max(0, usage.completion_tokens - 1) / timings.decode_s
+            speed = f" at {tok_s:.1f} tokens/s"
+        figures += [
+            f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} cached)",
+            f"{usage.completion_tokens:,} output tokens{speed}",
+            f"first token after {timings.ttft_s:.2f} s",
+        ]
+        if usage.accepted_draft_tokens:
+            figures.append(f"{usage.accepted_draft_tokens:,} draft tokens accepted")
+        if len(self.models.list()) > 1:
+            figures.append(model.name)
 
     async def _generate(
         self,
@@ -230,17 +338,24 @@ class Server:
         progress: PrefillProgress,
         begin: Callable[[GenerationJob], ReplyWriter],
     ) -> tuple[GenerationJob, Reply]:
-        with self.serving(model, translated.keep_s):
+        background = self.agents.is_background(translated.task)
+        with self.serving(model, translated.keep_s), self.agents.running(translated.task):
             engine = await model.engine()
             try:
                 job = await self.job(translated.task, model, engine)
             except WorkerDiedError:
                 engine = await model.engine()
                 job = await self.job(translated.task, model, engine)
+            job = with_priority(job, background=background)
             writer = begin(job)
             account = caller()
             salt = salt_of(job.generation.salt)
-            job = replace(job, generation=replace(job.generation, tenant=account.name, salt=salt))
+            generation = replace(job.generation, tenant=account.name, salt=salt)
+            job = replace(job, generation=model.adapters_for(generation))
+            unknown = unknown_adapters(engine.info, job.generation.adapters)
+            if unknown:
+                hint = "GET /lora-adapters lists the adapters of a model"
+                raise RequestError(f"lora: {unknown}", hint=hint, param="lora")
             usage: ReplyUsage | None = None
             try:
                 try:
@@ -251,6 +366,8 @@ class Server:
                         raise
                     reply = await run(await model.engine(), job, writer, progress)
                 usage = reply.usage
+                self.totals.add(usage, reply.timings)
+                self._log_figures(model, usage, reply.timings)
             finally:
                 # For a cancelled or failed reply, the tokens counted so far are charged.
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
@@ -258,7 +375,7 @@ class Server:
             if job.asked is not None:
                 cache = self.reasoning.current()
                 for choice in reply.choices:
-                    calls = [(call.name, call.arguments) for call in choice.begun_calls]
+                    calls = [(call.name, call.arguments) for call in choice.started_calls]
                     cache.remember(job.asked, choice.text, calls, choice.reasoning)
                     if job.hides_reasoning:
                         choice.thoughts.clear()
@@ -269,7 +386,7 @@ async def _enforceable(
     grammar: tuple[str, str] | None,
 ) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     is_loose = grammar is not None and grammar[0] == "loose_schema"
-    return await worked(partial(enforceable, grammar), takes_ms=is_loose)
+    return await process_body(partial(enforceable, grammar), takes_ms=is_loose)
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:
@@ -285,16 +402,20 @@ def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:
 
 
 def _headers(translated: TranslatedRequest, job: GenerationJob) -> dict[str, str]:
-    """Return the headers that list ignored fields, changes to the prompt, and the messages that
-    compaction removed."""
+    """Return the headers that list ignored fields, changes to the prompt, the messages that
+    compaction removed, repeated calls and a low priority."""
     headers = ignored_header([*translated.ignored, *job.ignored])
     if headers:
         log.info("ignored unknown fields: %s", headers[IGNORED])
     if job.generation.sampling.seed is not None:
-        headers[SEEDED] = "repeats alone; beside other requests near-ties may fall otherwise"
+        headers[SEEDED] = "repeatable only if no other request runs at the same time"
     if job.normalised:
         headers["x-localllm-normalised"] = ",".join(job.normalised)
     if job.compacted:
-        log.info("compacted a conversation: left out %s", job.compacted)
-        headers["x-localllm-compacted"] = job.compacted
+        log.info("compacted a conversation: omitted %s", job.compacted)
+        headers[COMPACTED] = job.compacted
+    if job.generation.priority < 0:
+        headers["x-localllm-priority"] = "low"
+    if job.repeated is not None:
+        headers["x-localllm-identical-calls"] = header_text(str(job.repeated))
     return headers

@@ -17,7 +17,7 @@ _HOLD_AFTER_S = 5.0
 _DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY", "XDG_CURRENT_DESKTOP")
 # `cat` ends when its input is closed: after the last request, or when this process ends for any
 # reason.
-_UNTIL_LET_GO = ("cat",)
+_UNTIL_INPUT_CLOSES = ("cat",)
 
 
 def holding_command(
@@ -38,10 +38,10 @@ def holding_command(
         return ()
     if program is None:
         return ()
-    return (program, *options, *_UNTIL_LET_GO)
+    return (program, *options, *_UNTIL_INPUT_CLOSES)
 
 
-class Awake:
+class SleepInhibitor:
     """Keeps the machine awake while requests run. Each request runs in a `held` block on the
     server's event loop. `command` keeps the machine awake; () disables this."""
 
@@ -49,34 +49,34 @@ class Awake:
         self._command = command
         self._after_s = after_s
         self._running = 0
-        self._holding: asyncio.Task[None] | None = None
+        self._inhibitor_task: asyncio.Task[None] | None = None
         # Cancelled tasks whose program has not ended. The event loop alone holds no strong
         # references to tasks.
         self._ending: set[asyncio.Task[None]] = set()
 
     @classmethod
-    def here(cls, *, wanted: bool) -> Awake:
-        """Return the `Awake` of this machine. It has no effect if it is not `wanted` or not
-        possible here."""
+    def for_this_machine(cls, *, wanted: bool) -> SleepInhibitor:
+        """Return the `SleepInhibitor` of this machine. It has no effect if it is not `wanted` or
+        not possible here."""
         if not wanted:
             return cls(())
         return cls(holding_command(sys.platform, shutil.which, os.environ))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def keep_awake(self) -> Iterator[None]:
         """Context of one request. The machine may sleep after the last request."""
         self._running += 1
-        if self._command and self._holding is None:
-            self._holding = asyncio.create_task(self._hold())
+        if self._command and self._inhibitor_task is None:
+            self._inhibitor_task = asyncio.create_task(self._hold())
         try:
             yield
         finally:
             self._running -= 1
-            if not self._running and self._holding is not None:
-                self._holding.cancel()
-                self._ending.add(self._holding)
-                self._holding.add_done_callback(self._ending.discard)
-                self._holding = None
+            if not self._running and self._inhibitor_task is not None:
+                self._inhibitor_task.cancel()
+                self._ending.add(self._inhibitor_task)
+                self._inhibitor_task.add_done_callback(self._ending.discard)
+                self._inhibitor_task = None
 
     async def _hold(self) -> None:
         await asyncio.sleep(self._after_s)

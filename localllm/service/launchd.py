@@ -51,18 +51,28 @@ class Launchd:
         """Write the agent and start it. It replaces a running one."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         changed = write_all(self.files(service))
-        self._ask("bootout", self._target, allowed=_NO_SUCH)
+        self.stop()
+        self._load()
+        return changed
+
+    def _load(self) -> None:
         bootstrap = ("bootstrap", f"gui/{self.uid}", str(self.plist))
         for _ in range(_TRIES - 1):
             if not self._ask(*bootstrap, allowed=_STILL_LEAVING).returncode:
-                return changed
+                return
             self.wait(1.0)
         self._ask(*bootstrap)
-        return changed
 
     def restart(self) -> None:
-        """Stop the service with SIGTERM and start it again."""
+        """Stop the service with SIGTERM and start it again, or load it after `stop`."""
+        if self._ask("print", self._target, allowed=_NO_SUCH).returncode:
+            self._load()
+            return
         self._ask("kickstart", "-k", self._target)
+
+    def stop(self) -> None:
+        """Stop the service with SIGTERM. It is loaded again at the next login."""
+        self._ask("bootout", self._target, allowed=_NO_SUCH)
 
     def uninstall(self) -> list[Path]:
         self._ask("bootout", self._target, allowed=_NO_SUCH)

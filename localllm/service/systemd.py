@@ -87,6 +87,13 @@ class Systemd:
         self._ask("reset-failed", SERVICE, may_fail=True)
         self._ask("restart", SERVICE)
 
+    def stop(self) -> None:
+        """Stop the service and its socket, which would start it again. Both stay enabled."""
+        units = [SERVICE]
+        if (self.folder / SOCKET).exists():
+            units.append(SOCKET)
+        self._ask("stop", *units)
+
     def uninstall(self) -> list[Path]:
         there = [name for name in (SOCKET, SERVICE) if (self.folder / name).exists()]
         if there:
@@ -125,8 +132,10 @@ class Systemd:
         if "Failed to connect to bus" in output_of(answer):
             raise ServiceError(
                 f"systemd does not answer for this user: {output_of(answer)}",
-                hint="log in as this user (not through su or sudo), or once: `sudo loginctl "
-                "enable-linger $USER`",
+                hint=(
+                    "log in as this user (not through su or sudo), or run once: `sudo "
+                    "loginctl enable-linger $USER`"
+                ),
             )
         if may_fail:
             return answer
@@ -251,7 +260,7 @@ def _quoted(word: str, *, command: bool = False) -> str:
     `$` has no special meaning in Environment (systemd.syntax(7)).
     """
     if "\n" in word or "\0" in word:
-        raise UsageError("a unit's command can't hold a line break")
+        raise UsageError("a unit's command can't contain a line break")
     escaped = word.replace("%", "%%")
     if command:
         escaped = escaped.replace("$", "$$")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from localllm import paths
 from localllm.errors import LocalLLMError
 
 NAME = "localllm"
@@ -120,7 +121,7 @@ def write_all(files: Mapping[Path, str], encoding: str = "utf-8") -> list[Path]:
     for path, text in files.items():
         try:
             if path.exists():
-                if path.read_bytes() == text.encode(encoding):
+                if paths.file_bytes(path) == text.encode(encoding):
                     continue
                 shutil.copy2(path, path.with_name(path.name + ".bak"))
             path.parent.mkdir(parents=True, exist_ok=True)

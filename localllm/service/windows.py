@@ -63,8 +63,12 @@ class WindowsTasks:
 
         Its workers save their data, and end when the server's pipe closes.
         """
-        self.call(["schtasks", "/End", "/TN", NAME])
+        self.stop()
         self._ask("schtasks", "/Run", "/TN", NAME)
+
+    def stop(self) -> None:
+        """Stop the server, if it runs. The task starts it at the next login."""
+        self.call(["schtasks", "/End", "/TN", NAME])
 
     def uninstall(self) -> list[Path]:
         if self.state().installed:
@@ -124,7 +128,7 @@ def parse_state(text: str) -> State:
         state = str(answer.get("state", ""))
         code = answer.get("result")
     except (ValueError, AttributeError) as e:
-        raise ServiceError(f"PowerShell's answer can't be read: {text.strip()[:200]}") from e
+        raise ServiceError(f"PowerShell's output can't be parsed: {text.strip()[:200]}") from e
     if not state:
         return State(installed=False)
     if code in _NO_EXIT_CODE:

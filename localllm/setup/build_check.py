@@ -31,7 +31,7 @@ from localllm.device.types import Device
 ENGINE = "gguf"
 # Rounding moves a logit by up to 0.6 between kernels on one CPU (SmolLM2). A device that computes
 # wrong results is off by ten.
-_NEAR_TIE = 1.0
+_TIE_LOGITS = 1.0
 # The first start on a GPU may compile its shaders. That takes minutes on slow drivers.
 _PATIENCE_S = 600.0
 # Limit for all checks together on an emulated device.
@@ -44,12 +44,12 @@ class TrialVerdict:
 
     - `failure`: one sentence, or "" if the build passed.
     - `devices`: the build's devices, as text.
-    - `said`: a description of the result.
+    - `summary`: a description of the result.
     """
 
     failure: str = ""
     devices: tuple[str, ...] = ()
-    said: str = ""
+    summary: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ def reference(
 ) -> ReferenceAnswer | str:
     """Compute ten tokens on the CPU. Returns one sentence if that fails."""
     order = [ENGINE, "greedy", str(model), json.dumps({"layers": 0})]
-    asked = run(order, environment, timeout_s=timeout_s)
-    if asked.failure:
-        return f"the processor computes nothing: {asked.failure}"
-    answer = asked.answers[-1]
+    replies = run(order, environment, timeout_s=timeout_s)
+    if replies.failure:
+        return f"the CPU reference failed: {replies.failure}"
+    answer = replies.answers[-1]
     return ReferenceAnswer(model, tuple(answer["tokens"]), str(answer["text"]), speed(answer))
 
 
@@ -79,10 +79,10 @@ def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
 
     Returns the seconds, or None if the turn fails.
     """
-    asked = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
-    if asked.failure:
+    answer = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
+    if answer.failure:
         return None
-    return float(asked.answers[-1]["turn_s"])
+    return float(answer.answers[-1]["turn_s"])
 
 
 def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
@@ -120,10 +120,10 @@ def computed(
     """
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
     arguments = [ENGINE, "greedy", str(expected.model), order]
-    asked = run(arguments, environment, timeout_s=timeout_s)
-    if asked.failure:
-        return TrialVerdict(f"it does not compute: {asked.failure}", devices)
-    return compare(expected, asked.answers[-1], devices)
+    answer = run(arguments, environment, timeout_s=timeout_s)
+    if answer.failure:
+        return TrialVerdict(f"the test run failed: {answer.failure}", devices)
+    return compare(expected, answer.answers[-1], devices)
 
 
 def compare(
@@ -134,12 +134,12 @@ def compare(
     worst = max(gaps, default=math.inf)
     if any(math.isnan(gap) for gap in gaps):
         worst = math.inf
-    if len(gaps) != len(expected.tokens) or worst > _NEAR_TIE:
-        wrong = f"{answer['text']!r} where {expected.text!r} is right"
-        told = f"it computes other tokens than the processor: {wrong}"
-        return TrialVerdict(f"{told} (off by {worst:.3g} in logits)", devices)
+    if len(gaps) != len(expected.tokens) or worst > _TIE_LOGITS:
+        wrong = f"{answer['text']!r} instead of {expected.text!r}"
+        text = f"its tokens differ from the CPU's: {wrong}"
+        return TrialVerdict(f"{text} (off by {worst:.3g} in logits)", devices)
     same = sum(gap == 0 for gap in gaps)
-    said = f"{same} of {len(gaps)} tokens as on the processor, {speed(answer)}"
+    said = f"{same} of {len(gaps)} tokens as on the CPU, {speed(answer)}"
     return TrialVerdict("", devices, said)
 
 
@@ -147,7 +147,7 @@ def speed(answer: Mapping[str, Any]) -> str:
     """Return the speed of an answer of the trial program, as text."""
     if answer.get("decode_s"):
         return f"{1 / answer['decode_s']:.3g} tok/s"
-    return "a token came"
+    return "generated a token"
 
 
 def conformance(
@@ -159,12 +159,12 @@ def conformance(
     """
     layers = 0 if backend == "cpu" else -1
     order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
-    asked = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
-    answers = asked.answers
-    failure = asked.failure
+    replies = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
+    answers = replies.answers
+    failure = replies.failure
     ended = [answer for answer in answers if "outcome" in answer]
     if failure and answers and "outcome" not in answers[-1]:
-        failure = f"while it checked that {answers[-1]['check']}: {failure}"
+        failure = f"during the check that {answers[-1]['check']}: {failure}"
     return ended, failure
 
 
@@ -224,7 +224,7 @@ def examine(
             failures.append(f"{check['check']}: {check['said']}")
     failures.append(broken)
     if device.accelerator != "cpu" and driver == "cpu":
-        processor = "the installed llama.cpp is a build for the processor"
+        processor = "the installed llama.cpp is a CPU build"
         failures.append(f"{device.name} was not used: {processor}")
     return SelfTest(device, build, driver, verdict, tuple(checks), tuple(filter(None, failures)))
 
@@ -241,7 +241,7 @@ def report(test: SelfTest) -> list[str]:
         *_machine_lines(test.device),
         *_build_lines(test),
         "",
-        f"ten tokens   {test.verdict.said or 'FAILED'}",
+        f"ten tokens   {test.verdict.summary or 'FAILED'}",
     ]
     for check in test.checks:
         line = f"{check['outcome']:<12} {check['check']}"
@@ -251,7 +251,7 @@ def report(test: SelfTest) -> list[str]:
         lines.append(line)
     if test.failures:
         lines += ["", "failures"]
-        lines += [f"  {_plain(failure)}" for failure in test.failures]
+        lines += [f"  {plain(failure)}" for failure in test.failures]
     return lines
 
 
@@ -278,18 +278,18 @@ def _build_lines(test: SelfTest) -> Iterator[str]:
         compiled = " ".join(f"{key}={value}" for key, value in features.items())
         yield f"compiled     {name}: {compiled}"
     for finding in ggml.differences(test.device, build):
-        yield f"difference   {_plain(finding.message)}"
+        yield f"difference   {plain(finding.message)}"
 
 
-def _device_line(seen: ggml.GgmlDevice) -> str:
-    memory = f"{seen.memory_free_bytes} of {seen.memory_total_bytes} B free"
-    if seen.largest_buffer_bytes is not None:
-        memory += f", one buffer up to {seen.largest_buffer_bytes} B"
-    name = f"{seen.name} ({seen.backend}, {seen.type})"
-    capabilities = ", ".join((*seen.details, *seen.capabilities))
-    return f"device       {name}: {seen.description}, {memory}; {capabilities}"
+def _device_line(device: ggml.GgmlDevice) -> str:
+    memory = f"{device.memory_free_bytes} of {device.memory_total_bytes} B free"
+    if device.largest_buffer_bytes is not None:
+        memory += f", one buffer up to {device.largest_buffer_bytes} B"
+    name = f"{device.name} ({device.backend}, {device.type})"
+    capabilities = ", ".join((*device.details, *device.capabilities))
+    return f"device       {name}: {device.description}, {memory}; {capabilities}"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Remove folder names of this disk, which are private."""
     return re.sub(r"(?<![\w.])/(?:[^\s/:']+/)+", "", text)

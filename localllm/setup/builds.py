@@ -2,11 +2,13 @@
 
 A build is a folder. `site/` holds the package llama_cpp, `toolkit/` the libraries it needs, and
 `build.json` its description. That file is written last, after the trial. A folder without it is
-unfinished and is never run.
+unfinished and is never run. A release of llama.cpp has `lib/` and `include/` in place of `site/`. A
+llama.cpp that another program installed is not moved.
 
-"own" is the build that was installed with localllm. It is always available. A build runs because
-its folder comes first on Python's path, in this process and in every child. The installation itself
-is not changed, so going back only means choosing another name.
+"own" is the build that was installed with localllm. It is always available. A package runs because
+its folder comes first on Python's path, in this process and in every child. A folder of libraries
+runs because LLAMA_CPP_LIB_PATH names it. The installation itself is not changed, so going back only
+means choosing another name.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -30,7 +32,7 @@ class SetupError(
     LocalLLMError,
     code="setup_failed",
     exit_code=6,
-    default_hint="what ran before still runs; see the log named above",
+    default_hint="the previous build stays in use; see the log named above",
 ):
     """A build could not be made, or computes wrong results. The previous build still runs."""
 
@@ -42,8 +44,13 @@ class BuildNotFoundError(
 
 
 OWN = "own"
-# File with the name that `setup --use` chose.
+# File with the name that `setup --use` chose, and the one with the name of the build before it.
 _CHOICE = "in-use"
+_BEFORE = "used-before"
+# File in a build's folder that counts failed loads.
+_FAILED_LOADS = "failed-loads"
+# The folder of llama.cpp's libraries that replaces the one in the package llama_cpp.
+LIBRARY_VARIABLE = "LLAMA_CPP_LIB_PATH"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
 
 
@@ -54,6 +61,9 @@ class Build:
     - `devices`, `trial`: its devices and the result of its trial when it was made.
     - `made`: the day it was made (ISO).
     - `drivers`: result of `drivers_now` at its last trial.
+    - `libraries`: the folder of libllama, or "" if the build is a package llama_cpp. "{build}"
+      is replaced by the build's folder.
+    - `fault`: the reason why it is no longer used, or "".
     """
 
     name: str
@@ -65,10 +75,19 @@ class Build:
     trial: str = ""
     library_dirs: tuple[str, ...] = ()
     drivers: str = ""
+    libraries: str = ""
+    fault: str = ""
 
     @property
     def folder(self) -> Path:
         return folder_of(self.name)
+
+    @property
+    def library_folder(self) -> Path:
+        """The folder of libllama."""
+        if self.libraries:
+            return Path(_placed(self.libraries, self.folder))
+        return self.folder / "site" / "llama_cpp" / "lib"
 
 
 def folder_of(name: str) -> Path:
@@ -77,7 +96,7 @@ def folder_of(name: str) -> Path:
     Raises UsageError for an invalid name.
     """
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is not a name of a build", hint="see `localllm setup --list`")
+        raise UsageError(f"{name!r} is not a build name", hint="see `localllm setup --list`")
     return _root() / name
 
 
@@ -95,9 +114,10 @@ def listed() -> list[Build]:
 def named(name: str) -> Build:
     build = read(folder_of(name), name)
     if build is None:
-        there = ", ".join([OWN, *(b.name for b in listed())])
+        names = ", ".join([OWN, *(b.name for b in listed())])
         raise BuildNotFoundError(
-            f"there is no build {name!r}", hint=f"installed: {there}; `localllm setup` makes more"
+            f"there is no build {name!r}",
+            hint=f"installed: {names}; `localllm setup` makes a new one",
         )
     return build
 
@@ -111,7 +131,10 @@ def read(folder: Path, name: str = "") -> Build | None:
     build = json_store.record(Build, json_store.read(folder / "build.json"))
     if build is None or name not in ("", build.name):
         return None
-    if not (folder / "site" / "llama_cpp").is_dir():
+    place = folder / "site" / "llama_cpp"
+    if build.libraries:
+        place = Path(_placed(build.libraries, folder))
+    if not place.is_dir():
         return None
     return build
 
@@ -164,10 +187,10 @@ def stale(build: Build, drivers: str) -> str:
         return ""
     before = build.drivers.split("; ")
     now = drivers.split("; ")
-    changed = ", ".join(said for said in now if said not in before) or "one is gone"
+    changed = ", ".join(change for change in now if change not in before) or "one was removed"
     return (
-        f"the GPU's drivers changed since the build {build.name} was tried ({changed}): "
-        "`localllm setup` tries it again"
+        f"the GPU's drivers changed since the build {build.name} was tested ({changed}): "
+        "`localllm setup` tests it again"
     )
 
 
@@ -183,10 +206,28 @@ def chosen() -> str:
 
 
 def choose(name: str) -> None:
-    """Use the build `name` for models started from now on. Raises BuildNotFoundError."""
+    """Use the build `name` for models started from now on. Raises BuildNotFoundError.
+
+    The build that was chosen until now is the one to return to.
+    """
     if name != OWN:
         named(name)
-    paths.write_private(paths.private_dir(_root()) / _CHOICE, name + "\n")
+    before = chosen()
+    folder = paths.private_dir(_root())
+    if before != name:
+        paths.write_private(folder / _BEFORE, before + "\n")
+    paths.write_private(folder / _CHOICE, name + "\n")
+
+
+def last_good() -> str:
+    """Return the build that was chosen before the current one and has no fault, or "own"."""
+    name = _line(_root() / _BEFORE)
+    if not _NAME.fullmatch(name) or name == chosen():
+        return OWN
+    build = read(folder_of(name), name)
+    if build is None or build.fault:
+        return OWN
+    return name
 
 
 def remove(name: str) -> None:
@@ -196,7 +237,7 @@ def remove(name: str) -> None:
     """
     if name == OWN:
         raise UsageError(
-            "the build that came with localllm can't be removed", hint="localllm setup --list"
+            "the build installed with localllm can't be removed", hint="localllm setup --list"
         )
     folder = folder_of(name)
     if not folder.is_dir():
@@ -212,30 +253,92 @@ def apply(name: str, environment: MutableMapping[str, str], path: list[str] | No
     The build's package and libraries are put first, and those of other builds are removed. If
     `path` (sys.path) is given, this process also runs the build. Raises BuildNotFoundError.
     """
+    build = None
     site: list[str] = []
     libraries: list[str] = []
     if name != OWN:
         build = named(name)
-        site = [str(build.folder / "site")]
-        libraries = _libraries(build.folder, build.library_dirs)
+        libraries = [_placed(entry, build.folder) for entry in build.library_dirs]
+        if not build.libraries:
+            site = [str(build.folder / "site")]
     _put_first(environment, "PYTHONPATH", site)
     _put_first(environment, library_variable(), libraries)
+    if is_ours(environment.get(LIBRARY_VARIABLE, "")):
+        del environment[LIBRARY_VARIABLE]
+    if build is not None and build.libraries:
+        # A folder that the user named in the environment has priority.
+        environment.setdefault(LIBRARY_VARIABLE, str(build.library_folder))
     if path is not None:
-        path[:] = [*site, *(entry for entry in path if not _is_of_a_build(entry))]
+        path[:] = [*site, *without_builds(path)]
 
 
-def with_folder(
-    folder: Path, library_dirs: tuple[str, ...], environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return `environment` for a build that is not finished yet, to test it before use."""
-    changed = dict(environment)
-    _put_first(changed, "PYTHONPATH", [str(folder / "site")])
-    _put_first(changed, library_variable(), _libraries(folder, library_dirs))
+def without_builds(path: Sequence[str]) -> list[str]:
+    """Return the entries of Python's path that are not folders of builds."""
+    return [entry for entry in path if not _is_of_a_build(entry)]
+
+
+def go_back(reason: str) -> str:
+    """Use the last good build in place of the chosen one, and return its name.
+
+    The chosen build is kept, with `reason` as its fault.
+    """
+    faulty = chosen()
+    before = last_good()
+    if faulty != OWN:
+        finish(replace(named(faulty), fault=reason))
+    choose(before)
+    return before
+
+
+def count_failed_load(name: str) -> int:
+    """Count one more load in a row during which the build's process ended. Returns the count."""
+    file = folder_of(name) / _FAILED_LOADS
+    text = _line(file)
+    count = 1
+    if text.isdecimal():
+        count += int(text)
+    paths.write_private(file, f"{count}\n")
+    return count
+
+
+def forget_failed_loads(name: str) -> None:
+    """Start counting again, after a load that succeeded."""
+    (folder_of(name) / _FAILED_LOADS).unlink(missing_ok=True)
+
+
+def is_ours(folder: str) -> bool:
+    """Return True if `folder` is the library folder of a build here."""
+    return bool(folder) and any(
+        build.libraries and build.library_folder == Path(folder) for build in listed()
+    )
+
+
+def plain(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return `environment` (None: this process's) with the build that came with localllm."""
+    changed = dict(os.environ if environment is None else environment)
+    apply(OWN, changed)
+    changed.pop(LIBRARY_VARIABLE, None)
     return changed
 
 
-def _libraries(folder: Path, library_dirs: tuple[str, ...]) -> list[str]:
-    return [entry.replace("{build}", str(folder)) for entry in library_dirs]
+def with_folder(
+    folder: Path,
+    library_dirs: tuple[str, ...],
+    environment: Mapping[str, str],
+    libraries: str = "",
+) -> dict[str, str]:
+    """Return `environment` for a build that is not finished yet, to test it before use."""
+    changed = dict(environment)
+    if libraries:
+        changed[LIBRARY_VARIABLE] = _placed(libraries, folder)
+    else:
+        _put_first(changed, "PYTHONPATH", [str(folder / "site")])
+    _put_first(changed, library_variable(), [_placed(entry, folder) for entry in library_dirs])
+    return changed
+
+
+def _placed(entry: str, folder: Path) -> str:
+    return entry.replace("{build}", str(folder))
 
 
 def library_variable() -> str:

@@ -2,97 +2,118 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from localllm.setup import build_check, builds, install
-from localllm.setup.builds import SetupError
+from localllm.setup.builds import Build, SetupError
 from localllm.setup.host import BuildHost
-from localllm.setup.install import Run, Say
+from localllm.setup.install import Report, Run
+from localllm.setup.release_step import FetchRelease
 from localllm.setup.steps import BuildRecipe
 
 
-def settle(
+def choose_build(
     recipe: BuildRecipe,
     host: BuildHost,
     model: Path,
-    say: Say,
+    report: Report,
     *,
     again: bool = False,
     accept_slower: Callable[[str], bool] | None = None,
     run: Run | None = None,
+    fetch: FetchRelease | None = None,
 ) -> str:
     """Make, test and choose a build from `recipe` or its alternatives, and return its name.
 
     The build is tested on `model`. Existing builds are tried before new ones are made, unless
     `again`. `accept_slower` receives a sentence if a build is slower than the current one. The
-    build is taken only if it returns True. Raises SetupError with the reason of each failure if no
-    build works. The previous build then still runs.
+    build is taken only if it returns True. `fetch` puts a release of llama.cpp into a folder.
+    Raises SetupError with the reason of each failure if no build works. The previous build then
+    still runs.
     """
     kept = [] if again else builds.listed()
-    there = {builds.OWN, *(build.name for build in kept if build.version == host.version)}
-    wanted = sorted([recipe, *recipe.otherwise], key=lambda made: made.name not in there)
+    usable_names = {builds.OWN}
+    # Releases of llama.cpp have versions of their own.
+    usable_names |= {b.name for b in kept if b.version == host.version or b.libraries}
+    wanted = sorted([recipe, *recipe.otherwise], key=lambda made: made.name not in usable_names)
     failures: list[SetupError] = []
+
+    def make(candidate: BuildRecipe) -> Build:
+        return install.make(
+            candidate, host, model, report, run, accept_slower=accept_slower, fetch=fetch
+        )
+
     for number, candidate in enumerate(wanted, 1):
         title = candidate.title
-        if candidate.takes and candidate.name not in there:
+        if candidate.takes and candidate.name not in usable_names:
             title += f" ({candidate.takes})"
-        say(title)
+        report(title)
         if number > 1:
-            say(f"   because {candidate.because}")
+            report(f"   because {candidate.because}")
         try:
             if candidate.needs:
-                told = f"this machine lacks {'; '.join(candidate.needs)}"
-                raise SetupError(told, hint="get that, then run `localllm setup` again")
-            if candidate.name in there:
-                _try_again(candidate, model, say)
-                builds.choose(candidate.name)
-                if candidate.name != recipe.name:
-                    say(f"`localllm setup --again` tries what would be better: {recipe.title}")
+                causes = f"this machine lacks {'; '.join(candidate.needs)}"
+                raise SetupError(causes, hint="install it, then run `localllm setup` again")
+            if candidate.name in usable_names:
+                _take_existing(candidate, recipe, model, report)
             else:
-                build = install.make(candidate, host, model, say, run, accept_slower=accept_slower)
-                builds.choose(build.name)
-                works = f"{build.name} works ({build.trial})"
-                say(f"{works} and runs from the next start of a model on")
+                _take_new(make(candidate), report)
             return candidate.name
         except install.SlowerBuildError as e:
-            say(f"not taken: {e.message}: {e.hint}")
+            report(f"not used: {e.message}: {e.hint}")
             return builds.chosen()
         except SetupError as e:
             failures.append(e)
             if len(wanted) > 1:
-                say(f"   not taken: {e.message}")
+                report(f"   not used: {e.message}")
     raise _all_of(wanted, failures)
+
+
+def _take_new(build: Build, report: Report) -> None:
+    builds.choose(build.name)
+    works = f"{build.name} works ({build.trial})"
+    report(f"{works} and is used when a model is loaded next")
+
+
+def _take_existing(candidate: BuildRecipe, best: BuildRecipe, model: Path, report: Report) -> None:
+    _try_again(candidate, model, report)
+    builds.choose(candidate.name)
+    if candidate.name != best.name:
+        report(f"`localllm setup --again` tries the better build again: {best.title}")
 
 
 def _all_of(wanted: Sequence[BuildRecipe], failures: Sequence[SetupError]) -> SetupError:
     if len(failures) == 1:
         return failures[0]
-    told = "; ".join(f"{made.title}: {e.message}" for made, e in zip(wanted, failures, strict=True))
-    return SetupError(f"no build for the accelerator works here: {told}", hint=failures[0].hint)
+    causes = "; ".join(
+        f"{made.title}: {e.message}" for made, e in zip(wanted, failures, strict=True)
+    )
+    return SetupError(f"no build for the accelerator works here: {causes}", hint=failures[0].hint)
 
 
-def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
+def _try_again(recipe: BuildRecipe, model: Path, report: Report) -> None:
     """Test an existing build as a new one would be tested, because drivers and machines change."""
     if recipe.name == builds.OWN and recipe.backend == "cpu":
-        say(recipe.because)
+        report(recipe.because)
         return
-    environment = dict(os.environ)
-    builds.apply(builds.OWN, environment)
+    environment = builds.plain()
     expected = build_check.reference(model, environment)
     if isinstance(expected, str):
         raise SetupError(expected, hint="localllm doctor")
     builds.apply(recipe.name, environment)
     verdict = build_check.judge(recipe.backend, expected, environment)
     if verdict.failure:
+        if recipe.name == builds.chosen() != builds.OWN:
+            before = builds.go_back(verdict.failure)
+            report(f"   the engine {recipe.name} is not used any more: {before} runs")
         hint = (
-            "`localllm setup --again` makes it anew, "
-            "`localllm setup --use own` goes back to the one that came along"
+            "`localllm setup --again` makes it again, `localllm setup --use own` returns to the "
+            "build installed with localllm"
         )
-        raise SetupError(f"the build {recipe.name} is there, but {verdict.failure}", hint=hint)
+        raise SetupError(f"the build {recipe.name} is installed, but {verdict.failure}", hint=hint)
     if recipe.name != builds.OWN:
         build = builds.named(recipe.name)
-        builds.finish(replace(build, trial=verdict.said, drivers=builds.drivers_now()))
-    say(f"the build {recipe.name} is there and works: {verdict.said}")
+        builds.finish(replace(build, trial=verdict.summary, drivers=builds.drivers_now(), fault=""))
+    report(f"the build {recipe.name} is installed and works: {verdict.summary}")

@@ -114,9 +114,9 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
     """
     if device.accelerator != "cuda" and host.cuda_driver is None:
         raise SetupError(
-            f"{device.name} has no NVIDIA GPU that a CUDA build could use",
-            hint="`localllm device` shows what was found, "
-            "`localllm setup --dry-run` what would be made",
+            f"{device.name} has no NVIDIA GPU for a CUDA build",
+            hint="`localllm device` shows the hardware found, `localllm setup --dry-run` the "
+            "build to be made",
         )
     cards = capabilities(device)
     wheels = _wheels(host)
@@ -128,20 +128,20 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
     if by_ptx is not None:
         found.append(_from_wheel(host, by_ptx, cards))
     if not found:
-        raise _nothing(device, host, cards)
+        raise _no_build_error(device, host, cards)
     return chain(*found)
 
 
-def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> SetupError:
+def _no_build_error(device: Device, host: BuildHost, cards: Sequence[Version]) -> SetupError:
     """Return the error that explains why there is no CUDA build, and a fix."""
     if not cards:
-        told = f"the compute capability of {device.name} is unknown"
-        return SetupError(told, hint="update the NVIDIA driver")
+        message = f"the compute capability of {device.name} is unknown"
+        return SetupError(message, hint="update the NVIDIA driver")
     listed = " and ".join(dotted(card) for card in cards)
-    told = f"no CUDA wheel or compiler here has code of {listed}"
+    message = f"no CUDA wheel or compiler here has code for {listed}"
     if host.cuda_driver:
-        told += f" with a driver for CUDA {dotted(host.cuda_driver)}"
-    return SetupError(told, hint="update the NVIDIA driver, or localllm setup --backend vulkan")
+        message += f" with a driver for CUDA {dotted(host.cuda_driver)}"
+    return SetupError(message, hint="update the NVIDIA driver, or localllm setup --backend vulkan")
 
 
 # --- wheels ---------------------------------------------------------------------------------------
@@ -157,18 +157,18 @@ def _wheels(host: BuildHost) -> list[CudaWheel]:
 
 def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> BuildRecipe:
     codes = [code for code in _CODE if found.oldest <= code <= found.newest]
-    because = f"this wheel has code of {_listed(codes)}"
+    because = f"this wheel has code for {_listed(codes)}"
     notes: tuple[str, ...] = ()
     if any(not found.has_code_of(card) for card in cards):
-        because += ", and PTX from which the driver makes code of newer parts"
+        because += ", and PTX, which the driver compiles for newer GPUs"
         first_start = "the first start takes minutes, while the driver compiles"
-        notes = (f"{first_start}; native code is faster where it can be made",)
+        notes = (f"{first_start}; a build with native code is faster if it is possible",)
     elif len(cards) == 1:
         because += f": {dotted(cards[0])} is covered"
     elif cards:
         because += f": {_listed(cards)} are covered"
     if host.cuda_driver and host.cuda_driver < WHEELS[0].cuda:
-        because += f"; this driver does CUDA {dotted(host.cuda_driver)}"
+        because += f"; this driver supports CUDA {dotted(host.cuda_driver)}"
     steps, libraries = _libraries(host, found)
     return BuildRecipe(
         name="cuda" if found is WHEELS[0] else f"cuda-{dotted(found.cuda)}",
@@ -225,9 +225,9 @@ def _compiled(
     """
     if not cards:
         return []
-    because = "code for exactly the cards that are here"
+    because = "code for exactly this machine's GPUs"
     if ready is None:
-        because = f"no ready-made wheel has code of {_listed(cards)}"
+        because = f"no prebuilt wheel has code for {_listed(cards)}"
         if not is_x86(host):
             because = f"there are no CUDA wheels for {host.architecture}"
     found = []
@@ -255,12 +255,12 @@ def _packaged(host: BuildHost, cards: Sequence[Version], because: str) -> BuildR
             "the CUDA 13 compiler and libraries (1.1 GB on disk)",
             ("install", "--target", TOOLKIT, PACKAGED),
         ),
-        Step("names that CMake looks for", links=_CUDA_13),
+        Step("the library names that CMake looks for", links=_CUDA_13),
     )
     cmake = [f"-DCMAKE_CUDA_COMPILER={_CUDA_13}/bin/nvcc", f"-DCUDAToolkit_ROOT={_CUDA_13}"]
     needs: tuple[str, ...] = ()
     if host.cuda_driver and host.cuda_driver < (13, 0):
-        this = f"this one does CUDA {dotted(host.cuda_driver)}"
+        this = f"this one supports CUDA {dotted(host.cuda_driver)}"
         needs = (f"an NVIDIA driver of version 580 or newer ({this}): update it",)
     how = "compiled by the CUDA 13 compiler from the package index"
     return _compile(host, cards, how, because, steps, cmake, needs, (f"{_CUDA_13}/lib",))
@@ -313,16 +313,16 @@ def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
         return ""
     name = f"this system's nvcc {dotted(nvcc)}"
     if nvcc < max(map(_oldest_nvcc, cards)):
-        return f"{name} does not know {dotted(cards[-1])}"
+        return f"{name} does not support {dotted(cards[-1])}"
     if nvcc >= (13, 0) and cards[0] < _OLDEST_PACKAGED_CODE:
-        return f"{name} no longer knows {dotted(cards[0])}"
+        return f"{name} no longer supports {dotted(cards[0])}"
     if host.glibc and host.glibc >= (2, 42) and nvcc < _GLIBC_2_42_FROM:
         return f"{name} does not compile against this system's C library {dotted(host.glibc)}"
     newest = next((gcc for version, gcc in _NEWEST_GCC if nvcc >= version), 12)
     if host.gcc and host.gcc > newest:
-        return f"{name} does not take this system's GCC {host.gcc}"
+        return f"{name} does not support this system's GCC {host.gcc}"
     if host.cuda_driver and host.cuda_driver[0] < nvcc[0]:
-        return f"what {name} makes does not run on a driver for CUDA {dotted(host.cuda_driver)}"
+        return f"code from {name} does not run on a driver for CUDA {dotted(host.cuda_driver)}"
     return ""
 
 

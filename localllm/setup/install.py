@@ -21,14 +21,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from localllm import paths
+from localllm.device.accelerators import KINDS
 from localllm.device.backend_view import ask_build
 from localllm.device.probes import programs
+from localllm.errors import LocalLLMError
 from localllm.setup import build_check, builds, installer, processor_part
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, installed_version
+from localllm.setup.release_step import FetchRelease
+from localllm.setup.releases import Release
 from localllm.setup.steps import FOLDER, MLX, BuildRecipe, Step
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]
 _TICK_S = 15.0
 # Limits on the slowdown. Two runs of the same build on an idle machine differ by a few per cent. A
@@ -43,57 +47,66 @@ def make(
     recipe: BuildRecipe,
     host: BuildHost,
     model: Path,
-    say: Say,
+    report: Report,
     run: Run | None = None,
     *,
     accept_slower: Callable[[str], bool] | None = None,
+    fetch: FetchRelease | None = None,
 ) -> builds.Build:
     """Make the recipe's build and let it compute ten tokens of `model`. It is not chosen yet.
 
-    - `say` receives progress messages.
+    - `report` receives progress messages.
     - `run` runs a command with an environment and a log (default: subprocess).
     - `accept_slower` receives a sentence if the current accelerated build is faster.
+    - `fetch` puts a release of llama.cpp into the build's folder.
 
     Raises SetupError after it has restored the previous build. Raises SlowerBuildError if the new
     build works but was not accepted.
     """
     log = _log_path(recipe.name)
     folder = builds.folder_of(recipe.name)
-    with _one_at_a_time(), _aside(folder) as old:
+    with _one_at_a_time(), _moved_away(folder) as old:
         folder.mkdir(parents=True)
+        title = recipe.title
+        version = host.version
         for number, step in enumerate(recipe.steps, 1):
-            say(f"{number} of {len(recipe.steps)}: {step.said}")
-            _take(step, folder, log, say, run or _run)
-        say("the trial: its devices, and ten tokens compared with the processor's")
+            report(f"{number} of {len(recipe.steps)}: {step.text}")
+            if step.release:
+                release = _released(step, recipe.backend, folder, fetch)
+                title = f"llama.cpp {release.title} for {KINDS[recipe.backend].label}"
+                version = release.tag
+            else:
+                _take(step, folder, log, report, run or _run)
+        report("the test: its devices, and ten tokens compared with the CPU's")
         # The reference is the build that was installed with localllm, on the CPU.
-        plain = dict(os.environ)
-        builds.apply(builds.OWN, plain)
+        plain = builds.plain()
         expected = build_check.reference(model, plain)
         if isinstance(expected, str):
             raise SetupError(f"{recipe.name} was built, but {expected}", hint="localllm doctor")
-        environment = builds.with_folder(folder, recipe.library_dirs, plain)
-        verdict = _judged(recipe, folder, expected, environment, plain, say)
+        environment = builds.with_folder(folder, recipe.library_dirs, plain, recipe.libraries)
+        verdict = _judged(recipe, folder, expected, environment, plain, report)
         if verdict.failure:
             raise SetupError(
-                f"the build {recipe.name} was taken back: {verdict.failure}",
-                hint=f"what ran before still runs; all that was printed is in {log}",
+                f"the build {recipe.name} was removed again: {verdict.failure}",
+                hint=f"the previous build stays in use; the complete output is in {log}",
             )
-        before = _before(recipe, old, host, plain)
-        other = host.version != installed_version()
+        before = _before(recipe, old, version, host, plain)
+        other = version != installed_version()
         slower = ""
         if before is not None:
-            slower = _slower(model, before, environment, say, other_release=other)
+            slower = _slower(model, before, environment, report, other_release=other)
         if slower and (accept_slower is None or not accept_slower(slower)):
             raise SlowerBuildError(f"{recipe.name} works, but {slower}")
         build = builds.Build(
             name=recipe.name,
             backend=recipe.backend,
-            title=recipe.title,
-            version=host.version,
+            title=title,
+            version=version,
             made=datetime.date.today().isoformat(),
             devices=verdict.devices,
-            trial=verdict.said,
+            trial=verdict.summary,
             library_dirs=recipe.library_dirs,
+            libraries=recipe.libraries,
             drivers=builds.drivers_now(),
         )
         builds.finish(build)
@@ -103,9 +116,21 @@ def make(
 class SlowerBuildError(
     SetupError,
     code="build_slower",
-    default_hint="`localllm setup --again --keep` takes it all the same",
+    default_hint="`localllm setup --again --keep` keeps it anyway",
 ):
     """A build works but is slower than the current one, which stays in use."""
+
+
+def _released(step: Step, backend: str, folder: Path, fetch: FetchRelease | None) -> Release:
+    """Put the step's release into `folder`. Other errors than SetupErrors become SetupErrors."""
+    if fetch is None:
+        raise SetupError("llama.cpp's releases can't be downloaded here")
+    try:
+        return fetch(step.release, backend, folder)
+    except SetupError:
+        raise
+    except LocalLLMError as e:
+        raise SetupError(e.message, hint=e.hint) from e
 
 
 def _judged(
@@ -114,7 +139,7 @@ def _judged(
     expected: build_check.ReferenceAnswer,
     environment: Mapping[str, str],
     plain: Mapping[str, str],
-    say: Say,
+    report: Report,
 ) -> build_check.TrialVerdict:
     """Test the build.
 
@@ -129,17 +154,17 @@ def _judged(
         verdict = build_check.judge(recipe.backend, expected, environment)
         failure = verdict.failure or build_check.computed(expected, environment, layers=0).failure
         if not failure:
-            own_part = "the processor's part is that of the build which came with localllm"
-            say(f"   {own_part}: it was compiled for this processor")
+            own_part = "its CPU backend is replaced by that of the build installed with localllm"
+            report(f"   {own_part}, which was compiled for this CPU")
             return verdict
-        own_part = "with the processor's part of the build which came with localllm"
-        say(f"   {own_part} {failure}: its own is put back")
+        own_part = "with the CPU backend of the build installed with localllm"
+        report(f"   {own_part} {failure}, so its own CPU backend is restored")
         processor_part.put_back(package)
     return build_check.judge(recipe.backend, expected, environment)
 
 
 def _before(
-    recipe: BuildRecipe, old: Path, host: BuildHost, plain: Mapping[str, str]
+    recipe: BuildRecipe, old: Path, version: str, host: BuildHost, plain: Mapping[str, str]
 ) -> Mapping[str, str] | None:
     """Return the environment of the current build, for a speed comparison, or None.
 
@@ -148,21 +173,29 @@ def _before(
     for one. Another build of the same release cannot be slower on the CPU either, so the result is
     None. A build of another release can be slower, so it is compared.
     """
+    if recipe.libraries:
+        # The user named it, or no ready wheel drives this accelerator.
+        return None
     chosen = builds.chosen()
-    on_processor = host.version != installed_version() and recipe.backend == "cpu"
+    on_processor = version != installed_version() and recipe.backend == "cpu"
     if chosen == builds.OWN:
         if on_processor or host.own_backends != ("cpu",):
             return plain
         return None
     folder = old if chosen == recipe.name else builds.folder_of(chosen)
-    there = builds.read(folder)
-    if there is None or (there.backend == "cpu" and not on_processor):
+    build = builds.read(folder)
+    if build is None or (build.backend == "cpu" and not on_processor):
         return None
-    return builds.with_folder(folder, there.library_dirs, plain)
+    return builds.with_folder(folder, build.library_dirs, plain, build.libraries)
 
 
 def _slower(
-    model: Path, before: Mapping[str, str], now: Mapping[str, str], say: Say, *, other_release: bool
+    model: Path,
+    before: Mapping[str, str],
+    now: Mapping[str, str],
+    report: Report,
+    *,
+    other_release: bool,
 ) -> str:
     """Measure the new build and the previous one in turns, and describe the slowdown.
 
@@ -170,7 +203,7 @@ def _slower(
     """
     limit = _SLOWER_RELEASE if other_release else _SLOWER
     turns = _TURNS_RELEASE if other_release else _TURNS
-    say(f"measured beside the build that runs now: a short turn, each {turns} times")
+    report(f"comparing it with the current build: a short turn, {turns} times each")
     old_s = new_s = math.inf
     for turn in range(turns):
         # The two builds alternate in going first.
@@ -182,29 +215,31 @@ def _slower(
                 new_s = min(new_s, seconds)
             else:
                 old_s = min(old_s, seconds)
-    said = f"a turn takes {new_s * 1e3:.0f} ms, with the build that runs now {old_s * 1e3:.0f} ms"
-    say(f"   {said}")
+    comparison = (
+        f"a turn takes {new_s * 1e3:.0f} ms, but {old_s * 1e3:.0f} ms with the current build"
+    )
+    report(f"   {comparison}")
     if new_s > limit * old_s:
-        return said
+        return comparison
     return ""
 
 
-def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -> None:
+def make_in_environment(recipe: BuildRecipe, report: Report, run: Run | None = None) -> None:
     """Run steps that change the installation itself (MLX), and undo them if MLX then fails."""
     log = _log_path(recipe.name)
     before = importlib.util.find_spec(MLX.name) is not None
     for step in recipe.steps:
-        say(step.said)
-        _take(step, Path(sys.prefix), log, say, run or _run)
+        report(step.text)
+        _take(step, Path(sys.prefix), log, report, run or _run)
     failure = programs.ask("mlx.devices").failure
     if not failure:
         return
-    hint = f"all that was printed is in {log}"
+    hint = f"the complete output is in {log}"
     if before:
-        raise SetupError(f"MLX was not changed back: {failure}", hint=hint)
+        raise SetupError(f"the previous MLX was not restored: {failure}", hint=hint)
     uninstall = installer.command(["uninstall", "--yes", *MLX.distributions])
     (run or _run)(uninstall, dict(os.environ), log)
-    raise SetupError(f"MLX was taken out again: {failure}", hint=hint)
+    raise SetupError(f"MLX was uninstalled again: {failure}", hint=hint)
 
 
 @contextmanager
@@ -216,16 +251,18 @@ def _one_at_a_time() -> Iterator[None]:
     from huggingface_hub.utils import WeakFileLock
 
     mark = paths.private_dir(paths.builds_dir()) / ".making"
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         try:
-            held.enter_context(WeakFileLock(mark, timeout=0.1))
+            locks.enter_context(WeakFileLock(mark, timeout=0.1))
         except TimeoutError:
-            raise SetupError("another setup is at work", hint="wait for it, or end it") from None
+            raise SetupError(
+                "another `localllm setup` is running", hint="wait until it ends, or stop it"
+            ) from None
         yield
 
 
 @contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
+def _moved_away(folder: Path) -> Iterator[Path]:
     """Clear `folder` for the block.
 
     An earlier build in it is moved to the path that the block receives. If the block fails, the new
@@ -251,13 +288,12 @@ def _aside(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
+def _take(step: Step, folder: Path, log: Path, report: Report, run: Run) -> None:
     if step.links:
         link_cuda(Path(step.links.replace(FOLDER, str(folder))))
         return
-    environment = dict(os.environ)
     # pip must not see another build that is in use.
-    builds.apply(builds.OWN, environment)
+    environment = builds.plain()
     for name, value in step.environment:
         environment[name] = _joined(name, value.replace(FOLDER, str(folder)))
     words = [word.replace(FOLDER, str(folder)) for word in step.pip]
@@ -265,10 +301,10 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
     code = run(installer.command(words), environment, log)
     if code:
         raise SetupError(
-            f"{step.said}: the installation ended with exit code {code}: {last_words(log)}",
-            hint=f"what ran before still runs; all that was printed is in {log}",
+            f"{step.text}: the installation ended with exit code {code}: {last_words(log)}",
+            hint=f"the previous build stays in use; the complete output is in {log}",
         )
-    say(f"   done in {time.monotonic() - started:.0f} s")
+    report(f"   done in {time.monotonic() - started:.0f} s")
 
 
 def _joined(name: str, value: str) -> str:
@@ -288,9 +324,7 @@ def link_cuda(toolkit: Path) -> None:
     """
     folder = toolkit / "lib"
     if not folder.is_dir():
-        raise SetupError(
-            f"the CUDA packages did not bring {folder}", hint="localllm setup --backend vulkan"
-        )
+        raise SetupError(f"the CUDA packages lack {folder}", hint="localllm setup --backend vulkan")
     if not (toolkit / "lib64").exists():
         (toolkit / "lib64").symlink_to("lib")
     for file in sorted(folder.glob("lib*.so.*")):
@@ -303,7 +337,7 @@ def link_cuda(toolkit: Path) -> None:
     if found is None:
         raise SetupError(
             "libcuda.so.1 of the NVIDIA driver was not found",
-            hint="install the NVIDIA driver, then again",
+            hint="install the NVIDIA driver, then run `localllm setup` again",
         )
     (folder / "libcuda.so").symlink_to(found)
 

@@ -50,9 +50,9 @@ def _bring_pip() -> None:
         check=False,
     )
     if done.returncode:
-        said = done.stderr.strip().rpartition("\n")[2] or "ensurepip failed"
+        cause = done.stderr.strip().rpartition("\n")[2] or "ensurepip failed"
         raise SetupError(
-            f"this environment has no pip, and Python brings none: {said[:300]}",
+            f"this environment has no pip, and Python could not install it: {cause[:300]}",
             hint="install uv (https://docs.astral.sh/uv) or, on Debian, python3-venv; then run "
             "`localllm setup` again",
         )

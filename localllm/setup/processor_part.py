@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-_ASIDE = "ready-made"
+_REPLACED_FOLDER = "ready-made"
 
 
 def exchange(package: Path, own: Path) -> bool:
@@ -24,20 +24,20 @@ def exchange(package: Path, own: Path) -> bool:
     versions = [_names(_libraries(folder, "ggml-base")) for folder in (package, own)]
     if not theirs or _names(theirs) != _names(ours) or versions[0] != versions[1]:
         return False
-    aside = package / "lib" / _ASIDE
-    aside.mkdir()
+    replaced = package / "lib" / _REPLACED_FOLDER
+    replaced.mkdir()
     for old, new in zip(theirs, ours, strict=True):
-        old.rename(aside / old.name)
+        old.rename(replaced / old.name)
         shutil.copy(new, old)
     return True
 
 
 def put_back(package: Path) -> None:
     """Undo `exchange`."""
-    aside = package / "lib" / _ASIDE
-    for file in sorted(aside.iterdir()):
+    replaced = package / "lib" / _REPLACED_FOLDER
+    for file in sorted(replaced.iterdir()):
         file.replace(package / "lib" / file.name)
-    aside.rmdir()
+    replaced.rmdir()
 
 
 def _libraries(package: Path, name: str) -> list[Path]:

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
-from localllm.setup import cuda
+from localllm.setup import cuda, releases
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, Version
 from localllm.setup.steps import (
+    FOLDER,
     MLX,
     BuildRecipe,
     Preferred,
@@ -28,7 +29,7 @@ from localllm.setup.steps import (
     wheel,
 )
 
-_SEE = "`localllm device` shows what was found, `localllm setup --dry-run` what would be made"
+_SEE = "`localllm device` shows the hardware found, `localllm setup --dry-run` the build to be made"
 
 
 def recipes_for(
@@ -46,18 +47,18 @@ def recipes_for(
         return [_mlx(device, host)]
     if wanted:
         return [_RECIPES[wanted](device, host)]
-    lacking = _lacking(device, host, preferred)
-    backends = _best(device, host, None if lacking else preferred)
+    missing = _why_not_preferred(device, host, preferred)
+    backends = _best(device, host, None if missing else preferred)
     first = backends[0] if backends else "cpu"
     made, refused = _in_turn(device, host, backends, preferred)
     is_installed = first in host.own_backends and not cuda.needs_own_code(device)
     if first == "cpu" or is_installed:
-        made.insert(0, _own(device, first))
+        made.insert(0, _installed_build(device, first))
     if not made:
         raise SetupError("; ".join(refused), hint=_SEE)
-    if preferred is not None and lacking:
+    if preferred is not None and missing:
         # A build that cannot run is not a choice, but the user should know about it.
-        note = f"ROCm would be faster ({preferred.because}). {lacking}"
+        note = f"ROCm would be faster ({preferred.because}). {missing}"
         made[0] = replace(made[0], notes=(*made[0].notes, note))
     best = chain(*made)
     if first == "metal":
@@ -90,6 +91,34 @@ def _in_turn(
     return made, refused
 
 
+def with_archives(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
+    """Return `recipe` and its alternatives, with llama.cpp's own archive before each compilation.
+
+    If no archive can run on this machine, the compilation gives the reason. The CPU's build is
+    compiled, since that is for exactly this processor.
+    """
+    made: list[BuildRecipe] = []
+    archives: set[str] = set()
+    for candidate in (replace(recipe, otherwise=()), *recipe.otherwise):
+        backend = candidate.backend
+        if _compiles(candidate) and backend != "cpu" and backend not in archives:
+            archives.add(backend)
+            reason = releases.unfit(backend, device, host)
+            if reason:
+                candidate = replace(candidate, because=f"{candidate.because}; {reason}")
+            else:
+                made.append(_archive(backend, host))
+        made.append(candidate)
+    return chain(*made)
+
+
+def _archive(backend: str, host: BuildHost) -> BuildRecipe:
+    archive = _release("latest", backend, "it takes a download instead of a compilation")
+    if backend == "vulkan":
+        return replace(archive, needs=_vulkan_loader(host))
+    return archive
+
+
 def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
     """Return `recipe` for `host.version`, another release of llama-cpp-python.
 
@@ -99,8 +128,43 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
     if recipe.name == "own":
         made = _RECIPES[recipe.backend](device, host)
     others = tuple(of_release(other, device, host) for other in made.otherwise)
-    because = f"llama-cpp-python {host.version} was asked for; {made.because}"
+    because = f"llama-cpp-python {host.version} was requested; {made.because}"
     return replace(made, name=f"{made.name}-{host.version}", because=because, otherwise=others)
+
+
+def of_llama_cpp(tag: str, device: Device, host: BuildHost, wanted: str = "") -> BuildRecipe:
+    """Return the recipe for a release of llama.cpp itself, as its makers compiled it.
+
+    `wanted` is the backend, or "" for the best that this machine can drive. Its alternatives are
+    the same release for other backends.
+    """
+    backends = [wanted] if wanted else (_best(device, host, None) or ["cpu"])
+    because = f"llama.cpp's release {tag} was asked for"
+    return chain(*(_release(tag, backend, because) for backend in backends))
+
+
+def _release(tag: str, backend: str, because: str) -> BuildRecipe:
+    label = KINDS[backend].label
+    return BuildRecipe(
+        name=f"{tag}-{backend}",
+        backend=backend,
+        title=f"llama.cpp {tag} for {label}, its makers' own archive",
+        because=because,
+        steps=(Step(f"llama.cpp {tag}", release=tag),),
+        libraries=f"{FOLDER}/lib",
+        takes="a download",
+    )
+
+
+def of_folder(name: str, source: str, folder: str, backend: str) -> BuildRecipe:
+    """Return the recipe for a llama.cpp that another program installed. It is not moved."""
+    return BuildRecipe(
+        name=name,
+        backend=backend,
+        title=f"the llama.cpp of {source}",
+        because=f"it is installed in {folder}",
+        libraries=folder,
+    )
 
 
 def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
@@ -115,7 +179,7 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
         name=f"{name}-rpc",
         title=f"llama.cpp for {KINDS[recipe.backend].label} with RPC, compiled here",
         steps=tuple(_plus_rpc(step) for step in made.steps),
-        because="layers can lie on other machines",
+        because="layers can run on other machines",
         otherwise=(),
     )
 
@@ -131,8 +195,8 @@ def _compiled(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     flags = KINDS[recipe.backend].cmake
     if not flags:
         raise SetupError(
-            f"RPC with {recipe.backend} would have to be compiled, and its ready-made wheel "
-            "is what suits this machine",
+            f"RPC with {recipe.backend} needs a compiled build, but only the prebuilt wheel "
+            "suits this machine",
             hint="localllm setup --rpc --backend vulkan (or cpu)",
         )
     steps = (from_source(host, [flags, "-DLLAVA_BUILD=OFF"]),)
@@ -159,7 +223,7 @@ def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[
     if device.accelerator == "rocm":
         if preferred is not None and preferred.backend == "rocm":
             return ["rocm", "vulkan"]
-        if device.compute_capability in _COMPUTE_ALONE:
+        if device.compute_capability in _WITHOUT_GRAPHICS:
             return ["rocm", "vulkan"]
         if host.rocm is not None:
             return ["vulkan", "rocm"]
@@ -168,7 +232,7 @@ def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[
     return [kind for kind in kinds if kind in _RECIPES and kind != "cpu"]
 
 
-def _lacking(device: Device, host: BuildHost, preferred: Preferred | None) -> str:
+def _why_not_preferred(device: Device, host: BuildHost, preferred: Preferred | None) -> str:
     """Return the reason why a preferred ROCm build is impossible now, or ""."""
     if preferred is None or preferred.backend != "rocm":
         return ""
@@ -191,30 +255,30 @@ def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
     device.
     """
     if host.system == "macos":
-        hint = "the Metal build is the one: localllm setup"
+        hint = "use the Metal build: localllm setup"
         raise SetupError("there is no Vulkan build for a Mac", hint=hint)
     loader = _vulkan_loader(host)
     if not is_x86(host):
         because = f"there are no Vulkan wheels for {host.architecture}"
-        here = _compiled_here(host, "vulkan", because, 20)
-        needs = (*loader, *here.needs)
+        compiled = _compiled_here(host, "vulkan", because, 20)
+        needs = (*loader, *compiled.needs)
         if not host.glslc:
             tools = "sudo apt install glslc libvulkan-dev spirv-headers"
             needs += (f"glslc and Vulkan's headers: {tools}",)
-        return replace(here, needs=needs)
+        return replace(compiled, needs=needs)
     ready = BuildRecipe(
         name="vulkan",
         backend="vulkan",
         title="llama.cpp for Vulkan, llama-cpp-python's own wheel",
-        because="it runs on every maker's driver as it is",
+        because="it runs on every vendor's driver without compiling",
         steps=(wheel(host, "vulkan"),),
         needs=loader,
         takes="a download",
     )
     if not host.glslc:
         return ready
-    here = _compiled_here(host, "vulkan", "it is made for this system", 20)
-    return chain(ready, replace(here, name="vulkan-here", needs=(*loader, *here.needs)))
+    compiled = _compiled_here(host, "vulkan", "it is compiled for this system", 20)
+    return chain(ready, replace(compiled, name="vulkan-here", needs=(*loader, *compiled.needs)))
 
 
 def _vulkan_loader(host: BuildHost) -> tuple[str, ...]:
@@ -226,7 +290,7 @@ def _vulkan_loader(host: BuildHost) -> tuple[str, ...]:
         "(Fedora: vulkan-loader mesa-vulkan-drivers)"
     )
     if host.system == "windows":
-        packages = "install the graphics driver of the card's maker"
+        packages = "install the graphics driver of the card's vendor"
     return (f"Vulkan's loader and a driver: {packages}",)
 
 
@@ -244,7 +308,7 @@ ROCM_CODE = {
 }  # fmt: skip
 ROCM_MAJOR = 7
 # Instincts have no graphics, and no Vulkan driver that is worth trying first.
-_COMPUTE_ALONE = ("gfx908", "gfx90a", "gfx942", "gfx950")
+_WITHOUT_GRAPHICS = ("gfx908", "gfx90a", "gfx942", "gfx950")
 
 
 def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
@@ -252,25 +316,27 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
     if not gfx.startswith("gfx"):
         gfx = ""
     if device.accelerator != "rocm" and not gfx:
-        raise SetupError(f"{device.name} has no Radeon that ROCm knows", hint=_SEE)
+        raise SetupError(f"{device.name} has no Radeon that ROCm supports", hint=_SEE)
     code = ROCM_CODE.get(host.system, ())
     if not code or not is_x86(host):
-        told = f"there is no ROCm build for {host.system} on {host.architecture}"
-        raise SetupError(told, hint="localllm setup --backend vulkan")
+        message = f"there is no ROCm build for {host.system} on {host.architecture}"
+        raise SetupError(message, hint="localllm setup --backend vulkan")
     if gfx and gfx not in code:
-        told = f"the ROCm wheel has no code of {gfx} ({device.name}), only of {', '.join(code)}"
-        raise SetupError(told, hint="localllm setup --backend vulkan")
-    because = f"it has code of {gfx}"
+        message = (
+            f"the ROCm wheel has no code for {gfx} ({device.name}), only for {', '.join(code)}"
+        )
+        raise SetupError(message, hint="localllm setup --backend vulkan")
+    because = f"it has code for {gfx}"
     if not gfx:
-        because = f"the trial tells if it has code of this GPU (it has {', '.join(code)})"
+        because = f"the test shows whether it has code for this GPU (it has {', '.join(code)})"
     if host.system == "windows":
         return BuildRecipe(
             name="rocm",
             backend="rocm",
-            title="llama.cpp for ROCm, llama-cpp-python's own wheel, with AMD's libraries in it",
+            title="llama.cpp for ROCm, llama-cpp-python's own wheel, including AMD's libraries",
             because=because,
             steps=(wheel(host, "hip-radeon"),),
-            takes="a download of a gigabyte",
+            takes="the download is about 1 GB",
         )
     notes: tuple[str, ...] = ()
     if gfx == "gfx1151" and (host.rocm or (0, 0)) < (7, 13):
@@ -282,23 +348,23 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
         because=because,
         steps=(wheel(host, "rocm72"),),
         needs=_rocm_needs(host.rocm),
-        takes="a download of a gigabyte",
+        takes="the download is about 1 GB",
         notes=notes,
     )
 
 
-_ROCM_NOTES = ("ROCm 7.2 crashes on some boards with Strix Halo, where 7.13 and later run",)
+_ROCM_NOTES = ("ROCm 7.2 crashes on some Strix Halo boards; 7.13 and later work",)
 
 
 def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
-    packages = f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer"
-    needs = f"{packages}: its libraries are not in the wheel"
+    packages = f"ROCm {ROCM_MAJOR} from AMD's packages, 7.2 or newer"
+    needs = f"{packages}: the wheel does not include its libraries"
     if rocm is None:
         return (needs,)
     if rocm[0] == ROCM_MAJOR:
         return ()
-    lacks = "which lacks the libraries it asks for"
-    return (f"{needs} (here is {_version_text(rocm)}, {lacks})",)
+    cause = "which lacks the required libraries"
+    return (f"{needs} (installed: {_version_text(rocm)}, {cause})",)
 
 
 def _version_text(version: Version) -> str:
@@ -311,7 +377,8 @@ def _version_text(version: Version) -> str:
 
 
 def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int) -> BuildRecipe:
-    """Return a recipe that needs only a C++ compiler and the backend's flag (no flag for the CPU)."""
+    """Return a recipe that needs only a C++ compiler and the backend's flag (no flag for the
+    CPU)."""
     kind = KINDS[backend]
     flags = ["-DLLAVA_BUILD=ON"]
     if backend != "cpu":
@@ -329,19 +396,18 @@ def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int
 
 def _metal(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "metal":
-        raise SetupError(f"{device.name} is no Mac with Apple's GPU: Metal is not there", hint=_SEE)
-    because = "Metal is on wherever llama-cpp-python is compiled on a Mac"
+        raise SetupError(
+            f"{device.name} is not a Mac with an Apple GPU, so it has no Metal", hint=_SEE
+        )
+    because = "llama-cpp-python compiled on a Mac always includes Metal"
     return _compiled_here(host, "metal", because, 8)
 
 
 def _cpu(_: Device, host: BuildHost) -> BuildRecipe:
     if host.system == "macos":
-        told = (
-            "there is no build for a Mac's processor alone: "
-            "llama.cpp is never compiled without Metal there"
-        )
-        raise SetupError(told, hint="run without the GPU: --gpu-layers 0")
-    return _compiled_here(host, "cpu", "compiled for exactly this processor's instructions", 8)
+        message = "there is no CPU build for a Mac: llama.cpp is always compiled with Metal there"
+        raise SetupError(message, hint="run without the GPU: --gpu-layers 0")
+    return _compiled_here(host, "cpu", "compiled for this CPU's exact instruction set", 8)
 
 
 def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
@@ -362,9 +428,9 @@ def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
             because = "MLX has CUDA code of 7.5, 8.0, 9.0a, 10.0a, 12.0a and 12.1a"
             return _mlx_for("cuda", "MLX for CUDA 13", because)
     if host.system == "windows":
-        raise SetupError("MLX does not run on Windows", hint="localllm setup makes llama.cpp ready")
-    because = "MLX runs here, for what it is worth without a GPU"
-    return _mlx_for("cpu", "MLX on the processor", because)
+        raise SetupError("MLX does not run on Windows", hint="use llama.cpp: localllm setup")
+    because = "MLX runs here, but without a GPU"
+    return _mlx_for("cpu", "MLX on the CPU", because)
 
 
 def _mlx_for(accelerator: str, title: str, because: str) -> BuildRecipe:
@@ -386,16 +452,16 @@ _RECIPES: dict[str, Callable[[Device, BuildHost], BuildRecipe]] = {
 BACKENDS = (*_RECIPES, MLX.name)
 
 
-def _own(device: Device, backend: str) -> BuildRecipe:
+def _installed_build(device: Device, backend: str) -> BuildRecipe:
     """Return the recipe for the installed build."""
     if backend != "cpu":
         label = KINDS[backend].label
-        title = f"llama.cpp for {label}, as it is installed"
-        because = f"the installed llama.cpp is made for {label} already"
+        title = f"llama.cpp for {label} (the installed build)"
+        because = f"the installed llama.cpp is already built for {label}"
         return BuildRecipe("own", backend, title, because)
     # A finding whose fix is a flag concerns plans, not builds.
     wrong = [f for f in device.findings if f.level != "info" and not f.fix.startswith("--")]
     if wrong:
-        return BuildRecipe("own", "cpu", "the processor's build goes on", wrong[0].message)
-    because = "the installed llama.cpp is made for the processor already"
-    return BuildRecipe("own", "cpu", "nothing to build", because)
+        return BuildRecipe("own", "cpu", "the CPU build stays in use", wrong[0].message)
+    because = "the installed llama.cpp is already a CPU build"
+    return BuildRecipe("own", "cpu", "no build needed", because)

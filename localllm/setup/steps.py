@@ -22,17 +22,21 @@ _WHEELS = "https://abetlen.github.io/llama-cpp-python/whl"
 class Step:
     """One step of a recipe.
 
-    It either runs `pip` with these arguments and additions to the environment, or creates the file
-    names that CMake looks for in the folder `links`. `said` is the text shown to the user.
+    It runs `pip` with these arguments and additions to the environment. Or it creates the file
+    names that CMake looks for in the folder `links`. Or it unpacks llama.cpp's `release` (a tag, or
+    "latest") for the recipe's accelerator. `text` is shown to the user.
     """
 
-    said: str
+    text: str
     pip: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     links: str = ""
+    release: str = ""
 
     def command(self) -> str:
         """Return the step as a shell command."""
+        if self.release:
+            return f"download llama.cpp's release {self.release}, unpack it into {FOLDER}/lib"
         if self.links:
             return f"link the CUDA libraries under the names CMake looks for, in {self.links}/lib"
         settings = [f'{name}="{value}"' for name, value in self.environment]
@@ -67,6 +71,7 @@ class BuildRecipe:
     - `backend`: the backend that must compute in the trial.
     - `needs`: missing requirements, each with instructions to get it.
     - `library_dirs`: folders searched for shared libraries when it runs.
+    - `libraries`: the folder of libllama, if the build is no package llama_cpp.
     - `into_environment`: its steps change the installation itself (MLX).
     - `otherwise`: alternatives in order, if it cannot be made or fails its trial.
     """
@@ -78,6 +83,7 @@ class BuildRecipe:
     steps: tuple[Step, ...] = ()
     needs: tuple[str, ...] = ()
     library_dirs: tuple[str, ...] = ()
+    libraries: str = ""
     takes: str = ""
     into_environment: bool = False
     notes: tuple[str, ...] = ()
@@ -156,10 +162,11 @@ def compiler(host: BuildHost) -> list[str]:
 
 def minutes(host: BuildHost, cpu_minutes: int) -> str:
     """Return the time to compile here, as text, if one core takes `cpu_minutes`."""
-    here = max(1, round(cpu_minutes / max(1, host.n_cores)))
-    return f"about {here} min on {host.n_cores} cores"
+    n_minutes = max(1, round(cpu_minutes / max(1, host.n_cores)))
+    return f"about {n_minutes} min on {host.n_cores} cores"
 
 
 def is_x86(host: BuildHost) -> bool:
-    """Return True if llama-cpp-python's index has wheels for this processor on Linux and Windows."""
+    """Return True if llama-cpp-python's index has wheels for this processor on Linux and
+    Windows."""
     return host.architecture in ("x86_64", "AMD64")

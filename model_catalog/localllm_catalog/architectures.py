@@ -16,6 +16,9 @@ NO_CACHE = frozenset(
     "neo-bert", "eurobert",
      "t5encoder", "gemma-embedding"},
 )  # fmt: skip
+# The first release of llama.cpp that reads an architecture, if it is newer than 0.5.0
+# (https://github.com/ggml-org/llama.cpp/releases, November 2026).
+FIRST_RELEASES = {"lfm3": "1.0", "xing4_0": "1.0"}
 # general.file_type (llama.cpp include/llama.h, enum llama_ftype).
 FILE_TYPES: dict[int, str] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",

@@ -32,7 +32,8 @@ from localllm_catalog.types import (
 
 # The keys of a [[models]] table. tests/catalog/family_schema.py describes the value of each.
 _ABOUT_IT = {
-    "id", "family", "name", "hf_repo", "release_date", "licence", "architecture", "modality",
+    "id", "family", "name", "hf_repo", "release_date", "licence", "architecture",
+    "gguf_architecture", "modality",
     "purposes", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling", "drafts",
     "companions", "external_drafts", "quality", "notes", "params_note", "sources", "_file",
 }  # fmt: skip
@@ -57,20 +58,18 @@ def build_model(raw: Mapping[str, Any], sources: Sources) -> Model:
     missing or wrong."""
     unknown = sorted(raw.keys() - MODEL_KEYS - {*mixer.words()})
     if unknown:
-        near = difflib.get_close_matches(unknown[0], MODEL_KEYS, n=1)
-        if near:
-            hint = f"did you mean {near[0]!r}?"
+        closest = difflib.get_close_matches(unknown[0], MODEL_KEYS, n=1)
+        if closest:
+            hint = f"did you mean {closest[0]!r}?"
         else:
             hint = "see the README in model_catalog/"
         raise BadCatalogError(
-            f"{raw['_file']}: {raw['id']}: {unknown[0]!r} is not a key of a model", hint
+            f"{raw['_file']}: {raw['id']}: {unknown[0]!r} is not a valid key for a model", hint
         )
     try:
         return _with_variants(_build(raw, sources), raw, sources)
     except KeyError as error:
-        raise BadCatalogError(
-            f"{raw['_file']}: {raw['id']} does not say {error.args[0]!r}"
-        ) from error
+        raise BadCatalogError(f"{raw['_file']}: {raw['id']} lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error}") from error
     except CatalogError as error:
@@ -99,6 +98,7 @@ def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
         release_date=raw.get("release_date", ""),
         licence=raw.get("licence", ""),
         hf_repo=raw.get("hf_repo", ""),
+        gguf_architecture=raw.get("gguf_architecture", ""),
         modality=tuple(raw.get("modality", ("text",))),
         purposes=tuple(purposes),
         sampling=_sampling(sampling),
@@ -181,7 +181,7 @@ def _image_tokens(raw: Mapping[str, Any]) -> ImageTokens | None:
     least = int(facts["least"])
     most = int(facts["most"])
     if least > most:
-        raise BadCatalogError(f"an image can't be from {least} to {most} tokens")
+        raise BadCatalogError(f"an image can't have {least} to {most} tokens")
     return ImageTokens(least, most, _number(facts, "side"))
 
 
@@ -250,7 +250,7 @@ def _gguf_variants(
         for quant in table.get("estimate", ()):
             if quant not in quants.MIXTURES:
                 raise BadCatalogError(
-                    f"no bits are known for {quant}", "give its size under bytes or about"
+                    f"no bits are known for {quant}", "give its size as `bytes` or `about`"
                 )
             yield _gguf(table, quant, shapes.estimate_gguf_bytes(model, quant), False, ESTIMATED)
 
@@ -346,7 +346,8 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
-    """Build layers that are listed one by one or in repeated groups, as read from a file's header."""
+    """Build layers that are listed one by one or in repeated groups, as read from a file's
+    header."""
     layers = tuple(islice(_repeated(rows, n_layers + 1), n_layers + 1))
     if len(layers) != n_layers:
         raise BadCatalogError(f"the layers listed are not the {n_layers} that the model has")

@@ -19,7 +19,8 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `offset`. Raises SourceError if they cannot be read."""
+        """Return exactly `length` bytes from `offset`. Raises SourceError if they cannot be
+        read."""
 
 
 # Opens a name (a path or URL) as a ByteSource. Raises SourceError if it does not exist.
@@ -48,5 +49,5 @@ class FileSource(ByteSource):
         except OSError as error:
             raise SourceError(f"{self.name} cannot be read: {error.strerror}") from error
         if len(data) != length:
-            raise SourceError(f"{self.name} became shorter while it was read")
+            raise SourceError(f"{self.name} was truncated by another program during reading")
         return data

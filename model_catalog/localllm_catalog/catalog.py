@@ -17,6 +17,7 @@ from localllm_catalog.types import Model
 _HERE = Path(__file__).parent
 FAMILIES_DIR = _HERE / "families"
 SOURCES_FILE = _HERE / "sources.toml"
+_MAX_FILE_BYTES = 32 << 20
 Documents = dict[str, dict[str, Any]]
 
 
@@ -63,8 +64,8 @@ class Catalog:
         if wanted:
             inside = [i for i in self.by_id if wanted in i or i in wanted]
             inside.sort(key=len)
-        near = difflib.get_close_matches(wanted, self.by_id, n=limit, cutoff=0.55)
-        return list(dict.fromkeys(inside + near))[:limit]
+        closest = difflib.get_close_matches(wanted, self.by_id, n=limit, cutoff=0.55)
+        return list(dict.fromkeys(inside + closest))[:limit]
 
 
 def shipped_files() -> list[Path]:
@@ -73,7 +74,8 @@ def shipped_files() -> list[Path]:
 
 
 def shipped() -> Documents:
-    """Return the parsed shipped tables by file name. This takes 25 ms, so callers should cache it."""
+    """Return the parsed shipped tables by file name. This takes 25 ms, so callers should cache
+    it."""
     return {path.name: _parse(path) for path in shipped_files()}
 
 
@@ -127,7 +129,7 @@ _TEXT = frozenset({
 _AT_LEAST_ONE = frozenset(
     {"params", "active", "layers", "hidden", "heads", "head_dim", "vocab", "context", "count"}
 )
-_MOST_LAYERS = 2_048
+_MAX_LAYERS = 2_048
 _MOST = 1 << 50
 
 
@@ -137,7 +139,7 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
             raise BadCatalogError(f"{where}: {key} is {value!r}, not text")
         if isinstance(value, int | float) and not isinstance(value, bool):
             least = int(key in _AT_LEAST_ONE)
-            most = _MOST_LAYERS if key == "layers" else _MOST
+            most = _MAX_LAYERS if key == "layers" else _MOST
             if not least <= value <= most:
                 raise BadCatalogError(
                     f"{where}: {key} is {value}, not a number from {least} to {most:,}"
@@ -170,13 +172,16 @@ def _models_of(document: Mapping[str, Any], path: Path) -> Iterator[dict[str, An
 
 
 def _parse(path: Path) -> dict[str, Any]:
+    if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
+        most_mib = _MAX_FILE_BYTES >> 20
+        raise BadCatalogError(f"{path} is not a file of at most {most_mib} MiB", "remove it")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadCatalogError(f"{path} is not TOML: {error}") from error
     except RecursionError:
         raise BadCatalogError(
-            f"{path} is not a catalog file: its values are nested without end"
+            f"{path} is not a catalog file: its values are nested too deeply"
         ) from None
     except OSError as error:
         raise BadCatalogError(

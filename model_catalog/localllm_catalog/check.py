@@ -31,7 +31,7 @@ def problems(user_dir: Path | None = None) -> Iterator[str]:
             used |= set(table.get("quality", ()))
     known = set(catalog.read_sources())
     yield from (f"sources.toml: {label} is used by no family" for label in sorted(known - used))
-    yield from (f"sources.toml does not know {label!r}" for label in sorted(used - known))
+    yield from (f"sources.toml does not define {label!r}" for label in sorted(used - known))
     loaded = catalog.load(user_dir)
     for model in loaded.models:
         yield from (f"{model.id}: {problem}" for problem in _model(model, loaded))

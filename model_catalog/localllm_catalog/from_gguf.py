@@ -213,6 +213,7 @@ def _model(
         tied_embeddings=facts.tied,
         experts=experts,
         architecture=describe(layers, experts),
+        gguf_architecture=facts.arch,
         mtp_layers=facts.n_mtp,
         lookup_params=_lookup_params(header),
         lookup_rows=facts.lookup_rows(),
@@ -223,8 +224,8 @@ def _model(
     )
     if not mixer.knows(facts.arch):
         warning = (
-            f"the architecture {facts.arch!r} is not known here: it is planned as attention on "
-            "every layer, and its KV may be more or less"
+            f"the architecture {facts.arch!r} is unknown: it is planned with attention in every "
+            "layer, so its KV size may be wrong"
         )
         model = replace(model, shape_warning=warning)
     return _with_names(model, header, facts)

@@ -79,7 +79,7 @@ def model_from_config(
         raise BadHeaderError(f"config.json: {error.message}", error.hint) from error
     except (KeyError, TypeError, ValueError) as error:
         raise BadHeaderError(
-            f"config.json does not make sense: {error!r}", "the folder may be incomplete"
+            f"config.json has contradictory values: {error!r}", "the folder may be incomplete"
         ) from error
     model = replace(
         _model(raw, layers, template), sampling=stated.sampling_of_config(generation or {})
@@ -136,7 +136,9 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
         "mtp_layers": facts.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
     }
     if table["shared_kv_layers"] > n_layers:
-        raise BadHeaderError("more layers share their KV than there are")
+        raise BadHeaderError(
+            "the number of layers with shared KV is larger than the number of layers"
+        )
     if facts.type.startswith("gemma4"):
         table["per_layer_embedding"] = facts.number("hidden_size_per_layer_input", default=0)
         if facts.get("use_double_wide_mlp"):
@@ -149,16 +151,16 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
 def _overridden(layers: tuple[Layer, ...], facts: Config) -> tuple[Layer, ...]:
     """Return `layers` with the values of per_layer_config for single layers (by number, or by the
     name of their kind)."""
-    said = facts.get("per_layer_config")
-    if isinstance(said, list):
-        said = dict(enumerate(said))
-    if not isinstance(said, Mapping):
+    layer_configs = facts.get("per_layer_config")
+    if isinstance(layer_configs, list):
+        layer_configs = dict(enumerate(layer_configs))
+    if not isinstance(layer_configs, Mapping):
         return layers
     words = mixer.config_words()
-    of_kind = {words[str(word)]: own for word, own in said.items() if str(word) in words}
+    of_kind = {words[str(word)]: own for word, own in layer_configs.items() if str(word) in words}
     changed = []
     for index, layer in enumerate(layers):
-        own = said.get(str(index), said.get(index, of_kind.get(layer.kind)))
+        own = layer_configs.get(str(index), layer_configs.get(index, of_kind.get(layer.kind)))
         if isinstance(own, Mapping):
             layer = replace(layer, mixer=layer.mixer.overridden(Config(own)))
         changed.append(layer)
@@ -281,7 +283,7 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
     )
     if raw["type"] in _KNOWN_PLAIN or set(raw["pattern"]) != {"full"}:
         return model
-    warning = f"the model type {raw['type']!r} is not known: KV may be less"
+    warning = f"the model type {raw['type']!r} is unknown: its KV may be smaller"
     return replace(model, shape_warning=warning)
 
 
@@ -329,8 +331,8 @@ def quant_of(config: Mapping[str, Any]) -> str:
     foreign = foreign_format(config)
     if foreign:
         raise BadHeaderError(
-            f"its weights are in {foreign}, which MLX does not run",
-            "take an MLX conversion of the model (mlx-community has many), or a GGUF file of it",
+            f"its weights are in {foreign}, which MLX can't run",
+            "use an MLX conversion of the model (mlx-community has many), or a GGUF file",
         )
     mode = str(section.get("mode") or section.get("quant_method") or "affine")
     if mode in ("mxfp4", "mxfp8", "nvfp4"):

@@ -167,7 +167,7 @@ def split_names(name: str, count: int) -> list[str]:
         or {"/", "\\"} & set(name)
     ):
         raise BadHeaderError(
-            f"the header says {count} splits, which the file name {name!r} does not",
+            f"the header says {count} splits, unlike the file name {name!r} does not",
             "keep the names the files were published under (…-00001-of-00003.gguf)",
         )
     return parts
@@ -186,8 +186,7 @@ def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSo
     stated = parts[0].integer("split.tensors.count", len(tensors))
     if len({tensor.name for tensor in tensors}) != len(tensors) or stated != len(tensors):
         raise BadHeaderError(
-            f"{names[0]}: the splits hold {len(tensors)} tensors, "
-            f"{stated} different ones are announced"
+            f"{names[0]}: the splits hold {len(tensors)} tensors, {stated} were announced"
         )
     size = sum(part.file_bytes for part in parts)
     return replace(parts[0], tensors=tensors, files=tuple(names), file_bytes=size)
@@ -217,12 +216,12 @@ class _Cursor:
         self._buffer = b""
         self._counted: Counter[str] = Counter()
 
-    def need(self, count: int, what: str) -> tuple[bytes, int]:
+    def need(self, count: int, subject: str) -> tuple[bytes, int]:
         """Return (buffer, index) with `count` bytes from the current position in memory. The
         position does not move."""
         end = self.position + count
         if end > self.limit:
-            raise self.too_long(what)
+            raise self.too_long(subject)
         index = self.position - self._base
         if index + count > len(self._buffer):
             size = min(max(count, self.source.chunk), self.limit - self.position)
@@ -231,71 +230,73 @@ class _Cursor:
             index = 0
         return self._buffer, index
 
-    def too_long(self, what: str) -> BadHeaderError:
+    def too_long(self, subject: str) -> BadHeaderError:
         if self.limit < self.source.size:
             most = f"{MAX_HEADER_BYTES >> 20} MiB"
-            return BadHeaderError(f"{what} runs past the first {most}, which no real header does")
+            return BadHeaderError(
+                f"{subject} extends past the first {most}, further than any real header"
+            )
         return BadHeaderError(
-            f"{what} runs past the end of the file ({self.source.size} bytes)",
+            f"{subject} extends past the end of the file ({self.source.size} bytes)",
             "it may be cut short",
         )
 
-    def fits(self, count: int, each: int, what: str) -> None:
+    def fits(self, count: int, each: int, subject: str) -> None:
         """Raise an error if the rest of the header cannot hold `count` items of at least `each`
         bytes."""
         if count * each > self.limit - self.position:
-            raise self.too_long(f"{count} {what}")
+            raise self.too_long(f"{count} {subject}")
 
-    def count(self, count: int, what: str, most: int) -> None:
+    def count(self, count: int, subject: str, most: int) -> None:
         """Raise an error if the whole header has more than `most` of an item."""
-        self._counted[what] += count
-        if self._counted[what] > most:
-            raise BadHeaderError(f"the metadata holds more than {most:,} {what}")
+        self._counted[subject] += count
+        if self._counted[subject] > most:
+            raise BadHeaderError(f"the metadata holds more than {most:,} {subject}")
 
-    def take(self, count: int, what: str) -> bytes:
+    def take(self, count: int, subject: str) -> bytes:
         """Return the next `count` bytes."""
-        buffer, index = self.need(count, what)
+        buffer, index = self.need(count, subject)
         self.position += count
         return buffer[index : index + count]
 
-    def u32(self, what: str) -> int:
-        return int.from_bytes(self.take(4, what), "little")
+    def u32(self, subject: str) -> int:
+        return int.from_bytes(self.take(4, subject), "little")
 
-    def u64(self, what: str) -> int:
-        return int.from_bytes(self.take(8, what), "little")
+    def u64(self, subject: str) -> int:
+        return int.from_bytes(self.take(8, subject), "little")
 
-    def raw(self, limit: int, what: str) -> bytes:
-        length = self.u64(what)
+    def raw(self, limit: int, subject: str) -> bytes:
+        length = self.u64(subject)
         if length > limit:
-            raise BadHeaderError(f"{what} of {length} bytes is longer than {limit}")
-        return self.take(length, what)
+            raise BadHeaderError(f"{subject} of {length} bytes is longer than {limit}")
+        return self.take(length, subject)
 
-    def name(self, limit: int, what: str) -> str:
+    def name(self, limit: int, subject: str) -> str:
         try:
-            text = self.raw(limit, what).decode("utf-8")
+            text = self.raw(limit, subject).decode("utf-8")
         except UnicodeDecodeError:
-            raise BadHeaderError(f"{what} is not UTF-8") from None
+            raise BadHeaderError(f"{subject} is not UTF-8") from None
         if not text or not text.isprintable():
-            raise BadHeaderError(f"{what} {text[:40]!r} is empty or has control characters")
+            raise BadHeaderError(f"{subject} {text[:40]!r} is empty or has control characters")
         return text
 
-    def string(self, what: str) -> str:
-        length = self.u64(what)
-        self.fits(1, length, what)
+    def string(self, subject: str) -> str:
+        length = self.u64(subject)
+        self.fits(1, length, subject)
         # for example a complete tokenizer.json: llama.cpp skips it, and so do we
         if length > MAX_STRING_BYTES:
             self.position += length
             return ""
         self.count(length, "bytes of text", MAX_KEPT_STRING_BYTES)
-        return self.take(length, what).decode("utf-8", "replace")
+        return self.take(length, subject).decode("utf-8", "replace")
 
-    def skip_strings(self, count: int, what: str) -> None:
+    def skip_strings(self, count: int, subject: str) -> None:
         """Skip `count` strings. The file chooses the length of this loop, so the strings are
         counted."""
         self.count(count, "strings, more than any vocabulary", MAX_STRING_ELEMENTS)
         unpack = _U64.unpack_from
         while count:
-            buffer, index = self.need(8, what)
+            buffer, index = self.need(8, subject)
             start = index
             end = len(buffer) - 8
             for left in range(count - 1, -1, -1):
@@ -305,7 +306,7 @@ class _Cursor:
                     break
             self.position += index - start
         if self.position > self.limit:
-            raise self.too_long(what)
+            raise self.too_long(subject)
 
 
 def _parse(cursor: _Cursor) -> GgufHeader:
@@ -314,7 +315,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     for _ in range(n_keys):
         key = cursor.name(_MAX_KEY_BYTES, "a metadata key")
         if key in metadata:
-            raise BadHeaderError(f"the metadata key {key!r} is there twice")
+            raise BadHeaderError(f"the metadata key {key!r} occurs twice")
         metadata[key] = _value(cursor, key)
     alignment = metadata.get("general.alignment", 32)
     if (
@@ -345,10 +346,10 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
     version = cursor.u32("the version")
     if version not in (2, 3):
         if version and not version & 0xFFFF:
-            raise BadHeaderError("this GGUF file is big-endian", "get the little-endian file")
+            raise BadHeaderError("this GGUF file is big-endian", "download the little-endian file")
         raise BadHeaderError(
-            f"GGUF version {version} is not read here (2 and 3 are)",
-            "get a newer or requantised file",
+            f"GGUF version {version} is not supported (only 2 and 3)",
+            "download a newer or requantised file",
         )
     n_tensors = cursor.u64("the tensor count")
     n_keys = cursor.u64("the key count")
@@ -369,14 +370,14 @@ def _no_gguf(start: bytes) -> BadHeaderError:
             f"run `git lfs pull` there, or {again}",
         ),
         (start.lstrip()[:1] == b"<", "this is a web page, not a GGUF file", again),
-        (not any(start), "this file is empty space, not a GGUF file", again),
+        (not any(start), "this file contains only zero bytes, so it is not a GGUF file", again),
         (
             True,
             "this is not a GGUF file",
-            "give a .gguf file; other formats are converted or come as MLX",
+            "give a .gguf file; convert other formats, or use MLX files",
         ),
     )
-    return next(BadHeaderError(what, hint) for is_so, what, hint in signs if is_so)
+    return next(BadHeaderError(subject, hint) for is_so, subject, hint in signs if is_so)
 
 
 def _value(cursor: _Cursor, key: str) -> Value:
@@ -392,7 +393,7 @@ def _array(cursor: _Cursor, key: str) -> Value:
     type_id = cursor.u32(key)
     count = cursor.u64(key)
     if type_id == _ARRAY:
-        raise BadHeaderError(f"{key} is an array of arrays, which GGUF readers do not take")
+        raise BadHeaderError(f"{key} is an array of arrays, which GGUF readers reject")
     if type_id == _STRING:
         cursor.fits(count, 8, f"strings of {key}")
         if count > KEEP_ARRAY:
@@ -421,7 +422,7 @@ def _numbers(cursor: _Cursor, key: str, type_id: int, count: int) -> tuple[Scala
     values = struct.unpack(f"<{count}{packing.format[-1]}", cursor.take(packing.size * count, key))
     if type_id == _BOOL:
         if any(value > 1 for value in values):
-            raise BadHeaderError(f"{key} is a truth value other than 0 and 1")
+            raise BadHeaderError(f"{key} is a boolean other than 0 and 1")
         return tuple(bool(value) for value in values)
     return values
 
@@ -442,22 +443,26 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
         raise BadHeaderError(f"{name} has the impossible shape {shape}")
     if shape[0] % kind.block:
         raise BadHeaderError(
-            f"rows of {shape[0]} in {name} are not whole {kind.name} blocks of {kind.block}"
+            f"rows of {shape[0]} in {name} are not a multiple "
+            f"of {kind.name}'s block size {kind.block}"
         )
     if offset % alignment:
-        raise BadHeaderError(f"{name} starts at {offset}, off the alignment of {alignment}")
+        raise BadHeaderError(
+            f"{name} starts at {offset}, not a multiple of the alignment {alignment}"
+        )
     return TensorInfo(name, shape, kind.name, offset, tensor_bytes(kind.name, elements))
 
 
 def _unknown_type(name: str, type_id: int) -> BadHeaderError:
     if type_id in REMOVED_TYPE_IDS:
         return BadHeaderError(
-            f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file"
+            f"{name} is in a format that llama.cpp removed (type {type_id})",
+            "download a newer file",
         )
     if type_id in _OF_IK_LLAMA:
         return BadHeaderError(
             f"{name} is in a format of ik_llama.cpp's (type {type_id})",
-            "run it with that program, or take another quant",
+            "run it with that program, or use another quant",
         )
     return BadHeaderError(
         f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it"
@@ -469,7 +474,7 @@ def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> 
     end = 0
     for tensor in sorted(tensors, key=attrgetter("offset")):
         if tensor.name in names:
-            raise BadHeaderError(f"the tensor {tensor.name} is there twice")
+            raise BadHeaderError(f"the tensor {tensor.name} occurs twice")
         names.add(tensor.name)
         if tensor.offset < end:
             raise BadHeaderError(f"{tensor.name} overlaps the tensor before it")

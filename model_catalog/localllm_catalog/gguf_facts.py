@@ -17,23 +17,34 @@ _MAX_WIDTH = 1 << 24
 # https://github.com/ggml-org/llama.cpp/issues/12367).
 _OLLAMAS_NAMES = frozenset({"gptoss", "mllama", "qwen25vl"})
 _OLLAMAS_TENSORS = ("v.", "mm.", "mtp.", "a.", "s.")
-_NOT_OURS = (
-    "run it with Ollama, or fetch a GGUF file of the model from the hub "
-    "(`localllm recommend` names some)"
+_OLLAMA_ONLY = (
+    "run it with Ollama, or use a GGUF file of the model "
+    "from the hub (`localllm recommend` lists some)"
 )
 
 
+def check_layout(header: GgufHeader) -> None:
+    """Raise BadHeaderError if only Ollama can read the file."""
+    foreign = _ollamas_own(header)
+    if foreign:
+        raise BadHeaderError(
+            f"this file is in Ollama's own layout ({foreign}), which llama.cpp can't read",
+            _OLLAMA_ONLY,
+        )
+
+
 def _ollamas_own(header: GgufHeader) -> str:
-    """Return the part of a header that only Ollama writes in this way; "" for a llama.cpp header."""
+    """Return the part of a header that only Ollama writes in this way; "" for a llama.cpp
+    header."""
     arch = header.architecture
     if arch in _OLLAMAS_NAMES:
         return f"the architecture {arch!r}"
     for tensor in header.tensors:
         if tensor.name.startswith(_OLLAMAS_TENSORS):
-            return f"{tensor.name} beside the language model's tensors"
+            return f"{tensor.name} among the language model's tensors"
     sections = header.metadata.get(f"{arch}.rope.dimension_sections")
     if isinstance(sections, tuple) and len(sections) == 3:
-        return "3 rope sections where llama.cpp has 4"
+        return "3 rope sections instead of llama.cpp's 4"
     return ""
 
 
@@ -45,19 +56,14 @@ class Facts:
         self.arch = header.architecture
         self.kind = kinds.of_header(header.metadata, len(header.tensors))
         if self.kind not in kinds.MODELS:
-            what, instead = kinds.WORDS[self.kind]
-            raise BadHeaderError(f"this GGUF is {what}, not a language model", instead)
+            kind_text, instead = kinds.WORDS[self.kind]
+            raise BadHeaderError(f"this GGUF is {kind_text}, not a language model", instead)
         if not self.arch:
             raise BadHeaderError(
-                "this GGUF does not say what model it is (general.architecture)",
-                "get another file of it",
+                "this GGUF lacks the model's architecture (general.architecture)",
+                "download another file of the model",
             )
-        foreign = _ollamas_own(header)
-        if foreign:
-            raise BadHeaderError(
-                f"this file is in Ollama's own layout ({foreign}), which llama.cpp does not read",
-                _NOT_OURS,
-            )
+        check_layout(header)
         self.tied = all(tensor.name != "output.weight" for tensor in header.tensors)
         self.n_blocks = self.number("block_count", maximum=MAX_LAYERS, minimum=1)
         self.n_mtp = self.number("nextn_predict_layers", 0, maximum=self.n_blocks - 1)
@@ -101,9 +107,7 @@ class Facts:
         if isinstance(value, tuple):
             numbers = [item for item in value if isinstance(item, int) and 0 <= item <= _MAX_WIDTH]
             if len(numbers) != len(value) or len(numbers) < self.n_layers:
-                raise BadHeaderError(
-                    f"{self.arch}.{name} does not hold {self.n_layers} plain numbers"
-                )
+                raise BadHeaderError(f"{self.arch}.{name} is not a list of {self.n_layers} numbers")
             return [int(number) for number in numbers] + [0] * (self.n_blocks - len(numbers))
         if value is None:
             if isinstance(default, list):
@@ -112,7 +116,8 @@ class Facts:
         return [self.number(name)] * self.n_blocks
 
     def lookup_rows(self) -> int:
-        """Return the rows that a token reads from lookup tables: one, or one for each hashed head."""
+        """Return the rows that a token reads from lookup tables: one, or one for each hashed
+        head."""
         return max(
             1, (self.number("ple.ngram_size", 0) - 1) * self.number("ple.heads_per_ngram", 0)
         )

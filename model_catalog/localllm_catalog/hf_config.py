@@ -37,7 +37,8 @@ class Config:
         self.defaults: Mapping[str, Any] = defaults if nested else {}
 
     def get(self, *names: str) -> Any:
-        """Return the first of these values that exists and is not null, else the family's default."""
+        """Return the first of these values that exists and is not null, else the family's
+        default."""
         for tables in ((self.text, self.whole), (self.defaults,)):
             for name in names:
                 for table in tables:
@@ -55,9 +56,9 @@ class Config:
             return default
         if value is None:
             raise BadHeaderError(
-                f"{names[0]} is not stated, and what {self.type or 'a model without a type'} "
-                "takes for it is not known",
-                "take a GGUF file of the model, or a repository whose config.json says it",
+                f"{names[0]} is missing, and the value that "
+                f"{self.type or 'a model without a type'} uses as its default is unknown",
+                "use a GGUF file of the model, or a repository with this value in config.json",
             )
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
             raise BadHeaderError(f"{names[0]} is {str(value)[:40]!r}, not a plain number")

@@ -29,7 +29,7 @@ Kind = Literal[
     "image model",
     "diffusion model",
     "speech model",
-    "side file",
+    "companion file",
     "pointer",
 ]
 MODELS: frozenset[Kind] = frozenset({"model", "embedding", "reranker"})
@@ -37,37 +37,40 @@ MODELS: frozenset[Kind] = frozenset({"model", "embedding", "reranker"})
 WORDS: Mapping[Kind, tuple[str, str]] = {
     "projector": (
         "an image or audio projector",
-        "it is used with its model from beside it: name the model's own file",
+        "it is loaded together with its model: give the model's own file",
     ),
     "drafter": (
         "a drafter (MTP heads or a draft model)",
-        "it is used beside its model: name the model's own file",
+        "it is loaded together with its model: give the model's own file",
     ),
     "adapter": (
         "an adapter (LoRA)",
-        "name its base model's file, and this one with --lora",
+        "give its base model's file, and this file with --lora",
     ),
-    "imatrix": ("an importance matrix", "it serves quantising alone: name the model's own file"),
+    "imatrix": ("an importance matrix", "it is only for quantisation: give the model's own file"),
     "vocabulary": (
         "a vocabulary without weights",
-        "name a file of the model that holds its weights",
+        "give a file with the model's weights",
     ),
     "vocoder": (
         "a vocoder (sound from codes)",
-        "no text comes of it: name the language model's own file",
+        "it generates sound, not text: give the language model's own file",
     ),
     "image model": (
         "an image or video model",
-        "a diffusion program runs it; name a language model's file",
+        "run it with a diffusion program, or give a language model's file",
     ),
     "diffusion model": (
-        "a language model that writes by diffusion, all words of a block at once",
-        "no engine here runs those; name a model that writes word by word, such as Gemma 4",
+        "a language model that generates blocks of text by diffusion",
+        "no engine here supports those; use an autoregressive model, such as Gemma 4",
     ),
-    "speech model": ("a speech recogniser", "whisper.cpp runs it; name a language model's file"),
-    "side file": (
-        "a side file of macOS (attributes of the file without ._)",
-        "name the file without ._",
+    "speech model": (
+        "a speech recogniser",
+        "run it with whisper.cpp, or give a language model's file",
+    ),
+    "companion file": (
+        "a macOS metadata file (attributes of the file without ._)",
+        "give the file without ._",
     ),
     "pointer": (
         "a Git LFS pointer, not the file itself",
@@ -99,6 +102,7 @@ _OF_TYPE: Mapping[str, Kind] = {
 # https://github.com/ggml-org/llama.cpp include/llama.h, enum llama_pooling_type.
 _POOLING_NONE = 0
 _POOLING_RANK = 4
+_DIMENSIONS = (".block_count", ".context_length", ".embedding_length")
 
 
 def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
@@ -124,6 +128,16 @@ def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
     return _model_kind(metadata, arch)
 
 
+def is_drafter_config(config: Mapping[str, object]) -> bool:
+    """Return whether a config.json describes a drafter for another model (EAGLE-3, DFlash,
+    DSpark)."""
+    if "dflash_config" in config or "speculators_model_type" in config:
+        return True
+    named = config.get("architectures")
+    architectures = named if isinstance(named, list) else []
+    return any("eagle3" in str(name).lower() for name in architectures)
+
+
 def _is_drafter(metadata: Mapping[str, object], arch: str) -> bool:
     """Return whether the file is a drafter for another model, by its architecture's name, or
     because all of its blocks predict further tokens."""
@@ -133,8 +147,18 @@ def _is_drafter(metadata: Mapping[str, object], arch: str) -> bool:
     return bool(n_blocks) and n_blocks == metadata.get(f"{arch}.nextn_predict_layers")
 
 
+def _is_of_a_language_model(key: str) -> bool:
+    return key.startswith("tokenizer.") or key.endswith(_DIMENSIONS)
+
+
 def _model_kind(metadata: Mapping[str, object], arch: str) -> Kind:
-    """Return whether a model is a reranker, an embedding model or a text model."""
+    """Return whether a model is a reranker, an embedding model, a text model or an image model.
+
+    Diffusion programs write no dimensions of the model (ltx2, wan22, hunyuan_video), and no
+    tokenizer.
+    """
+    if arch and not any(_is_of_a_language_model(key) for key in metadata):
+        return "image model"
     pooling = metadata.get(f"{arch}.pooling_type", _POOLING_NONE)
     if pooling == _POOLING_RANK or f"{arch}.classifier.output_labels" in metadata:
         return "reranker"
@@ -156,7 +180,7 @@ _NEVER: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 )  # fmt: skip
 _MERGED = re.compile(r"(?:^|-)(?:merged?|fused|baked)(?:-|$)")
 # Words that mark a companion file if there is a complete model in the same listing …
-_BESIDE: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+_COMPANION_WORDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (
         "drafter",
         re.compile(
@@ -189,7 +213,7 @@ def among(files: Mapping[str, int]) -> dict[str, Kind]:
     found: dict[str, Kind] = {name: _never(name) for name in files}
     claims = {name: _claim(name) for name in files if found[name] == "model"}
     plain = [name for name, (kind, _) in claims.items() if kind == "model"] or list(claims)
-    sizes = _whole_sizes(files)
+    sizes = _complete_sizes(files)
     largest = max((_weights(name, sizes[name]) for name in plain), default=0.0)
     shortest = min((sizes[name] for name in plain), default=0)
     for name, (kind, wherever) in claims.items():
@@ -211,7 +235,7 @@ def _words(name: str) -> str:
 
 def _never(name: str) -> Kind:
     if name.rpartition("/")[2].startswith("._"):
-        return "side file"
+        return "companion file"
     words = _words(name)
     for kind, pattern in _NEVER:
         if pattern.search(words) and not (kind == "adapter" and _MERGED.search(words)):
@@ -231,14 +255,14 @@ def _claim(name: str) -> tuple[Kind, bool]:
     words = _words(name)
     if _DRAFTER_FOLDERS & {folder.lower() for folder in name.split("/")[:-1]}:
         return "drafter", True
-    for wherever, patterns in ((True, _BESIDE), (False, _SMALL)):
+    for wherever, patterns in ((True, _COMPANION_WORDS), (False, _SMALL)):
         for kind, pattern in patterns:
             if pattern.search(words):
                 return kind, wherever
     return "model", False
 
 
-def _whole_sizes(files: Mapping[str, int]) -> dict[str, int]:
+def _complete_sizes(files: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of each file together with the other parts of its split."""
     stems = {name: _SPLIT.sub("", re.sub(r"(?i)\.gguf$", "", name)) for name in files}
     totals: dict[str, int] = {}
@@ -322,11 +346,11 @@ def _named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[st
     spelled = [words]
     if len(words) > 1:
         spelled.append(words[1:])
-    for said in spelled:
-        if said in models:
-            return {said}
-    for said in spelled:
-        begun = {m for m in models if m[: len(said)] == said or said[: len(m)] == m}
+    for spelling in spelled:
+        if spelling in models:
+            return {spelling}
+    for spelling in spelled:
+        begun = {m for m in models if m[: len(spelling)] == spelling or spelling[: len(m)] == m}
         if len(begun) == 1:
             return begun
     return set()

@@ -34,8 +34,8 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
 # Characters that file systems or this program do not treat as part of a name.
 _NO_PART = frozenset("/\\:<>|?*")
-_MOST_PARTS = 16
-_MOST_PART_BYTES = 255
+_MAX_PARTS = 16
+_MAX_PART_BYTES = 255
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
 _QUANT = re.compile(
     r"(?:^|[^A-Za-z0-9])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[^A-Za-z0-9_]|$)",
@@ -61,7 +61,7 @@ def safe_file(name: str) -> bool:
     Its parts must be printable (in any script), not hidden, and must not lead outside.
     """
     parts = name.split("/")
-    return len(parts) <= _MOST_PARTS and all(map(_is_part, parts))
+    return len(parts) <= _MAX_PARTS and all(map(_is_part, parts))
 
 
 def _is_part(part: str) -> bool:
@@ -69,7 +69,7 @@ def _is_part(part: str) -> bool:
         part.isprintable()
         and part == part.strip(" ")
         and not part.startswith((".", "-", "~"))
-        and 0 < len(part.encode("utf-8", "replace")) <= _MOST_PART_BYTES
+        and 0 < len(part.encode("utf-8", "replace")) <= _MAX_PART_BYTES
         and ".." not in part
         and not _NO_PART & set(part)
     )
@@ -129,12 +129,17 @@ def split_parts(name: str) -> list[str]:
     return [f"{stem}-{n:05d}-of-{count:05d}{name[-len('.gguf') :]}" for n in range(1, count + 1)]
 
 
+def without_quant(name: str) -> str:
+    """Return a model's name without quant, split number and ending ("m.Q8_0.gguf": "m")."""
+    while (shorter := _TRIMMINGS.sub("", name)) != name:
+        name = shorter
+    return name
+
+
 def bare(name: str) -> str:
     """Reduce a name to the part that two spellings of a model share: no folder, publisher, quant,
     ending or punctuation."""
-    text = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    while (shorter := _TRIMMINGS.sub("", text)) != text:
-        text = shorter
+    text = without_quant(name.replace("\\", "/").rstrip("/").rpartition("/")[2])
     publisher, _, rest = text.partition("_")
     if rest and "-" not in publisher:
         text = rest

@@ -8,6 +8,7 @@ convert.py, utils.py).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -127,7 +128,7 @@ def tensor_bytes(type_name: str, n_elements: int) -> int:
         )
     if n_elements < 0 or n_elements % kind.block:
         raise BadHeaderError(
-            f"{n_elements} elements are not whole {type_name} blocks of {kind.block}"
+            f"{n_elements} elements are not a multiple of {type_name}'s block size {kind.block}"
         )
     return n_elements // kind.block * kind.block_bytes
 
@@ -225,6 +226,39 @@ MIXTURES: dict[str, Mixture] = {
     for m in (*_ONE_AND_TWO_BITS, *_THREE_BITS, *_FOUR_BITS, *_FIVE_BITS_AND_MORE, *_DYNAMIC)
 }
 
+# Perplexity of Llama-3-8B at 16 bits, the base of the published losses of that model (9.7516 at
+# Q2_K, which lost 3.5199: https://github.com/ggml-org/llama.cpp/pull/6936).
+LLAMA_3_PPL = 6.2316
+# The numbers of weights of the models that the losses were published for.
+_SALAMANDRA_PARAMS = 2.25e9
+_LLAMA_3_PARAMS = 8.03e9
+# Small models lose more: in proportion to this power of the number of weights.
+SIZE_EXPONENT = -0.35
+
+
+def published_loss(mixture: Mixture, n_params: float) -> float | None:
+    """Return the published ln(PPL / PPL_f16) of a mixture, scaled to a model of `n_params` weights.
+
+    None if no figure is published.
+    """
+    if mixture.ln_ppl_ratio is not None:
+        return mixture.ln_ppl_ratio * float((n_params / _SALAMANDRA_PARAMS) ** SIZE_EXPONENT)
+    if mixture.ppl_delta is not None:
+        ln_ratio = math.log(1 + mixture.ppl_delta / LLAMA_3_PPL)
+        return ln_ratio * float((n_params / _LLAMA_3_PARAMS) ** SIZE_EXPONENT)
+    return None
+
+
+def loss_by_bits(bits: float, n_params: float) -> float:
+    """Return ln(PPL / PPL_f16) of a format with `bits` a weight, for a model of `n_params` weights.
+
+    ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at
+    4.89.
+    """
+    of_salamandra = math.exp(-3.47 - 1.22 * (bits - 4.89))
+    return of_salamandra * float((n_params / _SALAMANDRA_PARAMS) ** SIZE_EXPONENT)
+
+
 # (weights, those of the token embedding) of the models that the mixtures' bits were read from. Both
 # are untied.
 _REFERENCES = {"llama-3.1-8b": (8_030_261_248, 525_336_576), _QWEN: (34_659_000_000, 508_559_360)}
@@ -300,6 +334,16 @@ KV_TYPES: dict[str, Fraction] = {
     "q4_0": Fraction(18, 32),
     "iq4_nl": Fraction(18, 32),
 }
+# Types that only MLX has, for heads of 128: groups of 64 with a scale and a bias of 16 bits, and
+# TurboQuant with a norm of 16 bits. The planner counts them for each model (planner/kv_sizes.py).
+MLX_KV_TYPES: dict[str, Fraction] = {
+    "q6_0": Fraction(52, 64),
+    "q3_0": Fraction(28, 64),
+    "q2_0": Fraction(20, 64),
+    "turbo4": Fraction(66, 128),
+    "turbo3": Fraction(50, 128),
+    "turbo2": Fraction(34, 128),
+}
 
 
 def kv_element_bytes(kv_type: str) -> Fraction:
@@ -311,9 +355,10 @@ def kv_element_bytes(kv_type: str) -> Fraction:
     if "/" in kv_type:
         k, v = kv_type.split("/", 1)
         return (kv_element_bytes(k) + kv_element_bytes(v)) / 2
+    known = KV_TYPES | MLX_KV_TYPES
     try:
-        return KV_TYPES[kv_type]
+        return known[kv_type]
     except KeyError:
         raise CatalogError(
-            f"{kv_type!r} is not a KV cache type", f"known: {', '.join(KV_TYPES)}"
+            f"{kv_type!r} is not a KV cache type", f"known: {', '.join(known)}"
         ) from None

@@ -106,6 +106,8 @@ class Variant:
     - `output_bytes`: the matrix that computes logits, even if it is one of those tables. This and
       the two before are read from a header, or empty.
     - `adapter_bytes`: bytes of an adapter on top, included in all of these sums.
+    - `measured_ln_ratio`: ln(perplexity / perplexity of the unquantised model), measured on this
+      machine.
     """
 
     format: Format
@@ -124,11 +126,13 @@ class Variant:
     input_bytes: int = 0
     output_bytes: int = 0
     adapter_bytes: int = 0
+    measured_ln_ratio: float | None = None
     __hash__ = object.__hash__
 
     @property
     def is_folder(self) -> bool:
-        """`Format.is_folder` of its format. A format that only an external backend knows is a file."""
+        """`Format.is_folder` of its format. A format that only an external backend knows is a
+        file."""
         return self.format in FOLDER_FORMATS
 
     @property
@@ -163,12 +167,16 @@ CompanionKind = Literal["eagle3", "dflash", "mtp", "draft"]
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A published GGUF drafter for a model: trained heads (eagle3, dflash, mtp) or a small model.
-    `file` is empty if the repository has several formats of it."""
+    """A published drafter for a model: trained heads (eagle3, dflash, mtp) or a small model.
+
+    `file` is empty if the repository has several formats of it. `folder`: it is a folder of
+    safetensors, for models in such folders.
+    """
 
     kind: CompanionKind
     repo: str
     file: str = ""
+    folder: bool = False
 
     @property
     def url(self) -> str:
@@ -188,6 +196,7 @@ class Model:
     - `lookup_params`: tables from which a token reads `lookup_rows` rows (per-layer and n-gram
       embeddings). They take disk space but add little to a step.
     - `lookup_bits`: bits of their weights in the listed files (0 = as in the token embedding).
+    - `gguf_architecture`: general.architecture of its GGUF files ("" = not known).
     - `residual_streams`: how many a layer reads and writes (hyper-connections).
     - `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones.
     - `attention_gate`: queries have a gate of the same size.
@@ -235,6 +244,7 @@ class Model:
     lookup_params: int = 0
     lookup_rows: int = 1
     residual_streams: int = 1
+    gguf_architecture: str = ""
     lookup_bits: float = 0.0
     ffn_matrices: int = 3
     attention_gate: bool = False

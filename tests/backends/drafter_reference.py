@@ -6,13 +6,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from llama_cpp import llama_cpp
 
 from localllm_backends.contract import LoadSpec
-from localllm_backends.llamacpp import heads
+from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.weights import load_model
 from models import tiny_drafters, tiny_gguf
 
@@ -61,9 +62,7 @@ class Reference:
             load_model(model, spec, None)[0],
             load_model(drafter, spec, None, drafter=True)[0],
         )
-        found = heads.staging_functions()
-        assert found is not None
-        self._staging, self._block = found, block
+        self._llama, self._block = start_native(), block
         fields = gguf.GGUFReader(drafter).fields.items()
         layers = [field.contents() for name, field in fields if name.endswith(".target_layers")]
         self._layers = layers[0] if layers else []
@@ -77,12 +76,8 @@ class Reference:
         assert context
         return context  # type: ignore[no-any-return]
 
-    def _array(self, address: int, n: int, width: int = tiny_drafters.E) -> np.ndarray:
-        return (
-            np.frombuffer((ctypes.c_float * (n * width)).from_address(address), np.float32)
-            .reshape(n, width)
-            .copy()
-        )
+    def _array(self, pointer: Any, n: int, width: int = tiny_drafters.E) -> np.ndarray:
+        return np.ctypeslib.as_array(pointer, (n, width)).copy()
 
     def _run(
         self,
@@ -121,11 +116,11 @@ class Reference:
         if self._block < 0:
             return self._assistant(target, history, most, known=len(history) - 1 not in unseen)
         for layer in self._layers:
-            self._staging["set_layer_rows"](target, layer, True)
+            self._llama.llama_set_embeddings_layer_inp(target, layer, True)
         read = history[:-1]
         self._run(target, [(token, i, None) for i, token in enumerate(read)])
         layers = [
-            self._array(self._staging["layer_rows"](target, layer), len(read))
+            self._array(self._llama.llama_get_embeddings_layer_inp(target, layer), len(read))
             for layer in self._layers
         ]
         rows = np.concatenate(layers, axis=1)
@@ -141,9 +136,9 @@ class Reference:
         return made
 
     def _eagle3(self, context: int, history: list[int], rows: np.ndarray, most: int) -> list[int]:
-        self._staging["set_rows"](context, True, True)
+        self._llama.llama_set_embeddings_nextn(context, True, True)
         self._run(context, [(None, i, row) for i, row in enumerate(rows)], encode=True)
-        fused = self._array(self._staging["rows"](context), len(rows))
+        fused = self._array(self._llama.llama_get_embeddings_nextn(context), len(rows))
         self._run(context, [(history[i + 1], i, row) for i, row in enumerate(fused)])
         tokens: list[int] = []
         at = len(fused) - 1
@@ -152,20 +147,20 @@ class Reference:
                 llama_cpp.llama_get_logits_ith(context, at), shape=(tiny_gguf.VOCAB,)
             )
             tokens.append(int(logits.argmax()))
-            hidden = self._array(self._staging["rows"](context), at + 1)[at]
+            hidden = self._array(self._llama.llama_get_embeddings_nextn(context), at + 1)[at]
             self._run(context, [(tokens[-1], position, hidden)])
             at = 0
         return tokens
 
     def _assistant(self, target: int, history: list[int], most: int, *, known: bool) -> list[int]:
         """All guesses at the place of the first, from the row before it and then its own."""
-        self._staging["set_rows"](target, True, False)
+        self._llama.llama_set_embeddings_nextn(target, True, False)
         at = len(history) - 1
         # Before the model reads anything: making it empties the cells that the two share.
         context = self._context(self._drafter, target)
         self._run(target, [(token, i, None) for i, token in enumerate(history[:-1])])
-        row = self._array(self._staging["rows"](target), at)[-1] * known
-        self._staging["set_rows"](context, True, True)
+        row = self._array(self._llama.llama_get_embeddings_nextn(target), at)[-1] * known
+        self._llama.llama_set_embeddings_nextn(context, True, True)
         tokens = [history[-1]]
         for _ in range(most):
             self._run(context, [(tokens[-1], at, row)])
@@ -173,7 +168,7 @@ class Reference:
                 llama_cpp.llama_get_logits_ith(context, 0), shape=(tiny_gguf.VOCAB,)
             )
             tokens.append(int(logits.argmax()))
-            row = self._array(self._staging["rows"](context), 1)[0]
+            row = self._array(self._llama.llama_get_embeddings_nextn(context), 1)[0]
         llama_cpp.llama_free(context)
         llama_cpp.llama_free(target)
         return tokens[1:]

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp
 
+from backends.drafted_lines import MOST, guesses_are_those_from_scratch, words
 from backends.drafter_reference import DSparkHeads, Reference
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
-from localllm_backends.llamacpp import backend_type, heads
+from localllm_backends.llamacpp import backend_type
+from localllm_backends.llamacpp.native import start_native
 from models import tiny_drafters, tiny_gguf
-
-MOST = 4
-
 
 KINDS: dict[str, int] = {
     "eagle3": 0,
@@ -72,119 +70,20 @@ def load(model: Path, drafter: Path | str, **more: object) -> Backend:
     return backend_type.load(LoadSpec(str(model), **spec))  # type: ignore[arg-type]
 
 
-def words(rng: random.Random, n: int) -> list[int]:
-    return [rng.randrange(3, 500) for _ in range(n)]
-
-
-class Lines:
-    """Sequences of a backend, and what each of them should hold."""
-
-    def __init__(self, backend: Backend, rng: random.Random) -> None:
-        self.backend, self.rng = backend, rng
-        self.held: dict[int, list[int]] = {}
-        self.unseen: dict[int, tuple[int, ...]] = {}
-
-    def open(self) -> None:
-        sequence = self.backend.new_sequence()
-        self.held[sequence], self.unseen[sequence] = [], ()
-        self.step([sequence])
-
-    def step(self, sequences: list[int]) -> None:
-        chunks = [
-            Chunk(s, words(self.rng, self.rng.choice([1, 1, 2, 5, 37])), 0) for s in sequences
-        ]
-        self.backend.step(chunks)
-        for chunk in chunks:
-            self.held[chunk.sequence] += chunk.tokens
-
-    def verify(self) -> None:
-        """Draft, verify, keep some."""
-        newest = {s: self.rng.randrange(3, 500) for s in self.held}
-        drafts = dict(
-            zip(newest, self.backend.draft([(s, t, MOST) for s, t in newest.items()]), strict=True)
-        )
-        self.backend.step([Chunk(s, [t, *drafts[s]], 1) for s, t in newest.items()])
-        for s, t in newest.items():
-            self.held[s] += [t, *drafts[s][: self.rng.randint(0, len(drafts[s]))]]
-            self.backend.truncate(s, len(self.held[s]))
-
-    def fork(self) -> None:
-        if len(self.held) < 4:
-            source = self.rng.choice(list(self.held))
-            copy = self.backend.fork(source, len(self.held[source]))
-            self.held[copy], self.unseen[copy] = list(self.held[source]), self.unseen[source]
-
-    def cut(self) -> None:
-        """Behind what the drafter has read: that costs the row before."""
-        sequence = self.rng.choice(list(self.held))
-        if len(self.held[sequence]) < 2:
-            return
-        at = self.rng.randint(1, len(self.held[sequence]) - 1)
-        if not self.backend.can_rewind(sequence, at):
-            return
-        self.backend.draft([(sequence, 3, 1)])
-        self.backend.truncate(sequence, at)
-        self.held[sequence] = self.held[sequence][:at]
-        self.unseen[sequence] = (*(p for p in self.unseen[sequence] if p < at), at)
-
-    def travel(self) -> None:
-        """Out as two blocks (where memory can be cut) and in again as another sequence."""
-        if len(self.held) >= 4:
-            return
-        source = self.rng.choice(list(self.held))
-        line, copy = self.held[source], self.backend.new_sequence()
-        half = len(line) // 2 if self.backend.capabilities.segments else 0
-        for start, stop in ((0, half), (half, len(line))):
-            if start < stop:
-                self.backend.import_range(
-                    copy, self.backend.export_range(source, start, stop), start, stop
-                )
-        self.held[copy], self.unseen[copy] = list(line), (*self.unseen[source], len(line))
-
-    def drop(self) -> None:
-        if len(self.held) > 1:
-            sequence = self.rng.choice(list(self.held))
-            self.backend.drop(sequence)
-            del self.held[sequence]
-
-
 def failing(decode: Callable[[int, object], int], n_layers: int) -> Callable[[int, object], int]:
     """llama_decode that fails but for models of so many layers."""
     return lambda context, batch: (
         decode(context, batch)
-        if llama_cpp.llama_model_n_layer(llama_cpp.llama_get_model(context)) == n_layers
+        if start_native().llama_model_n_layer(start_native().llama_get_model(context)) == n_layers
         else 1
     )
 
 
-def agrees(guessed: list[int], expected: list[int]) -> bool:
-    """They may stop where they are unsure."""
-    return guessed == expected[: len(guessed)]
-
-
 def test_after_any_history_they_guess_as_from_scratch(pair: tuple[Path, Path, Reference]) -> None:
     model, drafter, reference = pair
-    rng = random.Random(5)
     backend = load(model, drafter)
-    right = asked = lengths = 0
-    for _ in range(2):
-        lines = Lines(backend, rng)
-        lines.open()
-        for _ in range(14):
-            able = [lines.verify, lines.verify, lines.fork, lines.cut, lines.travel, lines.drop]
-            rng.choice([*able, lambda lines=lines: lines.step(list(lines.held))])()  # type: ignore[misc]
-            sequence, line = rng.choice(list(lines.held.items()))
-            newest = rng.randrange(3, 500)
-            (guessed,) = backend.draft([(sequence, newest, MOST)])
-            right += agrees(guessed, reference.draft([*line, newest], MOST, lines.unseen[sequence]))
-            lengths += len(guessed)
-            asked += 1
-            assert backend.length(sequence) == len(line)
-        for sequence in lines.held:
-            backend.drop(sequence)
+    guesses_are_those_from_scratch(backend, random.Random(5), reference.draft)
     backend.close()
-    assert right >= asked - 2, "near-ties"
-    assert lengths > asked
 
 
 @pytest.mark.parametrize("confidence", [False, True])
@@ -297,13 +196,13 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     eagle3, dflash = tiny_drafters.write_eagle3, tiny_drafters.write_dflash
     good = eagle3(tmp_path / "good.gguf")
     refused(tmp_path / "absent.gguf", "no file")
-    refused(model, "it is a llama model and no drafter")
-    refused(eagle3(tmp_path / "a.gguf", width=96), "layers are 96 wide, and this one's are 64")
+    refused(model, "the file is a llama model, not a drafter")
+    refused(eagle3(tmp_path / "a.gguf", width=96), "hidden size 96, and this model has 64")
     refused(
         eagle3(tmp_path / "b.gguf", layers=(0, 1, 7)),
         "reads the layers 0, 1, 7, and this model has 3",
     )
-    refused(eagle3(tmp_path / "c.gguf", layers=(0, 1, 3)), "behind the last layer")
+    refused(eagle3(tmp_path / "c.gguf", layers=(0, 1, 3)), "the output of the last layer")
     refused(eagle3(tmp_path / "d.gguf", without="blk.0.attn_norm_2"), "can't load")
     refused(dflash(tmp_path / "e.gguf", block=1), "block of 1")
     refused(dflash(tmp_path / "f.gguf", layers=(0, 9)), "reads the layers 0, 9")
@@ -313,25 +212,23 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     )
     refused(
         assistant(tmp_path / "g.gguf"),
-        "reads the KV of a Gemma 4 model, and this is a 'llama' model",
+        "reads the KV of a Gemma 4 model, but this is a 'llama' model",
     )
     refused(
         assistant(tmp_path / "h.gguf", width=96),
-        "made for a model 96 wide, and this one is 64",
+        "made for a model with hidden size 96, and this model has 64",
         gemma,
     )
-    refused(assistant(tmp_path / "i.gguf", window=16), "another window", gemma)
+    refused(assistant(tmp_path / "i.gguf", window=16), "its window differ", gemma)
     refused(good, "'gemma3' models", tiny_gguf.write_sliding(tmp_path / "sliding.gguf"))
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(good.read_bytes()[: good.stat().st_size // 2])
     refused(cut, "can't (load|be read)")
     foreign = good.read_bytes().replace("▁w300".encode(), "▁x300".encode())
     (tmp_path / "foreign.gguf").write_bytes(foreign)
-    refused(tmp_path / "foreign.gguf", "its token 300 is")
-    monkeypatch.setitem(
-        heads.SYMBOLS, "layer_rows", ("?llama_get_embeddings_layer_inp@@YA", None, [])
-    )
-    refused(good, "does not export")
+    refused(tmp_path / "foreign.gguf", "token 300 is")
+    monkeypatch.setattr(start_native(), "missing", lambda name: f"no {name} in this library")
+    refused(good, "no drafters in this library")
 
 
 def test_one_that_loses_its_place_harms_nobody(
@@ -348,7 +245,8 @@ def test_one_that_loses_its_place_harms_nobody(
         sequence, line, more = backend.new_sequence(), words(rng, 40), words(rng, 50)
         with monkeypatch.context() as patch:
             # Every one of its sweeps fails.
-            patch.setattr(llama_cpp, "llama_decode", failing(llama_cpp.llama_decode, 3))
+            llama = start_native()
+            patch.setattr(llama, "llama_decode", failing(llama.llama_decode, 3))
             backend.step([Chunk(sequence, line)])
             assert backend.draft([(sequence, 5, MOST)]) == [[]]
         got = backend.step([Chunk(sequence, more, 3)]).logits(0).copy()

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp
 
 from localllm_backends.contract import Chunk, InterruptedStepError, LoadSpec
 from localllm_backends.llamacpp import backend_type
+from localllm_backends.llamacpp.native import start_native
 from models import tiny_gguf
 
 
@@ -22,13 +22,14 @@ def test_a_step_waits_for_its_device(
 ) -> None:
     """Reading logits waits by itself; a GPU's queue takes a step without them in microseconds."""
     calls: list[str] = []
+    llama = start_native()
 
     def called(name: str, real: Any, *args: Any) -> Any:
         calls.append(name)
         return real(*args)
 
     for name in ("llama_decode", "llama_synchronize", "llama_get_logits"):
-        monkeypatch.setattr(llama_cpp, name, partial(called, name, getattr(llama_cpp, name)))
+        monkeypatch.setattr(llama, name, partial(called, name, getattr(llama, name)))
     backend = backend_type.load(LoadSpec(str(tiny_model), n_ctx=256))
     sequence = backend.new_sequence()
     calls.clear()
@@ -82,9 +83,10 @@ def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
             .logits(0)[-1]
             .copy()
         )
-    sequence, decode = wide.new_sequence(), llama_cpp.llama_decode
+    llama = start_native()
+    sequence, decode = wide.new_sequence(), llama.llama_decode
     with monkeypatch.context() as patch:
-        patch.setattr(llama_cpp, "llama_decode", lambda *args: decode(*args) or 2)
+        patch.setattr(llama, "llama_decode", lambda *args: decode(*args) or 2)
         with pytest.raises(InterruptedStepError):
             wide.step([Chunk(sequence, prompt, outputs=1)])
     assert wide.length(sequence) == 0

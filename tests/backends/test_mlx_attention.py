@@ -69,8 +69,9 @@ def expected(tokens: list[float], n: int, window: int | None) -> list[list[float
 def line_of(window: int | None = None, n_layers: int = 1) -> SequenceCache:
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-    from localllm_backends.mlx.attention import KvFormat
-    from localllm_backends.mlx.sequence_cache import Layout, SequenceCache
+    from localllm_backends.mlx.kv_format import KvFormat
+    from localllm_backends.mlx.layout import Layout
+    from localllm_backends.mlx.sequence_cache import SequenceCache
 
     caches = [KVCache() if window is None else RotatingKVCache(window) for _ in range(n_layers)]
     return SequenceCache(0, Layout(caches, KvFormat(), SLACK))
@@ -141,8 +142,9 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
     import mlx.core as mx
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-    from localllm_backends.mlx.attention import KvFormat
-    from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache
+    from localllm_backends.mlx.kv_format import KvFormat
+    from localllm_backends.mlx.layout import Layout
+    from localllm_backends.mlx.sequence_cache import SequenceBatch, SequenceCache
 
     layout = Layout([KVCache() if window is None else RotatingKVCache(window)], KvFormat(), SLACK)
     lines = [SequenceCache(i, layout) for i in range(len(lengths))]
@@ -218,8 +220,9 @@ def test_layers_grow_in_different_steps() -> None:
     """Growing copies a buffer; all layers at once would be a stall for whoever decodes."""
     from mlx_lm.models.cache import KVCache
 
-    from localllm_backends.mlx.attention import KvFormat
-    from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache
+    from localllm_backends.mlx.kv_format import KvFormat
+    from localllm_backends.mlx.layout import Layout
+    from localllm_backends.mlx.sequence_cache import SequenceBatch, SequenceCache
 
     layout = Layout([KVCache() for _ in range(8)], KvFormat(), SLACK)
     lines = [SequenceCache(i, layout) for i in range(2)]

@@ -111,21 +111,30 @@ HISTORIES = {
     "hybrid": {"n_rewind": 8},
     "recurrent": {"n_rewind": 8},
 }
+# The same with segments of a few tokens, so that short sequences have long chains of them.
+SMALL_SEGMENTS = [
+    f"{setting} in segments" for setting in ("llama", "llama+q8_0", "sliding", "mla", "hybrid")
+]
 
 
 @pytest.mark.parametrize("moves", [60, pytest.param(160, marks=pytest.mark.long)])
-@pytest.mark.parametrize("setting", HISTORIES)
+@pytest.mark.parametrize("setting", [*HISTORIES, *SMALL_SEGMENTS])
 def test_after_any_history_logits_are_those_of_the_tokens_held(
-    load: Callable[..., Any], setting: str, moves: int
+    load: Callable[..., Any], setting: str, moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forks, cuts, drops, exports, mixed steps and steps started ahead, in random order, against
     plain computing."""
+    rng = random.Random(setting)
+    setting, _, in_segments = setting.partition(" ")
+    if in_segments:
+        monkeypatch.setattr("localllm_backends.mlx.sequence_cache.COPIED_TOKENS", 3)
+        monkeypatch.setattr("localllm_backends.mlx.shared_prefix.WASTED_TOKENS", 3)
     backend = load(setting.partition("+")[0], **HISTORIES[setting])
     judge = load(
         setting.partition("+")[0],
         **{k: v for k, v in HISTORIES[setting].items() if k != "n_rewind"},
     )
-    rng = random.Random(setting)
+    assert backend.capabilities.shares_cells
     held: dict[int, list[int]] = {}
     guess: dict[int, int] = {}
     for _ in range(moves):
@@ -159,7 +168,10 @@ def test_after_any_history_logits_are_those_of_the_tokens_held(
             pass
         backend.check_integrity()
         assert {s: backend.length(s) for s in held} == {s: len(t) for s, t in held.items()}
-    assert backend.cells_free() == backend.info.n_ctx - sum(map(len, held.values()))
+    assert backend.cells_free() >= backend.info.n_ctx - sum(map(len, held.values()))
+    for sequence in held:
+        backend.drop(sequence)
+    assert backend.cells_free() == backend.info.n_ctx
 
 
 def step(

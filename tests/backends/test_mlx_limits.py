@@ -55,8 +55,8 @@ def test_it_accepts_checkpoint_folders_and_their_weight_files(
     ("spec", "said"),
     [
         ({"n_threads": 4}, "threads"),
-        ({"kv_type_k": "q8_0"}, "one type"),
-        ({"kv_type_k": "q5_0", "kv_type_v": "q5_0"}, "f32"),
+        ({"kv_type_k": "q8_0"}, "the same type"),
+        ({"kv_type_k": "q5_1", "kv_type_v": "q5_1"}, "f32"),
         ({"kv_type_k": "bf16", "kv_type_v": "bf16"}, "f32"),
     ],
 )
@@ -90,7 +90,9 @@ class WholeNumbers:
 def test_a_type_of_kv_that_mlx_does_not_know_is_a_load_error_with_its_name() -> None:
     from localllm_backends.mlx.load import probe
 
-    with pytest.raises(LoadError, match=r"int32, which the MLX backend does not know \(it knows"):
+    with pytest.raises(
+        LoadError, match=r"int32, which the MLX backend does not support \(it supports"
+    ):
         probe(WholeNumbers(), LoadSpec("model"), 64)
 
 
@@ -141,7 +143,7 @@ def test_broken_checkpoints_are_load_errors(
 def test_too_much_is_refused_before_it_is_loaded_with_both_figures(
     load: Callable[..., Any],
 ) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"needs .* GB and .* GB can be used"):
+    with pytest.raises(OutOfMemoryError, match=r"needs .* GB, and .* GB are available"):
         load(n_ctx=10**10)
 
 

@@ -291,11 +291,11 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(tmp_path: Pat
 
     refused(
         tiny_mlx.write_llama(tmp_path / "llama"),
-        "draft heads of 'llama' models can't run on MLX here",
+        "draft heads of 'llama' models are not supported on MLX",
     )
     without = tmp_path / "without"
     shutil.copytree(folder, without, ignore=shutil.ignore_patterns("head", "model-mtp*"))
-    refused(without, "has no draft heads in its weights")
+    refused(without, "contains no draft heads")
     held = mx.load(str(folder / "model-mtp.safetensors"))
     second = tmp_path / "second"
     shutil.copytree(folder, second, ignore=shutil.ignore_patterns("head"))
@@ -311,8 +311,6 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(tmp_path: Pat
     few = dict(list(held.items())[:-1])
     mx.save_safetensors(str(cut / "model-mtp.safetensors"), few)
     refused(cut, "can't be read")
-    with pytest.raises(LoadError, match=r"run on llama\.cpp only"):
-        load(folder, drafter=str(folder / "config.json"))
 
 
 def test_quantised_heads_are_read_as_they_are_stored(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Grammar:
     finished = False
     active = True
     in_call = False
-    may_go_on_freely = False
+    can_continue_unconstrained = False
 
     def __init__(self, n: int, n_vocab: int) -> None:
         self.tokens = np.arange(n_vocab) % n > 0

@@ -55,17 +55,19 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     model = next(m for m in catalog.load().models if m.id == "gemma-3-270m-it")
     full = next(layer for layer in model.layers if layer.kind == "full")
     model = dataclasses.replace(model, layers=(full,) * LAYERS, n_heads=HEADS)
-    assert full.mixer.quantised_apart == (WIDTH, WIDTH)
+    assert full.mixer.quantised_separately == (WIDTH, WIDTH)
     depths = [1024, 4096]
     shallow, deep = (scores_bytes(model, RunSettings(n, n_batch=step), ()) for n in depths)
     # While caches grow, one and the same step holds each layer's old keys and values beside the new
     # ones.
     grown = LAYERS * 2 * WIDTH * 2 * (depths[1] - depths[0])
-    for _ in range(3):
+    least = 0.95 * (deep - shallow)
+    most = 1.05 * (deep - shallow) + grown
+    for _ in range(5):
         first, last = peaks(step, depths)
-        if 0.95 * (deep - shallow) <= last - first:
-            break  # beside other work buffers come back sooner, and the peak is lower than need be
-    assert 0.95 * (deep - shallow) <= last - first <= 1.05 * (deep - shallow) + grown
+        if least <= last - first <= most:
+            break  # beside other work buffers come back sooner or later, which moves the peak
+    assert least <= last - first <= most
 
 
 def test_what_is_declared_is_what_one_call_attends_with() -> None:

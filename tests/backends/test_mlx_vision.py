@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from localllm_backends.contract import (
     BackendFailure,
     Chunk,
-    ImagePart,
     ImagePixels,
-    ImageRun,
     LoadError,
     LoadSpec,
+    MediaPart,
+    MediaRun,
     Placement,
 )
 from localllm_backends.mlx import backend_type
@@ -63,7 +63,7 @@ def spec_of(folder: Path) -> LoadSpec:
 
 
 def fill(
-    backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: int = 256
+    backend: Any, sequence: int, runs: list[list[int] | MediaRun], piece: int = 256
 ) -> NDArray[np.float32]:
     """Append `runs`, images in steps of `piece` tokens, or whole where they must be; the logits
     behind the last."""
@@ -72,12 +72,12 @@ def fill(
         if isinstance(run, list):
             rows = backend.step([Chunk(sequence, run, 1)]).logits(0)[-1].copy()
             continue
-        embeddings = backend.encode_image(run)
-        most = run.n_tokens if backend.capabilities.whole_images else piece
+        embeddings = backend.encode_media(run)
+        most = run.n_tokens if backend.capabilities.images_in_one_step else piece
         for start in range(0, run.n_tokens, most):
             n = min(most, run.n_tokens - start)
-            part = ImagePart(run, embeddings, start)
-            step = backend.step([Chunk(sequence, [-1] * n, 1, image=part)])
+            part = MediaPart(run, embeddings, start)
+            step = backend.step([Chunk(sequence, [-1] * n, 1, media=part)])
             rows = step.logits(0)[-1].copy()
     assert rows is not None
     return rows
@@ -155,10 +155,10 @@ def test_the_logits_are_those_of_mlx_vlm_itself(folder: Path, backend: Any) -> N
     pictures = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
     for picture in pictures:
         sequence = backend.new_sequence()
-        ours = fill(backend, sequence, backend.tokenize_images(["look: ", picture, " what is it?"]))
+        ours = fill(backend, sequence, backend.tokenize_media(["look: ", picture, " what is it?"]))
         backend.drop(sequence)
         assert np.abs(ours - theirs(folder, "look: [IMG] what is it?", [picture])).max() < NEAR
-    several = backend.tokenize_images(["a ", pictures[0], pictures[1], " b ", pictures[2], " c"])
+    several = backend.tokenize_media(["a ", pictures[0], pictures[1], " b ", pictures[2], " c"])
     sequence = backend.new_sequence()
     ours = fill(backend, sequence, several)
     backend.drop(sequence)
@@ -169,20 +169,20 @@ def test_another_picture_is_another_answer(backend: Any) -> None:
     rows = []
     for seed in (1, 2):
         sequence = backend.new_sequence()
-        rows.append(fill(backend, sequence, backend.tokenize_images([pixels(60, 40, seed), " so"])))
+        rows.append(fill(backend, sequence, backend.tokenize_media([pixels(60, 40, seed), " so"])))
         backend.drop(sequence)
     assert np.abs(rows[0] - rows[1]).max() > 100 * NEAR
 
 
 def test_images_are_read_in_pieces_cut_forked_and_moved(backend: Any) -> None:
-    runs = backend.tokenize_images(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
+    runs = backend.tokenize_media(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
     tail = backend.tokenize(" and then")
     whole, first = backend.new_sequence(), backend.new_sequence()
     expected = fill(backend, whole, [*runs, tail])
     assert np.abs(fill(backend, first, [*runs, tail], piece=5) - expected).max() < NEAR
     cuts = [
         0,
-        *itertools.accumulate(r.n_tokens if isinstance(r, ImageRun) else len(r) for r in runs),
+        *itertools.accumulate(r.n_tokens if isinstance(r, MediaRun) else len(r) for r in runs),
     ]
     last, edge = [*runs[-1], *tail], cuts[-2]
     source, moved = backend.new_sequence(), backend.new_sequence()
@@ -211,7 +211,7 @@ def test_streams_behind_images_of_other_sizes_decode_in_one_batch_as_alone(backe
     prompts = ([pixels(300, 200, 1), " so"], ["a ", pixels(60, 400, 2), " b"], ["no picture"])
     sequences = [backend.new_sequence() for _ in range(6)]
     for i, parts in enumerate([*prompts, *prompts]):
-        fill(backend, sequences[i], backend.tokenize_images(parts))
+        fill(backend, sequences[i], backend.tokenize_media(parts))
     for token in (5, 6, 7):
         alone = [backend.step([Chunk(s, [token], 1)]).logits(0)[-1].copy() for s in sequences[:3]]
         step = backend.step([Chunk(s, [token], 1) for s in sequences[3:]])
@@ -223,21 +223,21 @@ def test_streams_behind_images_of_other_sizes_decode_in_one_batch_as_alone(backe
 
 def test_an_image_is_encoded_in_another_thread_while_streams_decode(backend: Any) -> None:
     [run, *_] = [
-        r for r in backend.tokenize_images([pixels(300, 200, 3)]) if not isinstance(r, list)
+        r for r in backend.tokenize_media([pixels(300, 200, 3)]) if not isinstance(r, list)
     ]
     sequences = [backend.new_sequence() for _ in range(2)]
     for sequence in sequences:
         backend.step([Chunk(sequence, [1, 2, 3], 1)])
     found: list[Any] = []
     thread = threading.Thread(
-        target=lambda: found.extend(backend.encode_image(run) for _ in range(5))
+        target=lambda: found.extend(backend.encode_media(run) for _ in range(5))
     )
     thread.start()
     while thread.is_alive():
         backend.step([Chunk(sequence, [7], 1) for sequence in sequences])
         if backend.cells_free() < 10:
             thread.join()
-    alone = backend.encode_image(run)
+    alone = backend.encode_media(run)
     for each in found:
         assert np.array_equal(each, alone)
     assert len(found) == 5
@@ -246,19 +246,19 @@ def test_an_image_is_encoded_in_another_thread_while_streams_decode(backend: Any
 
 
 def test_an_image_goes_into_a_step_of_its_own(backend: Any) -> None:
-    [run] = [r for r in backend.tokenize_images([pixels(30, 20, 3)]) if not isinstance(r, list)]
-    part = ImagePart(run, backend.encode_image(run))
+    [run] = [r for r in backend.tokenize_media([pixels(30, 20, 3)]) if not isinstance(r, list)]
+    part = MediaPart(run, backend.encode_media(run))
     one, other = backend.new_sequence(), backend.new_sequence()
-    with pytest.raises(BackendFailure, match="step of its own"):
-        backend.step([Chunk(one, [-1] * run.n_tokens, 0, image=part), Chunk(other, [1], 1)])
+    with pytest.raises(BackendFailure, match="a step without other chunks"):
+        backend.step([Chunk(one, [-1] * run.n_tokens, 0, media=part), Chunk(other, [1], 1)])
     assert (backend.length(one), backend.length(other)) == (0, 0)
     backend.drop(one)
     backend.drop(other)
 
 
 def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> None:
-    made = [backend.tokenize_images(["", pixels(64, 64, seed)]) for seed in (1, 1, 2)]
-    keys = [next(r.key for r in runs if isinstance(r, ImageRun)) for runs in made]
+    made = [backend.tokenize_media(["", pixels(64, 64, seed)]) for seed in (1, 1, 2)]
+    keys = [next(r.key for r in runs if isinstance(r, MediaRun)) for runs in made]
     assert keys[0] == keys[1] != keys[2]
 
 
@@ -271,8 +271,8 @@ def test_a_large_picture_is_bounded_and_takes_what_was_planned(family: str, tmp_
     folder = tiny_mlx_vision.write(tmp_path / "large", family, side_px=256, heads=4, layers=layers)
     unloaded = mx.get_active_memory()
     backend = backend_type.load(spec_of(folder))
-    laid_out = backend.tokenize_images([pixels(900, 900, 1)])
-    [run] = [r for r in laid_out if isinstance(r, ImageRun)]
+    laid_out = backend.tokenize_media([pixels(900, 900, 1)])
+    [run] = [r for r in laid_out if isinstance(r, MediaRun)]
     assert 400 < run.n_tokens < 1060
     if family == "pixtral":
         # And a mark at the end of each of 32 rows but the last.
@@ -280,7 +280,7 @@ def test_a_large_picture_is_bounded_and_takes_what_was_planned(family: str, tmp_
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    backend.encode_image(run)
+    backend.encode_media(run)
     taken = mx.get_peak_memory() - before
     planned = backend_type.image_bytes(str(folder))
     report = backend.memory()
@@ -300,7 +300,7 @@ def test_other_families_and_missing_weights_are_refused_by_name(tmp_path: Path) 
         backend_type.image_bytes(str(folder))
     text = tiny_mlx.write_llama(tmp_path / "text")
     assert backend_type.image_bytes(str(text)) == 0
-    with pytest.raises(LoadError, match="reads no images here"):
+    with pytest.raises(LoadError, match="images are not supported"):
         backend_type.load(spec_of(text))
     # A conversion whose config speaks of a tower that it left out.
     stated = json.loads((text / "config.json").read_text())

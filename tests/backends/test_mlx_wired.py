@@ -157,6 +157,6 @@ def test_only_bfloat16_parts_are_cast(
         Device=mx.Device, cpu=mx.cpu, float16=mx.float16, bfloat16=mx.bfloat16,
     )  # fmt: skip
     monkeypatch.setattr(loading, "mx", m1)
-    loading.as_computed_fastest(model, {"model_type": family})
+    loading.use_fastest_type(model, {"model_type": family})
     types = {name: str(part.dtype).rpartition(".")[2] for name, part in {**parts, **told}.items()}
     assert types == {"w": becomes, "packed": "uint32", "wide": "float32"}

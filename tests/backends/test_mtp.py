@@ -18,7 +18,8 @@ import pytest
 from llama_cpp import llama_cpp
 
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
-from localllm_backends.llamacpp import backend_type, heads, mtp
+from localllm_backends.llamacpp import backend_type, mtp
+from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.weights import load_model
 from models import tiny_gguf, tiny_mtp
 
@@ -30,9 +31,7 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self._model, _ = load_model(path, LoadSpec(str(path), mtp=True), None)
-        found = heads.staging_functions()
-        assert found is not None
-        self._staging = found
+        self._llama = start_native()
         self._n_embd = llama_cpp.llama_model_n_embd_out(self._model)
         self._n_heads = llama_cpp.llama_model_n_layer_nextn(self._model)
 
@@ -45,18 +44,14 @@ class Reference:
         return context  # type: ignore[no-any-return]
 
     def _hidden(self, context: int, n: int) -> np.ndarray:
-        kind = ctypes.c_float * (n * self._n_embd)
-        return (
-            np.frombuffer(kind.from_address(self._staging["rows"](context)), np.float32)
-            .reshape(n, -1)
-            .copy()
-        )
+        rows = self._llama.llama_get_embeddings_nextn(context)
+        return np.ctypeslib.as_array(rows, (n, self._n_embd)).copy()
 
     def draft(self, history: list[int], most: int, unseen: tuple[int, ...] = ()) -> list[int]:
         """The heads' best guesses behind `history`. `unseen`: positions whose hidden row before
         them is not known."""
         target = self._context(llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT)
-        self._staging["set_rows"](target, True, False)
+        self._llama.llama_set_embeddings_nextn(target, True, False)
         array = (llama_cpp.llama_token * len(history))(*history)
         assert (
             llama_cpp.llama_decode(target, llama_cpp.llama_batch_get_one(array, len(history))) == 0
@@ -71,8 +66,8 @@ class Reference:
         read, tail, tail_rows = history[:-1], [history[-1]], [rows[len(history) - 1]]
         for i in range(most):
             head = self._context(llama_cpp.LLAMA_CONTEXT_TYPE_MTP)
-            self._staging["set_rows"](head, True, True)
-            self._staging["set_head"](head, i if self._n_heads > 1 else 0)
+            self._llama.llama_set_embeddings_nextn(head, True, True)
+            self._llama.llama_set_nextn_layer_offset(head, i if self._n_heads > 1 else 0)
             self._feed(head, read, rows, 0, outputs=False)
             self._feed(head, tail, np.stack(tail_rows), len(read), outputs=True)
             logits = np.ctypeslib.as_array(
@@ -367,16 +362,12 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(
         with pytest.raises(LoadError, match=reason):
             backend_type.load(LoadSpec(str(file), n_ctx=256, mtp=True))
 
-    refused(tiny_gguf.write_llama(tmp_path / "llama.gguf"), "names no draft heads")
+    refused(tiny_gguf.write_llama(tmp_path / "llama.gguf"), "lists no draft heads")
     refused(
         rewritten(path, tmp_path / "a.gguf", architecture="exaone4"),
-        "can't run the draft heads of 'exaone4'",
+        "does not support draft heads of 'exaone4'",
     )
-    refused(rewritten(path, tmp_path / "b.gguf", without="nextn"), "weights are not in it")
+    refused(rewritten(path, tmp_path / "b.gguf", without="nextn"), "does not contain their weights")
     refused(tmp_path / "absent.gguf", "no file")
-    monkeypatch.setitem(
-        heads.SYMBOLS,
-        "rows",
-        ("?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z", None, []),
-    )
-    refused(path, "does not export")
+    monkeypatch.setattr(start_native(), "missing", lambda name: f"no {name} in this library")
+    refused(path, "no mtp in this library")

@@ -105,7 +105,7 @@ def test_a_step_that_fails_beside_a_paused_prompt_fails_for_who_asked_and_the_pr
         raise ValueError("no such step")
 
     with pytest.raises(ValueError, match="no such step"):
-        prefill.beside(fails)
+        prefill.run_step(fails)
     assert read(prefill, len(tokens))
     prefill.close()
     backend.close()
@@ -138,14 +138,14 @@ def test_what_was_read_in_slices_goes_on_as_if_read_in_steps(backend: Backend, p
 
 def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: Backend) -> None:
     tokens, story = line(800), line(40, seed=1)
-    alone, beside = backend.new_sequence(), backend.new_sequence()
+    alone, run_step = backend.new_sequence(), backend.new_sequence()
     expected = [feed(backend, alone, story[: 10 * i + 10][10 * i :]) for i in range(4)]
     apart = backend.new_sequence()
     sliced = begin(backend, apart, tokens)
     got = []
     for i in range(4):
         assert sliced.run(0.0) < len(tokens), "no time is no more than a few nodes"
-        got.append(feed(backend, beside, story[: 10 * i + 10][10 * i :]))
+        got.append(feed(backend, run_step, story[: 10 * i + 10][10 * i :]))
     for a, b in zip(expected, got, strict=True):
         assert_same(a, b)
     assert read(sliced, len(tokens), seconds=0.0) > 10

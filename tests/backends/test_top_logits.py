@@ -95,13 +95,13 @@ def test_a_draw_over_all_tokens_is_decided_by_few_and_their_total(backend: Llama
     for uniform in (0.0, 0.3, 0.7, 0.9999):
         backend.truncate(sequence, 0)
         spec = SampleSpec(1.0, 0, 1.0, 0.0, uniform)
-        result = backend.step([Chunk(sequence, text, sample=spec, few=True)])
+        result = backend.step([Chunk(sequence, text, sample=spec, top_k_suffices=True)])
         token, row = result.sampled(0), result.logits(0)[0]
         assert (token is None) == (uniform > 0.99)
         assert token in (None, chosen(row, spec))
     nucleus = SampleSpec(0.5, 0, 0.5, 0.0, 0.95)
     backend.truncate(sequence, 0)
-    result = backend.step([Chunk(sequence, text, sample=nucleus, few=True)])
+    result = backend.step([Chunk(sequence, text, sample=nucleus, top_k_suffices=True)])
     assert result.sampled(0) == chosen(result.logits(0)[0], nucleus)
 
 
@@ -122,7 +122,7 @@ def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend)
     sequences = [backend.new_sequence() for _ in range(6)]
     spec = SampleSpec(0.8, 40, 0.95, 0.05, 0.3)
     chunks = [
-        Chunk(s, text, sample=spec, few=True) if i != 1 else Chunk(s, text)
+        Chunk(s, text, sample=spec, top_k_suffices=True) if i != 1 else Chunk(s, text)
         for i, s in enumerate(sequences)
     ]
     result = backend.step(chunks)
@@ -138,12 +138,14 @@ def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend)
     assert (result.logits(1)[0] == whole).all(), "what was there before"
     assert [backend.length(s) for s in sequences] == [len(text)] * 6
     backend.check_integrity()
-    after = backend.step([Chunk(s, [tokens[0]], sample=spec, few=True) for s in sequences])
+    after = backend.step(
+        [Chunk(s, [tokens[0]], sample=spec, top_k_suffices=True) for s in sequences]
+    )
     drawn = [after.sampled(i) for i in range(6)]
     rows = [after.logits(i)[0].copy() for i in (0, 2, 3, 4, 5)]
     moved = max(np.abs(softmax(rows[0]) - softmax(row)).sum() for row in rows)
     for token, row in zip([drawn[0], *drawn[2:]], rows, strict=True):
         assert token is not None
         assert may_be(token, row, spec, moved)
-    alone = backend.step([Chunk(sequences[0], [tokens[0]], few=True)])
+    alone = backend.step([Chunk(sequences[0], [tokens[0]], top_k_suffices=True)])
     assert alone.argmax(0) == [int(alone.logits(0)[0].argmax())], "one stream's row is read whole"

@@ -1,5 +1,5 @@
-"""Images through the llama.cpp backend: the logits behind them are llama.cpp's own, however the
-prompt was put together."""
+"""Images and sounds through the llama.cpp backend: the logits behind them are llama.cpp's own,
+however the prompt was put together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,36 @@ from numpy.typing import NDArray
 from localllm_backends.contract import (
     CannotRewindError,
     Chunk,
-    ImagePart,
     ImagePixels,
-    ImageRun,
     LoadError,
     LoadSpec,
+    Media,
+    MediaPart,
+    MediaRun,
     Placement,
+    SoundSamples,
 )
 from localllm_backends.llamacpp import backend_type, threads
+from models.tiny_audio import write_hearing
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mtmd, pixels
+from support.sounds import samples
 
 pytestmark = needs_mtmd()
 KINDS = ("llava", "gemma3", "qwen2vl")
+HEARING = ("ultravox", "qwen2a", "gemma4ua", "both")
 # Cells in another order are summed up in another order, in half precision.
 NEAR = 0.02
 SIZES = ((64, 64), (300, 200), (20, 500))
+LENGTHS_S = (0.5, 3, 31)
+N_CTX = 8192
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=KINDS + HEARING)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
-    """A tiny vision model of each kind."""
+    """A tiny model of each kind that sees or hears."""
+    if request.param in HEARING:
+        return write_hearing(tmp_path_factory.mktemp("audio"), request.param)
     return write_vision(tmp_path_factory.mktemp("vision"), request.param)
 
 
@@ -51,11 +60,21 @@ def backend(model: VisionModel) -> Iterator[Any]:
     loaded.close()
 
 
+@pytest.fixture(scope="module")
+def media(backend: Any) -> list[Media]:
+    """Three media that the model reads: images, sounds, or both."""
+    seen = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
+    heard = [samples(seconds, i) for i, seconds in enumerate(LENGTHS_S)]
+    if backend.capabilities.vision and backend.capabilities.audio:
+        return [heard[0], seen[1], heard[2]]
+    return list(seen if backend.capabilities.vision else heard)
+
+
 def spec_of(model: VisionModel) -> LoadSpec:
     """How the tests load it."""
     return LoadSpec(
         str(model.text),
-        n_ctx=1024,
+        n_ctx=N_CTX,
         n_seq_max=4,
         n_batch=256,
         n_threads=1,
@@ -65,7 +84,7 @@ def spec_of(model: VisionModel) -> LoadSpec:
 
 
 def fill(
-    backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: int = 256
+    backend: Any, sequence: int, runs: list[list[int] | MediaRun], piece: int = 256
 ) -> NDArray[np.float32]:
     """Append `runs`, images in steps of `piece` tokens where they may be cut; the logits behind the
     last."""
@@ -74,16 +93,17 @@ def fill(
         if isinstance(run, list):
             rows = backend.step([Chunk(sequence, run, 1)]).logits(0)[-1].copy()
             continue
-        embeddings = backend.encode_image(run)
-        step = run.n_tokens if backend.capabilities.whole_images else piece
+        embeddings = backend.encode_media(run)
+        whole = backend.capabilities.images_in_one_step and isinstance(run.media, ImagePixels)
+        step = run.n_tokens if whole else piece
         for start in range(0, run.n_tokens, step):
             n = min(step, run.n_tokens - start)
-            backend.step([Chunk(sequence, [-1] * n, 0, image=ImagePart(run, embeddings, start))])
+            backend.step([Chunk(sequence, [-1] * n, 0, media=MediaPart(run, embeddings, start))])
     assert rows is not None
     return rows
 
 
-def theirs(model: VisionModel, text: list[str], pictures: list[ImagePixels]) -> NDArray[np.float32]:
+def theirs(model: VisionModel, text: list[str], pictures: Sequence[Media]) -> NDArray[np.float32]:
     """The logits that llama.cpp's own helper gets for the prompt, in a context of its own."""
     import llama_cpp
     from llama_cpp import mtmd_cpp as mtmd
@@ -93,7 +113,7 @@ def theirs(model: VisionModel, text: list[str], pictures: list[ImagePixels]) -> 
     weights = llama_cpp.llama_model_load_from_file(str(model.text).encode(), params)
     shape = llama_cpp.llama_context_default_params()
     shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_threads, shape.n_threads_batch = (
-        1024,
+        N_CTX,
         256,
         256,
         1,
@@ -105,6 +125,10 @@ def theirs(model: VisionModel, text: list[str], pictures: list[ImagePixels]) -> 
     eyes = mtmd.mtmd_init_from_file(str(model.projector).encode(), weights, options)
     bitmaps = []
     for picture in pictures:
+        if isinstance(picture, SoundSamples):
+            heard = ctypes.cast(ctypes.c_char_p(picture.data), ctypes.POINTER(ctypes.c_float))
+            bitmaps.append(mtmd.mtmd_bitmap_init_from_audio(picture.n_samples, heard))
+            continue
         data = ctypes.cast(ctypes.c_char_p(picture.data), ctypes.POINTER(ctypes.c_uint8))
         bitmaps.append(mtmd.mtmd_bitmap_init(picture.width, picture.height, data))
     prompt = mtmd.mtmd_default_marker().join(t.encode() for t in text)
@@ -128,30 +152,37 @@ def theirs(model: VisionModel, text: list[str], pictures: list[ImagePixels]) -> 
 
 def test_the_logits_are_those_of_llama_cpp_itself(model: VisionModel, backend: Any) -> None:
     for seed in range(20):
-        width, height = 16 + 37 * seed % 300, 16 + 61 * seed % 400
-        picture = pixels(width, height, seed)
+        if backend.capabilities.vision:
+            picture: Media = pixels(16 + 37 * seed % 300, 16 + 61 * seed % 400, seed)
+        elif seed % 4 == 0:
+            picture = samples(0.01 + 1.7 * seed, seed)
+        else:
+            continue
         sequence = backend.new_sequence()
         ours = fill(
             backend,
             sequence,
-            backend.tokenize_images(["look: ", picture, " what is it?"], add_bos=True),
+            backend.tokenize_media(["look: ", picture, " what is it?"], add_bos=True),
         )
         backend.drop(sequence)
-        assert np.abs(ours - theirs(model, ["look: ", " what is it?"], [picture])).max() < 2e-4
+        most = NEAR if isinstance(picture, SoundSamples) else 2e-4
+        assert np.abs(ours - theirs(model, ["look: ", " what is it?"], [picture])).max() < most
     backend.check_integrity()
 
 
-def test_between_images_the_thread_that_encodes_keeps_no_helpers(model: VisionModel) -> None:
+def test_between_images_the_thread_that_encodes_keeps_no_helpers(
+    model: VisionModel, media: list[Media]
+) -> None:
     # They would make each barrier of each step sleep from the first image on.
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     backend = backend_type.load(replace(spec_of(model), n_threads=n))
     if n == 1 or threads.libgomp() is None:
         pytest.skip("needs two processors, and a build with GNU's OpenMP")
-    [run] = [r for r in backend.tokenize_images([pixels(64, 64, 1)]) if isinstance(r, ImageRun)]
+    [run] = [r for r in backend.tokenize_media([media[0]]) if isinstance(r, MediaRun)]
     before, encoded, over = set(os.listdir("/proc/self/task")), threading.Event(), threading.Event()
 
     def encode() -> None:
-        backend.encode_image(run)
+        backend.encode_media(run)
         encoded.set()
         over.wait()
 
@@ -165,21 +196,22 @@ def test_between_images_the_thread_that_encodes_keeps_no_helpers(model: VisionMo
 
 
 def test_images_may_follow_each_other_and_are_read_in_pieces(
-    model: VisionModel, backend: Any
+    model: VisionModel, backend: Any, media: list[Media]
 ) -> None:
-    pictures = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
-    runs = backend.tokenize_images(
-        ["a ", pictures[0], pictures[1], " b ", pictures[2], " c"], add_bos=True
-    )
-    expected = theirs(model, ["a ", "", " b ", " c"], pictures)
-    for piece in (256, 5):
+    runs = backend.tokenize_media(["a ", media[0], media[1], " b ", media[2], " c"], add_bos=True)
+    expected = theirs(model, ["a ", "", " b ", " c"], media)
+    # Thousands of cells in half precision: their sums depend on the order of the cells.
+    pieces = {256: 2e-4, 5: 2e-4} if backend.capabilities.vision else {256: NEAR, 70: NEAR}
+    for piece, most in pieces.items():
         sequence = backend.new_sequence()
-        assert np.abs(fill(backend, sequence, runs, piece) - expected).max() < 2e-4
+        assert np.abs(fill(backend, sequence, runs, piece) - expected).max() < most
         backend.drop(sequence)
 
 
-def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(backend: Any) -> None:
-    runs = backend.tokenize_images(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
+def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(
+    backend: Any, media: list[Media]
+) -> None:
+    runs = backend.tokenize_media(["a ", media[1], " b ", media[2], " c"])
     tail = backend.tokenize(" and then")
     first = backend.new_sequence()
     fill(backend, first, runs)
@@ -195,7 +227,7 @@ def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(backend: Any)
     state = backend.export_state(first) if backend.capabilities.states else None
     cuts = [
         0,
-        *np.cumsum([r.n_tokens if isinstance(r, ImageRun) else len(r) for r in runs]),
+        *np.cumsum([r.n_tokens if isinstance(r, MediaRun) else len(r) for r in runs]),
         length + len(tail),
     ]
     blobs = [backend.export_range(first, a, b) for a, b in itertools.pairwise(cuts)]
@@ -219,18 +251,20 @@ def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(backend: Any)
 
 
 def test_an_image_is_never_cut_in_two_where_its_tokens_stand_at_one_place(backend: Any) -> None:
-    if backend.info.architecture != "qwen2vl":
+    if backend.info.architecture != "qwen2vl" or not backend.capabilities.vision:
         pytest.skip("its tokens stand one behind the other")
     sequence = backend.new_sequence()
-    fill(backend, sequence, backend.tokenize_images(["a ", pixels(300, 200, 1), " b"]))
-    with pytest.raises(CannotRewindError, match="cut in two"):
+    fill(backend, sequence, backend.tokenize_media(["a ", pixels(300, 200, 1), " b"]))
+    with pytest.raises(CannotRewindError, match="truncated inside an image"):
         backend.truncate(sequence, backend.length(sequence) - 20)
     backend.drop(sequence)
 
 
-def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> None:
-    a, b, c = (backend.tokenize_images(["", pixels(64, 64, seed)]) for seed in (1, 1, 2))
-    keys = [next(r for r in runs if isinstance(r, ImageRun)).key for runs in (a, b, c)]
+def test_the_same_pixels_have_the_same_key_and_others_another(
+    backend: Any, media: list[Media]
+) -> None:
+    a, b, c = (backend.tokenize_media(["", media[i]]) for i in (0, 0, 1))
+    keys = [next(r for r in runs if isinstance(r, MediaRun)).key for runs in (a, b, c)]
     assert keys[0] == keys[1] != keys[2]
 
 

@@ -220,10 +220,8 @@ def test_zero_layers_use_no_device(smollm2: Path) -> None:
 def test_a_context_larger_than_the_device_computes_with_is_refused(tiny_model: Path) -> None:
     with pytest.raises(
         OutOfMemoryError,
-        match=r"Vulkan0 computes with a KV cache of at most \d+ "
-        r"tokens "
-        r"a "
-        r"layer",
+        match=r"Vulkan0 supports a KV cache of at most \d+ "
+        r"tokens per layer",
     ):
         llamacpp.load(LoadSpec(str(tiny_model), n_ctx=2**26, n_seq_max=1))
 

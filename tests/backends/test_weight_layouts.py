@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Backend, Chunk, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
-from localllm_backends.llamacpp.native import start_native
 from models import tiny_gguf
 
 PROMPT = [5 + (7 * i) % 400 for i in range(96)]
@@ -28,11 +28,13 @@ def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose matrices llama.cpp itself has made Q4_K of."""
     folder = tmp_path_factory.mktemp("q4_k")
     plain = tiny_gguf.write_llama(folder / "plain.gguf", layers=4, e=256)
-    llama, path = start_native(), folder / "q4_k.gguf"
-    params = llama.llama_model_quantize_default_params()
+    path = folder / "q4_k.gguf"
+    params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = Q4_K_M
     assert (
-        llama.llama_model_quantize(str(plain).encode(), str(path).encode(), ctypes.byref(params))
+        llama_cpp.llama_model_quantize(
+            str(plain).encode(), str(path).encode(), ctypes.byref(params)
+        )
         == 0
     )
     return path

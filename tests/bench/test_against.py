@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -165,9 +165,7 @@ def test_an_empty_answer_is_a_fault_that_is_told_and_stops_nothing() -> None:
         )
     assert done.exit_code != 0
     found = json.loads(done.stdout)
-    assert all(
-        "answered nothing (it says it made 128 tokens)" in fault for fault in found["faults"]
-    )
+    assert all("returned no text (it reports 128 tokens)" in fault for fault in found["faults"])
     assert len(found["faults"]) == 4, "each scenario is tried twice there, and then no more"
     name = found["servers"][0]["name"]
     assert len([v for v in found["tables"][0]["values"][name] if v is not None]) == 3
@@ -179,7 +177,7 @@ def test_a_server_that_counts_more_than_it_said_is_not_believed() -> None:
         found = against.run([target], ["single"], 1)
     # Twelve words of five bytes can't be a thousand tokens: they can be sixty at most.
     assert found.counter.differing == {target.name: (1000, 60)}
-    assert "it said 1000 tokens where at most 60 came" in "\n".join(found.lines())
+    assert "it reported 1000 tokens, but at most 60 " in "\n".join(found.lines())
 
 
 def test_drafted_tokens_come_several_in_a_piece_and_count() -> None:
@@ -246,6 +244,40 @@ def test_a_field_that_a_server_refuses_is_left_away_for_it() -> None:
     assert all("ignore_eos" not in body for body in said.bodies)
 
 
+@pytest.mark.parametrize(
+    ("body", "coding"),
+    [
+        (b'data: {"choices": {"0": 1}}\n', ""),
+        (b'data: {"choices": [{"delta": "text"}]}\n', ""),
+        (b'data: {"choices": [{"delta": {"content": 7}}]}\n', ""),
+        (b'data: {"a": ' + b"[" * 50_000 + b"\n", ""),
+        (b"data: {" + b"x" * (9 << 20), ""),
+        (b"\x1f\x8b", "gzip"),
+    ],
+    ids=["choices", "delta", "content", "deep", "endless", "compressed"],
+)
+def test_a_malformed_stream_is_an_error_that_names_the_server(body: bytes, coding: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            if coding:
+                self.send_header("content-encoding", coding)
+            self.end_headers()
+            with suppress(OSError):
+                self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        target = BenchTarget("odd", f"http://127.0.0.1:{server.server_port}/v1")
+        with pytest.raises(BackendError, match="odd sent a malformed answer"):
+            target.chat([{"role": "user", "content": "Hi"}], 4)
+        server.shutdown()
+
+
 def test_the_model_behind_a_hash_is_asked_for_else_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -286,7 +318,7 @@ def test_each_server_is_started_again_by_its_own_command(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:99999999", "http://[::1"])
 def test_what_is_no_address_is_refused_in_words(url: str) -> None:
-    with pytest.raises(UsageError, match="no address"):
+    with pytest.raises(UsageError, match="not a valid address"):
         against.target_of(url)
 
 

@@ -77,11 +77,12 @@ class ExpertsTable(_Table):
 
 
 class CompanionTable(_Table):
-    """A published GGUF that drafts for the model."""
+    """A published GGUF, or folder of safetensors, that drafts for the model."""
 
     kind: Literal["eagle3", "dflash", "mtp", "draft"]
     repo: Text
     file: Text = ""
+    folder: bool = False
 
 
 class Reasoning(_Table):
@@ -192,6 +193,7 @@ class ModelTable(_Table):
     attention_gate: bool = False
     ffn_matrices: Literal[2, 3] = 3
     residual_streams: Count | None = None
+    gguf_architecture: str | None = None
     split_blocks: bool = False
     mtp_layers: Count | None = None
     image_tokens: ImageTokensTable | None = None

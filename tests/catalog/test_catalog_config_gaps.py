@@ -104,7 +104,9 @@ def test_what_neither_config_nor_family_says_is_named(key: str) -> None:
     }
     config.pop(key)
     for nested in (config, {"model_type": "novel_vl", "text_config": config}):
-        with pytest.raises(BadHeaderError, match=f"{key} is not stated, and what novel") as e:
+        with pytest.raises(
+            BadHeaderError, match=f"{key} is missing, and the value that novel"
+        ) as e:
             model_from_config(nested, FILES)
         assert "GGUF" in e.value.hint
 
@@ -195,7 +197,7 @@ def test_weights_of_another_program_are_called_what_they_are(name: str, place: s
     if place == "text_config":
         config = {"model_type": "x", "text_config": {**plain, "quantization_config": section}}
     assert name in foreign_format(config)
-    with pytest.raises(BadHeaderError, match=f"in {name}.*MLX does not run") as e:
+    with pytest.raises(BadHeaderError, match=f"in {name}.*MLX can't run") as e:
         model_from_config(config, FILES)
     assert "mlx-community" in e.value.hint
 

@@ -232,7 +232,7 @@ def test_an_unknown_architecture_is_read_with_a_warning(write_gguf: Write) -> No
 
 
 RECORDED = Path(__file__).parent / "recorded" / "llama_cpp_architectures.txt"
-# What our llama.cpp knows and we plan as attention on every layer, saying so: a model whose blocks
+# What our llama.cpp knows and we plan as attention in every layer, saying so: a model whose blocks
 # run in a loop, an encoder with a decoder, speech. (What drafts, what codes sound and what sees is
 # no language model, and refused.)
 NOT_KNOWN = {"nanbeige", "t5", "qwen3tts", "pockettts"}
@@ -247,7 +247,7 @@ def test_what_llama_cpp_runs_is_known_refused_or_said_to_be_guessed(write_gguf: 
         except BadHeaderError as error:
             said[name] = str(error)
     assert len(names) > 150
-    assert {name for name, what in said.items() if "attention on every layer" in what} == NOT_KNOWN
+    assert {name for name, what in said.items() if "attention in every layer" in what} == NOT_KNOWN
 
 
 def test_a_projector_is_not_a_language_model(write_gguf: Write) -> None:

@@ -107,5 +107,5 @@ def test_estimates_land_on_published_file_sizes() -> None:
 
 def test_an_unknown_kv_type_is_refused_with_the_known_ones() -> None:
     with pytest.raises(CatalogError) as caught:
-        shapes.kv_bytes_per_token(known("qwen3-8b"), "q3_0")
+        shapes.kv_bytes_per_token(known("qwen3-8b"), "q1_0")
     assert "q8_0" in caught.value.hint

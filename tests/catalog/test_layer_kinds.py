@@ -143,5 +143,5 @@ def test_every_layer_of_the_catalog_is_what_its_row_states() -> None:
 def test_a_row_of_an_unknown_kind_is_refused_with_the_kinds_that_are_known() -> None:
     with pytest.raises(BadCatalogError) as caught:
         layer_of({"kind": "brandnew"})
-    assert "'brandnew' is not a kind of layer" in caught.value.message
+    assert "'brandnew' is not a layer kind" in caught.value.message
     assert "full, sliding" in caught.value.hint

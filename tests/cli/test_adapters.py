@@ -146,7 +146,7 @@ def _stating(**more: Any) -> Callable[[Path, Path], str]:
     [
         (_missing, "there is no such file or folder"),
         (_model, "no LoRA adapter"),
-        (_folder, "adapters for base are GGUF files, and this is a folder"),
+        (_folder, "adapters for base must be GGUF files, but this is a folder"),
         (_wide, "is 64 × 512 in this model, and the two matrices for it are 4 × 512 and 4 × 128"),
         (_deep, "changes blk.2.*, which this model does not have: it is another model's"),
         (_of_experts, "it is for qwen3moe models, and this one is llama"),
@@ -163,7 +163,7 @@ def test_what_is_no_adapter_of_the_model_is_refused_by_its_header(
     with pytest.raises(UnsupportedError, match=why) as e:
         planned(base, write(tmp_path, base))
     assert e.value.message.startswith("--lora ")
-    assert "name an adapter of this very model" in str(e.value.hint)
+    assert "give an adapter that was trained for this model" in str(e.value.hint)
 
 
 @pytest.mark.mlx
@@ -184,11 +184,22 @@ def test_what_is_no_adapter_of_mlx_lms_is_refused_by_its_folder(base: Path, tmp_
 
 def test_embedding_models_take_none(tmp_path: Path, base: Path) -> None:
     vectors = write_bert(tmp_path / "vectors.gguf")
-    with pytest.raises(UnsupportedError, match="makes embeddings, and adapters are for models"):
+    with pytest.raises(UnsupportedError, match="generates embeddings, but adapters work only"):
         planned(vectors, tiny_lora.write(tmp_path / "laid.gguf", base))
 
 
-def test_presets_with_adapters_are_models_of_their_own_on_the_endpoint(tmp_path: Path) -> None:
+def completion(http: httpx.Client, model: str, **more: Any) -> httpx.Response:
+    body = {"model": model, "prompt": "a b c", "max_tokens": 8, "temperature": 0, **more}
+    return http.post("/v1/completions", json={**body, "ignore_eos": True})
+
+
+def text(answer: httpx.Response) -> str:
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_presets_with_adapters_are_models_of_their_own_over_one_copy_of_the_weights(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "library"
     folder.mkdir()
     base = tiny_gguf.write_llama(folder / "base.gguf")
@@ -203,17 +214,64 @@ def test_presets_with_adapters_are_models_of_their_own_on_the_endpoint(tmp_path:
     )
     models = router_of(["base"], (), Settings({"context": 512}))
     with running_server(models) as server, httpx.Client(base_url=server.url, timeout=120) as http:
-
-        def ask(model: str, **more: Any) -> httpx.Response:
-            body = {"model": model, "prompt": "a b c", "max_tokens": 8, "temperature": 0, **more}
-            return http.post("/v1/completions", json={**body, "ignore_eos": True})
-
-        said = {m: ask(m).json()["choices"][0]["text"] for m in ("base", "styled", "faint")}
+        said = {m: text(completion(http, m)) for m in ("base", "styled", "faint")}
         assert said["base"] == said["faint"] != said["styled"]
-        assert "it is for qwen3 models" in ask("wrong").json()["error"]["message"]
-        per_request = ask("base", lora=[{"id": 0, "scale": 1.0}])
-        assert per_request.status_code == 400
-        assert "name one whose preset has `lora`" in per_request.json()["error"]["message"]
+        assert len({models.resolve(name).worker for name in said}) == 1
+        assert "it is for qwen3 models" in completion(http, "wrong").json()["error"]["message"]
+        for model in said:
+            assert text(completion(http, model, lora=[{"id": 0, "scale": 1.0}])) == said["styled"]
+            assert text(completion(http, model, lora=[{"id": 0, "scale": 0}])) == said["base"]
+            assert text(completion(http, model, lora=[])) == said[model]
+        scales = {m: http.get(f"/lora-adapters?model={m}").json()[0]["scale"] for m in said}
+        assert scales == {"base": 0.0, "styled": 1.0, "faint": 0.0}
+
+
+def test_each_adapter_is_a_model_name_and_a_number_of_requests(tmp_path: Path) -> None:
+    base = tiny_gguf.write_llama(tmp_path / "base.gguf")
+    formal, short = (
+        tiny_lora.write(tmp_path / f"{name}.gguf", base, seed=i)
+        for i, name in enumerate(("formal", "short"))
+    )
+    settings = Settings({"context": 512, "only": True, "lora": [str(formal), f"{short}:0"]})
+    models = router_of([str(base)], (), settings)
+    with running_server(models) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        listed = [entry["id"] for entry in http.get("/v1/models").json()["data"]]
+        assert listed == ["base", "formal", "short"]
+        said = {model: text(completion(http, model)) for model in listed}
+        assert said["base"] == said["formal"] != said["short"]
+        of_short = [{"id": 1, "scale": 1.0}]
+        assert text(completion(http, "base", lora=of_short)) == said["short"]
+        native = {"prompt": "a b c", "n_predict": 8, "temperature": 0, "ignore_eos": True}
+        answer = http.post("/completion", json={**native, "lora": of_short})
+        assert answer.json()["content"] == said["short"]
+
+        assert http.get("/lora-adapters").json() == [
+            {"id": i, "path": f"{name}.gguf", "scale": scale, "task_name": "", "prompt_prefix": ""}
+            for i, (name, scale) in enumerate([("formal", 1.0), ("short", 0.0)])
+        ]
+        assert http.post("/lora-adapters", json=of_short).json() == {"success": True}
+        assert [entry["scale"] for entry in http.get("/lora-adapters").json()] == [0.0, 1.0]
+        assert text(completion(http, "base")) == said["short"]
+        assert text(completion(http, "formal")) == said["formal"]
+
+
+def test_an_adapter_that_is_not_loaded_is_a_400(tmp_path: Path) -> None:
+    base = tiny_gguf.write_llama(tmp_path / "base.gguf")
+    models = router_of([str(base)], (), Settings({"context": 512, "only": True}))
+    with running_server(models) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        assert http.get("/lora-adapters").json() == []
+        answer = completion(http, "base", lora=[{"id": 3, "scale": 1.0}])
+        assert answer.status_code == 400
+        assert "there is no adapter 3" in answer.json()["error"]["message"]
+        for sent, why in (
+            ([{"id": 0, "scale": 1.0}], "there is no adapter 0"),
+            ({"id": 0, "scale": 1.0}, "the body must be a JSON array"),
+            ([7], "a list of objects with id and scale"),
+            ([{"id": 0}], "scale: is missing"),
+        ):
+            refused = http.post("/lora-adapters", json=sent)
+            assert refused.status_code == 400
+            assert why in refused.json()["error"]["message"]
 
 
 def test_a_file_that_is_no_gguf_is_named(base: Path, tmp_path: Path) -> None:

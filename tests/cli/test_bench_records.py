@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from localllm.cli.bench import measure
+from localllm.cli.bench import compare, measure
 from localllm.cli.bench.measure import second_fastest
 from localllm.cli.commands import bench
 from localllm.device.probes import matrix_rate
+from localllm.errors import UsageError
 from localllm.load import measurements
 from localllm.load.load_plan import load_plan_named
 from localllm.settings import Settings
@@ -107,3 +108,65 @@ def test_the_prediction_knows_what_another_model_taught(
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(few_layers / "within a file"))
     assert measure.compare_and_keep(load, figures)["predicted_memory_bytes"] > 0
     assert "can't be written" in capsys.readouterr().err
+
+
+def test_a_run_is_compared_with_an_earlier_one(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ROUNDS", 1), ("_MAX_ROUNDS", 1), ("DECODE_TOKENS", 8)):
+        monkeypatch.setattr(measure, name, value)
+    file = tmp_path / "run.json"
+    file.write_text('{"decode_tok_s": 2.0, "memory_bytes": 1000, "prefill_tok_s": null}')
+    command = [str(tiny_model), "--context", "512", "--compare", str(file)]
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout)
+    assert set(figures["compared"]) == {"decode_tok_s", "memory_bytes"}
+    decode = figures["compared"]["decode_tok_s"]
+    assert (decode["then"], decode["now"]) == (2.0, figures["decode_tok_s"])
+    assert decode["ratio"] == figures["decode_tok_s"] / 2.0
+    text = "\n".join(compare.lines(figures["compared"]))
+    assert "now ÷ then" in text
+    assert "decode, tok/s" in text
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"decode_tok_s": "fast"}'])
+def test_a_file_without_figures_is_refused_before_the_model_is_measured(
+    tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "run.json"
+    if content is not None:
+        file.write_text(content)
+    done = CliRunner().invoke(app, ["nosuch", "--compare", str(file)])
+    assert isinstance(done.exception, UsageError)
+    assert str(file) in done.exception.message
+
+
+def test_a_run_is_shared_as_one_row_without_names_and_paths(
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ROUNDS", 1), ("_MAX_ROUNDS", 1), ("DECODE_TOKENS", 8)):
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(matrix_rate, "measure", lambda types: None)
+    done = CliRunner().invoke(app, [str(few_layers), "--context", "512", "--share"])
+    assert done.exit_code == 0, done.output
+    row = json.loads(done.stdout)
+    assert row["decode_tok_s"] > 0
+    assert row["n_ctx"] == 512
+    assert row["kv_type"] == "f16"
+    assert row["file_bytes"] == few_layers.stat().st_size
+    assert row["file_sha256"] is None
+    assert "llama-cpp-python" in row["engine"]
+    assert [key for key, value in row.items() if isinstance(value, str)] == [
+        "device", "accelerator", "model", "quant", "engine", "localllm", "kv_type", "how",
+    ]  # fmt: skip
+    assert str(few_layers.parent) not in done.stdout
+    assert "not sent anywhere" in done.stderr
+
+
+def test_what_says_nothing_of_the_machine_is_not_shared(few_layers: Path) -> None:
+    both = ["--share", "--against", "http://127.0.0.1:9"]
+    assert "--share and --against can't be combined" in str(CliRunner().invoke(app, both).exception)
+    slowed = CliRunner().invoke(app, [str(few_layers), "--share", "--power", "50"])
+    assert "slowed down by --power" in str(slowed.exception)
+    assert "measuring" not in slowed.output

@@ -63,7 +63,7 @@ def kv_files() -> list[Path]:
 
 def test_an_empty_cache_says_so() -> None:
     assert said()["models"] == []
-    assert "no prefix is kept yet" in CliRunner().invoke(app, ["cache"]).stdout
+    assert "no prefix is stored yet" in CliRunner().invoke(app, ["cache"]).stdout
     assert said("clear") == {"removed_files": 0, "freed_bytes": 0, "left_files": 0}
 
 
@@ -96,7 +96,7 @@ def test_a_used_up_day_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     filled("alpha")
     monkeypatch.setenv("LOCALLLM_CACHE_DISK_DAILY_GB", "0.000001")
     assert said()["daily_limit_used_up"]
-    assert "stays in memory until tomorrow" in CliRunner().invoke(app, ["cache"]).stdout
+    assert "stay in memory until tomorrow" in CliRunner().invoke(app, ["cache"]).stdout
 
 
 def test_nobody_at_the_terminal_means_nothing_is_removed() -> None:

@@ -75,7 +75,7 @@ def test_config_set_and_unset_change_one_line_and_leave_comments_alone() -> None
         (["set", "contxt", "5"], "did you mean context"),
         (
             ["set", "context", "many"],
-            "context in the command line must be a whole number of 0 or more",
+            "context in `config set` must be a whole number of 256 or more",
         ),
         (["set", "cache_disk_gb", "inf"], "must be a number of 0 or more"),
         (["set", "kv_type", "q1"], "must be one of auto"),

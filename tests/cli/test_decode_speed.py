@@ -30,7 +30,7 @@ USUAL = {"0": 0.010, "128": 0.011}
 def test_a_fifth_slower_is_slower_and_less_is_not() -> None:
     assert notice("m", {"0": 0.0115, "128": 0.0125}, USUAL) == ""
     text = notice("m", {"0": 0.0126, "128": 0.0138}, USUAL)
-    assert text == "m is slower than it was here: 72.5 tok/s, where 90.9 were usual"
+    assert text == "m is slower than before on this machine: 72.5 tok/s instead of the usual 90.9"
 
 
 def test_without_a_start_at_these_depths_nothing_is_said() -> None:
@@ -177,4 +177,4 @@ def test_each_start_is_compared_once_and_said_where_people_look() -> None:
         return said
 
     (said,) = asyncio.run(go())
-    assert said == "m is slower than it was here: 33.3 tok/s, where 90.9 were usual"
+    assert said == "m is slower than before on this machine: 33.3 tok/s instead of the usual 90.9"

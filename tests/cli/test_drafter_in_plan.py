@@ -12,6 +12,7 @@ from localllm.device.detect import detect
 from localllm.device.name_lookup import resolve
 from localllm.engine.worker import backends
 from localllm.errors import UnsupportedError
+from localllm.library import folders
 from localllm.load.load_plan import load_plan_named
 from localllm.load.options import load_spec, run_settings
 from localllm.planner.explain import explain
@@ -19,7 +20,8 @@ from localllm.server.models.worker import ModelWorker
 from localllm.settings import Settings
 from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.mlx import backend_type as mlx
-from models import tiny_drafters, tiny_mlx, tiny_mtp
+from models import tiny_drafters, tiny_mlx, tiny_mlx_drafters, tiny_mtp
+from support.pictures import needs_mlx_vlm
 
 
 @pytest.mark.parametrize("context", [None, 2048])
@@ -108,9 +110,9 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
     path = tiny_drafters.write_target(tmp_path / "tiny-f32.gguf", layers=40)
     wide = tiny_drafters.write_eagle3(tmp_path / "tiny-eagle3-f32.gguf", width=96)
     assert load_plan_named(str(path), Settings({"context": 2048})).options.spec.drafter == ""
-    with pytest.raises(UnsupportedError, match="layers are 96 wide, and those of") as e:
+    with pytest.raises(UnsupportedError, match="a hidden size of 96, but") as e:
         load_plan_named(str(path), Settings({"draft": str(wide)}))
-    assert "published for this very model" in str(e.value.hint)
+    assert "published for this model" in str(e.value.hint)
     # What only loading it shows.
     wide.unlink()
     other = tiny_drafters.write_eagle3(
@@ -130,7 +132,7 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
         return worker.notice
 
     assert (
-        "what would draft for the model is left out: 'tiny-eagle3-f32.gguf' can't draft"
+        "the model runs without its drafter: 'tiny-eagle3-f32.gguf' can't draft"
     ) in asyncio.run(said())
     named = load_plan_named(
         str(path), Settings({"context": 2048, "draft": str(other)})
@@ -203,7 +205,7 @@ def test_an_assistant_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
     assert load.plan is not None
     assert load.options.spec.drafter == str(fits)
     assert load.plan.memory.draft_bytes > fits.stat().st_size
-    with pytest.raises(UnsupportedError, match="layers are 96 wide, and those of g4 are 64"):
+    with pytest.raises(UnsupportedError, match="a hidden size of 96, but g4 has 64"):
         load_plan_named(str(target), Settings({"context": 1024, "draft": str(wide)}))
 
 
@@ -221,5 +223,59 @@ def test_heads_that_take_something_away_or_cannot_run_are_left_out(
         LoadSpec(str(tiny_model), n_ctx=256, mtp=True, drafter_optional=True)
     )
     assert backend.capabilities.drafts == 0
-    assert "its header names no draft heads" in backend.info.load_notes[0]
+    assert "its header lists no draft heads" in backend.info.load_notes[0]
     backend.close()
+
+
+@needs_mlx_vlm()
+@pytest.mark.mlx
+def test_a_drafter_next_to_an_mlx_folder_is_found_counted_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.device.detect.detect", lambda: resolve("M4 Max 128GB"))
+    path = tiny_mlx.write(tmp_path / "Tiny-1B-4bit", {**tiny_mlx.LLAMA, "num_hidden_layers": 40})
+    settings = Settings({"context": 2048})
+    alone = load_plan_named(str(path), settings)
+    assert alone.plan is not None
+    assert alone.options.spec.drafter == ""
+    tiny_mlx_drafters.write(tmp_path / "Other-1B-DFlash", "dflash")
+    assert load_plan_named(str(path), settings).options.spec.drafter == ""
+    drafter = tiny_mlx_drafters.write(tmp_path / "Tiny-1B-DFlash-b8", "dflash")
+    load = load_plan_named(str(path), settings)
+    assert load.plan is not None
+    assert load.options.spec.drafter == str(drafter)
+    stored = (drafter / "model.safetensors").stat().st_size
+    assert load.plan.memory.draft_bytes > stored
+    assert load.needs_bytes - alone.needs_bytes == load.plan.memory.draft_bytes
+    assert load.plan.drafting is not None
+    assert load.plan.drafting.low < load.plan.drafting.high
+    assert any("dflash, one stream" in line for line in explain(load.plan, detect()))
+    backend = backends.for_path(str(path)).load(load.options.spec)
+    assert backend.capabilities.draft_kind == "dflash"
+    backend.close()
+    assert load_plan_named(str(path), Settings({"draft": "off"})).options.spec.drafter == ""
+    # One from the hub is requested by its repository.
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--tiny-org--Tiny-DFlash" / "snapshots" / "abc"
+    tiny_mlx_drafters.write(snapshot, "dflash2")
+    named = load_plan_named(str(path), Settings({"draft": "tiny-org/Tiny-DFlash"}))
+    assert named.options.spec.drafter == str(snapshot)
+    # A folder with quantised weights is a model, unless its config is a drafter's.
+    tiny_mlx_drafters.write(tmp_path / "packed-DFlash", "dflash", bits=8)
+    assert [model.path for model in folders.scan(tmp_path, "folder")] == [path]
+
+
+@pytest.mark.mlx
+@pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))
+def test_a_drafter_of_the_other_format_is_refused(tmp_path: Path) -> None:
+    drafters = {
+        str(tiny_mlx.write_llama(tmp_path / "mlx")): tiny_drafters.write_eagle3(
+            tmp_path / "e.gguf"
+        ),
+        str(tiny_drafters.write_target(tmp_path / "m.gguf")): tiny_mlx_drafters.write(
+            tmp_path / "d", "eagle3"
+        ),
+    }
+    for path, drafter in drafters.items():
+        with pytest.raises(UnsupportedError, match="which drafts only for a"):
+            load_plan_named(path, Settings({"context": 1024, "draft": str(drafter)}))

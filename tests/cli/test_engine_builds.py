@@ -40,7 +40,7 @@ def test_plans_are_for_the_processor_and_say_what_a_cuda_build_would_give() -> N
 def test_device_shows_the_gpu_the_builds_devices_and_the_difference() -> None:
     result = RUNNER.invoke(app, ["device"])
     assert "RTX 4090" in result.output
-    assert "would sit idle" in result.output
+    assert "is not used" in result.output
     assert "localllm setup" in result.output
     assert re.search(r"with a CUDA build .* tok/s", result.output)
 

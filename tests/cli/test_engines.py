@@ -42,7 +42,7 @@ def port(server: ScriptedServer) -> int:
 
 def test_a_server_is_found_while_it_runs_and_no_longer() -> None:
     with ScriptedServer(models=MODELS) as server:
-        assert engines.here("idle", None) is None
+        assert engines.local_server("idle", None) is None
         with running.published(ServerSettings().secured(), port(server)):
             for asked, found in (
                 (None, "busy"),
@@ -50,17 +50,17 @@ def test_a_server_is_found_while_it_runs_and_no_longer() -> None:
                 ("sleepy", "idle"),
                 ("idle:latest", "idle"),
             ):
-                attached = engines.here(asked, None)
+                attached = engines.local_server(asked, None)
                 assert attached is not None
                 assert (attached.base_url, attached.model, attached.api_key) == (
                     server.base_url,
                     found,
                     None,
                 )
-            assert engines.here("another", None) is None
-            by_file = engines.here("/models/Idle.gguf", None, lambda: "idle")
+            assert engines.local_server("another", None) is None
+            by_file = engines.local_server("/models/Idle.gguf", None, lambda: "idle")
             assert by_file is not None
-        assert engines.here("idle", None) is None
+        assert engines.local_server("idle", None) is None
         assert list(running.folder().iterdir()) == []
 
 
@@ -99,21 +99,21 @@ def test_what_a_dead_server_left_is_removed_and_another_of_its_number_is_not_tak
 
 def test_a_server_that_does_not_answer_is_passed_over() -> None:
     with running.published(ServerSettings().secured(), 9):
-        assert engines.here(None, None) is None
+        assert engines.local_server(None, None) is None
 
 
 def test_the_kept_key_goes_to_our_own_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     key = kept_key()
     with ScriptedServer(models=MODELS, api_key=key) as server:
-        with pytest.raises(UsageError, match="asks for a key"):
+        with pytest.raises(UsageError, match="requires a key"):
             engines.at(server.base_url, "idle", None)
         secured = replace(ServerSettings(host="0.0.0.0").secured(), api_key=key)
         with running.published(secured, port(server)):
-            found = engines.here("idle", None)
+            found = engines.local_server("idle", None)
             assert found is not None
             assert found.api_key == key
             assert engines.at(server.base_url, "idle", None).api_key == key
-        with pytest.raises(UsageError, match="refuses the key"):
+        with pytest.raises(UsageError, match="rejects the key"):
             engines.at(server.base_url, "idle", "wrong")
         monkeypatch.setenv("LOCALLLM_API_KEY", key)
         assert engines.at(server.base_url, "idle", None).api_key == key
@@ -151,9 +151,9 @@ def test_own_and_a_model_loaded_otherwise_need_an_engine_of_ones_own(
 
 
 def test_flags_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="can't be combined"):
         engines.Wanted(url="x", own=True)
-    with pytest.raises(UsageError, match="decided by the server"):
+    with pytest.raises(UsageError, match="already chose how to load"):
         engines.Wanted(url="x", settings=Settings({"context": 512}))
 
 
@@ -173,7 +173,7 @@ def test_serve_tells_of_itself_on_a_socket_too_and_a_chat_is_answered_by_it(
         for line in serve.stderr:
             if line.startswith("serving on"):
                 break
-        attached = engines.here(str(tiny_model), None, lambda: tiny_model.stem)
+        attached = engines.local_server(str(tiny_model), None, lambda: tiny_model.stem)
         assert attached is not None
         assert attached.where == str(path.resolve())
         asked = [*command, "chat", "hello", "-m", str(tiny_model), "--max-tokens", "3"]

@@ -23,7 +23,7 @@ def test_no_summary_of_a_command_is_cut(group: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("command", "usage"),
-    [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] EDITOR\n")],
+    [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] [EDITOR]\n")],
 )
 def test_usage_names_what_is_to_be_typed(command: str, usage: str) -> None:
     shown = (

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from localllm.cli.all_commands import app
 from localllm.library.catalog import load_catalog
-from localllm.load.candidates import device_named, image_readers
+from localllm.load.candidates import audio_readers, device_named, image_readers
 from localllm.planner import memory
 from localllm.planner.projector import listed_bytes
 from localllm.planner.starting_settings import Overrides, settings_for
@@ -61,6 +61,19 @@ def test_the_projector_is_counted_in_what_is_recommended() -> None:
     shown = run("recommend", "--sees", "--plain", "--device", "RTX 4090")
     assert "GB for the projector" in shown
     assert "projector" in run("recommend", "--sees", "--explain", "--device", "RTX 4090")
+
+
+def test_models_that_hear_are_listed_with_their_projector(catalog: Catalog) -> None:
+    machine = ("--device", "RTX 4090")
+    plans = json.loads(run("recommend", "--hears", *machine, "--json"))["plans"]
+    assert plans
+    for plan in plans:
+        assert plan["variant"]["format"] == "gguf"
+        assert plan["memory"]["mmproj_bytes"] > 10**8
+    assert "images and sounds: " in run("recommend", "--hears", "--plain", *machine)
+    heard = {model.id for model in audio_readers(catalog.models)}
+    assert "gemma-4-e4b-it" in heard
+    assert "qwen3-vl-8b-instruct" not in heard
 
 
 def test_mlx_folders_whose_towers_are_read_are_among_what_sees(catalog: Catalog) -> None:

@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from localllm import paths
 from localllm.cli.all_commands import app
 from localllm.cli.serve.api_keys import kept_key
-from localllm.cli.serve.listening import from_elsewhere, listening, server_settings
+from localllm.cli.serve.listening import listening, reachable_address, server_settings
 from localllm.errors import LocalLLMError, PortInUseError, UsageError
 from localllm.server.http import sockets
 from localllm.server.http.settings import ServerSettings, TlsFiles
@@ -58,11 +59,11 @@ def test_an_address_for_everybody_is_told_as_other_machines_call_it() -> None:
         socks,
         address,
     ):
-        told, port = from_elsewhere(address), socks[0].getsockname()[1]
+        told, port = reachable_address(address), socks[0].getsockname()[1]
         # Without any network there is no such address.
         assert told is None or (told.endswith(f":{port}/v1") and "0.0.0.0" not in told)
-    assert from_elsewhere("http://localhost:1/v1") is None
-    assert from_elsewhere("http://10.0.0.8:1/v1") is None
+    assert reachable_address("http://localhost:1/v1") is None
+    assert reachable_address("http://10.0.0.8:1/v1") is None
 
 
 @needs_ipv6
@@ -116,10 +117,13 @@ def test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it() -> N
 
 
 def test_no_key_is_kept_where_none_is_made_up() -> None:
-    assert server_settings(Settings()).api_key is None
+    assert server_settings(Settings({"allow_users": True})).api_key is None
     assert server_settings(Settings({"host": "0.0.0.0", "api_key": "mine"})).api_key == "mine"
     assert not (paths.data_dir() / "server-key").exists()
-    for settings in (Settings(), Settings({"host": "0.0.0.0", "api_key": "mine"})):
+    for settings in (
+        Settings({"allow_users": True}),
+        Settings({"host": "0.0.0.0", "api_key": "mine"}),
+    ):
         with pytest.raises(UsageError, match="--new-key"):
             server_settings(settings, new_key=True)
 
@@ -144,7 +148,7 @@ def test_a_folder_that_takes_no_key_is_said(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path / "file" / "below"))
-    with pytest.raises(LocalLLMError, match="key can't be kept"):
+    with pytest.raises(LocalLLMError, match="key can't be written"):
         kept_key()
 
 
@@ -202,6 +206,32 @@ def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
             assert "[DONE]" in client.post("/v1/chat/completions", json=body).text
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://127.0.0.1:{server.port}/health", trust_env=False)
+
+
+def test_silent_handshakes_keep_nobody_waiting_and_end(certificate: TlsFiles) -> None:
+    """More than may be strangers: the oldest are closed, and all of them after a while."""
+    trusted = ssl.create_default_context(cafile=str(certificate.certificate))
+    limits = {"max_connections": 8, "max_unknown_connections": 8, "header_timeout_s": 300.0}
+    with (
+        running_server({"tiny": ScriptedEngine()}, tls=certificate, **limits) as server,
+        ExitStack() as opened,
+    ):
+        for _ in range(40):
+            silent = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+            opened.enter_context(silent)
+            last = silent
+        url = f"https://127.0.0.1:{server.port}/v1/models"
+        assert httpx.get(url, verify=trusted, trust_env=False, timeout=30).status_code == 200
+        # The first ones were closed, although they had 300 s. The newest one may go on.
+        with trusted.wrap_socket(last, server_hostname="127.0.0.1") as late:
+            late.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 " in late.recv(4000)
+    limits["header_timeout_s"] = 0.2
+    with (
+        running_server({"tiny": ScriptedEngine()}, tls=certificate, **limits) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent,
+    ):
+        assert silent.recv(1) == b""
 
 
 def test_the_address_says_so_and_one_file_may_hold_both(

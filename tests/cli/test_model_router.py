@@ -99,7 +99,7 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
     chosen = load_plans_together(two, Settings({"context": 131072}))
     assert [c.options.spec.n_ctx for c in chosen] == [131072, 131072]
     alone = load_plans_together(two[:1], Settings())[0].options.spec.n_ctx
-    monkeypatch.setattr(fit_several_models, "LEAST_SHARED_CONTEXT", 1)
+    monkeypatch.setattr(fit_several_models, "MIN_SHARED_CONTEXT", 1)
 
     def tighter(self: PlanInputs, holds: Callable[[Plan], bool]) -> Plan:
         plan = tight(self, holds)
@@ -148,7 +148,7 @@ def test_a_backend_that_does_not_run_the_files_is_said_before_anything_loads(
 ) -> None:
     for reference, backend in ((str(mlx_folder), "llamacpp"), (two[0], "mlx")):
         with pytest.raises(
-            ModelFileError, match=f"not a model that the {backend} backend runs"
+            ModelFileError, match=f"not a model for the {backend} backend"
         ) as caught:
             load_plans_together([reference], Settings({"backend": backend}))
         assert "--backend" in caught.value.hint

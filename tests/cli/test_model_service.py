@@ -50,12 +50,12 @@ def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(
     found = {m.name: m for m in service.on_disk()}
     mine = found["mine"]
     assert (mine.owner, mine.ours, mine.size_bytes) == (
-        "a folder of yours",
+        "your own folder",
         False,
         tiny_model.stat().st_size,
     )
     assert "GB with" in service.fit(mine)
-    with pytest.raises(UsageError, match="held by a folder of yours"):
+    with pytest.raises(UsageError, match="belongs to your own folder"):
         service.remove(mine)
     (library / "mine.gguf").unlink()
     with pytest.raises(LocalLLMError, match="no longer on this disk"):

@@ -90,8 +90,11 @@ def test_serve_gives_a_file_what_its_header_states_and_a_request_goes_before_it(
 def test_the_chat_has_them_too(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "nobody-knows-it.gguf", sampling={"temp": 0.7, "top_k": 1})
     with (
-        background_server(str(path), 512) as (url, _),
-        httpx.Client(base_url=url.removesuffix("/v1")) as client,
+        background_server(str(path), 512) as engine,
+        httpx.Client(
+            base_url=engine.base_url.removesuffix("/v1"),
+            headers={"authorization": f"Bearer {engine.api_key}"},
+        ) as client,
     ):
         assert stated(unasked(client)) == (0.7, 0.95, 1, 0.05, 1.0)
         assert len(answers(client)) == 1

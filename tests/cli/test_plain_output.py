@@ -83,6 +83,7 @@ def test_two_thousand_names_and_no_control_character(
 
     path = tmp_path / "m"
     writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(1)
     for key in ("name", "license", "basename"):
         writer.add_string(
             f"general.{key}", "Nice\x1b]0;owned\x07\x1b[2J\x9b31mName\nsecond \u202eline"
@@ -153,7 +154,7 @@ def test_bytes_that_are_no_text_are_refused_in_words(
 ) -> None:
     code, _, err = said(capfd, "chat", "-m", "starter", "say \udcff")
     assert code == 2
-    assert b"no UTF-8 text" in err
+    assert b"not valid UTF-8" in err
     assert b"Traceback" not in err
 
 

@@ -76,8 +76,8 @@ def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(
 
     monkeypatch.setattr(candidates, "machine_of", busy_at_first)
     service = LocalModelService()
-    assert "beside other load" in service.plan(APPLE).machine
-    assert "beside other load" not in service.plan(APPLE).machine
+    assert "while other programs ran" in service.plan(APPLE).machine
+    assert "while other programs ran" not in service.plan(APPLE).machine
     service.plan(APPLE)
     assert len(asked) == 2  # and one of a quiet moment is kept
 

@@ -20,6 +20,7 @@ from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.llamacpp import LlamaCppType, backend_type
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx_vision
+from models.tiny_audio import write_hearing
 from models.tiny_mtp import write_mtp
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mlx_vlm, needs_mtmd
@@ -27,8 +28,13 @@ from support.pictures import needs_mlx_vlm, needs_mtmd
 MLX_VLM = needs_mlx_vlm()
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2vl"])
+HEARING = ("ultravox", "gemma4ua", "both")
+
+
+@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2vl", *HEARING])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    if request.param in HEARING:
+        return write_hearing(tmp_path_factory.mktemp("audio"), request.param)
     return write_vision(tmp_path_factory.mktemp("vision"), request.param)
 
 
@@ -41,6 +47,7 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_projector_beside_a_model_is_loaded_and_planned(model: VisionModel, able: None) -> None:
     load = load_plan_named(str(model.text), Settings({}))
     assert load.options.spec.projector == str(model.projector)
+    assert load.projector.audio == any(kind in model.projector.name for kind in HEARING)
     without = load_plan_named(str(model.text), Settings({"images": "off"}))
     assert without.options.spec.projector == ""
     assert without.projector.why_not == "switched off (--images off)"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
 from localllm.cli.serve.run import with_lines
+from localllm.server.app import create_app
+from localllm.server.http.settings import ServerSettings
+from localllm.server.models.router import ModelRouter
+from support.scripted_engine import ScriptedEngine
 
 
 def told(path: str, status: int | None, method: str = "POST") -> list[str]:
@@ -40,7 +45,7 @@ def told(path: str, status: int | None, method: str = "POST") -> list[str]:
 def test_each_request_has_its_line() -> None:
     assert told("/v1/chat/completions", 200) == ["POST /v1/chat/completions  200  1.50 s"]
     assert told("/v1/chat/completions", None) == [
-        "POST /v1/chat/completions  left before its answer  1.50 s"
+        "POST /v1/chat/completions  client disconnected before the answer  1.50 s"
     ]
 
 
@@ -54,3 +59,29 @@ def test_a_path_is_not_obeyed() -> None:
     assert "\x1b" not in line
     assert "\n" not in line
     assert len(line) < 90
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_its_figures(stream: bool) -> None:
+    engine = ScriptedEngine(["one ", "two"])
+    engine.cached_tokens = 3
+    lines: list[str] = []
+    body = {"model": "m", "messages": [{"role": "user", "content": "secret"}], "stream": stream}
+
+    async def main() -> None:
+        router = ModelRouter({"m": engine, "other": ScriptedEngine()})
+        app = create_app(router, settings=ServerSettings(port=1))
+        transport = httpx.ASGITransport(with_lines(app, lines.append))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            await http.post("/v1/chat/completions", json=body)
+
+    asyncio.run(main())
+    (line,) = lines
+    for figure in (
+        "prompt tokens (3 cached)",
+        "7 output tokens at 300.0 tokens/s",
+        "first token after 0.01 s",
+    ):
+        assert figure in line
+    assert line.endswith(", m")
+    assert "secret" not in line

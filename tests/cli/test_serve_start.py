@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 
@@ -101,3 +102,17 @@ def test_a_model_that_writes_no_text_is_named_alone_or_beside_another(
                 json={**asked, "model": "vectors"},
             )
             assert answer.status_code == 200, answer.text
+
+
+def test_the_start_line_names_context_engine_and_accelerator(tiny_model: Path) -> None:
+    with serving(str(tiny_model)) as (process, _):
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if " allocated" in line)
+    for part in (
+        f"{tiny_model.stem}: context 512 tokens",
+        f"llama.cpp (llama-cpp-python {version('llama-cpp-python')})",
+        "KV f16",
+        "drafting auto",
+    ):
+        assert part in line
+    assert line.rpartition(", on ")[2].strip(), "the accelerator is missing"

@@ -8,7 +8,7 @@ from pathlib import Path
 from localllm.device.name_lookup import resolve
 from localllm.engine.worker.client import WorkerOptions
 from localllm.library.types import LocalModel
-from localllm.load.fit_several_models import on_cards_of_their_own
+from localllm.load.fit_several_models import one_card_each
 from localllm.load.load_plan import LoadPlan
 from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import typical
@@ -36,7 +36,7 @@ def load(machine: str, name: str) -> LoadPlan:
 
 
 def cards(machine: str, *names: str) -> list[tuple[int, ...]]:
-    placed = on_cards_of_their_own([load(machine, name) for name in names], resolve(machine))
+    placed = one_card_each([load(machine, name) for name in names], resolve(machine))
     for one in placed:
         assert one.plan is not None
         assert one.options.spec.placement == one.plan.settings.placement

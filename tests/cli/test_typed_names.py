@@ -191,9 +191,9 @@ def test_a_name_of_this_server_comes_before_an_upstreams_and_a_part_of_a_name_af
     lab = Upstream("lab", "http://127.0.0.1:9/v1", models={"tiny": "tiny", "big:latest": "big"})
     here = ServedModel("Tiny", ScriptedEngine(), aliases=("b*",))
     router = ModelRouter([here], upstreams=Upstreams([lab]))
-    assert router.named_elsewhere("tiny") is None
-    assert router.named_elsewhere("tiny:latest") is None
+    assert router.remote_model_named("tiny") is None
+    assert router.remote_model_named("tiny:latest") is None
     for typed in ("big", "BIG:latest"):
-        remote = router.named_elsewhere(typed)
+        remote = router.remote_model_named(typed)
         assert remote is not None
-        assert remote.theirs == "big"
+        assert remote.upstream_name == "big"

@@ -34,7 +34,7 @@ estimate = ["Q4_K_M"]
 BAD: dict[str, tuple[bytes, str]] = {
     "not TOML": (b"[[models]\n", "line 1"),
     "not UTF-8": (b'[[models]]\nid = "\xff"\n', "utf-8"),
-    "nested without end": (b"a = " + b"[" * 100_000, "nested"),
+    "nested too deeply": (b"a = " + b"[" * 100_000, "nested"),
     "no models": (b'family = "mine"\n', "[[models]]"),
     "an unknown key": (MINE.replace("heads = 32", "haeds = 32").encode(), "haeds"),
     "a missing key": (MINE.replace("layers = 16\n", "").encode(), "layers"),

@@ -157,7 +157,7 @@ def test_notes_count_what_is_missing(messages: list[dict[str, Any]], budget: int
         int(line[1:].split()[0])
         for m in kept.messages
         for line in m["content"].splitlines()
-        if line.startswith("[") and line.endswith("left out to fit the context]")
+        if line.startswith("[") and line.endswith("omitted to fit the context]")
     )
     assert said == len(kept.dropped)
 

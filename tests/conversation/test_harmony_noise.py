@@ -19,7 +19,7 @@ from localllm.conversation.reply import (
     ReplyFormat,
 )
 from localllm.conversation.reply_parser import ReplyParser
-from localllm.conversation.tools.notations import harmony
+from localllm.conversation.tools.formats import harmony
 from support.examples import examples
 
 CONTROL = (

@@ -12,7 +12,7 @@ import pytest
 from conversation.test_trigger_control_tokens import FIRST, TOOLS, write_model
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.constraints import answer_or_call, triggers_of
-from localllm.conversation.tools.notations import harmony
+from localllm.conversation.tools.formats import harmony
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.server.generation.prompt import ResponseOptions, build_prompt
 from localllm_backends.contract import Backend, LoadSpec

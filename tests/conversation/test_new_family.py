@@ -12,7 +12,7 @@ import pytest
 
 from conversation.test_grammar_triggers import TOOLS, check, matcher, read, walk
 from localllm.conversation import tools as tool_formats
-from localllm.conversation.tools import FORMATS, format_for, notations
+from localllm.conversation.tools import FORMATS, format_for, formats
 from localllm.conversation.tools.base import (
     GrammarTrigger,
     NamedSchemas,
@@ -63,7 +63,7 @@ def test_a_file_among_the_others_is_all_it_takes(
     (tmp_path / "percent_family.py").write_text(
         "from conversation.test_new_family import PERCENT\n\nFORMATS = (PERCENT,)\n"
     )
-    monkeypatch.setattr(notations, "__path__", [*notations.__path__, str(tmp_path)])
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     with_it = tool_formats.discover()
     assert {f.name for f in with_it} == {*(f.name for f in FORMATS), "percent"}
     monkeypatch.setattr(tool_formats, "FORMATS", with_it)

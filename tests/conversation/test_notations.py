@@ -11,7 +11,7 @@ import pytest
 from conversation.test_cut_replies import told
 from conversation.test_tool_formats import TOOLS
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools import has_unknown_notation, reasoning_markers
+from localllm.conversation.tools import has_unknown_format, reasoning_markers
 from localllm.conversation.tools.prompt import Choice
 from localllm.errors import UnsupportedError
 from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt
@@ -39,15 +39,15 @@ def read(
 
 
 def test_tools_are_refused_where_the_template_asks_for_a_notation_nobody_reads() -> None:
-    assert has_unknown_notation(FOREIGN)
-    with pytest.raises(UnsupportedError, match="notation") as refused:
+    assert has_unknown_format(FOREIGN)
+    with pytest.raises(UnsupportedError, match="tool-call format") as refused:
         built(FOREIGN)
     assert refused.value.param == "tools"
     built(FOREIGN, "none")  # the conversation itself goes on
 
 
 def test_a_template_that_offers_no_tools_is_not_refused() -> None:
-    assert not has_unknown_notation(SAY)
+    assert not has_unknown_format(SAY)
     assert read(built(SAY), '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>')[2] == [
         ("f", {"n": 1})
     ]

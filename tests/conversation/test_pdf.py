@@ -38,13 +38,13 @@ def test_what_is_too_much_is_said() -> None:
 def test_pictures_and_characters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = reading.pages_of(pdf(["", "", "x"]), 1)
     assert [sorted(page) for page in found] == [["picture"], [], ["text"]]
-    monkeypatch.setattr(reading, "MOST_CHARS", 15)
+    monkeypatch.setattr(reading, "MAX_CHARS", 15)
     with pytest.raises(ValueError, match="15 characters"):
         reading.pages_of(pdf(["ten letters", "ten letters"]), 0)
 
 
 def test_one_that_takes_too_long_is_left() -> None:
-    assert "within 0 seconds" in reading.read(pdf(["x"]), pictures=False, whole_s=0.01).problem
+    assert "within 0 seconds" in reading.read(pdf(["x"]), pictures=False, time_limit_s=0.01).problem
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def machine(name: str) -> Device:
 def _verdict(device: Device, n_bytes: int) -> str:
     """What somebody who loads `n_bytes` on `device` hears: the plan's word, and on shared memory
     the guard's."""
-    need = MemoryNeed(n_bytes, 0, 0, 0, 0, 0, device.room_bytes)
+    need = MemoryNeed(n_bytes, 0, 0, 0, 0, 0, device.usable_bytes)
     if device.kind != "discrete" and n_bytes > device.memory.loadable_bytes:
         return "no"
     return verdict(device, need)
@@ -180,7 +180,7 @@ def test_a_macs_guard_asks_the_same_account(level: int, loadable: float) -> None
     guards = system.account()
     assert guards is not None
     check_load("m", account.loadable_bytes, guards)
-    with pytest.raises(DoesNotFitError, match="others have"):
+    with pytest.raises(DoesNotFitError, match="other programs use"):
         check_load("m", account.loadable_bytes + MIB, guards)
 
 
@@ -200,11 +200,13 @@ def test_of_a_card_more_in_use_is_never_more_to_load(gib: int, used: float, more
 def test_each_card_has_its_own_account_and_gives_back_its_own_part() -> None:
     device = machine("card_5090_two_busy")
     free = [(32607 - used) * MIB - int(0.02 * 32607 * MIB) for used in (29324, 30357)]
-    assert [card.room_bytes for card in device.cards] == pytest.approx(free, abs=2)
-    assert device.room_bytes == pytest.approx(sum(free), abs=4)
+    assert [card.usable_bytes for card in device.cards] == pytest.approx(free, abs=2)
+    assert device.usable_bytes == pytest.approx(sum(free), abs=4)
     freed = cards.with_released_bytes(device, 10 * GIB)
-    assert freed.room_bytes - device.room_bytes == pytest.approx(10 * GIB, abs=4)
-    assert all(a.room_bytes > b.room_bytes for a, b in zip(freed.cards, device.cards, strict=True))
+    assert freed.usable_bytes - device.usable_bytes == pytest.approx(10 * GIB, abs=4)
+    assert all(
+        a.usable_bytes > b.usable_bytes for a, b in zip(freed.cards, device.cards, strict=True)
+    )
 
 
 def _build(text: str, name: str, kind: str) -> ggml.GgmlBuild:
@@ -269,11 +271,12 @@ def test_a_carve_out_is_what_each_build_sees_of_it(
 
 def test_the_account_says_its_lines() -> None:
     said = machine("card_4090_desktop").memory.account()
-    assert said == "of 25.8 GB the system keeps 1.0 GB and others have 2.4 GB: 22.4 GB for a model"
-    mac = replace(machine("mac_macmini_32gb_pressure").memory, source="Metal")
-    assert mac.account().endswith(
-        "others have 4.1 GB and Metal allows 22.9 GB: 22.9 GB for a model"
+    assert (
+        said
+        == "22.4 GB for a model, of 25.8 GB: the system reserves 1.0 GB and other programs use 2.4 GB"
     )
+    mac = replace(machine("mac_macmini_32gb_pressure").memory, source="Metal")
+    assert mac.account().endswith("other programs use 4.1 GB and Metal allows 22.9 GB")
 
 
 MACHINES = [
@@ -295,12 +298,12 @@ def test_what_others_are_to_have_of_the_system_is_said_and_never_more_to_load(na
         )
         assert pool.limit_bytes + keep * GB <= pool.total_bytes
         assert pool.loadable_bytes == pool.limit_bytes
-        assert not keep or f"the system keeps {keep:.1f} GB" in pool.account()
+        assert not keep or f"the system reserves {keep:.1f} GB" in pool.account()
         assert before is None or pool.loadable_bytes <= before
         before = pool.loadable_bytes
         if left.kind == "discrete":
             assert left.memory == device.memory
-    with pytest.raises(UsageError, match="leaves nothing"):
+    with pytest.raises(UsageError, match="leaves no memory"):
         with_memory(device, headroom_gb=1000)
 
 
@@ -310,7 +313,10 @@ def test_what_others_are_to_have_of_cards_is_shared_out_and_said(name: str) -> N
     left = with_memory(device, vram_headroom_gb=6)
     assert device.memory.limit_bytes - left.memory.limit_bytes == 6 * GB
     assert left.host == device.host
-    assert "the system keeps 6.0 GB" in left.memory.account()
-    assert sum(card.room_bytes for card in left.cards) in (0, pytest.approx(left.room_bytes, abs=4))
-    with pytest.raises(UsageError, match="leaves nothing"):
+    assert "the system reserves 6.0 GB" in left.memory.account()
+    assert sum(card.usable_bytes for card in left.cards) in (
+        0,
+        pytest.approx(left.usable_bytes, abs=4),
+    )
+    with pytest.raises(UsageError, match="leaves no memory"):
         with_memory(device, vram_headroom_gb=200)

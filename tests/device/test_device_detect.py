@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from localllm.device.parsers import gpus as parsers
 from localllm.device.probes import matrix_rate
 from localllm.device.probes import nvidia as probes
 from localllm.device.probes.systems import read
+from support.native_library import compile_library, include_folder
 
 MIB = 1 << 20
 
@@ -164,8 +166,16 @@ def test_a_build_that_can_not_be_timed_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build made for another processor ends with an illegal instruction as soon as it is used."""
-    (tmp_path / "llama_cpp").mkdir()
-    (tmp_path / "llama_cpp" / "__init__.py").write_text("import os; os.abort()")
+    (tmp_path / "llama_cpp" / "lib").mkdir(parents=True)
+    (tmp_path / "llama_cpp" / "__init__.py").touch()
+    shutil.copytree(include_folder(), tmp_path / "include")
+    compile_library(
+        """
+        #include <stdlib.h>
+        __attribute__((constructor)) static void start(void) { abort(); }
+        """,
+        tmp_path / "llama_cpp" / "lib" / "libllama.so",
+    )
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     )
@@ -204,7 +214,7 @@ def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None
             assert other.stdout.readline() == b"on\n"
         measured = bandwidth.rates(available_bytes=1 << 30, seconds=0.5)
     assert measured.busy
-    assert "while other programs had" in measured.figure.source
+    assert "while other programs used" in measured.figure.source
 
 
 def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later(

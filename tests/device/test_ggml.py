@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from localllm.device import backend_view, ggml, parts_table
 from localllm.device.backend_view import ask_build
 from localllm.device.health import HealthFacts, judge
 from localllm.device.machines import identify
+from support.native_library import compile_library, include_folder
 
 VULKAN_LINE = (
     "ggml_vulkan: 0 = Radeon 8060S Graphics (RADV GFX1151) (radv) | uma: 1 | fp16: 1 | bf16: 0 | "
@@ -74,22 +76,31 @@ def test_the_installed_build_names_its_processor() -> None:
 @pytest.mark.parametrize(
     ("program", "told"),
     [
-        ("import os; os.abort()", "signal SIGABRT"),
-        ("raise ImportError('libcuda.so.1: cannot open shared object file')", "libcuda.so.1"),
-        ("import threading; threading.Event().wait()", "hung"),
-        ("import os; os.write(1, b'not JSON'); os._exit(0)", "can't be read"),
+        ("abort();", "signal SIGABRT"),
+        ("", "exports no function"),
+        ("pause();", "did not end in time"),
+        ('write(1, "not JSON", 8); _exit(0);', "can't be read"),
     ],
 )
 def test_a_build_that_breaks_its_process_costs_a_sentence(
     tmp_path: Path, program: str, told: str
 ) -> None:
     package = tmp_path / "llama_cpp"
-    package.mkdir()
+    (package / "lib").mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "llama_cpp.py").write_text(program)
+    shutil.copytree(include_folder(), tmp_path / "include")
+    compile_library(
+        f"""
+        #include <stdlib.h>
+        #include <unistd.h>
+        __attribute__((constructor)) static void start(void) {{ {program} }}
+        """,
+        package / "lib" / "libllama.so",
+    )
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     build = ask_build(
-        {**os.environ, "PYTHONPATH": search}, timeout_s=2.0 if told == "hung" else 60.0
+        {**os.environ, "PYTHONPATH": search},
+        timeout_s=2.0 if told == "did not end in time" else 60.0,
     )
     assert told in build.failure
     (found,) = ggml.differences(identify(recordings.load("cpu_only_vm")), build)
@@ -204,7 +215,10 @@ def test_plans_go_with_the_backend_that_drives_the_gpu() -> None:
 def test_no_engine_and_one_that_does_not_answer_change_no_plan() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
     assert backend_view.as_used(machine, machine, None) == machine
-    assert backend_view.as_used(machine, machine, ggml.GgmlBuild(failure="it hung")) == machine
+    assert (
+        backend_view.as_used(machine, machine, ggml.GgmlBuild(failure="it did not end in time"))
+        == machine
+    )
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("gpu", "discrete"), ("igpu", "unified")])
@@ -215,11 +229,11 @@ def test_a_gpu_that_only_the_build_knows_is_what_plans_are_made_for(
     used = backend_view.as_used(machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
     assert (used.kind, used.accelerator, used.memory.limit_bytes) == (expected, "vulkan", 2 << 30)
     assert used.host == (machine.memory if expected == "discrete" else None)
-    like = parts_table.of_like_cards("", "", 2 << 30)
+    like = parts_table.bandwidth_of_similar("", "", 2 << 30)
     assert used.bandwidth_gbps == (like if expected == "discrete" else machine.bandwidth_gbps)
     (finding,) = [
         f
         for f in ggml.differences(machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
         if f.level == "warning"
     ]
-    assert "did not show" in finding.message
+    assert "did not report" in finding.message

@@ -147,7 +147,7 @@ REFUSED = (
 def test_a_slice_of_unknown_size_is_never_the_whole_card(outputs: dict[str, str]) -> None:
     device = identify(Readings("linux", "x86_64", MEMORY, outputs))
     assert device.accelerator == "cpu"
-    assert "a slice of any size" in said(device)
+    assert "the size of its slice" in said(device)
     assert "--memory" in said(device)
 
 
@@ -209,7 +209,7 @@ def test_graphics_of_the_processor_are_no_second_card() -> None:
         )
         device = linux(files)
         assert (device.n_gpus, device.match) == (1, "Radeon RX 7900 XTX"), more
-        assert "here too" not in said(
+        assert "also found" not in said(
             linux(amd(0, "0x13c0", 0.5, 31, **more), nvml=nvidia(card("RTX 4090", 24)))
         )
 
@@ -227,6 +227,8 @@ def test_an_apu_is_one_pool_whatever_its_id(device_id: str) -> None:
     [
         ("0xe20b", "Arc B580", 12), ("0xe20c", "Arc B570", 10), ("0xe211", "Arc Pro B60", 24), ("0xe212", "Arc "
                                                                                                           "Pro "
+                                                                                                          ""
+                                                                                                          ""
                                                                                                           "B50", 16),
         ("0xe223", "Arc Pro B70", 32), ("0xe222", "Arc Pro B65", 32), ("0x56a2", "Arc "
                                                                                  "A580", 8), ("0x56a5", "Arc "
@@ -312,14 +314,14 @@ def test_what_drives_a_card_is_what_builds_have_code_for() -> None:
     assert polaris.accelerator == "vulkan"
     old = linux(nvml=nvidia(card("Tesla K99", 11, cc_major=3, cc_minor=7)))
     assert old.accelerator == "vulkan"
-    assert "CUDA's builds have no code of 3.7" in said(old)
+    assert "CUDA's builds no longer have code for 3.7" in said(old)
     beside = nvidia(
         card("NVIDIA GeForce RTX 3090", 24, cc_major=8, cc_minor=6),
         card("NVIDIA GeForce GT 710", 2, cc_major=3, cc_minor=5),
     )
     device = linux(nvml=beside)
     assert (device.name, device.accelerator) == ("NVIDIA GeForce RTX 3090", "cuda")
-    assert "GT 710 is here too" in said(device)
+    assert "GT 710 was also found" in said(device)
 
 
 def test_boards_and_apples_computers_are_called_by_their_names() -> None:

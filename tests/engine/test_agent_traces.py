@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.traces import Session, compare, interleaved, picked, read_shapes
+from benchmarks.traces import (
+    TOKEN_BYTES,
+    Session,
+    by_server,
+    compare,
+    interleaved,
+    our_hits,
+    picked,
+    read_shapes,
+)
 
 # A context that two of these sessions fill, and none of them twice.
 N_CTX = 65_536
@@ -32,3 +41,12 @@ def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(
     assert reuse.ours >= reuse.lru - 0.01
     assert reuse.ours >= 0.95 * reuse.reachable
     assert reuse.lru < 0.99, "too little to lose: this would show nothing"
+
+
+def test_two_servers_reuse_as_much_as_one_with_the_memory_of_both() -> None:
+    """A pool keeps each session on one server, so its cache is divided, not copied."""
+    lines = interleaved(sessions(), 3)
+    memory_tokens = 10**9 // TOKEN_BYTES
+    one = our_hits(lines, 2 * memory_tokens, 0, 2 * N_CTX)
+    two = sum(our_hits(part, memory_tokens, 0, N_CTX) for part in by_server(lines, 2))
+    assert two >= 0.95 * one

@@ -3,12 +3,14 @@ that means another thing."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from engine.drive import GREEDY, run, settle
 from localllm.engine import EngineSettings
+from localllm.engine.cache import identity, tunables
 from localllm.engine.core import Engine
 from localllm.engine.step_costs import PrefillCost
 from localllm_backends.contract import LoadSpec
@@ -198,22 +200,55 @@ def test_what_was_not_computed_before_is_not_computed_twice() -> None:
 # --- what gives KV its meaning --------------------------------------------------------------------
 
 
+def age(folder: Path) -> None:
+    """Give a folder the time stamp of one that no server used for longer than a day."""
+    old_s = folder.stat().st_mtime - 1.1 * tunables.FOLDER_UNUSED_S
+    os.utime(folder, (old_s, old_s))
+
+
 def test_kv_that_something_else_wrote_is_never_read_and_swept(tmp_path: Path) -> None:
     first = engine_on(tmp_path)
     answer, _ = ask(first, "a", SYSTEM)
     first.close()
     (tmp_path / "another-model").mkdir()
     other = ScriptedBackend(n_ctx=8192, n_batch=64)
-    object.__setattr__(other.info, "kv_meaning", "another build")
+    object.__setattr__(other.info, "kv_layout", "another layout")
+    (written,) = (path for path in tmp_path.iterdir() if path.name != "another-model")
+    age(written)
     second = engine_on(tmp_path, other)
     again, cached = ask(second, "a", SYSTEM)
     assert (again, cached) == (answer, 0)
     second.close()
     assert len(list(tmp_path.iterdir())) == 2, (
-        "what the other build wrote is gone, another model's is not"
+        "what the other layout wrote is gone, another model's is not"
     )
     _, cached = ask(engine_on(tmp_path), "a", SYSTEM)
     assert cached == 0
+
+
+def test_servers_of_two_file_formats_keep_each_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine_on(tmp_path)
+    answer, _ = ask(first, "a", SYSTEM)
+    first.close()
+    with monkeypatch.context() as newer:
+        newer.setattr(identity, "FILE_FORMAT", identity.FILE_FORMAT + 1)
+        second = engine_on(tmp_path)
+        assert ask(second, "a", SYSTEM) == (answer, 0)
+        second.close()
+    third = engine_on(tmp_path)
+    assert ask(third, "a", SYSTEM) == (answer, len(SYSTEM) - 1)
+
+
+def test_another_build_with_the_same_layout_reads_the_files(tmp_path: Path) -> None:
+    first = engine_on(tmp_path)
+    answer, _ = ask(first, "a", SYSTEM)
+    first.close()
+    other = ScriptedBackend(n_ctx=8192, n_batch=64)
+    object.__setattr__(other.info, "kv_meaning", "another build")
+    again, cached = ask(engine_on(tmp_path, other), "a", SYSTEM)
+    assert (again, cached) == (answer, len(SYSTEM) - 1)
 
 
 def test_rotated_and_plain_kv_are_not_taken_for_each_other(
@@ -245,7 +280,7 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
         assert not disk or all(block.written or block.pending for block in blocks)
         engine.close()
     assert said[1] == said[2] == (said[2][0], 0)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2, "a folder for each layout"
 
 
 def test_every_backend_says_what_gives_its_kv_its_meaning(few_layers: Path) -> None:
@@ -254,4 +289,8 @@ def test_every_backend_says_what_gives_its_kv_its_meaning(few_layers: Path) -> N
 
     assert llama_cpp.__version__ in backend.info.kv_meaning
     assert "libllama" in backend.info.kv_meaning or "llama" in backend.info.kv_meaning
+    assert backend.info.kv_layout.startswith(
+        f"llama.cpp sequence {llama_cpp.LLAMA_STATE_SEQ_VERSION};"
+    )
+    assert llama_cpp.__version__ not in backend.info.kv_layout
     backend.close()

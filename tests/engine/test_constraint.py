@@ -92,9 +92,11 @@ def test_a_chain_of_rules_ends_no_process(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize(
     ("grammar", "why"),
     [
-        (("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(45_000)}})), "at "
-                                                                                                              "most"),
-        (("lark", f"start: r0\n{_rules('r', 60_000, ':')}"), "at most"),
+        (
+            ("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(45_000)}})),
+            "the limit is 50,000",
+        ),
+        (("lark", f"start: r0\n{_rules('r', 60_000, ':')}"), "the limit is 50,000"),
         (("gbnf", f"root ::= r0\n{_rules('r', 5_000, ' ::=')}"), "too often"),
     ],
 )  # fmt: skip
@@ -148,7 +150,7 @@ def test_bounds_that_the_grammar_engine_dies_of_never_reach_it(bounds: tuple[flo
     """The schema stands where one can hide: below a list, below a name."""
     number = {"type": "integer", "minimum": bounds[0], "maximum": bounds[1]}
     schema = {"anyOf": [{"type": "object", "properties": {"minimum": number}}]}
-    with pytest.raises(UnsupportedError, match="imum is beyond"):
+    with pytest.raises(UnsupportedError, match="imum is not a number of at most"):
         GrammarCompiler(ScriptedBackend())(("json_schema", json.dumps(schema)))
 
 
@@ -157,7 +159,7 @@ def test_nor_do_they_within_another_grammar(bounds: tuple[float, float]) -> None
     schema = {"type": "integer", "minimum": bounds[0], "maximum": bounds[1]}
     lark = f'start: "a" b\nb: %json {json.dumps({"anyOf": [schema]})}\n'
     for kind in ("lark", "gbnf"):
-        with pytest.raises(UnsupportedError, match="imum is beyond"):
+        with pytest.raises(UnsupportedError, match="imum is not a number of at most"):
             GrammarCompiler(ScriptedBackend())((kind, lark))
 
 

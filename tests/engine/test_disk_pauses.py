@@ -156,8 +156,12 @@ def test_a_file_is_read_for_the_tokens_wanted_of_it_not_for_all_it_holds(tmp_pat
     block = kept(tier, 1000)
     tier.close()
     block.data = None
-    assert tier.reads.is_worth([block], 0.05), "before its disk is measured: that shows how fast"
+    assert tier.reads.is_worth_reading([block], 0.05), (
+        "before its disk is measured: that shows how fast"
+    )
     tier.reads.learn(20_000, 1.0)
-    assert tier.reads.is_worth([block], 0.32), "a tenth of a second to read, a third to compute"
-    assert not tier.reads.is_worth([block], 0.05), "a twentieth to compute"
-    assert tier.reads.is_worth([block], 0.0), "before computing is measured"
+    assert tier.reads.is_worth_reading([block], 0.32), (
+        "a tenth of a second to read, a third to compute"
+    )
+    assert not tier.reads.is_worth_reading([block], 0.05), "a twentieth to compute"
+    assert tier.reads.is_worth_reading([block], 0.0), "before computing is measured"

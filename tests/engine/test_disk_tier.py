@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -215,3 +216,16 @@ def test_a_real_model_continues_from_disk(smollm2: Path, tmp_path: Path) -> None
     # moves quantised weights' logits by up to 0.4 of their spread: there this text's near ties may
     # fall otherwise. Tiny models hold such devices to it.
     assert devices.has_gpu() or answers[0] == answers[1]
+
+
+def test_folders_and_pipes_named_as_cached_files_stop_no_model(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    ask(first)
+    first.close()
+    folder = files(tmp_path)[0].parent
+    for name in ("pipe.kv", "pipe.part"):
+        os.mkfifo(folder / name)
+    for name in ("folder.kv", "folder.part"):
+        (folder / name).mkdir()
+    _, cached = ask(on_disk(tmp_path))
+    assert cached > 0

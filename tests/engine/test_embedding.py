@@ -47,7 +47,7 @@ def test_texts_and_tokens_become_vectors_and_refusals_are_words(bert: Path) -> N
             rows = [np.frombuffer(v, dtype="<f4") for v in vectors]
             assert (len(rows[0]), count) == (E, 2 * len(tokens))
             assert np.allclose(rows[0], rows[1], atol=1e-3)
-            with pytest.raises(ContextLengthError, match=f"takes {CTX}"):
+            with pytest.raises(ContextLengthError, match=f"limit is {CTX}"):
                 await engine.embed(["word " * CTX])
             (cut,), count = await engine.embed(["word " * CTX], truncate=True)
             assert (len(cut), count) == (4 * E, CTX)
@@ -100,7 +100,7 @@ def test_one_that_dies_of_every_request_is_refused_for_a_while(bert: Path) -> No
         for _ in range(4):
             await die_of_a_request(await host.engine())
         with pytest.raises(
-            BusyError, match=r"4 times in a row; it is loaded again in \d+ s"
+            BusyError, match=r"4 times in a row; it will be loaded again in \d+ s"
         ) as refused:
             await asyncio.wait_for(host.engine(), 5)
         assert 1 <= refused.value.retry_after_s <= 8

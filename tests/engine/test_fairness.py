@@ -159,12 +159,12 @@ def test_choices_get_no_more_than_their_tenant() -> None:
     """However many such requests one has, the other tenant has its half."""
     shares = Shares()
     for i in range(8):
-        shares.arrive(("greedy", f"request {i}"))
+        shares.add_requester(("greedy", f"request {i}"))
         shares.charge(("greedy", f"request {i}"), 100)
-    shares.arrive(("other", ""))
+    shares.add_requester(("other", ""))
     running = [("greedy", f"request {i}") for i in range(8)]
-    assert shares.preempted(("other", ""), running) == ("greedy",)
-    assert shares.computed_for(("greedy", "request 1")) == 800
+    assert shares.unit_to_preempt(("other", ""), running) == ("greedy",)
+    assert shares.tokens_computed(("greedy", "request 1")) == 800
 
 
 def test_a_full_queue_is_full_for_its_owner_alone() -> None:
@@ -198,14 +198,14 @@ def test_nobody_saves_up_more_than_the_credit(events: list[tuple[str, int, bool]
     for tenant, tokens, leaves in events:
         if tenant not in here and here:
             least = min(shares.computed[t] for t in here)
-            shares.arrive(tenant)
+            shares.add_requester(tenant)
             assert shares.computed[tenant] >= least - CREDIT_TOKENS
-        shares.arrive(tenant)
+        shares.add_requester(tenant)
         here.add(tenant)
         shares.charge(tenant, tokens)
         if leaves:
             here.discard(tenant)
-            shares.remain(here)
+            shares.keep_only(here)
         assert shares.shared == (len(here) > 1)
 
 
@@ -214,12 +214,12 @@ def test_making_way_never_turns_round(running: list[str], newcomer: str) -> None
     """Whoever gave a place would not get it back at once."""
     shares = Shares()
     for tenant in (*running, newcomer):
-        shares.arrive(tenant)
-    gives = shares.preempted(newcomer, running)
+        shares.add_requester(tenant)
+    gives = shares.unit_to_preempt(newcomer, running)
     if gives is not None:
         after = [*running, newcomer]
         after.remove(gives)
-        assert shares.preempted(gives, after) != newcomer
+        assert shares.unit_to_preempt(gives, after) != newcomer
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ nobody is parked for it."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,17 @@ pytestmark = [
 ]
 
 
-def test_nobody_is_parked_for_a_fork_that_takes_cells(tmp_path: Path) -> None:
+def test_nobody_is_parked_for_a_fork_that_takes_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlx.core as mx
+
+    def own_attention(q: Any, k: Any, v: Any, *, cache: Any, **options: Any) -> Any:
+        return mx.fast.scaled_dot_product_attention(q, k, v, **options)
+
     path = tiny_mlx.SHAPES["llama"](tmp_path / "model")
+    # A model with attention of its own, which can't be computed in parts.
+    monkeypatch.setattr("mlx_lm.models.llama.scaled_dot_product_attention", own_attention)
     # Room for the first request (190 tokens) or for two prompts (300), but not for what the two go
     # on to write.
     engine = Engine(mlx.load(LoadSpec(str(path), n_ctx=310, n_seq_max=4, n_batch=64)))

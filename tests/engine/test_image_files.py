@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from localllm.engine.vision import MOST_PIXELS, ImageError, decode
+from localllm.engine.image_files import MAX_PIXELS, ImageError, decode
 from support.pictures import needs_pillow, png
 
 pytestmark = needs_pillow()
@@ -57,7 +57,7 @@ def fuzz(n: int, seed: int) -> tuple[int, int]:
         except ImageError:
             refused += 1
         else:
-            assert len(picture.data) == 3 * picture.width * picture.height <= 3 * MOST_PIXELS
+            assert len(picture.data) == 3 * picture.width * picture.height <= 3 * MAX_PIXELS
             read += 1
         assert time.process_time() - started < 10
     return read, refused
@@ -90,14 +90,14 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "no image"),
+        (b"", "not supported"),
         (b"<svg xmlns='http://www.w3.org/2000/svg' onload='x'/>", "SVG"),
         (b"<?xml version='1.0'?><svg/>", "SVG"),
         (b"%PDF-1.7", "PDF"),
-        (b"GIF89a", "damaged|no image"),
+        (b"GIF89a", "damaged|not supported"),
         (b"\0" * 21_000_000, "bytes"),
-        (b"II*\0" + b"\0" * 200, "no image"),
-        (b"BM" + b"\0" * 200, "no image"),
+        (b"II*\0" + b"\0" * 200, "not supported"),
+        (b"BM" + b"\0" * 200, "not supported"),
     ],
 )
 def test_what_is_no_image_is_named(data: bytes, said: str) -> None:

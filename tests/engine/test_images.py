@@ -1,4 +1,5 @@
-"""Images through the engine: encoded once, cached as the tokens they are, and never cut in two."""
+"""Images and sounds through the engine: encoded once, cached as the tokens they are, and never cut
+in two."""
 
 from __future__ import annotations
 
@@ -10,25 +11,35 @@ import numpy as np
 import pytest
 
 from engine.drive import GREEDY, Outcome, advance, run, settle
+from localllm.conversation.sounds import SAMPLES
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
+from localllm.engine.media import MediaReader
 from localllm.engine.messages import Generation, Request
-from localllm.engine.vision import ImageReader
-from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec, Placement
+from localllm_backends.contract import BackendFailure, Chunk, LoadSpec, MediaPart, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx_vision, tiny_mtp
+from models.tiny_audio import write_hearing
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mlx_vlm, needs_mtmd, needs_pillow, png
+from support.sounds import samples
 
 pytestmark = needs_pillow()
-FILES = {"{A}": png(64, 64, 1), "{B}": png(300, 200, 2), "{C}": png(60, 400, 3)}
+IMAGES = {"{A}": png(64, 64, 1), "{B}": png(300, 200, 2), "{C}": png(60, 400, 3)}
+SOUNDS = {"{A}": samples(0.6, 1), "{B}": samples(2, 2), "{C}": samples(1.5, 3)}
+HEARING = ("gemma4ua", "both")
+# The media of the model that is tested, by mark.
+FILES: dict[str, str] = {}
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param(kind, marks=needs_mtmd()) for kind in ("llava", "gemma3", "qwen2vl")),
+        *(
+            pytest.param(kind, marks=needs_mtmd())
+            for kind in ("llava", "gemma3", "qwen2vl", *HEARING)
+        ),
         *(
             pytest.param(f"mlx-{kind}", marks=needs_mlx_vlm())
             for kind in ("mistral3", "gemma3", "qwen3_vl", "qwen3_5")
@@ -37,10 +48,21 @@ FILES = {"{A}": png(64, 64, 1), "{B}": png(300, 200, 2), "{C}": png(60, 400, 3)}
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     folder = tmp_path_factory.mktemp("vision")
+    show_images()
+    if request.param in HEARING:
+        heard = ("{A}", "{B}") if request.param == "both" else tuple(SOUNDS)
+        for mark in heard:
+            FILES[mark] = SAMPLES + base64.b64encode(SOUNDS[mark].data).decode()
+        return write_hearing(folder, request.param)
     if request.param.startswith("mlx-"):
         written = tiny_mlx_vision.write(folder / "mlx", request.param.removeprefix("mlx-"))
         return VisionModel(written, written)
     return write_vision(folder, request.param)
+
+
+def show_images() -> None:
+    for mark, data in IMAGES.items():
+        FILES[mark] = base64.b64encode(data).decode()
 
 
 def load(model: VisionModel, settings: EngineSettings | None = None, **spec: Any) -> Engine:
@@ -62,10 +84,10 @@ def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None
     """Submit all, as the worker does, and step until nothing is left; `cancel`: ids, and behind how
     many steps."""
     outcome = Outcome()
-    reader = ImageReader(engine.backend)  # type: ignore[arg-type]
+    reader = MediaReader(engine.backend)  # type: ignore[arg-type]
     for request in requests:
         assert isinstance(request.prompt, str)
-        tokens, images = reader.read(request.prompt, request.images, add_bos=True)
+        tokens, images = reader.read(request.prompt, request.media, add_bos=True)
         outcome.take(engine.submit(request, tokens, images))
     for n in range(20_000):
         if not engine.has_work:
@@ -80,10 +102,9 @@ def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None
 
 
 def prompt(text: str, request_id: str = "r", most: int = 12) -> Request:
-    """`text`, in which A, B and C in braces are the images."""
-    images = {name: base64.b64encode(data).decode() for name, data in FILES.items()}
+    """`text`, in which A, B and C in braces are the model's media."""
     return Request(
-        request_id, text, Generation(GREEDY, max_tokens=most, ignore_eos=True), images=images
+        request_id, text, Generation(GREEDY, max_tokens=most, ignore_eos=True), media=dict(FILES)
     )
 
 
@@ -96,17 +117,17 @@ def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
         row[list(backend.info.eog_tokens)] = -np.inf
         return int(row.argmax())
 
-    tokens, images = ImageReader(backend).read(str(request.prompt), request.images, add_bos=True)
+    tokens, images = MediaReader(backend).read(str(request.prompt), request.media, add_bos=True)
     sequence = backend.new_sequence()
     at = 0
     for placed in images:
         while placed.start > at:
             backend.step([Chunk(sequence, tokens[at : min(placed.start, at + 64)], 0)])
             at = min(placed.start, at + 64)
-        embeddings = backend.encode_image(placed.run)
+        embeddings = backend.encode_media(placed.run)
         n = placed.run.n_tokens
         part = Chunk(
-            sequence, tokens[placed.start : placed.stop], 1, image=ImagePart(placed.run, embeddings)
+            sequence, tokens[placed.start : placed.stop], 1, media=MediaPart(placed.run, embeddings)
         )
         best = best_of(part)
         at = placed.start + n
@@ -121,7 +142,8 @@ def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
 
 
 def encodes(engine: Engine) -> int:
-    return int(engine.snapshot()["image_encodes"])
+    snapshot = engine.snapshot()
+    return int(snapshot["image_encodes"]) + int(snapshot["sound_encodes"])
 
 
 def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
@@ -172,9 +194,9 @@ def test_images_in_another_order_and_edits_compute_what_follows(model: VisionMod
         settle(engine)
         usage = outcome.finish("r").usage
         assert outcome.tokens["r"] == plain(engine, prompt(text)), text
-        reader = ImageReader(engine.backend)  # type: ignore[arg-type]
+        reader = MediaReader(engine.backend)  # type: ignore[arg-type]
         common = (
-            len(reader.read(str(prompt(shared or "q").prompt), prompt("").images, add_bos=False)[0])
+            len(reader.read(str(prompt(shared or "q").prompt), prompt("").media, add_bos=False)[0])
             if shared
             else 0
         )
@@ -246,6 +268,7 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
 def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path) -> None:
     """Positions in a row, and in two dimensions with a state: text behind an image is drafted by
     heads that begin anew there."""
+    show_images()
     write, n_rewind = (tiny_mtp.write_mtp, 0) if kind == "llava" else (tiny_mtp.write_hybrid_mtp, 4)
     text = write(tmp_path / "heads.gguf", likeness=0.35)
     seeing = VisionModel(text, write_vision(tmp_path / kind, kind).projector)
@@ -269,14 +292,14 @@ def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path)
 def test_an_image_that_can_t_be_encoded_fails_its_request_alone(model: VisionModel) -> None:
     engine = load(model)
     backend: Any = engine.backend
-    right = backend.encode_image
+    right = backend.encode_media
 
     def fails(run: Any) -> Any:
-        if run.pixels.width == 300:
+        if len(run.media.data) > 100_000:
             raise BackendFailure("no memory for it")
         return right(run)
 
-    backend.encode_image = fails
+    backend.encode_media = fails
     outcome = ask(
         engine, prompt("see {A} now", "good"), prompt("see {B} now", "bad"), prompt("words", "text")
     )
@@ -285,7 +308,7 @@ def test_an_image_that_can_t_be_encoded_fails_its_request_alone(model: VisionMod
         "no memory for it",
     )
     assert len(outcome.tokens["good"]) == len(outcome.tokens["text"]) == 12
-    backend.encode_image = right
+    backend.encode_media = right
     assert len(ask(engine, prompt("see {B} now")).tokens["r"]) == 12
     engine.close()
 

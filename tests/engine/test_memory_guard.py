@@ -87,9 +87,10 @@ def test_a_load_must_leave_the_headroom_and_the_refusal_has_all_figures() -> Non
     with pytest.raises(DoesNotFitError) as refused:
         check_load("m.gguf", 901 * MB, account)
     assert refused.value.message == (
-        "m.gguf needs 0.90 GB, and 0.90 GB are free for it now: 1.00 GB available, of which 0.10 "
+        "m.gguf needs 0.90 GB, but only 0.90 GB are free for it now: 1.00 GB available, of which "
+        "0.10 "
         "GB stay with the "
-        "system; others have 0.50 GB of 1.50 GB"
+        "system; other programs use 0.50 GB of 1.50 GB"
     )
     assert "close other programs" in refused.value.hint
 

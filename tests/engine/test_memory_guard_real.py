@@ -96,7 +96,7 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
         try:
             with pytest.raises(
                 DoesNotFitError,
-                match=r"SmolLM2.* needs 0\.15 GB, and 0\.00 GB are "
+                match=r"SmolLM2.* needs 0\.15 GB, but only 0\.00 GB are "
                 r"free "
                 r"for "
                 r"it "

@@ -227,7 +227,7 @@ def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refu
         failure = outcome.failure(name)
         assert failure.code == "server_busy"
         assert failure.message == (
-            "this machine has 0.04 GB of memory left and 0.10 GB are kept for the system"
+            "this machine has 0.04 GB of memory left, but 0.10 GB are reserved for the system"
         )
         assert "close other programs" in failure.hint
     assert engine.pool.cache.held_bytes == 0

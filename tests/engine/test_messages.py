@@ -8,10 +8,12 @@ from dataclasses import asdict, fields
 from localllm.engine.messages import (
     Constraint,
     Generation,
+    HiddenSpan,
     LoopLimits,
     Reasoning,
     Request,
     Sampling,
+    SharedPrefix,
     ThinkingLimit,
     request_from_json,
 )
@@ -55,6 +57,7 @@ GENERATION = Generation(
     "anna",
     "of-three",
     "salt",
+    ((0, 0.5), (2, 1.0)),
 )
 CONSTRAINT = Constraint(
     ("regex", "x+"),
@@ -73,6 +76,9 @@ REQUEST = Request(
     "ngram",
     ThinkingLimit(77, "<a>", "</a>", "\n", True),
     {"mark": "aGk="},
+    (HiddenSpan("<a>", "</a>", True, True, True),),
+    7,
+    SharedPrefix(("host:1",), 5, 3),
 )
 
 

@@ -130,7 +130,7 @@ def test_misses_are_explained() -> None:
     engine = Engine(ScriptedBackend(n_ctx=2048))
     prompt = turn("system", 100) + turn("question") + turn("bot")
     first = run(engine, request_for("1", prompt, max_tokens=2, sampling=GREEDY)).finish("1").usage
-    assert "seen before" in first.cache_miss
+    assert "no beginning with earlier prompts" in first.cache_miss
     changed = [*prompt[:50], 99, *prompt[51:]]
     second = run(engine, request_for("2", changed, max_tokens=2, sampling=GREEDY)).finish("2").usage
     assert "token 50" in second.cache_miss
@@ -156,7 +156,7 @@ def test_nothing_is_used_by_a_request_that_asks_so(make: Callable[..., ScriptedB
     outcome = run(engine, request_for("2", prompt, 8, GREEDY, ignore_eos=True, cache_prompt=False))
     usage = outcome.finish("2").usage
     assert prompt + outcome.tokens["2"] == said
-    assert (usage.cached_tokens, usage.cache_miss) == (0, "the request asked for no cache")
+    assert (usage.cached_tokens, usage.cache_miss) == (0, "the request disabled the cache")
     _, cached = ask(engine, "3", [*said, *turn("more")])
     assert cached > 100, "what was cached before still is"
 

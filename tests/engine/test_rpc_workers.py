@@ -29,7 +29,7 @@ from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError, UsageError
 from localllm_backends.contract import LoadSpec, Placement
-from localllm_backends.llamacpp.native import library_path
+from localllm_backends.llamacpp.binding.engine_files import library_path
 from support.requests import events_of
 
 needs_rpc = pytest.mark.skipif(

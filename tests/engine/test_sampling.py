@@ -12,7 +12,7 @@ from engine.sampling_reference import rows_like_models
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.grammar import GrammarMatcher
-from localllm.engine.sampling.row import Top
+from localllm.engine.sampling.row import GreatestLogits
 from localllm.engine.sampling.sampler import Sampler
 
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
@@ -45,7 +45,7 @@ def test_the_greatest_are_ranked_by_logit_then_by_id(n_vocab: int, kind: str) ->
     order = np.lexsort((np.arange(n_vocab), -row))
     order = order[row[order] > -np.inf]
     for k in (1, 3, 40, 512, 3_000):
-        assert Top(row).ranked(k).tolist() == order[:k].tolist()
+        assert GreatestLogits(row).ranked(k).tolist() == order[:k].tolist()
 
 
 def test_a_row_on_which_everything_is_forbidden_still_gives_a_token() -> None:

@@ -72,7 +72,7 @@ class Allows:
     finished = False
     active = True
     in_call = False
-    may_go_on_freely = False
+    can_continue_unconstrained = False
 
     def __init__(self, allowed: NDArray[np.bool_]) -> None:
         self.allowed_now, self.accepted = allowed, []  # type: ignore[var-annotated]

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 from localllm.engine.scheduler import (
     Grant,
     Limits,
-    Want,
+    StepDemand,
     admission_order,
     arrival,
     plan_step,
 )
-from localllm.engine.step_costs import PROMPT_STEP_S, STALL_RATIO, ChunkSizer
+from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, STALL_RATIO, ChunkSizer
 
 TINY = 16  # a prompt with so few tokens left is as impatient as a decoding stream
 
 
 @st.composite
-def wants(draw: st.DrawFn) -> list[Want]:
+def wants(draw: st.DrawFn) -> list[StepDemand]:
     n = draw(st.integers(0, 12))
     found = []
     for i in range(n):
         prefill = draw(st.integers(0, 3000))
         decode = 0 if prefill else draw(st.integers(1, 17))
-        found.append(Want(f"r{i}", prefill, decode, draw(st.floats(0, 100))))
+        found.append(StepDemand(f"r{i}", prefill, decode, draw(st.floats(0, 100))))
     return found
 
 
@@ -45,7 +45,7 @@ def limits(draw: st.DrawFn) -> Limits:
 
 @given(wants(), limits())
 def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(
-    asked: list[Want], within: Limits
+    asked: list[StepDemand], within: Limits
 ) -> None:
     by_key = {w.key: w for w in asked}
     grants = plan_step(asked, within)
@@ -62,7 +62,7 @@ def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(
 
 @given(wants(), limits())
 def test_everybody_who_decodes_gets_a_token_and_something_always_moves(
-    asked: list[Want], within: Limits
+    asked: list[StepDemand], within: Limits
 ) -> None:
     grants = plan_step(asked, within)
     decoding = [w for w in asked if not w.prefill]
@@ -71,7 +71,7 @@ def test_everybody_who_decodes_gets_a_token_and_something_always_moves(
 
 
 @given(wants(), limits())
-def test_prefill_is_bounded_by_who_else_is_there(asked: list[Want], within: Limits) -> None:
+def test_prefill_is_bounded_by_who_else_is_there(asked: list[StepDemand], within: Limits) -> None:
     grants = plan_step(asked, within)
     by_key = {w.key: w for w in asked}
     long = sum(g.n_tokens for g in grants if g.prefill and by_key[g.key].prefill > TINY)
@@ -83,16 +83,20 @@ def test_prefill_is_bounded_by_who_else_is_there(asked: list[Want], within: Limi
 
 def test_age_beats_length() -> None:
     """The shortest prompt goes first, until somebody has waited half a minute for it."""
-    fresh = [Want("long", 2000, 0, 1.0), Want("short", 100, 0, 0.0)]
-    aged = [Want("long", 2000, 0, 30.0), Want("short", 100, 0, 0.0)]
+    fresh = [StepDemand("long", 2000, 0, 1.0), StepDemand("short", 100, 0, 0.0)]
+    aged = [StepDemand("long", 2000, 0, 30.0), StepDemand("short", 100, 0, 0.0)]
     within = Limits(128, 8, 128, 128)
     assert plan_step(fresh, within)[0] == Grant("short", 100, prefill=True)
     assert plan_step(aged, within) == [Grant("long", 128, prefill=True)]
-    assert admission_order([Want("long", 2000, 0, 1.0), Want("short", 100, 0, 0.0)]) == [
+    assert admission_order(
+        [StepDemand("long", 2000, 0, 1.0), StepDemand("short", 100, 0, 0.0)]
+    ) == [
         "short",
         "long",
     ]
-    assert admission_order([Want("long", 2000, 0, 30.0), Want("short", 100, 0, 0.0)]) == [
+    assert admission_order(
+        [StepDemand("long", 2000, 0, 30.0), StepDemand("short", 100, 0, 0.0)]
+    ) == [
         "long",
         "short",
     ]
@@ -113,6 +117,14 @@ def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None
         middle.observe(decoded=0, prefilled=n_tokens, seconds=n_tokens / 700)
     assert middle.prompt_tokens(0.35) == 192, "no tile of the attention is filled in part"
     assert middle.prompt_tokens(1.0) == 512
+
+
+@pytest.mark.parametrize("token_s", [0.0005, 0.002, 0.004, 0.012])
+def test_a_newcomer_waits_two_seconds_at_most_for_a_step_of_one_prompt(token_s: float) -> None:
+    sizer = ChunkSizer(4096)
+    for _ in range(20):
+        sizer.observe(decoded=0, prefilled=128, seconds=128 * token_s)
+    assert sizer.prompt_tokens(SINGLE_STEP_S) * token_s <= 2.0
 
 
 def test_beside_decoding_a_step_takes_seven_plain_ones_at_most() -> None:
@@ -202,7 +214,7 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(
             continue
         chance.shuffle(waiting)
         first, *_ = admission_order(
-            [Want(str(i), 100, 0, now - arrival(came[i][0], came[i][1])) for i in waiting]
+            [StepDemand(str(i), 100, 0, now - arrival(came[i][0], came[i][1])) for i in waiting]
         )
         assert came[int(first)][0] - 30 * came[int(first)][1] == pytest.approx(
             min(came[i][0] - 30 * came[i][1] for i in waiting), abs=1e-6

@@ -200,6 +200,23 @@ def test_a_listener_that_fails_or_leaves_cancels_its_request(few_layers: Path) -
     with_model(few_layers, use)
 
 
+def test_ids_that_can_not_fit_are_refused_without_the_worker(
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying a million of them would stop the server's event loop."""
+
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        sent: list[object] = []
+        monkeypatch.setattr(engine.process, "send", sent.append)
+        end = await engine.listen(request_for("a", [5] * 999_000), lambda _: None)
+        assert isinstance(end, Failure)
+        assert (end.code, end.counts) == ("context_length_exceeded", (999_000, engine.info.n_ctx))
+        assert sent == []
+        monkeypatch.undo()
+
+    with_model(few_layers, use)
+
+
 def test_a_listener_is_told_when_the_worker_dies(few_layers: Path) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
         def kill(event: Event) -> None:
@@ -312,7 +329,7 @@ def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(few_layers:
         os.kill(client.pid, signal.SIGKILL)
         await client.process.wait()
         with pytest.raises(
-            BusyError, match=r"4 times in a row; it is loaded again in \d+ s"
+            BusyError, match=r"4 times in a row; it will be loaded again in \d+ s"
         ) as refused:
             await asyncio.wait_for(supervisor.engine(), 5)
         assert refused.value.retry_after_s is not None

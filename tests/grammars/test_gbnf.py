@@ -191,5 +191,5 @@ def test_what_is_written_in_other_ways(name: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_with_its_place(grammar: str) -> None:
-    with pytest.raises(ValueError, match=r"in line \d|no rule called"):
+    with pytest.raises(ValueError, match=r"in line \d|no rule with the name"):
         lark_of(grammar)

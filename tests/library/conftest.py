@@ -42,7 +42,7 @@ def nothing_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> None:
+def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lift the suite's offline rule for the loopback hub, in huggingface-hub too (it reads the
     variable on import)."""
     import huggingface_hub.constants
@@ -51,7 +51,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     # The hub's answers must be the loopback's alone, whatever is stored on this machine.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
 
 
 @pytest.fixture

@@ -129,6 +129,7 @@ class Seen:
     path: str
     range: str
     authorization: str
+    user_agent: str
     sent_bytes: int = 0
 
 
@@ -203,6 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
             path,
             self.headers.get("Range", ""),
             self.headers.get("Authorization", ""),
+            self.headers.get("User-Agent", ""),
         )
         hub.seen.append(seen)
         try:

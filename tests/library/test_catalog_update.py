@@ -88,9 +88,9 @@ def test_what_the_hub_lists_replaces_what_was_constructed(stocked: Hub) -> None:
     before = {v.quant: v for v in load_catalog().by_id[MODEL].variants}
     assert before["Q4_K_M"].is_estimate
     said = run("update", MODEL)
-    assert "Q4_K_M is there: 23.6 GB" in said
+    assert "Q4_K_M is published: 23.6 GB" in said
     assert "new: BF16 (54.0 GB)" in said
-    assert f"gone: Q6_K in {REPO}" in said
+    assert f"removed: Q6_K in {REPO}" in said
     after = {(v.repo, v.quant): v for v in load_catalog().by_id[MODEL].variants}
     q4 = after[REPO, "Q4_K_M"]
     assert (q4.file_bytes, q4.exact, q4.is_estimate) == (23_600_000_000, True, False)
@@ -233,6 +233,6 @@ def test_a_model_whose_calls_the_server_refuses_is_none_for_coding(
 
 def test_a_repository_without_gguf_files_adds_nothing_and_says_what_to_name(hub: Hub) -> None:
     hub.add("somebody/Other", {"README.md": b"nothing"})
-    with pytest.raises(DownloadError, match="holds no GGUF files"):
+    with pytest.raises(DownloadError, match="has no GGUF files"):
         run("update", "somebody/Other")
     assert not (user_folder() / UPDATE_FILE).exists()

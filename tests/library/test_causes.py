@@ -96,7 +96,7 @@ PLACES: list[tuple[bytes, str, str]] = [
     ),
     (b"<!doctype html><title>Sign in</title>", "web page", "download the file again"),
     (b"\n<html></html>", "web page", "download the file again"),
-    (bytes(4096), "empty space", "download the file again"),
+    (bytes(4096), "only zero bytes", "download the file again"),
     (b"PK\3\4" + bytes(99), "not a GGUF", "give a .gguf"),
 ]
 
@@ -142,10 +142,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "unknown architecture": (lambda b: b.replace(b"\5" + bytes(7) + b"llama",
     b"\5" + bytes(7) + b"zzzzz", 1), "newer llama.cpp"),
     "missing key": (lambda b: b.replace(b"layer_norm_rms_epsilon", b"layer_norm_rms_nolispe", 1),
-    "laid out otherwise"),
+    "does not support the file's layout"),
     "missing tensor": (lambda b: b.replace(b"blk.1.attn_norm.weight", b"blk.1.morn_ntta.weight", 1),
-    "laid out otherwise"),
-    "further tensor": (lambda b: b.replace(b"blk.1.", b"v.blk.", 2), "laid out otherwise"),
+    "does not support the file's layout"),
+    "further tensor": (lambda b: b.replace(b"blk.1.", b"v.blk.", 2), "does not support the file's layout"),
     "cut short": (lambda b: b[: len(b) - len(b) // 4], ""),
 }  # fmt: skip
 

@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_during_a_download(
     hub.schedule = Schedule(seed=1, always=("content", "disk full"))
     with pytest.raises(DownloadError, match="is full") as e:
         pull(repo.name, patience=patience, reserve_bytes=0)
-    assert "make room" in e.value.hint
+    assert "free disk space" in e.value.hint
     assert_nothing_wrong_is_offered(where, repo)
     with pytest.raises(DownloadError, match="0 kB free"):
         pull(repo.name, patience=patience, reserve_bytes=0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from library.hub import Hub
 from localllm.cli.commands.models_view import listing
 from localllm.errors import DownloadError, ModelFileError, UsageError
-from localllm.library import store, variants
+from localllm.library import folders, store, variants
 from localllm.library.catalog import load_catalog, read_model
 from localllm.library.describe import describe
 from localllm.library.hub import Listing, Patience, RepoFile
@@ -194,7 +194,7 @@ HEADERS = {
     "draft model": {"arch": "qwen35", "qwen35__block_count": 1, "qwen35__nextn_predict_layers": 1},
     "image or video": {"arch": "flux"},
     "speech recogniser": {"arch": "whisper"},
-    "writes by diffusion": {"arch": "diffusion-gemma"},
+    "by diffusion": {"arch": "diffusion-gemma"},
 }
 
 
@@ -342,3 +342,15 @@ def test_a_model_deep_in_folders_is_found_beside_a_large_tree(tmp_path: Path) ->
     tiny_gguf.write_llama(tmp_path / "a-F32.gguf")
     (tmp_path / "m" / "n").mkdir(parents=True)
     assert [m.name for m in store.adopt(tmp_path)] == ["a-F32", "Deep-F32"]
+
+
+def test_an_unknown_video_models_file_is_not_the_chat_model(tmp_path: Path) -> None:
+    """Diffusion programs name the architecture, but none of its dimensions."""
+    tiny_gguf.write_llama(tmp_path / "small-Q8_0.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "video-Q8_0.gguf", "ltx9")
+    writer.add_tensor("blocks.0.weight", np.zeros((64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert [model.path.name for model in folders.scan(tmp_path)] == ["small-Q8_0.gguf"]

@@ -69,7 +69,7 @@ def test_a_token_that_is_refused_is_named_where_nothing_is_public(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
     stocked.scripted = lambda _: (401, b"{}", {"X-Error-Message": "Invalid credentials"})
-    with pytest.raises(ModelNotFoundError, match=r"refuses HF_TOKEN: it has expired") as e:
+    with pytest.raises(ModelNotFoundError, match=r"rejects HF_TOKEN: it has expired") as e:
         list_files(REPO, patience=patience)
     assert "renew" in e.value.hint
     assert "set HF_TOKEN" not in e.value.hint
@@ -83,8 +83,8 @@ FORBIDDEN: list[tuple[Answer, str, str]] = [
     {"X-Error-Message": "Please enable access to it in your fine-grained token settings"}),
     "fine-grained token", "is gated"),
     ((403, b"{}", {"X-Error-Message": "no\x1b[2J entry"}), r"no\?\[2J entry", "gated"),
-    ((403, HTML, {"Content-Type": "text/html"}), "blocked on the way", "gated"),
-    ((403, b"", {}), "blocked on the way", "gated"),
+    ((403, HTML, {"Content-Type": "text/html"}), "blocked before", "gated"),
+    ((403, b"", {}), "blocked before", "gated"),
     ((403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to it is restricted."}),
     "is gated", "blocked"),
     ((451, b"{}", {"X-Error-Message": "Unavailable For Legal Reasons"}), "451", "gated"),
@@ -130,7 +130,7 @@ def test_a_page_in_the_hubs_place_is_called_one(
         )
 
     stocked.scripted = page
-    with pytest.raises(HubUnreachableError, match="a web page came instead") as e:
+    with pytest.raises(HubUnreachableError, match="answered with a web page") as e:
         pull(REPO, patience=patience)
     assert "captive portal" in e.value.message
     assert len(waits) == patience.listing_failures - 1, "it may pass"
@@ -194,7 +194,7 @@ def test_a_folder_that_is_a_file_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(name, str(tmp_path / "file"))
-    with pytest.raises(UsageError, match=f"{name} is .*no folder"):
+    with pytest.raises(UsageError, match=f"{name} is .*not a folder"):
         pull(REPO, patience=patience)
 
 
@@ -229,7 +229,7 @@ def test_names_that_can_be_no_file_are_refused_by_name(
     hub: Hub, patience: Patience, name: str
 ) -> None:
     hub.add(REPO, {name: b"GGUF" * 4000})
-    with pytest.raises(DownloadError, match=r"not a name to keep a file under") as e:
+    with pytest.raises(DownloadError, match=r"its name can't be used for a file") as e:
         pull(REPO, patience=patience)
     assert e.value.message.isprintable()
 
@@ -278,10 +278,10 @@ def test_weights_in_a_format_of_other_programs_do_not_travel(
         "org/Other",
         {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(40_000)},
     )
-    with pytest.raises(DownloadError, match="which neither MLX nor") as e:
+    with pytest.raises(DownloadError, match="that neither MLX nor") as e:
         pull("org/Other", patience=patience)
     assert "GGUF" in e.value.hint
-    with pytest.raises(DownloadError, match="MLX does not run") as e:
+    with pytest.raises(DownloadError, match="MLX can't run") as e:
         describe("org/Other", load_catalog())
     assert "GGUF" in e.value.hint
     assert not hub.contents(), "the weights stayed where they are"

@@ -60,7 +60,7 @@ def published(hub: Hub, tiny_model: Path) -> Hub:
         REPO,
         {
             "Tiny-1B-Q4_K_M.gguf": tiny_model.read_bytes(),
-            "Tiny-1B-Q8_0.gguf": random.Random(1).randbytes(90_000),
+            "Tiny-1B-Q8_0.gguf": b"GGUF" + random.Random(1).randbytes(89_996),
         },
     )
     return hub
@@ -91,7 +91,7 @@ def test_pull_offline_says_what_is_in_the_way(published: Hub) -> None:
 
 def test_a_failed_pull_leaves_no_half_line(published: Hub) -> None:
     published.schedule = Schedule(always=("content", "corrupt"))
-    with pytest.raises(DownloadError, match="another content"):
+    with pytest.raises(DownloadError, match="still differs"):
         run("pull", REPO)
 
 
@@ -154,7 +154,7 @@ def test_the_speed_is_that_of_the_last_seconds_and_the_waits_do_not_count() -> N
     meter = DownloadMeter(1_000_000, told.append, clock=lambda: now[0])
     for second in range(30):
         now[0] = float(second)
-        # Fast at first, then 1,000 bytes a second.
+        # Fast at first, then 1,000 bytes per second.
         meter.report(
             "downloading", "f", second * 10_000 if second < 10 else 90_000 + second * 1_000
         )
@@ -200,7 +200,7 @@ def test_rm_asks_first_and_frees_what_nothing_else_uses(published: Hub, cache: P
     with pytest.raises(UsageError, match="2 models") as caught:
         run("models", "rm", REPO, "--yes")
     assert f"{REPO}:Q8_0" in caught.value.hint
-    with pytest.raises(UsageError, match="nobody is here to ask"):
+    with pytest.raises(UsageError, match="confirmation needs a terminal"):
         run("models", "rm", f"{REPO}:Q8_0")
     assert run_json("models", "rm", f"{REPO}:Q8_0", "--yes")["freed_bytes"] == 90_000
     assert [m.quant for m in store.scan()] == ["Q4_K_M"]
@@ -215,7 +215,7 @@ def test_rm_leaves_what_others_hold(home: Path, tiny_model: Path) -> None:
     folder = home / ".lmstudio" / "models" / "maker" / "Tiny"
     folder.mkdir(parents=True)
     shutil.copy(tiny_model, folder / "Tiny-Q4_0.gguf")
-    with pytest.raises(UsageError, match="held by LM Studio"):
+    with pytest.raises(UsageError, match="belongs to LM Studio"):
         run("models", "rm", "tiny", "--yes")
     assert (folder / "Tiny-Q4_0.gguf").exists()
 
@@ -296,7 +296,7 @@ def test_a_long_download_times_the_processor_meanwhile_once(
     asked: list[bool] = []
     monkeypatch.setattr(detect, "detect", lambda *, measure: asked.append(measure))
     seen: list[str] = []
-    watch = pull.timing_meanwhile(lambda progress: seen.append(progress.state))
+    watch = pull.measuring_meter(lambda progress: seen.append(progress.state))
     for done_bytes in (0, 10**6):
         watch(DownloadProgress("downloading", "small.gguf", done_bytes, 10**8))
     watch(DownloadProgress("verifying", "large.gguf", 0, 10**10))
@@ -316,10 +316,12 @@ def test_pulling_a_model_names_the_drafters_that_are_published_for_it() -> None:
         == "https://huggingface.co/ggml-org/Qwen3.8-27B-GGUF/blob/main/mtp-Qwen3.8-27B-Q4_0.gguf"
     )
     assert pull.companions_of("org/name") == ()
+    (folder,) = pull.companions_of("qwen3.8-27b", of_folder=True)
+    assert (folder.kind, folder.repo) == ("dflash", "z-lab/Qwen3.8-27B-DFlash2")
     said = pull.offered("qwen3.8-27b", found, None)
     assert said.startswith(
-        "a drafter for it (mtp, ggml-org/Qwen3.8-27B-GGUF, mtp-Qwen3.8-27B-Q4_0.gguf): its own "
-        "heads in a file apart"
+        "a drafter for it (mtp, ggml-org/Qwen3.8-27B-GGUF, mtp-Qwen3.8-27B-Q4_0.gguf): its MTP "
+        "heads in a separate file"
     )
     trained = Companion("dflash", "org/heads", "d.gguf")
     assert "`localllm pull qwen3.8-27b --drafter`" in pull.offered("qwen3.8-27b", trained, None)
@@ -331,7 +333,9 @@ def test_a_script_is_told_where_the_drafter_lies(
 ) -> None:
     published.add("org/heads", {"d.gguf": b"heads"})
     monkeypatch.setattr(
-        pull, "companions_of", lambda ref: (Companion("eagle3", "org/heads", "d.gguf"),)
+        pull,
+        "companions_of",
+        lambda ref, *, of_folder: (Companion("eagle3", "org/heads", "d.gguf"),),
     )
     assert run_json("pull", REPO)["drafter"] is None
     assert Path(run_json("pull", REPO, "--drafter")["drafter"]).read_bytes() == b"heads"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import httpx
@@ -43,6 +44,25 @@ def test_a_model_comes_and_goes(hub: Hub, cache: Path, http: httpx.Client) -> No
     assert (
         http.request("DELETE", "/api/delete", json={"model": f"{REPO}:Q4_K_M"}).status_code == 404
     )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_token_path_that_is_no_file_is_an_error_that_names_it(
+    hub: Hub, http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """To open a pipe would wait for its writer."""
+    token = tmp_path / "token"
+    if kind == "folder":
+        token.mkdir()
+    else:
+        os.mkfifo(token)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(token))
+    hub.add(REPO, files("Q4_K_M"))
+    reply = http.post("/api/pull", json={"model": f"{REPO}:Q4_K_M", "stream": False})
+    assert reply.status_code == 400, reply.text
+    assert str(token) in reply.json()["error"]
+    assert hub.seen == []
 
 
 def test_no_path_is_pulled_or_removed(hub: Hub, http: httpx.Client, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_name_only_the_proxy_knows_is_left_to_it(names: dict[str, str]) -> Non
     "url", ["https://[::1/x", "https:///x", "https://hub.example:99999/x", "nowhere"]
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(DownloadError, match="no usable address"):
+    with pytest.raises(DownloadError, match="an unusable address"):
         RedirectRule("https://hub.example").check(url)
 
 

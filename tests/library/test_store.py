@@ -159,7 +159,7 @@ def test_prune_takes_what_nobody_needs_and_nothing_else() -> None:
         "1" * 64 + ".incomplete": "unfinished download",
         "2" * 64 + ".0a1b2c3d.incomplete": "unfinished download",
         "3" * 64 + ".downloadInProgress": "unfinished download",
-        "4" * 64: "no snapshot points at it",
+        "4" * 64: "no snapshot uses it",
     }
     for name in needless:
         (blobs / name).write_bytes(b"12345")

@@ -129,17 +129,19 @@ def write_mxfp4(folder: Path) -> Path:
     return write(folder, LLAMA, quantise={"group_size": 32, "bits": 4, "mode": "mxfp4"})
 
 
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 32, "sliding_window_pattern": 3, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
 def write_sliding(folder: Path, *, window: int = 32) -> Path:
     """Gemma-3-shaped: every third layer full, the others a sliding window."""
-    config = {
-        "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 3,
-        "intermediate_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6,
-        "vocab_size": VOCAB, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": window, "sliding_window_pattern": 3, "max_position_embeddings": 4096,
-    }  # fmt: skip
-    return write(folder, config, seed=1)
+    return write(folder, {**GEMMA3, "sliding_window": window}, seed=1)
 
 
 def write_moe(folder: Path) -> Path:

@@ -53,14 +53,14 @@ def write_vision(folder: Path, kind: str, *, seed: int = 11, template: bool = Tr
         write_sliding(text, window=64, seed=seed, template=chat)
         _projector(projector, "gemma3", seed, image=64, patch=8)
     elif kind == "qwen2vl":
-        _write_qwen2vl(text, seed, chat)
+        write_qwen2vl(text, seed, chat)
         _projector(projector, "qwen2vl_merger", seed, image=112, patch=28)
     else:
         raise ValueError(kind)
     return VisionModel(text, projector)
 
 
-def _write_qwen2vl(path: Path, seed: int, template: str | None) -> None:
+def write_qwen2vl(path: Path, seed: int, template: str | None) -> None:
     """4 heads of 16, positions of time, height and width in a rope of three sections."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "qwen2vl")
@@ -81,14 +81,21 @@ def _write_qwen2vl(path: Path, seed: int, template: str | None) -> None:
 
 
 def _projector(path: Path, kind: str, seed: int, *, image: int, patch: int) -> None:
-    """A ViT of three layers, 2 heads of 16, and what makes its patches the text model's
-    embeddings."""
     rng = np.random.default_rng(seed + 1)
     w = gguf.GGUFWriter(str(path), "clip")
     w.add_name(f"tiny {kind}")
     w.add_type("mmproj")
-    w.add_bool("clip.has_vision_encoder", True)
     w.add_string("clip.projector_type", kind)
+    add_eyes(w, kind, rng, image=image, patch=patch)
+    finish(w, path)
+
+
+def add_eyes(
+    w: gguf.GGUFWriter, kind: str, rng: np.random.Generator, *, image: int, patch: int
+) -> None:
+    """Add a ViT of three layers, 2 heads of 16, and what makes its patches the text model's
+    embeddings."""
+    w.add_bool("clip.has_vision_encoder", True)
     w.add_bool("clip.use_gelu", True)
     for key, value in (
         ("embedding_length", _VIT), ("feed_forward_length", _FF), ("block_count", _LAYERS), ("projection_dim", _E),
@@ -124,4 +131,3 @@ def _projector(path: Path, kind: str, seed: int, *, image: int, patch: int) -> N
         for i, rows, columns in ((0, 2 * _VIT, wide), (2, _E, 2 * _VIT)):
             w.add_tensor(f"mm.{i}.weight", _random(rng, rows, columns) * 4)
             w.add_tensor(f"mm.{i}.bias", np.zeros(rows, dtype=np.float32))
-    finish(w, path)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.planner_fit.clusters import compared
 from localllm.cli.all_commands import app
-from localllm.cli.recommend.cluster import machines
+from localllm.cli.recommend.cluster import machines, usual_link
 from localllm.device.name_lookup import resolve
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog
@@ -97,6 +97,7 @@ def test_the_command_says_it_and_asks_whole_questions() -> None:
     assert said.exit_code == 0, said.output
     assert "18 layers" in said.output
     assert "basis:" in said.output
+    assert runner.invoke(app, asked[:-2]).output == said.output, "its own port is the usual link"
     found = json.loads(runner.invoke(app, [*asked, "--json"]).stdout)
     assert found[0]["shares"][0]["layers"] == 18
     for wrong in (
@@ -107,6 +108,14 @@ def test_the_command_says_it_and_asks_whole_questions() -> None:
         assert isinstance(runner.invoke(app, ["recommend", *wrong]).exception, UsageError)
     with pytest.raises(UsageError):
         machines("99x dgx spark")
+
+
+def test_connected_machines_are_joined_by_their_fastest_port() -> None:
+    assert usual_link("2x dgx spark") == "connectx7"
+    assert usual_link("2x M4 Max 128GB") == "thunderbolt5"
+    assert usual_link("2x strix halo 128GB") == "10gbe"
+    for computer in ("dgx spark", "2x RTX 3090", "RTX 5090 + 64GB RAM", "2x a sundial"):
+        assert usual_link(computer) is None
 
 
 def test_published_speeds_of_two_machines_are_met() -> None:

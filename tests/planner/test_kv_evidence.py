@@ -11,9 +11,12 @@ import pytest
 from localllm import paths
 from localllm.cli import doctor_checks
 from localllm.load import kv_evidence
+from localllm.planner import kv_sizes
 from localllm.planner.quality import KvPrecision, ladder, passes, why
+from localllm_backends import registry
 from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, context
+from localllm_catalog import catalog
 
 
 @pytest.mark.parametrize("layers", [3, pytest.param(30, marks=pytest.mark.long)])
@@ -92,6 +95,15 @@ def test_a_chat_gets_four_bits_without_evidence_and_not_against_it() -> None:
     assert ladder("chat", (), mixed=True) == ("f16", "q8_0", "q4_0")
     assert ladder("chat", known(q4_0=BAD), mixed=True) == ("f16", "q8_0")
     assert ladder("chat", known(q8_0=BAD, q4_0=BAD), mixed=True) == ("f16",)
+
+
+def test_types_that_only_mlx_has_need_evidence() -> None:
+    assert "turbo4" not in ladder("chat", (), mixed=False)
+    found = known(q6_0=GOOD, turbo4=GOOD, turbo3=BAD)
+    assert ladder("coding", found, mixed=False) == ("f16", "q8_0", "q6_0", "turbo4")
+    model = catalog.load().by_id["qwen3-8b"]
+    assert not kv_sizes.kv_type_allowed(model, "turbo4", registry.declared("llamacpp"))
+    assert kv_sizes.kv_type_allowed(model, "turbo4", registry.declared("mlx"))
 
 
 def test_pairs_are_offered_only_where_they_have_a_kernel() -> None:

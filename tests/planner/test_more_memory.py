@@ -151,7 +151,7 @@ def test_more_memory_of_any_device_never_makes_less_loadable() -> None:
     for row in parts_table.rows():
         sizes = [resolve(row.name, memory_gb=1.5**n) for n in range(16)]
         for less, more in itertools.pairwise(sizes):
-            assert less.room_bytes <= more.room_bytes <= more.memory.total_bytes
+            assert less.usable_bytes <= more.usable_bytes <= more.memory.total_bytes
             assert less.memory.available_bytes <= more.memory.available_bytes
         for less, more in itertools.pairwise(freer(sizes[8], 8)):
             assert less.memory.loadable_bytes <= more.memory.loadable_bytes

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planner_fit import ages, batched, fit, ranges, report
+from benchmarks.planner_fit import ages, batched, fit, kinds, ranges, report
 from benchmarks.planner_fit import rows as planner_rows
 from benchmarks.planner_fit.rows import Row
 from localllm.device.name_lookup import resolve
@@ -160,7 +160,8 @@ def test_repeated_rows_that_disagree_are_the_noise() -> None:
 def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() -> None:
     """mlx-lm's 512-token prompts begin at nothing: their weights are read once for 512 tokens, not
     for 2,048."""
-    short = [r for r in planner_rows.rows("prefill") if "john-rocky" in r.source and r.depth == 512]
+    rows = planner_rows.rows("prefill")
+    short = [r for r in rows if "john-rocky" in r.source and r.depth == 256]
     assert short
     for row in short:
         launches = next(value for value, powers in row.parts if powers[0] == ("layer_s", 1))
@@ -240,3 +241,29 @@ def test_every_stratum_is_as_wide_as_holds_four_in_five_of_what_was_left_out(
         if len(stratum.off) >= ranges.FEWEST:
             assert stratum.width <= 1.3 * stratum.holding or stratum.inside <= 0.84
             assert stratum.inside >= 0.76 or len(set(stratum.off)) < len(stratum.off)
+
+
+def test_errors_by_source_are_told_by_kind_of_device_and_model() -> None:
+    """Each recent row is in one group of every table, and a group's share inside is of its own."""
+    data = [row for row in planner_rows.rows("decode") if "kyuz0" in row.source][:12]
+    data += [row for row in planner_rows.rows("decode") if "apple-m4-pro" in row.source][:12]
+    off = np.array([0.01] * 12 + [3.0] * 12)
+    lines = kinds.report("decode", data, off, {"seen": 0.1, "MoE": 0.1, "dense": 0.1})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    by_kind = {row[0]: row for row in cells}
+    assert by_kind["Mac, metal"][1:4] == ["12", "1", "300.0"]
+    assert by_kind["Mac, metal"][-1] == "0"
+    halo = [row for name, row in by_kind.items() if name.startswith("Strix Halo")]
+    assert sum(int(row[1]) for row in halo) == 12
+    assert {row[3] for row in halo} == {"1.0"}
+    models = [name for name in by_kind if name.startswith(("MoE", "dense"))]
+    assert sum(int(by_kind[name][1]) for name in models) == 24
+
+
+def test_a_source_with_many_rows_does_not_set_the_width_alone() -> None:
+    many = [ranges.Miss(0.01, "one", ("all",)) for _ in range(64)]
+    others = [ranges.Miss(0.3, f"other {n}", ("all",)) for n in range(16)]
+    assert ranges.quantile(many, 0.8) == pytest.approx(0.01)
+    assert ranges.quantile([*many, *others], 0.8) == pytest.approx(0.3)
+    (stratum,) = ranges.strata([*many, *others])
+    assert stratum.width == pytest.approx(0.3)

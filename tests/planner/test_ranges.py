@@ -108,7 +108,7 @@ def test_a_range_is_that_of_the_narrowest_stratum_that_is_known() -> None:
     assert names[-1] == ranges.SEEN
     for n, name in enumerate(names):
         assert ranges.width(dict.fromkeys(names[n:], 9.0) | {name: 0.1}, names) == 0.1
-    assert ranges.width({}, names) == ranges.NOTHING_KNOWN
+    assert ranges.width({}, names) == ranges.UNMEASURED_WIDTH
     assert all("ampere" not in name for name in ranges.strata(ranges.UNSEEN_KIND, keys, "MoE", 0))
 
 

@@ -76,7 +76,7 @@ def test_small_machines_get_something_sensible(machine: str) -> None:
     picks = recommend.recommend(device, MODELS, Workload()).plans
     assert len(picks) == recommend.MAX_PICKS
     assert all(
-        p.decode_tok_s.value >= 5 and p.memory.total_bytes <= device.room_bytes for p in picks
+        p.decode_tok_s.value >= 5 and p.memory.total_bytes <= device.usable_bytes for p in picks
     )
     assert max(p.model.params_total for p in picks) >= 4e9
 
@@ -162,9 +162,9 @@ def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> 
     assert plan.settings.placement.gpu_layers == -1
     kept = plan.settings.placement.experts_on_host
     assert 0 < kept < len(model.layers)
-    assert plan.memory.total_bytes <= card.room_bytes
+    assert plan.memory.total_bytes <= card.usable_bytes
     one_more = plan.settings.placed(experts_on_host=kept - 1)
-    assert memory.need(model, variant, one_more, device).total_bytes > card.room_bytes
+    assert memory.need(model, variant, one_more, device).total_bytes > card.usable_bytes
     assert plan.memory.weights_bytes + plan.memory.host_bytes >= 0.99 * variant.file_bytes
     assert plan_for(card, model, variant, Workload()).fits == "no"
 
@@ -221,7 +221,7 @@ def test_the_longest_context_is_that_beside_the_drafter() -> None:
     longest = max_context(device, drafted)
     assert 0 < longest < max_context(device, plain)
     at_longest = replace(drafted.settings, n_ctx=longest)
-    assert memory.need(model, variant, at_longest, device).total_bytes <= device.room_bytes
+    assert memory.need(model, variant, at_longest, device).total_bytes <= device.usable_bytes
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-3b-instruct", "llama-3.2-1b-instruct"])
@@ -234,7 +234,7 @@ def test_layers_give_way_to_a_drafter_on_a_card_with_host_memory(name: str) -> N
     drafted = plan_for(device, model, variant, Workload(), overrides=drafted_by(name))
     assert (plain.fits, drafted.fits) == ("split", "split")
     assert 0 < drafted.settings.placement.gpu_layers < plain.settings.placement.gpu_layers
-    assert drafted.memory.total_bytes <= device.room_bytes
+    assert drafted.memory.total_bytes <= device.usable_bytes
 
 
 # --- properties -----------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_every_known_machine_gets_an_answer_that_keeps_its_word() -> None:
         assert not offered & {r.model.id for r in answer.rejected}
         assert len(offered) + len(answer.rejected) >= 0.9 * len(MODELS)
         for plan in answer.plans:
-            assert plan.memory.total_bytes <= device.room_bytes
+            assert plan.memory.total_bytes <= device.usable_bytes
             assert plan.decode_tok_s.low <= plan.decode_tok_s.value <= plan.decode_tok_s.high
             assert plan.decode_tok_s_full.value <= plan.decode_tok_s.value
             assert plan.max_ctx >= plan.settings.n_ctx
@@ -275,7 +275,7 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
 
     def fits(n_ctx: int) -> bool:
         need = memory.need(plan.model, plan.variant, replace(plan.settings, n_ctx=n_ctx), device)
-        return need.total_bytes <= device.room_bytes
+        return need.total_bytes <= device.usable_bytes
 
     assert fits(longest)
     assert not fits(longest + kv_sizes.CONTEXT_STEP)
@@ -412,4 +412,6 @@ def test_what_tight_means_is_said_where_a_plan_is_tight_and_nowhere_else() -> No
     assert {"yes", "tight"} <= {p.fits for p in plans}
     for plan in plans:
         said = "\n".join(explain.explain(plan, device, columns=120))
-        assert ("tight: needs more than is free now, or over 93%" in said) == (plan.fits == "tight")
+        assert ("tight: needs more memory than is free now, or over 93%" in said) == (
+            plan.fits == "tight"
+        )

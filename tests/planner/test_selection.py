@@ -123,7 +123,7 @@ def test_heads_that_draft_bring_a_dense_model_before_a_fast_mixture(machine: str
     assert (first.model.id, first.settings.drafter.name) == ("qwen3.8-27b", "mtp")
     assert first.memory.draft_bytes > first.variant.mtp_bytes > 0.015 * first.variant.file_bytes
     assert first.stream_tok_s > 1.9 * first.decode_tok_s.value
-    assert f"{first.stream_tok_s:.0f} tok/s with what drafts for it" in first.why
+    assert f"{first.stream_tok_s:.0f} tok/s with drafts" in first.why
     alone = recommend(
         resolve(machine), MODELS, Workload(), overrides=Overrides(draft="off"), limit=1
     )
@@ -328,8 +328,8 @@ def test_a_guess_by_hand_is_no_rating() -> None:
     ).is_evidence
 
 
-@pytest.mark.parametrize(("machine", "purpose"), [("N100 16GB", "coding"), ("N100 16GB", "chat")])
+@pytest.mark.parametrize(("machine", "purpose"), [("N100 16GB", "coding")])
 def test_a_first_pick_without_points_says_so(machine: str, purpose: str) -> None:
     first = answers(machine, purpose).plans[0]
     assert first.score < 0
-    assert "nothing surer runs here" in first.why
+    assert "no better rated model runs here" in first.why

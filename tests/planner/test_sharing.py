@@ -74,10 +74,10 @@ def test_what_does_not_fit_on_each_is_no_plan() -> None:
             "qwen3-235b-a22b-instruct-2507",
             "4bit",
             "3x m3 ultra 512gb",
-            "3 machines can't share 4 heads evenly",
+            "3 machines can't divide 4 heads evenly",
         ),
-        ("gemma-3-27b-it", "4bit", "2x m3 ultra 512gb", "no form of gemma-3"),
-        ("llama-3.3-70b-instruct", "4bit", "2x dgx spark", "among Macs"),
+        ("gemma-3-27b-it", "4bit", "2x m3 ultra 512gb", "no tensor-parallel version of gemma-3"),
+        ("llama-3.3-70b-instruct", "4bit", "2x dgx spark", "only Macs can share"),
         ("llama-3.3-70b-instruct", "4bit", "2x m3 ultra 512gb", ""),
     ],
 )

@@ -236,7 +236,7 @@ def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
         resolve("RTX 4090"),
         name="?",
         match="",
-        bandwidth_gbps=parts_table.of_like_cards("", "", 24 << 30),
+        bandwidth_gbps=parts_table.bandwidth_of_similar("", "", 24 << 30),
     )
     m = model("qwen3-8b")
     found = speed.decode(nothing, m, variant(m, "Q4_K_M"))
@@ -460,6 +460,6 @@ def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
     plans = recommend.recommend(
         resolve("RTX 3080 Ti Laptop"), [CATALOG.by_id["qwen3-8b"]], Workload()
     ).plans
-    assert any("lasting load" in reason for reason in plans[0].reasons)
+    assert any("sustained load" in reason for reason in plans[0].reasons)
     assert efficiency.limit_of(resolve("Tesla T4")) is not None
     assert efficiency.limit_of(resolve("M4 Max 128GB")) is None

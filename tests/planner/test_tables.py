@@ -76,8 +76,8 @@ def test_rows_cost_time_and_a_slow_disk_is_warned_about() -> None:
         > 1 / speed.prefill(device, MODEL, BIG, held).value
     )
     (shown,) = recommend(device, [MODEL], Workload()).plans
-    assert any("wants an SSD, on a disk that turns about 5" in reason for reason in shown.reasons)
-    assert any(line.startswith("  on the disk") for line in explain(plan, device))
+    assert any("needs an SSD; a hard disk would give about 5" in reason for reason in shown.reasons)
+    assert any(line.startswith("  on disk") for line in explain(plan, device))
 
 
 def test_small_tables_are_read_like_anything_else() -> None:

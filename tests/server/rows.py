@@ -24,6 +24,8 @@ TOOL = {
 BARE_TOOL = {"type": "function", "function": {"name": "now"}}
 A_TOOL = {"name": "look", "description": "d", "input_schema": TOOL["function"]["parameters"]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+# As the engine gets it: an object has no other members.
+CLOSED = {**SCHEMA, "additionalProperties": False}
 
 
 @dataclass(frozen=True)

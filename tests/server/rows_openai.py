@@ -10,6 +10,7 @@ from localllm.engine.messages import LoopLimits
 from server.rows import (
     BARE_TOOL,
     CALL,
+    CLOSED,
     HI,
     SCHEMA,
     TOOL,
@@ -71,7 +72,8 @@ OPENAI: list[Row] = [
     refused("tfs", {"tfs_z": 0.5}, "tail-free"),
     refused("best_of", {"best_of": 3}, "best_of"),
     refused("beam search", {"use_beam_search": True}, "beam"),
-    refused("lora", {"lora": [{"id": 0}]}, "adapters"),
+    refused("lora", {"lora": [{"id": 0, "scale": 1}]}, "lora: there is no adapter 0"),
+    honoured("an empty lora", {"lora": []}, lambda r, j, h: r.generation.adapters is None),
     # --- OpenAI chat: how long, how many ---
     honoured(
         "max_tokens",
@@ -449,7 +451,7 @@ OPENAI: list[Row] = [
                 "json_schema": {"name": "x", "schema": SCHEMA},
             }
         },
-        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == CLOSED,
     ),
     honoured("text", {"response_format": {"type": "text"}}, lambda r, j, h: grammar_of(r) is None),
     honoured(

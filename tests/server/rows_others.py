@@ -11,6 +11,7 @@ from server.rows import (
     A_TOOL,
     ANTH,
     CALL,
+    CLOSED,
     HI,
     INFILL,
     LCPP,
@@ -76,7 +77,12 @@ OTHERS: list[Row] = [
     ),
     tolerated("a verbosity", {"text": {"verbosity": "low"}}, "text.verbosity", path=RESP),
     tolerated("a usual verbosity", {"text": {"verbosity": "medium"}}, path=RESP),
-    tolerated("what Codex wants included", {"include": ["reasoning.encrypted_content"]}, path=RESP),
+    tolerated(
+        "what Codex wants included",
+        {"include": ["reasoning.encrypted_content"]},
+        "include.reasoning.encrypted_content",
+        path=RESP,
+    ),
     honoured(
         "max_output_tokens -1",
         {"max_output_tokens": -1},
@@ -105,7 +111,7 @@ OTHERS: list[Row] = [
     honoured(
         "text.format",
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
-        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == CLOSED,
         path=RESP,
     ),
     refused(
@@ -280,7 +286,7 @@ OTHERS: list[Row] = [
     honoured(
         "format schema",
         {"format": SCHEMA},
-        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == CLOSED,
         path=OCHAT,
     ),
     honoured(
@@ -313,7 +319,7 @@ OTHERS: list[Row] = [
     refused(
         "an image",
         {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
-        "text only",
+        "does not support images",
         path=OCHAT,
     ),
     refused("a template of one's own", {"template": "{{ x }}"}, "template", path=OGEN),
@@ -351,7 +357,7 @@ OTHERS: list[Row] = [
     honoured(
         "json_schema",
         {"json_schema": SCHEMA},
-        lambda r, j, h: json.loads(grammar_of(r)[1]) == SCHEMA,
+        lambda r, j, h: json.loads(grammar_of(r)[1]) == CLOSED,
         path=LCPP,
     ),
     honoured(

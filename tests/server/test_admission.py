@@ -93,7 +93,7 @@ def test_one_too_large_for_the_machine_is_refused_and_nobody_leaves_for_it() -> 
         await models.preload()
         with pytest.raises(
             DoesNotFitError,
-            match=r"huge needs 12\.00 GB, and models may take "
+            match=r"huge needs 12\.00 GB, but the limit for models is "
             r"10\.00 "
             r"GB",
         ):

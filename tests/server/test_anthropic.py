@@ -245,8 +245,8 @@ def test_a_summary_made_elsewhere_and_references_to_tools_are_text(
     ("body", "named"),
     [
         (
-            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "context_management",
+            {"context_management": {"edits": [{"type": "clear_everything"}]}},
+            "context_management.clear_everything",
         ),
         (
             {"betas": ["x"], "metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "fast"},
@@ -257,7 +257,7 @@ def test_a_summary_made_elsewhere_and_references_to_tools_are_text(
         ({"tools": [{**LOOK, "cache_control": {"type": "ephemeral"}, "strict": True}]}, ""),
         (
             {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}},
-            "reasoning_effort",
+            "output_config.effort,thinking.type",
         ),
     ],
     ids=lambda v: str(v)[:40],
@@ -312,7 +312,7 @@ def test_count_tokens_counts_the_system_and_the_tools_and_names_what_it_ignores(
         tools=[{"type": "web_search_20250305", "name": "web_search"}],
     )
     assert set(named.headers["x-localllm-ignored"].split(",")) == {
-        "an_editors_own", "tools.web_search", "reasoning_effort",
+        "an_editors_own", "tools.web_search", "thinking.type",
     }  # fmt: skip
     assert named.json()["input_tokens"] == bare
 

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from localllm.cli.serve.model_router import router_for
 from localllm.engine.messages import Request
+from localllm.load.fit_several_models import load_plans_together
+from localllm.settings import Settings
+from models.tiny_bert import write_bert
 from support.http_server import Running, running_server
 from support.scripted_engine import ScriptedEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "api.md", *sorted((DOCS / "api").glob("*.md"))]
 ADDRESS = "http://localhost:11535"
-# The examples of this page need an embedding model or a reranker; test_embeddings.py,
-# test_rerank.py and test_systemone.py test its routes.
-UNTRIED = "scoring.md"
+# The examples of this page run against a chat model, an embedding model and a reranker.
+SCORING = "scoring.md"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 PLACE = '{"city": "Paris", "country": "France"}'
 # Text in the output of each page's examples; an answer of the model if the page is not listed.
@@ -43,7 +46,6 @@ EXAMPLES = [*examples()]
 TRIED = [
     pytest.param(*example, id=f"{example[0]}-{number}-{example[1]}")
     for number, example in enumerate(EXAMPLES)
-    if example[0] != UNTRIED
 ]
 
 
@@ -60,6 +62,23 @@ def server() -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def scoring(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Yield a server with the models that the page on scoring needs."""
+    folder = tmp_path_factory.mktemp("scoring")
+    models = [
+        few_layers,
+        write_bert(folder / "nomic-embed-text-v1.5.gguf"),
+        write_bert(folder / "ranker.gguf", pooling=4),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CONFIG", "DATA", "CACHE", "LOG"):
+            patch.setenv(f"LOCALLLM_{name}_DIR", str(tmp_path_factory.mktemp(name.lower())))
+        router = router_for(load_plans_together([str(path) for path in models], Settings()))
+    with running_server(router) as running:
+        yield running
+
+
 def test_every_dialect_has_an_example_in_curl_and_in_python() -> None:
     shown = {(page, language) for page, language, _ in EXAMPLES}
     for page in ("api", "openai", "responses", "anthropic", "ollama", "llamacpp", "tools"):
@@ -67,7 +86,10 @@ def test_every_dialect_has_an_example_in_curl_and_in_python() -> None:
 
 
 @pytest.mark.parametrize(("page", "language", "text"), TRIED)
-def test_the_example_works(server: Running, page: str, language: str, text: str) -> None:
+def test_the_example_works(
+    request: pytest.FixtureRequest, page: str, language: str, text: str
+) -> None:
+    server = request.getfixturevalue("scoring" if page == SCORING else "server")
     assert ADDRESS in text
     command = {"sh": ["bash", "-ec"], "python": [sys.executable, "-c"]}[language]
     done = subprocess.run(

@@ -155,7 +155,7 @@ def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
         counting = asyncio.create_task(count())
         await asyncio.sleep(0)
         before = turns
-        with pytest.raises(BadJsonError, match="nests deeper"):
+        with pytest.raises(BadJsonError, match="is nested deeper"):
             await read_json(_Sent(body), ServerSettings())  # type: ignore[arg-type]
         during = turns - before
         done.set()
@@ -188,7 +188,7 @@ def test_depth_is_that_of_the_value_whatever_its_strings_hold(value: Any, plain:
     body = json.dumps({"x": value}, ensure_ascii=plain).encode()
     depth = _depth(value) + 1
     assert parse(body, depth) == {"x": value}
-    with pytest.raises(BadJsonError, match="nests deeper"):
+    with pytest.raises(BadJsonError, match="is nested deeper"):
         parse(body, depth - 1)
 
 

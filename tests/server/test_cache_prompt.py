@@ -102,4 +102,4 @@ def test_a_tool_call_in_parts_caches_nothing_either(http: httpx.Client) -> None:
 
 def test_the_reply_says_that_it_was_asked_for(http: httpx.Client) -> None:
     body = {"messages": conversation("Fanny"), "max_tokens": 1, "cache_prompt": False}
-    assert "asked for no cache" in http.post(CHAT, json=body).headers["x-localllm-cache"]
+    assert "disabled the cache" in http.post(CHAT, json=body).headers["x-localllm-cache"]

@@ -73,8 +73,13 @@ THINKING: Table = {
     "enable_thinking": (NAMED, False), "include_reasoning": (NAMED, False),
     "chat_template_kwargs": (HONOURED, {"a": 1}),
     "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),
+    "loop_guard": (NO_EFFECT, True),  # of a conversation without a loop
     "thinking_budget_tokens": (NAMED, 5), "reasoning_budget_tokens": (NAMED, 5),
 }  # fmt: skip
+TELEMETRY: Table = {
+    "timings_per_token": (HONOURED, True, {"stream": True}),
+    "return_progress": (HONOURED, True, {"stream": True}),
+}
 CHAT: Table = {
     **THINKING,
     "parse_special": (HONOURED, True, {"messages": SPELLED}),
@@ -103,7 +108,7 @@ CHAT: Table = {
     "best_of": (REFUSED, 2), "continue_final_message": (HONOURED, False, {"messages": BEGUN}),
     "dynatemp_range": (REFUSED, 0.5), "grammar_lazy": (REFUSED, True),
     "include_stop_str_in_output": (REFUSED, True), "length_penalty": (REFUSED, 0.5),
-    "lora": (REFUSED, [{"id": 0}]),
+    "lora": (REFUSED, [{"id": 0, "scale": 1}]),
     "mirostat": (REFUSED, 1), "prompt_logprobs": (REFUSED, 1),
     "reasoning_format": (REFUSED, "none"), "skip_special_tokens": (REFUSED, False),
     "tfs_z": (REFUSED, 0.5), "top_n_sigma": (REFUSED, 1),
@@ -112,9 +117,10 @@ CHAT: Table = {
     # without their switch, which is refused, these mean nothing
     "dynatemp_exponent": (NAMED, 1), "mirostat_tau": (NAMED, 5),
     "priority": (NAMED, 1), "an_editors_own": (NAMED, 1),
+    "verbose": (HONOURED, True), **TELEMETRY,
 }  # fmt: skip
 TEXT: Table = {
-    **SAMPLING,
+    **SAMPLING, **TELEMETRY, "lora": (REFUSED, [{"id": 0, "scale": 1}]),
     "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "echo": (HONOURED, True),
     "logprobs": (HONOURED, 2),
     "max_tokens": (HONOURED, 5), "n_predict": (HONOURED, 5), "n": (HONOURED, 2),
@@ -124,6 +130,8 @@ TEXT: Table = {
     "service_tier": (HONOURED, "flex"),
 }  # fmt: skip
 RESPONSES: Table = {
+    "lora": (REFUSED, [{"id": 0, "scale": 1}]),
+    **TELEMETRY,
     **THINKING,
     "parse_special": (HONOURED, True, {"input": SPELLED[0]["content"]}),
     **SAMPLING,
@@ -146,7 +154,18 @@ RESPONSES: Table = {
     "user": (NO_EFFECT, "u"), "prompt_cache_retention": (NO_EFFECT, "24h"),
     "stream_options": (NO_EFFECT, {"include_obfuscation": False}),
 }  # fmt: skip
+_NONE = {"type": "tool_uses", "value": 0}
+CLEARED = {"edits": [{"type": "clear_tool_uses_20250919", "trigger": _NONE, "keep": _NONE}]}
+USED = [
+    {"role": "user", "content": "Look."},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "t", "content": "dry " * 30}],
+    },
+]
 MESSAGES: Table = {
+    "lora": (REFUSED, [{"id": 0, "scale": 1}]),
     **THINKING,
     "parse_special": (HONOURED, True, {"messages": SPELLED}),
     # the samplers of the other dialects, which clients send in an extra body
@@ -165,7 +184,7 @@ MESSAGES: Table = {
     "thinking": (NAMED, {"type": "enabled", "budget_tokens": 2000}),
     "tool_choice": (REFUSED, {"type": "maybe"}),
     "container": (REFUSED, "c"), "mcp_servers": (REFUSED, [{"url": "x"}]),
-    "context_management": (NAMED, {"edits": []}),
+    "context_management": (HONOURED, CLEARED, {"messages": USED}),
     "metadata": (NO_EFFECT, {"user_id": "u"}), "service_tier": (NO_EFFECT, "auto"),
     "betas": (NO_EFFECT, ["b"]), "speed": (NO_EFFECT, "fast"),
     "cache_control": (NO_EFFECT, {"type": "ephemeral"}),
@@ -201,14 +220,13 @@ LLAMACPP: Table = {
     "prompt": (HONOURED, "other"), "n_predict": (HONOURED, 3), "n_probs": (HONOURED, 2),
     "n": (HONOURED, 2),
     "image_data": (REFUSED, [{"data": "x", "id": 1}]),
-    "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0}]),
+    "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0, "scale": 1}]),
     "mirostat": (REFUSED, 2),
     "samplers": (NAMED, ["top_k"]), "return_tokens": (HONOURED, True),
     "response_fields": (HONOURED, ["content"]),
     "min_keep": (NAMED, 1), "id_slot": (NO_EFFECT, 0), "n_keep": (NO_EFFECT, 5),
     "n_discard": (NO_EFFECT, 0),
-    "n_indent": (NAMED, 4), "timings_per_token": (NAMED, True),
-    "return_progress": (NAMED, True),
+    "n_indent": (NAMED, 4), **TELEMETRY,
     "t_max_prompt_ms": (NAMED, 500), "service_tier": (HONOURED, "flex"),
 }  # fmt: skip
 DIALECTS: dict[str, tuple[dict[str, Any], Table]] = {
@@ -230,7 +248,7 @@ CALLS = "Well.\n" + "".join(
 # What differs from one reply to the next, whatever was asked.
 FRESH = re.compile(
     r'(?<=[-_])[0-9a-f]{24}\b|"created(_at)?": ?("[^"]*"|\d+)|"total_duration": '
-    r"?\d+"
+    r'?\d+|"completed_at": ?\d+|(?<=_ms": )[0-9.e-]+|(?<=_per_second": )[0-9.e-]+'
 )
 
 

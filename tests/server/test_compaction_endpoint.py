@@ -86,7 +86,7 @@ def test_a_client_that_asked_is_answered_and_told(
     assert usage["prompt_tokens"] + tokens == int(re.search(r"has (\d+) tokens", refused)[1])
     # The estimate is close: a cut leaves 60 % of the room for turns, and at most all of it.
     assert 0.5 * N_CTX < usage["prompt_tokens"] <= N_CTX - 4
-    assert f"left out {messages} messages, {tokens} tokens" in caplog.text
+    assert f"omitted {messages} messages, {tokens} tokens" in caplog.text
 
 
 def test_what_fits_is_left_alone(http: httpx.Client) -> None:
@@ -166,7 +166,7 @@ def test_a_newest_turn_too_large_by_itself_is_refused_with_the_counts(http: http
     response = _ask(http, messages, truncation="auto")
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-    found = re.search(r"has (\d+) tokens, and (\d+) when the 10 messages", error["message"])
+    found = re.search(r"has (\d+) tokens, and (\d+) without the 10 messages", error["message"])
     assert found is not None
     assert int(found[1]) > int(found[2]) > 2000
     assert str(N_CTX) in error["message"]
@@ -224,7 +224,7 @@ def test_an_agent_at_one_question_loses_its_oldest_rounds(rounds: int) -> None:
     assert f"deck {rounds - 1} is dry" in prompt
     gone = rounds - prompt.count("is dry")
     assert gone == rounds - prompt.count("<call>")
-    assert (f"Find the leak.\n\n[{2 * gone} earlier messages were left out" in prompt) == (gone > 0)
+    assert (f"Find the leak.\n\n[{2 * gone} earlier messages were omitted" in prompt) == (gone > 0)
     assert ("x-localllm-compacted" in response.headers) == (rounds == 40)
 
 

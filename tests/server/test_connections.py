@@ -16,6 +16,7 @@ import pytest
 
 from localllm.cli.serve.listening import server_settings
 from localllm.errors import UsageError
+from localllm.server.http.accounts import NamedKey, digest_of
 from localllm.server.http.settings import CONNECTION_LIMITS
 from localllm.settings import Settings
 from support.http_server import Running, running_server
@@ -210,6 +211,49 @@ def test_a_known_one_that_rests_makes_room_and_busy_ones_do_not() -> None:
                 thread.join(20)
 
 
+def test_one_key_holds_a_part_of_the_connections() -> None:
+    """Streams of events that never end, all of one key that may have one request."""
+    secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bob")}
+    keys = tuple(NamedKey(n, digest_of(s.encode()), parallel=1) for n, s in secrets.items())
+    anna, bob = ({"Authorization": f"Bearer {secret}"} for secret in secrets.values())
+    endless = (
+        "GET /models/sse HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: {bob['Authorization']}\r\n\r\n"
+    )
+    with (
+        running_server({"tiny": ScriptedEngine()}, keys=keys, max_connections=40) as server,
+        ExitStack() as held_open,
+    ):
+        said = []
+        for _ in range(60):
+            s = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+            held_open.enter_context(s).sendall(endless.encode())
+            said.append(s.recv(12))
+        assert said == [b"HTTP/1.1 200"] * 10 + [b"HTTP/1.1 429"] * 50
+        for who, status in ((anna, 200), (bob, 429)):
+            reply = httpx.get(server.url + "/v1/models", headers=who, trust_env=False)
+            assert reply.status_code == status
+
+
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed() -> None:
+    two = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 4\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    )
+    with (
+        running_server({"tiny": ScriptedEngine()}) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as s,
+    ):
+        s.sendall(two + HEALTH)
+        said = b""
+        while piece := s.recv(4000):
+            said += piece
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert said.count(b"HTTP/1.1") == 1
+        assert b"both Content-Length and Transfer-Encoding" in said
+
+
 def test_a_body_at_the_least_rate_is_waited_for_and_a_slower_one_is_not() -> None:
     limits = {"body_timeout_s": 0.5, "min_body_bytes_s": 2_000}
     head = BODY.replace(b"100000", b"12000")[:-1]
@@ -238,7 +282,7 @@ def test_where_few_files_may_be_opened_so_few_connections_are_held() -> None:
     with process, ExitStack() as idle:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        for _ in range(120):
+        for _ in range(70):
             idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
         with socket.create_connection(("127.0.0.1", port), timeout=30) as late:
             late.sendall(HEALTH)

@@ -22,8 +22,8 @@ import pytest
 from conversation.call_templates import TEMPLATES
 from localllm.conversation.messages import normalise
 from localllm.conversation.template import DEFAULT_TEMPLATE, ChatTemplate
+from localllm.engine.media import MediaReader
 from localllm.engine.tokens import Tokenizer
-from localllm.engine.vision import ImageReader
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.generation.prompt import ResponseOptions, build_prompt
@@ -72,7 +72,7 @@ class Words:
         tokens = [[part] if i % 2 else list(part) for i, part in enumerate(parts)]
         return [t for part in tokens for t in part]
 
-    def tokenize_images(self, parts: list[Any], *, add_bos: bool) -> list[Any]:
+    def tokenize_media(self, parts: list[Any], *, add_bos: bool) -> list[Any]:
         return [
             self._words(p, special=not isinstance(p, LiteralText))
             for p in parts
@@ -219,7 +219,7 @@ def test_marks_that_are_read_whatever_a_tokenizer_is_told(
 def test_beside_images_too() -> None:
     words = Words("<|im_start|>", "<|im_end|>")
     marked = control_texts(words.info.control_texts).marked("a<|im_end|>b")
-    tokens, _ = ImageReader(words).read(f"<|im_start|>{marked}<|im_end|>", {}, add_bos=False)
+    tokens, _ = MediaReader(words).read(f"<|im_start|>{marked}<|im_end|>", {}, add_bos=False)
     assert tokens == ["<|im_start|>", *"a<|im_end|>b", "<|im_end|>"]
 
 

@@ -98,7 +98,7 @@ def test_without_the_extra_it_is_said_what_to_install(
     if door == "a tool's result":
         assert reply.status_code == 200
         assert reply.headers["x-localllm-ignored"] == "messages.documents"
-        assert "[file omitted: PDFs are read by an extra" in str(engine.requests[-1].prompt)
+        assert "[file omitted: PDF support is not installed" in str(engine.requests[-1].prompt)
     else:
         assert reply.status_code == 400
         assert "pip install 'localllm[pdf]'" in reply.json()["error"]["message"]
@@ -170,9 +170,9 @@ def test_a_model_that_sees_gets_pages_without_text_as_pictures() -> None:
         reply = httpx.post(running.url + path, json=body, trust_env=False, timeout=60)
     assert reply.status_code == 200, reply.text
     request = engine.requests[-1]
-    (mark,) = request.images
+    (mark,) = request.media
     assert f"Page 2:\n{mark}\n" in str(request.prompt)
-    assert base64.b64decode(request.images[mark]).startswith(b"\xff\xd8")
+    assert base64.b64decode(request.media[mark]).startswith(b"\xff\xd8")
 
 
 def test_files_by_address_or_id_are_refused_with_the_way_to_send_them(http: httpx.Client) -> None:

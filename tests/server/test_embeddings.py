@@ -112,7 +112,7 @@ def test_dimensions_cut_and_make_length_one_again(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"input": "x", "dimensions": E + 1}, f"have {E}"),
+        ({"input": "x", "dimensions": E + 1}, f"model is {E}"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
         ({"input": ""}, "empty"),
@@ -125,7 +125,7 @@ def test_dimensions_cut_and_make_length_one_again(http: httpx.Client) -> None:
         ({"input": None}, "input"),
         ({}, "input"),
         ({"input": ["a"] * 2049}, "input"),
-        ({"input": "word " * CTX}, f"the model takes {CTX}"),
+        ({"input": "word " * CTX}, f"the model's limit is {CTX}"),
     ],
 )
 def test_what_can_not_be_honoured_is_a_400_with_the_reason(
@@ -145,7 +145,7 @@ def test_a_chat_model_makes_none_and_says_which_does(http: httpx.Client) -> None
     reply = http.post("/v1/embeddings", json={"model": "tiny-llama", "input": "x"})
     assert reply.status_code == 400
     assert "tiny-llama generates text" in reply.json()["error"]["message"]
-    assert reply.json()["error"]["hint"] == "name an embedding model: bert"
+    assert reply.json()["error"]["hint"] == "use an embedding model: bert"
     assert http.post("/v1/embeddings", json={"input": "x"}).json()["model"] == "bert"
 
 
@@ -157,7 +157,7 @@ def test_an_embedding_model_does_not_chat(http: httpx.Client) -> None:
     ):
         reply = http.post(path, json={"model": "bert", **body})
         assert reply.status_code == 400, path
-        assert "generates no text" in reply.json()["error"]["message"]
+        assert "can't generate text" in reply.json()["error"]["message"]
     # No name: the first model that does.
     assert (
         http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1}).json()["model"]
@@ -177,7 +177,7 @@ def test_ollamas_three_ways(http: httpx.Client) -> None:
     long = {"model": "bert", "input": "word " * CTX}
     assert http.post("/api/embed", json=long).json()["prompt_eval_count"] == CTX
     refused = http.post("/api/embed", json={**long, "truncate": False})
-    assert (refused.status_code, "takes" in refused.json()["error"]) == (400, True)
+    assert (refused.status_code, "limit" in refused.json()["error"]) == (400, True)
 
 
 def test_the_lists_say_what_it_is(http: httpx.Client) -> None:
@@ -215,7 +215,7 @@ def test_what_the_header_says_decides(bert: Path, tiny_model: Path, tmp_path: Pa
     ranker = load_plan_named(str(write_bert(tmp_path / "ranker.gguf", pooling=4)), Settings())
     assert ranker.ranks
     with (
-        pytest.raises(UsageError, match="makes embeddings, not text"),
+        pytest.raises(UsageError, match="generates embeddings, not text"),
         background_server(str(bert)),
     ):
         pass

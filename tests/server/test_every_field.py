@@ -43,6 +43,7 @@ PARTS = [
     {"type": "image", "image": PNG},
     {"type": "image", "url": PNG},
     {"type": "input_audio", "input_audio": {"data": "aGk="}},
+    {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,aGk="}},
     {"type": "video_url", "video_url": {"url": "x"}},
     {
         "type": "file",
@@ -121,7 +122,7 @@ ITEMS = [
 ]  # fmt: skip
 BLOCKS = [
     {
-        "type": "text", "text": "seen", "cache_control": {"type": "ephemeral"}, "citations": [1],
+        "type": "text", "text": "seen", "cache_control": {"type": "ephemeral", "ttl": "5m"}, "citations": [1],
         "context": "c", "signature": "s", "data": "d",
     },
     {"type": "thinking", "thinking": "hm"},
@@ -159,6 +160,14 @@ STREAM = {
 }  # fmt: skip
 OPTIONS = {"options": {"thinking_budget": 5, "num_predict": 9, "repetition_detection": LOOPS}}
 Bodies = list[dict[str, Any]]
+USES = {"type": "tool_uses", "value": 2}
+EDITS = [
+    {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}},
+    {
+        "type": "clear_tool_uses_20250919", "trigger": USES, "keep": USES, "exclude_tools": ["a"],
+        "clear_at_least": {"type": "input_tokens", "value": 9}, "clear_tool_inputs": ["b"],
+    },
+]  # fmt: skip
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -194,7 +203,8 @@ BODIES: dict[str, tuple[type[BaseModel], Bodies]] = {
     ),
     "/v1/completions": (
         CompletionFields,
-        [{"prompt": "a", **STREAM, "repetition_detection": LOOPS, "response_format": FORM}],
+        [{"prompt": "a", **STREAM, "repetition_detection": LOOPS, "response_format": FORM},
+         {"prompt": "a", "lora": [{"id": 0, "scale": 0.0}]}],
     ),
     "/v1/responses": (
         ResponsesFields,
@@ -218,6 +228,7 @@ BODIES: dict[str, tuple[type[BaseModel], Bodies]] = {
             },
             {**HI, "max_tokens": 9, "output_config": {"effort": "low", "format": FORM}},
             {**HI, "max_tokens": 9, "output_format": FORM},
+            {**HI, "max_tokens": 9, "context_management": {"edits": EDITS}},
         ],
     ),
     "/api/chat": (
@@ -239,24 +250,26 @@ BODIES: dict[str, tuple[type[BaseModel], Bodies]] = {
 }  # fmt: skip
 # What is the client's own below these names.
 OPAQUE = {
-    "parameters", "schema", "arguments", "input_schema", "input", "json", "cache_control",
-    "input_audio", "video_url", "audio", "annotations", "multimodal_data",
+    "parameters", "schema", "arguments", "input_schema", "input", "json",
+    "input_audio", "audio_url", "video_url", "audio", "annotations", "multimodal_data",
 }  # fmt: skip
 # They say nothing about the answer: ids and marks that a client sends back, what a cache may do.
 SAYS_NOTHING = {
     "id", "call_id", "tool_call_id", "tool_use_id", "status", "index", "signature", "data", "type",
-    "cache_control", "annotations", "logprobs", "display_number", "media_type",
+    "cache_control", "ttl", "annotations", "logprobs", "display_number", "media_type",
     # the name of a schema, which OpenAI requires
     "response_format.name", "response_format.json_schema.name", "text.format.name",
     "output_config.format.name", "output_format.name",
     # a file that is sent whole needs no address
     "file_id", "file_url",
+    # edits of a conversation without calls; the others are in test_context_management.py
+    "keep.value", "trigger.value", "clear_at_least.value", "exclude_tools", "clear_tool_inputs",
     # strict: what can be held is
     "strict",
     # every level of a summary is the whole reasoning
     "summary", "generate_summary",
     # named as messages.audio, messages.video and messages.thinking
-    "input_audio", "video_url", "content.thinking",
+    "input_audio", "audio_url", "video_url", "content.thinking",
 }  # fmt: skip
 TEMPLATE = (
     "{{ tools | tojson if tools else '' }}{% for m in messages %}[{{ m.role }} {{ m.name }} "

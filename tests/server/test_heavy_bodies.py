@@ -63,6 +63,9 @@ HEAVY: dict[str, Callable[[], bytes]] = {
     "unknown": lambda: b'{"stop": [' + b'{"a":[]},' * 240_000 + b"1]}",
     "lists": lambda: b'{"messages": [' + b"[]," * 6_000_000 + b"1]}",
     "objects": lambda: b'{"messages": [' + b'{"role":"user","content":"hello"},' * 600_000 + b"1]}",
+    "fields that are not known": lambda: (
+        b'{"messages": 1' + b"".join(b',"m%d":0' % i for i in range(490_000)) + b"}"
+    ),
     "deep": lambda: b'{"messages": ' + b"[" * 20_000_000,
     "spaces": lambda: b'{"messages": ' + b" " * 20_000_000 + b"1}",
 }

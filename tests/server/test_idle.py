@@ -28,7 +28,7 @@ class Engine:
         *,
         special: bool = True,
         add_bos: bool = False,
-        images: dict[str, str] | None = None,
+        media: dict[str, str] | None = None,
     ) -> list[int]:
         return []
 

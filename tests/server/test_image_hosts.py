@@ -19,7 +19,7 @@ import pytest
 
 from localllm.cli.serve.listening import server_settings
 from localllm.errors import UsageError
-from localllm.server.generation.image_fetching import MOST_BYTES
+from localllm.server.generation.image_fetching import MAX_BYTES
 from localllm.server.http.settings import image_host
 from localllm.server.http.sockets import trusted_certificates
 from localllm.settings import Settings
@@ -32,7 +32,7 @@ CHAT, RESP, ANTH = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 @dataclass
 class Web:
-    """A host of images on loopback, https alone: `asked` lists the paths. `long` lets go whoever
+    """A host of images on loopback, only over https: `asked` lists the paths. `long` lets go whoever
     waits at /slow."""
 
     port: int
@@ -77,7 +77,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
             self.send_response(404 if self.path == "/gone" else 200)
             self.end_headers()
             try:
-                self.wfile.write(bytes(MOST_BYTES + 1) if self.path == "/large" else FILE)
+                self.wfile.write(bytes(MAX_BYTES + 1) if self.path == "/large" else FILE)
             except OSError:  # whoever asked has left
                 pass
 
@@ -172,7 +172,7 @@ def test_an_image_of_a_host_that_was_named_is_fetched(
     assert reply.status_code == 200, reply.text
     assert web.asked == ["/a.jpg"]
     if "count" not in door:
-        assert list(engine.requests[-1].images.values()) == [base64.b64encode(FILE).decode()]
+        assert list(engine.requests[-1].media.values()) == [base64.b64encode(FILE).decode()]
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -191,7 +191,7 @@ def test_any_other_host_is_refused_with_the_reason(
         path, body = doors(url)[door]
         reply = client.post(path, json=body)
         assert reply.status_code == 400, url
-        assert "not fetched from addresses" in reply.text
+        assert "does not download images" in reply.text
     assert web.asked == []
     assert len(engine.requests) == asked
 
@@ -200,7 +200,7 @@ def test_llama_cpp_s_form_has_no_addresses(http: httpx.Client, web: Web) -> None
     body = {"prompt": {"prompt_string": "<__media__>", "multimodal_data": [web.url("/a.jpg")]}}
     reply = http.post("/completion", json=body)
     assert reply.status_code == 400
-    assert "not fetched from addresses" in reply.text
+    assert "does not download images" in reply.text
     assert web.asked == []
 
 
@@ -218,7 +218,7 @@ def test_a_later_turn_asks_for_nothing_again_and_has_the_same_image(
         ]
     }
     assert http.post(CHAT, json=later).status_code == 200
-    assert engine.requests[-1].images == before.images
+    assert engine.requests[-1].media == before.media
     assert web.asked == ["/b.jpg"]
 
 
@@ -235,15 +235,15 @@ def test_an_image_in_a_tool_s_result_is_fetched_and_one_that_can_t_be_is_a_note(
         reply = http.post(ANTH, json=user(result))
         assert reply.status_code == 200, reply.text
         assert reply.headers.get("x-localllm-ignored") == ignored
-        assert bool(engine.requests[-1].images) == (ignored is None)
-    assert "answers with 404" in str(engine.requests[-1].prompt)
+        assert bool(engine.requests[-1].media) == (ignored is None)
+    assert "answered with status 404" in str(engine.requests[-1].prompt)
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/gone", "answers with 404"),
-        ("/outside", "another one that was not named"),
+        ("/gone", "answered with status 404"),
+        ("/outside", "a host that is not allowed"),
         ("/round", "redirected more than"),
         ("/large", "more than 20000000 bytes"),
     ],
@@ -264,7 +264,7 @@ def test_the_way_is_https_and_its_certificate_counts(
     http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = http.post(CHAT, json=chat(f"http://localhost:{web.port}/a.jpg"))
-    assert "https alone" in reply.json()["error"]["message"]
+    assert "only over https" in reply.json()["error"]["message"]
     monkeypatch.delenv("SSL_CERT_FILE")
     trusted_certificates.cache_clear()
     reply = http.post(CHAT, json=chat(web.url("/d.jpg")))
@@ -298,13 +298,13 @@ def test_a_name_that_leads_inside_is_refused(
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     reply = http.post(CHAT, json=chat(web.url("/a.jpg", "images.example")))
     assert reply.status_code == 400
-    assert f"leads to a {kind} address" in reply.json()["error"]["message"]
+    assert f"has a {kind} address" in reply.json()["error"]["message"]
     assert web.asked == []
 
 
 def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> None:
     with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
-        running.app.state.server.images.whole_s = 0.2
+        running.app.state.server.images.time_limit_s = 0.2
         reply = httpx.post(
             running.url + CHAT,
             json=chat(web.url("/slow", "127.0.0.1")),
@@ -317,7 +317,7 @@ def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> N
 
 def test_what_one_request_may_fetch_is_bounded(web: Web, engine: ScriptedEngine) -> None:
     with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
-        running.app.state.server.images.most_images = 2
+        running.app.state.server.images.max_images = 2
         parts = [
             {"type": "image_url", "image_url": {"url": web.url(f"/{i}.jpg", "127.0.0.1")}}
             for i in range(3)
@@ -334,7 +334,7 @@ def test_a_model_that_does_not_see_fetches_nothing(web: Web) -> None:
     ) as running:
         reply = httpx.post(running.url + CHAT, json=chat(web.url("/a.jpg")), trust_env=False)
     assert reply.status_code == 400
-    assert "text only" in reply.json()["error"]["message"]
+    assert "does not support images" in reply.json()["error"]["message"]
     assert web.asked == []
 
 

@@ -208,13 +208,13 @@ def test_a_second_turn_encodes_nothing_and_takes_the_image_from_the_cache(
 def test_what_can_t_be_read_is_a_clear_400(http: httpx.Client) -> None:
     svg = b64(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
     for sent, said in (
-        ({"url": "https://example.org/x.png"}, "not fetched"),
+        ({"url": "https://example.org/x.png"}, "does not download"),
         ({"url": "data:image/svg+xml;base64," + svg}, "svg"),
         ({"url": url(svg)}, "SVG"),
         ({"url": url("%%%")}, "base64"),
         ({"url": url(b64(png(64, 64, 1)[:200]))}, "damaged"),
         ({"url": "data:image/png,abc"}, "base64"),
-        ({"url": ""}, "no image"),
+        ({"url": ""}, "image is missing"),
     ):
         reply = chat(http, TEXT, {"type": "image_url", "image_url": sent})
         assert reply.status_code == 400, (sent["url"][:40], reply.text)

@@ -335,3 +335,33 @@ def test_groups_and_admins_are_configured() -> None:
         )
         with pytest.raises(UsageError, match=wrong.partition(" ")[0]):
             load_keys()
+
+
+class Counting(ScriptedEngine):
+    """Remembers which texts were tokenised."""
+
+    def __init__(self) -> None:
+        super().__init__(n_ctx=256)
+        self.tokenized: list[str] = []
+
+    async def tokenize(self, text: str, **options: Any) -> list[int]:
+        self.tokenized.append(text)
+        return await super().tokenize(text, **options)
+
+
+def test_how_long_a_message_is_counted_tells_nothing_of_anothers() -> None:
+    """Its tokens are counted anew for each key, although the server has counted them before."""
+    engine = Counting()
+    turns = [{"role": r, "content": f"{r} said this " * 3} for r in ("user", "assistant")] * 3
+    body = {"messages": [*turns, {"role": "user", "content": "now"}], "truncation": "auto"}
+
+    def work_for(name: str) -> int:
+        with as_(running.url, name) as http:
+            before = len(engine.tokenized)
+            assert http.post(CHAT, json=body).status_code == 200
+            return len(engine.tokenized) - before
+
+    with running_server([ServedModel("tiny", engine)], **KEYED) as running:
+        first = work_for("anna")
+        assert work_for("anna") < first
+        assert work_for("bob") == first

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -210,8 +211,62 @@ def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests()
         assert len(first(http, RESPONSES, 4, **other)) == 4
 
 
+@contextmanager
+def two_keys(engine: ScriptedEngine) -> Iterator[tuple[httpx.Client, dict[str, Any]]]:
+    """A server with two named keys, and the headers of each."""
+    secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bert")}
+    keys = tuple(NamedKey(n, digest_of(s.encode())) for n, s in secrets.items())
+    with (
+        running_server({"m": engine}, keys=keys) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http,
+    ):
+        yield http, {n: {"authorization": f"Bearer {s}"} for n, s in secrets.items()}
+
+
+def test_many_streams_of_one_key_end_none_of_another() -> None:
+    half = Halfway()
+    with two_keys(half.engine) as (http, who):
+        before = first(http, CHAT, 2, **who["anna"])
+        quick = {"messages": SAID, "stream": True, "max_tokens": 1}
+        for i in range(40):
+            http.post(CHAT, json=quick, headers={"Idempotency-Key": f"k{i}", **who["bert"]})
+        half.gate.open()
+        last = str(before[-1][0])
+        behind = rest(http, CHAT, **{"Last-Event-ID": last}, **who["anna"])
+        assert [number for number, _ in behind] == list(range(2, 2 + len(behind)))
+        assert behind[-1][1] == "[DONE]"
+        assert half.engine.cancelled == []
+
+
+def test_who_joins_a_stream_that_is_not_here_gets_no_other_answer(
+    half: Halfway, http: httpx.Client
+) -> None:
+    for path in BODIES:
+        gone = http.post(path, json=BODIES[path], headers={**KEYED, "Last-Event-ID": "1"})
+        assert gone.status_code == 404
+        assert "stream" in gone.text
+    assert half.engine.requests == []
+
+
+def test_few_streams_run_on_without_a_reader(half: Halfway, http: httpx.Client) -> None:
+    for i in range(12):
+        first(http, CHAT, 1, **{"Idempotency-Key": f"left {i}"})
+    until(lambda: len(half.engine.cancelled) == 8)
+    # Streams with readers do not count. An iterator that is deleted closes its connection.
+    readers = []
+    with ExitStack() as read:
+        for i in range(8):
+            sent = {"Idempotency-Key": f"read {i}"}
+            stream = http.stream("POST", CHAT, json=BODIES[CHAT], headers=sent)
+            lines = read.enter_context(stream).iter_lines()
+            events(lines, 1)
+            readers.append(lines)
+        assert half.engine.running >= 8
+
+
 def test_what_is_kept_is_bounded() -> None:
-    long = ScriptedEngine(lambda _: ["x" * 2000] * 1500 + ["end"], n_ctx=2**23)
+    # JSON writes this character as six.
+    long = ScriptedEngine(lambda _: ["\x01" * 350] * 1500 + ["end"], n_ctx=2**23)
     with (
         running_server({"m": long}) as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http,

@@ -102,6 +102,20 @@ def test_parallel_and_per_minute(server: Running, engine: ScriptedEngine) -> Non
         assert 1 <= int(statuses[-1].headers["retry-after"]) <= 30
 
 
+def test_every_route_counts_as_a_request() -> None:
+    for path in ("/openapi.json", "/v1/models", "/usage.csv", "/no-such-path"):
+        keys = (key("bob", BOB, requests_per_minute=2),)
+        with (
+            running_server([ServedModel("tiny", ScriptedEngine())], keys=keys) as fresh,
+            as_(fresh, BOB) as http,
+        ):
+            statuses = [http.get(path).status_code for _ in range(4)]
+            assert statuses[2:] == [429, 429]
+            assert 429 not in statuses[:2]
+            assert http.delete("/v1/responses/none").status_code == 429
+            assert http.get("/health").status_code == 200
+
+
 def rows(http: httpx.Client) -> dict[str, dict[str, str]]:
     return {r["key"]: r for r in csv.DictReader(io.StringIO(http.get("/usage.csv").text))}
 
@@ -190,7 +204,7 @@ def test_keys_come_as_a_hash_a_variable_or_a_file(
         ("[keys.a]\nsha256 = 'x'", "64 hexadecimal"),
         ("[keys.a]\nenv = 'NOT_SET_AT_ALL'", "not set"),
         ("[keys.a]\nfile = '/no/such'", "can't be read"),
-        ("[keys.a]\nparallel = 2", "one way"),
+        ("[keys.a]\nparallel = 2", "exactly one of"),
         ("[keys.a]\nenv = 'SHORT'", "guessed"),
         ("[keys.a]\nenv = 'LONG'\nparallel = 0", "1 or more"),
         ("[keys.a]\nenv = 'LONG'\nparalel = 1", "unknown key: paralel"),
@@ -228,7 +242,7 @@ def test_upstreams_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found = load_upstreams(("10.0.0.0/8",))
     assert found is not None
     (model,) = found.models()
-    assert (model.name, model.theirs, model.upstream.base_url) == (
+    assert (model.name, model.upstream_name, model.upstream.base_url) == (
         "big",
         "Org/Big",
         "http://10.1.2.3:8000/v1",
@@ -240,7 +254,7 @@ def test_upstreams_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (upstream(url="'http://10.1.2.3/v1'"), "not among the machines"),
+        (upstream(url="'http://10.1.2.3/v1'"), "allow_upstream does not list"),
         (upstream(url="'ftp://localhost'"), "must be http"),
         (upstream(url="'http://u:p@localhost/v1'"), "must be http"),
         (upstream(url="'http://allowed.example/v1'", key_env="'LAB_KEY'"), "unencrypted"),
@@ -249,7 +263,7 @@ def test_upstreams_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         (upstream(url="'http://localhost/v1'", speaks="['latin']"), "speaks in"),
         (upstream(url="'http://localhost/v1'", adress="1"), "unknown key: adress"),
         (upstream(url="'http://localhost/v1'") * 2, "two tables"),
-        ("upstream = 3", "tables of"),
+        ("upstream = 3", "as a table"),
     ],
 )
 def test_a_wrong_upstream_says_what_is_wrong(

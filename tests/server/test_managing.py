@@ -77,7 +77,7 @@ def test_a_model_in_use_is_not_unloaded(http: httpx.Client, models: ModelRouter)
 
     refused = asyncio.run(held("/models/unload", {"model": "tiny"}))
     assert refused.status_code == 503
-    assert "answers 1 requests" in refused.json()["error"]["message"]
+    assert "is answering 1 requests" in refused.json()["error"]["message"]
     assert status(http, "tiny") == "loaded"
 
 
@@ -138,18 +138,15 @@ def test_props_of_any_model_and_none_is_loaded_for_it(http: httpx.Client) -> Non
     assert status(http, "tiny") == "unloaded"
 
 
-def test_the_news_of_loading_come_as_they_happen(http: httpx.Client, models: ModelRouter) -> None:
+def test_the_news_of_loading_come_as_they_happen(http: httpx.Client) -> None:
     http.post("/models/unload", json={"model": "tiny"})
     with http.stream("GET", "/models/sse") as stream:
         events = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: "))
-        first = [next(events) for _ in models.list()]
-        assert {(e["model"], e["event"]) for e in first} == {
-            (m.name, "model_status") for m in models.list()
-        }
         with httpx.Client(base_url=http.base_url, timeout=60) as second:
             second.post("/models/load", json={"model": "tiny"})
         said = []
-        for event in events:
+        for event in events:  # none until something changes
+            assert event["event"] == "model_status"
             if event["model"] == "tiny":
                 said.append(event["data"]["status"])
             if said and said[-1] == "loaded":

@@ -210,7 +210,7 @@ def _pictures() -> Iterator[Row]:
             "documents",
         )
         ollama = {"messages": [{"role": "user", "content": "x", "images": [url]}], "stream": False}
-        yield Row(f"ollama chat image {url}", OCHAT, ollama, "text only")
+        yield Row(f"ollama chat image {url}", OCHAT, ollama, "does not support images")
         yield Row(
             f"ollama generate image {url}",
             OGEN,
@@ -272,7 +272,7 @@ ROWS = [
     "files"),
     Row("a responses file by id", RESP, item({"type": "input_file", "file_id": "{file}"}), "files"),
     Row("a stored item", RESP, {"input": [{"type": "item_reference", "id": "{file}"}]},
-    "not stored"),
+    "does not store"),
     Row("a stored response", RESP, {"input": "x", "previous_response_id": "{file}"},
     "previous_response_id"),
     Row("a stored prompt", RESP, {"input": "x", "prompt": {"id": "{file}"}}, "prompt"),

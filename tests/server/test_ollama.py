@@ -355,7 +355,7 @@ def test_truncate_leaves_out_the_oldest_and_says_so(
     cut = http.post(CHAT, json={"messages": long, "stream": False, "truncate": True})
     assert cut.status_code == 200
     assert re.match(r"\d+ messages, \d+ tokens", cut.headers["x-localllm-compacted"])
-    assert "earlier messages were left out" in engine.requests[-1].prompt
+    assert "earlier messages were omitted" in engine.requests[-1].prompt
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -380,8 +380,8 @@ def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
         (GENERATE, {"prompt": "a", "raw": True, "truncate": True}, "truncate"),
         (GENERATE, {"prompt": "a", "truncate": True}, ""),
-        (CHAT, {"messages": HI, "think": "max"}, "reasoning_effort"),
-        (CHAT, {"messages": HI, "think": "low"}, "reasoning_effort"),
+        (CHAT, {"messages": HI, "think": "max"}, "think"),
+        (CHAT, {"messages": HI, "think": "low"}, "think"),
     ],
     ids=str,
 )
@@ -455,3 +455,27 @@ def test_of_nothing_there_are_no_vectors(tmp_path: Path) -> None:
             )
             answer = http.post(path, json={"model": "v", name: nothing})
             assert (answer.status_code, answer.json()[key]) == (200, []), answer.text
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_a_stream_that_waits_is_not_silent_and_its_lines_stay_json(path: str) -> None:
+    gate = Gate()
+    body = {"model": "tiny", "prompt": "hi"}
+    if path == "/api/chat":
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}  # type: ignore[dict-item]
+    settings = {"keepalive_s": 0.05, "grace_s": 0.01}
+    said = ""
+    with (
+        running_server({"tiny": ScriptedEngine(("Hello", gate, "!"))}, **settings) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client,
+        client.stream("POST", path, json=body) as reply,
+    ):
+        for piece in reply.iter_text():
+            said += piece
+            if said.endswith(" "):  # sent while the engine waits
+                gate.open()
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert " {" in said
+    assert lines[-1]["done"] is True
+    texts = [line.get("response") or line.get("message", {}).get("content") for line in lines]
+    assert "".join(filter(None, texts)) == "Hello!"

@@ -13,7 +13,7 @@ from support.scripted_engine import ScriptedEngine
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 INPUT_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aGk="}
-NOTE = "[image omitted: this model reads text only here]"
+NOTE = "[image omitted: this model does not support images]"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content "
     "}}){% endif %}"
@@ -123,10 +123,19 @@ def test_an_image_that_is_asked_about_is_refused(http: httpx.Client) -> None:
             {"messages": [user("hi"), {"role": "assistant", "content": "no"}, user(PICTURE)]},
         ),
         ("/v1/responses", {"input": [user("what is it?", INPUT_PICTURE)]}),
+        # A system text after the question changes nothing.
+        ("/v1/chat/completions", {"messages": [user(PICTURE), {"role": "system", "content": "x"}]}),
     ):
         reply = http.post(path, json=body)
         assert reply.status_code == 400
         assert "images" in reply.json()["error"]["message"]
+
+
+def test_the_next_question_is_answered_without_the_refused_image(http: httpx.Client) -> None:
+    messages = [user("what is it?", PICTURE), user_text("never mind")]
+    reply = http.post("/v1/chat/completions", json={"messages": messages})
+    assert reply.status_code == 200
+    assert reply.headers["x-localllm-ignored"] == "messages.images"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from localllm.server.proxy.pool import (
     PoolNode,
     by_preference,
     conversation_key,
+    system_key,
 )
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
@@ -83,10 +84,10 @@ def pooled(*urls: str, pool_key: str | None = None, **limits: Any) -> Iterator[F
         assert not thread.is_alive()
 
 
-def begun(stack: ExitStack, model: ServedModel) -> Running:
+def begun(stack: ExitStack, model: ServedModel, **settings: Any) -> Running:
     """A server that has answered once: one after the other, since the framework builds its routes
     with the first request under a filter of warnings that threads share."""
-    running = stack.enter_context(running_server([model]))
+    running = stack.enter_context(running_server([model], **settings))
     httpx.get(running.url + "/health", trust_env=False)  # behind all other routes
     return running
 
@@ -355,3 +356,34 @@ def test_no_request_is_lost_when_a_server_is_killed(smollm2: Path, tmp_path: Pat
             thread.join(timeout=420)
         assert [a.status_code for a in said] == [200] * 12
         assert not any('"error"' in a.text for a in said)
+
+
+def test_the_second_choice_is_the_server_of_the_system_prompt() -> None:
+    nodes = [PoolNode(str(i), "") for i in range(8)]
+    tools = [{"name": "read"}]
+    bodies = [{"messages": [SYSTEM, user(f"talk {i}")], "tools": tools} for i in range(64)]
+    system = system_key(bodies[0])
+    home = by_preference(nodes, system, 0.0)[0]
+    firsts = set()
+    for body in bodies:
+        key = conversation_key(body)
+        order = by_preference(nodes, key, 0.0, system_key(body))
+        assert order[0] is by_preference(nodes, key, 0.0)[0]
+        assert home in order[:2]
+        assert {node.name for node in order} == {node.name for node in nodes}
+        firsts.add(order[0].name)
+        order[0].active = 9
+        assert by_preference(nodes, key, 0.0, system)[0] is order[1]
+        order[0].active = 0
+    assert len(firsts) == 8
+
+
+def test_the_system_part_is_found_in_every_dialect() -> None:
+    same = system_key({"messages": [SYSTEM, user("a")]})
+    assert same == system_key({"messages": [SYSTEM, user("b"), SYSTEM]})
+    assert same != system_key({"messages": [SYSTEM, user("a")], "tools": [{"name": "x"}]})
+    assert same != system_key({"messages": [SYSTEM, user("a")], "model": "another"})
+    assert system_key({"system": "be brief", "messages": [user("a")]}) is not None
+    assert system_key({"instructions": "be brief", "input": "a"}) is not None
+    assert system_key({"messages": [user("a")]}) is None
+    assert system_key({"prompt": "a"}) is None

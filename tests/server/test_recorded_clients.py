@@ -108,6 +108,8 @@ def test_a_tool_is_called_and_its_result_is_answered(running: Running, name: str
         # What only OpenAI's servers run, and what no request changes of a loaded model.
         assert ignored <= {
             "tools.web_search_preview", "options.num_ctx", "options.use_mmap", "reasoning_effort",
+            "reasoning.effort", "include.code_interpreter_call.outputs",
+            "include.reasoning.encrypted_content",
         }  # fmt: skip
 
 

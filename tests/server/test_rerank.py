@@ -92,10 +92,13 @@ def test_what_can_not_be_ranked_is_refused_with_the_reason(http: httpx.Client) -
     assert "document 1" in too_long.json()["error"]["message"]
     assert rerank(http, documents=["short", "word " * CTX], truncate=True).status_code == 200
     chat = rerank(http, model="tiny-llama")
-    assert (chat.status_code, chat.json()["error"]["hint"]) == (400, "name a reranker: ranker")
+    assert (chat.status_code, chat.json()["error"]["hint"]) == (400, "use a reranker: ranker")
     assert http.post("/v1/embeddings", json={"model": "ranker", "input": "x"}).status_code == 400
     said = http.post("/v1/completions", json={"model": "ranker", "prompt": "x"})
-    assert (said.status_code, "generates no text" in said.json()["error"]["message"]) == (400, True)
+    assert (said.status_code, "can't generate text" in said.json()["error"]["message"]) == (
+        400,
+        True,
+    )
 
 
 def test_several_embedding_models_beside_each_other(http: httpx.Client) -> None:

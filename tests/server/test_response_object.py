@@ -17,6 +17,7 @@ from support.scripted_engine import ScriptedEngine
 
 RESPONSES = "/v1/responses"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
+HALF = CALL[: CALL.index('"x"')]
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 
 
@@ -69,6 +70,8 @@ def test_without_input_there_is_nothing_to_answer() -> None:
         (["<think>hm, well"], {"max_output_tokens": 9}, ["incomplete"], "incomplete"),
         (["Well.\n", CALL], {}, ["completed", "completed"], "completed"),
         (["Well.\n", CALL], {"max_output_tokens": 52}, ["completed", "incomplete"], "incomplete"),
+        # A half call in an answer that ends by itself.
+        (["Well.\n", HALF], {}, ["completed", "incomplete"], "completed"),
     ],
 )  # fmt: skip
 def test_the_status_of_every_item(

@@ -42,7 +42,7 @@ OLD = [
 # Those that are held; any other is an annotation.
 FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
 PER_SCHEMA = int(os.environ.get("LOCALLLM_GENERATIONS", "1"))
-FREE_TOKENS, MOST_TOKENS = 40, 400
+FREE_TOKENS, MAX_TOKENS = 40, 400
 
 
 def _exact_multiple(
@@ -94,7 +94,7 @@ class Adversary:
         elif seed % 3 == 2:
             taste = self.single
         said: list[int] = []
-        while len(said) < MOST_TOKENS and not constraint.finished:
+        while len(said) < MAX_TOKENS and not constraint.finished:
             row = rng.gumbel(size=self.n_vocab).astype(np.float32) + taste
             if len(said) >= FREE_TOKENS:
                 row += self.ending

@@ -61,6 +61,7 @@ EVERY_ROUTE = [
     ("GET", "/api/ps"),
     ("GET", "/openapi.json"), ("GET", "/nowhere"), ("HEAD", "/"), ("OPTIONS", CHAT),
     ("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/compact"),
     ("POST", "/v1/messages"),
     ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show"), ("POST", "/api/pull"),
     ("DELETE", "/api/delete"),
@@ -68,8 +69,11 @@ EVERY_ROUTE = [
     ("DELETE", "/v1/responses/x"),
     ("GET", "/v1/responses/x/input_items"), ("POST", "/v1/responses/x/cancel"),
     ("POST", "/v1/embeddings"), ("POST", "/api/embed"), ("POST", "/api/embeddings"),
-    ("POST", "/v1/rerank"),
+    ("POST", "/v1/rerank"), ("POST", "/v1/audio/transcriptions"),
+    ("POST", "/v1/audio/translations"),
     ("POST", "/models/load"), ("POST", "/models/unload"), ("GET", "/slots"), ("POST", "/rerank"),
+    ("GET", "/lora-adapters"), ("POST", "/lora-adapters"),
+    ("POST", "/embedding"), ("POST", "/v1/chat/completions/input_tokens"),
 ]  # fmt: skip
 
 
@@ -216,7 +220,7 @@ def test_an_address_that_others_can_reach_gets_a_key() -> None:
         != ServerSettings(host="0.0.0.0").secured().api_key
     )
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.2"):
-        assert ServerSettings(host=host).secured().api_key is None
+        assert ServerSettings(host=host, allow_users=True).secured().api_key is None
     assert ServerSettings(host="0.0.0.0", api_key="mine").secured().api_key == "mine"
 
 

@@ -23,6 +23,12 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "cli/test_listening.py::test_the_key_is_shown_to_the_quiet_too",
     ),
     "key": ("server/test_security.py::test_the_key_is_required_everywhere_but_health",),
+    "users of this machine": (
+        "server/test_other_users.py::test_another_user_is_answered_on_no_route_but_health",
+        "server/test_other_users.py::test_the_chats_engine_answers_no_other_user",
+        "server/test_other_users.py::test_every_user_is_answered_if_the_owner_allows_it",
+        "server/test_other_users.py::test_a_system_that_reports_no_users_gets_a_kept_key",
+    ),
     "Host": (
         "server/test_security.py::test_a_foreign_host_is_refused_everywhere",
         "server/test_doors.py::test_an_address_or_a_container_s_name_is_served_with_the_key_and_only_with_it",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.server.sleep_inhibitor import Awake, holding_command
+from localllm.server.sleep_inhibitor import SleepInhibitor, holding_command
 from support.until import until
 
 EVERYTHING = {name: f"/usr/bin/{name}" for name in ("caffeinate", "systemd-inhibit")}
@@ -54,10 +54,10 @@ def test_it_is_held_from_the_first_request_to_the_end_of_the_last(tmp_path: Path
     file = tmp_path / "state"
 
     async def scene() -> None:
-        awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=0.0)
+        awake = SleepInhibitor((sys.executable, "-c", HOLD, str(file)), after_s=0.0)
         for _ in range(2):
-            with awake.held():
-                with awake.held():
+            with awake.keep_awake():
+                with awake.keep_awake():
                     await said(file, "held")
                 assert file.read_text() == "held", "one request still runs"
             await said(file, "let go")
@@ -71,9 +71,9 @@ def test_short_requests_start_nothing(tmp_path: Path) -> None:
     file = tmp_path / "state"
 
     async def scene() -> None:
-        awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=60.0)
+        awake = SleepInhibitor((sys.executable, "-c", HOLD, str(file)), after_s=60.0)
         for _ in range(100):
-            with awake.held():
+            with awake.keep_awake():
                 pass
 
     asyncio.run(scene())
@@ -85,9 +85,9 @@ def test_short_requests_start_nothing(tmp_path: Path) -> None:
 )
 def test_where_nothing_can_hold_it_requests_run_all_the_same(command: tuple[str, ...]) -> None:
     async def scene() -> None:
-        awake = Awake(command, after_s=0.0)
+        awake = SleepInhibitor(command, after_s=0.0)
         for _ in range(3):
-            with awake.held():
+            with awake.keep_awake():
                 await asyncio.to_thread(int)
             if others := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(others)
@@ -99,10 +99,10 @@ def test_it_is_let_go_with_the_process(tmp_path: Path) -> None:
     file = tmp_path / "state"
     code = (
         "import asyncio, os, sys, pathlib\n"
-        "from localllm.server.sleep_inhibitor import Awake\n"
+        "from localllm.server.sleep_inhibitor import SleepInhibitor\n"
         "async def scene():\n"
-        "    awake = Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0)\n"
-        "    with awake.held():\n"
+        "    awake = SleepInhibitor((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0)\n"
+        "    with awake.keep_awake():\n"
         "        while not pathlib.Path(sys.argv[2]).exists(): await asyncio.sleep(0.01)\n"
         "        os._exit(9)\n"
         "asyncio.run(scene())\n"

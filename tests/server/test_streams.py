@@ -204,7 +204,7 @@ def test_ollama_errors_are_its_own(http: httpx.Client, engine: ScriptedEngine) -
     assert (
         http.post("/api/chat", json={"model": "gone", "messages": HI})
         .json()["error"]
-        .startswith("no model 'gone'")
+        .startswith("this server has no model 'gone'")
     )
     engine.script = ["x", Failure("", "worker_died", "gone")]
     assert lines(http, "/api/chat", {"messages": HI})[-1] == {"error": "gone"}

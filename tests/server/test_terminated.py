@@ -112,7 +112,7 @@ def test_a_stream_that_is_not_waited_for_says_why_it_ends(
         assert any("Hello" in line for line in lines)
         server.stop()
         rest = [line for line in lines if line.startswith("data: ")]
-    assert "the server is stopping" in rest[0]
+    assert "503 server_busy: the server is stopping" in rest[0]  # words that make clients retry
     assert rest[-1] == "data: [DONE]"
     assert [r.getMessage() for r in caplog.records if r.exc_info] == []
 

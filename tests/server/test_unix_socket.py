@@ -97,7 +97,7 @@ def test_a_socket_of_another_kind_stays(path: Path) -> None:
     """A syslog's or a desktop's: nobody can connect to it as to ours, and it is alive."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as foreign:
         foreign.bind(str(path))
-        with pytest.raises(UsageError, match="another kind"):
+        with pytest.raises(UsageError, match="another type of socket"):
             bind_unix(path)
         assert path.exists()
 

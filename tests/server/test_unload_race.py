@@ -53,7 +53,7 @@ class _Fragile(ScriptedEngine):
         *,
         special: bool = True,
         add_bos: bool = False,
-        images: dict[str, str] | None = None,
+        media: dict[str, str] | None = None,
     ) -> list[int]:
         await self._turn("tokenize")
         return await super().tokenize(text, special=special, add_bos=add_bos)

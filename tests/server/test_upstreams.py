@@ -65,7 +65,7 @@ def both(behind: Running) -> Iterator[tuple[httpx.Client, httpx.Client]]:
 def alike(text: str) -> str:
     """An answer without what differs each time: ids, times, and how long it took."""
     text = re.sub(
-        r'"((?:chatcmpl|cmpl|call|fc|resp|embd|msg|toolu|rs|item)[-_])[0-9A-Za-z_-]+"',
+        r'"((?:chatcmpl|cmpl|call|fc|resp|embd|msg|toolu|rs|item|req)[-_])[0-9A-Za-z_-]+"',
         r'"\1"',
         text,
     )

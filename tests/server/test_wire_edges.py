@@ -131,7 +131,7 @@ def test_what_is_refused_before_the_routes_has_the_envelope_of_its_path(path: st
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"prompt": {"a": 1}}, "prompt.prompt_string"), ({"prompt": [1, {"a": 2}]}, "prompt.1"), ({"prompt": []}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt.prompt_string"), ({"prompt": [1, {"a": 2}]}, "prompt.1.prompt_string"), ({"prompt": []}, "prompt"),
         ({"stop": 5}, "stop"), ({"stop": ["a", 5]}, "stop.1"), ({"logit_bias": [[1, "x"]]}, "logit_bias.0.1"),
         ({"logit_bias": {"1": []}}, "logit_bias.1"), ({"logit_bias": [[1, True]]}, "logit_bias.0.1"),
         ({"n_predict": "x"}, "n_predict"), ({"temperature": "hot"}, "temperature"),
@@ -197,11 +197,12 @@ def test_a_client_that_leaves_behind_that_is_gone(
         until(lambda: len(engine.cancelled) == 1)
 
 
-@pytest.mark.parametrize(("version", "size"), [("1.0", 9), ("1.1", 700_000)])
+@pytest.mark.parametrize(("version", "size"), [("1.0", 9), ("1.1", 120_000)])
 def test_a_stream_is_whole_to_a_client_that_reads_late(version: str, size: int) -> None:
     """What the system takes no more of waits, and what comes behind it does not overtake it."""
     gates = [Gate() for _ in range(4)]
-    pieces = [f"{i}" + "x" * (size if i % 2 else 3) for i in range(16)]
+    # The scripted engine takes a step for each byte, and JSON writes this character as six.
+    pieces = [f"{i}" + "\x01" * (size if i % 2 else 3) for i in range(16)]
     script = [
         *pieces[:4],
         gates[0],
@@ -232,6 +233,6 @@ def test_a_stream_is_whole_to_a_client_that_reads_late(version: str, size: int) 
                 assert (response.getheader("transfer-encoding") == "chunked") is (version == "1.1")
                 lines = iter(response.readline, b"data: [DONE]\n")
                 said = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-    assert "".join(s["choices"][0]["delta"].get("content", "") for s in said) == "".join(
+    assert "".join(s["choices"][0]["delta"].get("content") or "" for s in said) == "".join(
         [*pieces, "end"]
     )

@@ -61,6 +61,8 @@ def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
     ]
     manager.restart()
     assert call.asked[-1] == "launchctl kickstart -k gui/501/org.localllm.serve"
+    manager.stop()
+    assert call.asked[-1] == "launchctl bootout gui/501/org.localllm.serve"
     assert manager.uninstall() == [manager.plist]
 
 
@@ -123,5 +125,11 @@ def test_what_task_scheduler_says_is_read(tmp_path: Path) -> None:
     assert state(recorded.WINDOWS_RUNNING) == (True, True, None)
     assert state(recorded.WINDOWS_FAILED) == (True, False, 3)
     assert state("{}") == (False, False, None)
-    with pytest.raises(ServiceError, match="can't be read"):
+    with pytest.raises(ServiceError, match="can't be parsed"):
         state("Get-ScheduledTask : not recognized")
+
+
+def test_an_agent_that_was_stopped_is_loaded_by_a_restart(tmp_path: Path) -> None:
+    manager, call = launchd(tmp_path, print=answered(113, "", "Could not find service"))
+    manager.restart()
+    assert call.asked[-1] == f"launchctl bootstrap gui/501 {manager.plist}"

@@ -108,6 +108,8 @@ def test_installing_starts_both_units_and_removing_leaves_nothing(tmp_path: Path
         "systemctl --user restart localllm.service",
     ]
     assert manager.install(SERVE) == []
+    manager.stop()  # the socket too, as a connection to it would start the server again
+    assert call.asked[-1] == "systemctl --user stop localllm.service localllm.socket"
     assert [path.name for path in manager.uninstall()] == ["localllm.socket", "localllm.service"]
     assert "systemctl --user disable --now localllm.socket localllm.service" in call.asked
     assert manager.uninstall() == []

@@ -100,7 +100,7 @@ def test_a_wheel_runs_with_this_systems_cuda_libraries_where_they_are_of_its_cud
         ((13, 3), 16, (2, 42), "GCC 16"),
         ((13, 4), 16, (2, 43), ""),
         ((12, 8), 15, (2, 39), "GCC 15"),
-        ((12, 6), 13, (2, 39), "does not know 12.0"),
+        ((12, 6), 13, (2, 39), "does not support 12.0"),
         ((13, 0), 14, (2, 41), ""),
         ((13, 0), None, None, ""),
     ],

@@ -21,6 +21,7 @@ from localllm.setup import build_check, builds, chain, install, steps
 from localllm.setup.builds import BuildNotFoundError, SetupError
 from localllm.setup.host import BuildHost
 from localllm.setup.steps import BuildRecipe, Step
+from support.native_library import include_folder, put_in_front
 
 HOST = BuildHost("linux", "x86_64", "0.3.36", 2)
 CPU = BuildRecipe(
@@ -45,24 +46,31 @@ def symbol_missing(package: Path) -> None:
 
 def device_lost(package: Path) -> None:
     """What CUDA does where the GPU fell off the bus: the process aborts in the middle of a step."""
-    _append(package, "import os\ndef llama_decode(*_):\n    os.abort()\n")
+    put_in_front(
+        package,
+        """
+        #include <stdlib.h>
+        #include "llama.h"
+        int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch) { abort(); }
+        """,
+    )
 
 
 def wrong_tokens(package: Path) -> None:
     """A kernel that reads the wrong row: it runs, and computes nonsense."""
-    _append(
+    put_in_front(
         package,
-        "_decode = llama_decode\n"
-        "def llama_decode(context, batch):\n"
-        "    for i in range(batch.n_tokens):\n"
-        "        batch.token[i] = (batch.token[i] + 77) % 500\n"
-        "    return _decode(context, batch)\n",
+        """
+        #include <dlfcn.h>
+        #include "llama.h"
+        int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch) {
+            int32_t (*decode)(struct llama_context *, struct llama_batch);
+            decode = dlsym(RTLD_NEXT, "llama_decode");
+            for (int i = 0; i < batch.n_tokens; i++) batch.token[i] = (batch.token[i] + 77) % 500;
+            return decode(ctx, batch);
+        }
+        """,
     )
-
-
-def _append(package: Path, text: str) -> None:
-    file = package / "llama_cpp.py"
-    file.write_text(file.read_text() + "\n" + text)
 
 
 def installer(doctor: Doctor, code: int = 0) -> install.Run:
@@ -84,6 +92,7 @@ def installer(doctor: Doctor, code: int = 0) -> install.Run:
         (target / "llama_cpp" / "lib").mkdir()
         for library in (source / "lib").iterdir():
             (target / "llama_cpp" / "lib" / library.name).symlink_to(library)
+        shutil.copytree(include_folder(), target / "include")
         doctor(target / "llama_cpp")
         return 0
 
@@ -104,6 +113,10 @@ def silent(_: str) -> None:
 
 def make(doctor: Doctor, model: Path, recipe: BuildRecipe = CPU, code: int = 0) -> builds.Build:
     return install.make(recipe, HOST, model, silent, installer(doctor, code))
+
+
+def processor_libraries(build: builds.Build) -> list[Path]:
+    return sorted((build.folder / "site" / "llama_cpp" / "lib").glob("libggml-cpu.so*"))
 
 
 def test_a_build_that_computes_as_the_processor_does_is_kept_and_runs(tiny_model: Path) -> None:
@@ -135,7 +148,11 @@ def test_a_build_that_computes_as_the_processor_does_is_kept_and_runs(tiny_model
 
 @pytest.mark.parametrize(
     ("doctor", "said"),
-    [(symbol_missing, "does not start"), (device_lost, "SIGABRT"), (wrong_tokens, "other tokens")],
+    [
+        (symbol_missing, "does not start"),
+        (device_lost, "SIGABRT"),
+        (wrong_tokens, "its tokens differ"),
+    ],
 )
 def test_a_broken_build_is_taken_back_and_what_was_there_still_runs(
     doctor: Doctor, said: str, tiny_model: Path
@@ -149,7 +166,7 @@ def test_a_broken_build_is_taken_back_and_what_was_there_still_runs(
     assert builds.listed() == [before]
     assert builds.chosen() == "cpu"
     there = {p.name for p in paths.builds_dir().iterdir()} - {".making"}
-    assert there == {"cpu", "in-use"}
+    assert there == {"cpu", "in-use", "used-before"}
 
 
 def test_a_build_without_the_device_it_was_made_for_is_taken_back(tiny_model: Path) -> None:
@@ -177,7 +194,7 @@ def test_two_setups_do_not_meet_and_one_that_was_killed_does_not_count(tiny_mode
     )
     assert other.stdout is not None
     assert other.stdout.readline() == b"held\n"
-    with pytest.raises(SetupError, match="at work"):
+    with pytest.raises(SetupError, match="is running"):
         make(whole, tiny_model, code=1)
     other.kill()
     other.communicate()
@@ -245,7 +262,7 @@ def test_a_build_whose_drivers_have_changed_is_said_until_setup_has_tried_it_aga
     assert capsys.readouterr().err == ""
     engine_builds.activate("serve")
     assert "(nvidia 2.0)" in capsys.readouterr().err
-    chain.settle(CPU, HOST, tiny_model, silent)
+    chain.choose_build(CPU, HOST, tiny_model, silent)
     assert builds.named("cpu").drivers == "nvidia 2.0; ROCm 7.2"
     engine_builds.activate("serve")
     assert capsys.readouterr().err == ""
@@ -342,7 +359,7 @@ def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(
         doctor = device_lost if "broken" in command[command.index("--target") + 1] else whole
         return installer(doctor)(command, environment, log)
 
-    assert chain.settle(recipe, HOST, tiny_model, said.append, run=run) == "works"
+    assert chain.choose_build(recipe, HOST, tiny_model, said.append, run=run) == "works"
     assert builds.chosen() == "works"
     assert [build.name for build in builds.listed()] == ["works"]
     told = "\n".join(said)
@@ -350,7 +367,7 @@ def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(
     assert "a C++ compiler" in told
     assert "because it is the next" in told
     # What is there goes first: nothing is fetched and tried a second time.
-    assert chain.settle(recipe, HOST, tiny_model, said.append, run=lambda *_: 1) == "works"
+    assert chain.choose_build(recipe, HOST, tiny_model, said.append, run=lambda *_: 1) == "works"
     assert "--again" in said[-1]
     assert "a wheel" in said[-1]
 
@@ -364,8 +381,8 @@ def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_r
         replace(CPU, name="one", title="a wheel"), replace(CPU, name="two", needs=("a driver",))
     )
     with pytest.raises(SetupError) as caught:
-        chain.settle(recipe, HOST, tiny_model, silent, run=installer(wrong_tokens))
-    assert "other tokens" in caught.value.message
+        chain.choose_build(recipe, HOST, tiny_model, silent, run=installer(wrong_tokens))
+    assert "its tokens differ" in caught.value.message
     assert "a driver" in caught.value.message
     assert (builds.chosen(), builds.listed()) == ("cpu", [before])
 
@@ -379,111 +396,3 @@ WHEEL = replace(
         ),
     ),
 )
-
-
-def processor_libraries(build: builds.Build) -> list[Path]:
-    return sorted((build.folder / "site" / "llama_cpp" / "lib").glob("libggml-cpu.so*"))
-
-
-def runs_with_its_own_part_alone(package: Path) -> None:
-    """A build that another's processor part is no good in."""
-    _append(
-        package,
-        "import os, pathlib\n"
-        "if not (pathlib.Path(__file__).parent / 'lib' / 'libggml-cpu.so').is_symlink():\n"
-        "    os.abort()\n",
-    )
-
-
-def of_another_version(package: Path) -> None:
-    for library in (package / "lib").glob("libggml-base.so.*.*"):
-        library.rename(library.with_name("libggml-base.so.0.0.1"))
-
-
-def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_here(
-    tiny_model: Path,
-) -> None:
-    build = make(whole, tiny_model, WHEEL)
-    libraries = processor_libraries(build)
-    assert libraries
-    # The wheel's, which are links in this test, stand aside.
-    assert not any(library.is_symlink() for library in libraries)
-    assert all(library.read_bytes() == libraries[0].read_bytes() for library in libraries)
-
-
-@pytest.mark.parametrize("doctor", [runs_with_its_own_part_alone, of_another_version])
-def test_where_that_does_not_go_the_wheels_own_part_stays(doctor: Doctor, tiny_model: Path) -> None:
-    build = make(doctor, tiny_model, WHEEL)
-    assert all(library.is_symlink() for library in processor_libraries(build))
-    assert "10 of 10 tokens" in build.trial
-
-
-def turns_take(seconds: float) -> Doctor:
-    """A build whose turns take that long, at every step."""
-
-    def doctor(package: Path) -> None:
-        _append(
-            package,
-            "import time\n"
-            "_decode = llama_decode\n"
-            "def llama_decode(context, batch):\n"
-            f"    time.sleep({seconds})\n"
-            "    return _decode(context, batch)\n",
-        )
-
-    return doctor
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "accepts", "taken"),
-    [
-        (0.0, 0.005, False, False),
-        pytest.param(0.005, 0.0, False, True, marks=pytest.mark.long),
-        pytest.param(0.0, 0.005, True, True, marks=pytest.mark.long),
-    ],
-)
-def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for(
-    before: float, now: float, accepts: bool, taken: bool, tiny_model: Path
-) -> None:
-    """Measured side by side in one trial. The build before counts as an accelerated one here: a
-    processor's is no measure."""
-    old = builds.Build("cpu", "vulkan", "the one before", HOST.version, "2026-01-01")
-    log = paths.private_dir(paths.log_dir()) / "before.log"
-    installer(turns_take(before))(["--target", str(old.folder / "site")], {}, log)
-    builds.finish(old)
-    builds.choose("cpu")
-    asked: list[str] = []
-
-    def accept(sentence: str) -> bool:
-        asked.append(sentence)
-        return accepts
-
-    said: list[str] = []
-    name = chain.settle(
-        CPU,
-        HOST,
-        tiny_model,
-        said.append,
-        again=True,
-        accept_slower=accept,
-        run=installer(turns_take(now)),
-    )
-    assert name == "cpu"
-    assert bool(asked) == (now > before)
-    assert (builds.named("cpu").title == "a build") == taken
-    assert builds.chosen() == "cpu"
-    assert any("--keep" in sentence for sentence in said) == (not taken)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("now", "taken"), [(0.01, False), (0.0, True)])
-def test_another_release_is_held_against_what_runs_on_the_processor_too(
-    now: float, taken: bool, tiny_model: Path
-) -> None:
-    other, said = replace(HOST, version="0.3.99"), list[str]()
-    recipe = replace(CPU, name="cpu-0.3.99")
-    name = chain.settle(recipe, other, tiny_model, said.append, run=installer(turns_take(now)))
-    assert name == ("cpu-0.3.99" if taken else builds.OWN)
-    assert builds.chosen() == name
-    assert [build.version for build in builds.listed()] == (["0.3.99"] if taken else [])
-    assert any("each 5 times" in sentence for sentence in said)

@@ -44,7 +44,11 @@ def host_of(readings: Readings) -> BuildHost:
 def dry_run(folder: Path, name: str) -> str:
     readings = recordings.load(name, folder)
     machine = identify(readings)
-    lines = command.lines(machine, command.recipes_of(machine, host_of(readings)))
+    host = host_of(readings)
+    found = command.recipes_of(machine, host)
+    lines = command.lines(
+        machine, [recipes.with_archives(recipe, machine, host) for recipe in found]
+    )
     return "\n".join([f"== {name}", *lines, ""])
 
 
@@ -85,7 +89,7 @@ def test_a_card_without_graphics_is_rocms_first() -> None:
 def test_what_is_not_known_of_a_processor_is_no_reason_of_a_build(name: str) -> None:
     machine = resolve(name)
     said = "\n".join(command.lines(machine, command.recipes_of(machine, assumed(machine))))
-    assert "nothing to build" in said
+    assert "no build needed" in said
     assert "--bandwidth" not in said
 
 
@@ -165,9 +169,9 @@ def test_vulkan_is_compiled_after_its_wheel_where_its_compiler_is_here() -> None
     [
         ("gfx1151", (7, 2), "7.13"),
         ("gfx1151", (6, 4), "ROCm 7"),
-        ("gfx1100", None, "not in the wheel"),
-        ("gfx1103", (7, 2), "no code of gfx1103"),
-        ("gfx1152", (7, 2), "no code of gfx1152"),
+        ("gfx1100", None, "the wheel does not include"),
+        ("gfx1103", (7, 2), "no code for gfx1103"),
+        ("gfx1152", (7, 2), "no code for gfx1152"),
     ],
 )
 def test_what_rocm_needs_is_said_before_a_gigabyte_is_fetched(
@@ -201,7 +205,7 @@ def test_a_driver_that_does_not_answer_is_said_and_not_taken_for_a_machine_witho
     said = "\n".join(command.lines(broken, command.recipes_of(broken, assumed(broken))))
     assert "its driver does not answer" in said
     assert "nvidia-smi" in said
-    assert "nothing to build" not in said
+    assert "no build needed" not in said
 
 
 def test_what_is_missing_is_said_with_the_command_that_gets_it() -> None:

@@ -73,7 +73,7 @@ REPORTS = [
     Report(6, "glibc 2.42, no nvcc", "rtx_5090_two", {"glibc": (2, 42)}, (">=13.4",),
     ("==13.0.*'\n    $ link",)),
     Report(7, "GCC 16 of Fedora 44", "rtx_5090_two", FEDORA_44,
-    ("does not take this system's GCC 16", ">=13.4")),
+    ("does not support this system's GCC 16", ">=13.4")),
     Report(8, "3080, 5090 and 3080", "mixed_3080_5090_3080", {},
     ("86-real;120a-real", "CUDA 13.0", "Vulkan")),
     Report(12, "driver 550", "rtx_4090_two", {"cuda_driver": (12, 4)}, ("whl/cu124", "Vulkan"),
@@ -85,7 +85,7 @@ REPORTS = [
     Report(13, "GTX 1080 Ti", "gtx_1080_ti", {"cuda_driver": (12, 2)},
     ("whl/cu122", "else llama.cpp for Vulkan")),
     Report(14, "NVML mismatch", "nvml_mismatch", {}, ("does not answer", "nvidia-smi"),
-    ("nothing to build",)),
+    ("no build needed",)),
     Report(15, "SIGILL of the wheel", "rtx_4090_two", {},
     ("whl/cu130", "native code of sm_89", "else llama.cpp for Vulkan")),
     Report(16, "Arc B580", "arc_b580", {}, ("whl/vulkan",)),
@@ -94,13 +94,13 @@ REPORTS = [
     Report(17, "two Arc Pro B60", "arc_b60_two", {}, ("2 × Arc Pro B60", "whl/vulkan")),
     Report(18, "140T", "intel_140t", {}, ("whl/vulkan",)),
     Report(19, "RTX A2000 and Arc B60", "a2000_and_b60", {},
-    ("B60 is here too", "--backend vulkan", "whl/cu130")),
+    ("B60 was also found", "--backend vulkan", "whl/cu130")),
     Report(27, "ROCm 7.2 on Strix Halo", "halo_uma96", {"rocm": (7, 2)}, ("7.13",), backend="rocm"),
     Report(27, "ROCm 6 on Strix Halo", "halo_uma96", {"rocm": (6, 4)}, ("needs ROCm 7",),
     backend="rocm"),
     Report(27, "Strix Halo on Windows", "windows_halo_96", {},
-    ("code of gfx1151", "whl/hip-radeon"), backend="rocm"),
-    Report(29, "RX 9070 has code", "rx_9070_beside_740m", {"rocm": (7, 2)}, ("code of gfx1201",),
+    ("code for gfx1151", "whl/hip-radeon"), backend="rocm"),
+    Report(29, "RX 9070 has code", "rx_9070_beside_740m", {"rocm": (7, 2)}, ("code for gfx1201",),
     backend="rocm"),
     Report(37, "hybrid laptop", "laptop_4060_arc", {}, ("whl/cu130",)),
 ]  # fmt: skip
@@ -133,7 +133,7 @@ def test_no_machine_with_a_gpu_ends_in_nothing_to_build() -> None:
         for name in recordings.names(folder):
             machine = identify(recordings.load(name, folder))
             if machine.accelerator != "cpu":
-                assert "nothing to build" not in said(name, {}), name
+                assert "no build needed" not in said(name, {}), name
 
 
 # --- what is about more than builds ---------------------------------------------------------------
@@ -144,7 +144,7 @@ def planned(device: Device, model: str) -> Plan:
     return plan_for(device, MODELS[model], typical(files), Workload())
 
 
-def one_gpu(name: str, total_mib: int, free_mib: int) -> Callable[..., Any]:
+def one_gpu(name: str, total_mib: int, free_mib: int) -> dict[str, Callable[..., Any]]:
     """ggml's registry with a GPU that says so much of its memory, and the processor."""
 
     text = ctypes.create_string_buffer(name.encode())
@@ -154,13 +154,12 @@ def one_gpu(name: str, total_mib: int, free_mib: int) -> Callable[..., Any]:
         fields = ctypes.cast(props, ctypes.POINTER(ctypes.c_size_t))
         fields[0], fields[2], fields[3] = ctypes.addressof(text), free_mib * MIB, total_mib * MIB
 
-    functions: dict[str, Callable[..., Any]] = {
+    return {
         "ggml_backend_dev_count": lambda: 2,
         "ggml_backend_dev_get": lambda i: i,
         "ggml_backend_dev_type": lambda i: 1 - i,
         "ggml_backend_dev_get_props": properties,
     }
-    return lambda called, *_: functions[called]
 
 
 def spark_memory() -> None:
@@ -194,7 +193,8 @@ def order_of_cards() -> None:
 def unified_memory_switched_on() -> None:
     """Plans ask the driver; whoever asks ggml gets no more free than there is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "ggml_function", one_gpu("CUDA0", 32106, 55372))
+        for name, function in one_gpu("CUDA0", 32106, 55372).items():
+            patch.setattr(start_native(), name, function)
         (gpu,) = devices.accelerators()
     assert gpu.free_bytes == 32106 * MIB
 
@@ -211,7 +211,7 @@ def used_by_others() -> None:
     busy, idle = identify(read("rtx_5090_two")), resolve("2x RTX 5090")
     assert planned(idle, "qwen3-32b").fits == "yes"
     assert planned(busy, "qwen3-32b").fits != "yes"
-    assert busy.room_bytes < 6 * GIB < idle.room_bytes
+    assert busy.usable_bytes < 6 * GIB < idle.usable_bytes
 
 
 def spills_nowhere() -> None:
@@ -219,7 +219,7 @@ def spills_nowhere() -> None:
     takes what is free, less a margin."""
     device = identify(read("wsl2_gtx1650_laptop"))
     assert device.os == "Linux (WSL2)"
-    assert device.room_bytes <= (4096 - 128) * MIB - 256 * MIB
+    assert device.usable_bytes <= (4096 - 128) * MIB - 256 * MIB
     assert planned(device, "qwen3-8b").fits != "yes"
 
 
@@ -287,7 +287,7 @@ def wrong_numbers_after_an_update() -> None:
     assert "localllm setup" in builds.stale(build, "6.18.0; amdgpu 6.14")
     expected = build_check.ReferenceAnswer(Path(), tuple(range(10)), "H, I, J")
     garbage = {"gaps": [0.0, *[11.3] * 9], "text": "!!!!!!!!!!", "tokens": [0] * 10}
-    assert "other tokens" in build_check.compare(expected, garbage).failure
+    assert "its tokens differ" in build_check.compare(expected, garbage).failure
 
 
 def states_are_rare() -> None:
@@ -305,10 +305,10 @@ def idle_lines_leave() -> None:
     able = replace(ScriptedBackend().capabilities, kv_on_device=True)
     idle = [eviction.IdleSequence(i, np.zeros(0, np.int32), exported=True) for i in range(2)]
     info, free = ScriptedBackend().info, 8192
-    assert eviction.may_stay(able, info, free, 1, 0.02)
-    assert not eviction.may_stay(able, info, free, 1, 0.04)
-    assert eviction.may_leave(idle, able, busy=True, step_share=0.02) == []
-    assert eviction.may_leave(idle, able, busy=True, step_share=0.04) == idle
+    assert eviction.exporting_can_wait(able, info, free, 1, 0.02)
+    assert not eviction.exporting_can_wait(able, info, free, 1, 0.04)
+    assert eviction.sequences_to_evict(idle, able, busy=True, step_share=0.02) == []
+    assert eviction.sequences_to_evict(idle, able, busy=True, step_share=0.04) == idle
 
 
 def few_logits_cross() -> None:
@@ -321,7 +321,7 @@ def few_logits_cross() -> None:
 
     def chosen(specs: list[SampleSpec]) -> list[int | None]:
         chunks = [Chunk(i, [0], sample=spec) for i, spec in enumerate(specs)]
-        return candidates.FewChooser(chunks, range(32)).of(top)
+        return candidates.TopKChooser(chunks, range(32)).of(top)
 
     drawn = chosen([SampleSpec(0.8, 40, 0.95, 0.05, i / 32) for i in range(32)])
     assert None not in drawn

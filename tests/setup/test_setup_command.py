@@ -41,8 +41,19 @@ def test_what_is_wrong_is_said_and_nothing_is_changed(arguments: list[str], exit
 def test_a_named_machine_is_told_what_would_be_done_there() -> None:
     result = RUNNER.invoke(app, ["setup", "--dry-run", "--device", "rtx 5090"])
     assert result.exit_code == 0
-    assert "120a-real" in result.output
+    assert "native code of sm_120" in result.output
     assert builds.listed() == []
+
+
+def test_an_archive_is_preferred_to_a_compilation_if_one_fits() -> None:
+    """Here on a machine whose card no ready wheel has code for."""
+    shown = RUNNER.invoke(app, ["setup", "--dry-run", "--device", "rtx 5090"]).output
+    archive = shown.index("llama.cpp latest for CUDA, its makers' own archive")
+    assert archive < shown.index("native code of sm_120")
+    jetson = RUNNER.invoke(app, ["setup", "--dry-run", "--device", "jetson orin nano"]).output
+    assert "llama.cpp's archives for CUDA have no code for this Jetson" in jetson
+    wheel = RUNNER.invoke(app, ["setup", "--dry-run", "--device", "rtx 3060"]).output
+    assert wheel.index("llama-cpp-python's own wheel") < wheel.index("its makers' own archive")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_another_release_is_made_beside_the_builds_that_are_there(machine: str) 
     release."""
     result = RUNNER.invoke(app, ["setup", "--dry-run", "--engine", "0.3.99", "--device", machine])
     assert result.exit_code == 0
-    assert "llama-cpp-python 0.3.99 was asked for" in result.output
+    assert "llama-cpp-python 0.3.99 was requested" in result.output
     steps = [line for line in result.output.splitlines() if "$ " in line]
     assert any("llama-cpp-python==0.3.99" in line for line in steps)
     assert not any("llama-cpp-python==0.3.3" in line for line in steps)

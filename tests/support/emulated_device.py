@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.candidates import FewChooser, TopRows
+from localllm_backends.candidates import TopKChooser, TopRows
 from localllm_backends.contract import (
     Backend,
     BackendFailure,
@@ -141,8 +141,8 @@ class EmulatedDevice(Backend):
         self._shape = 0
         self.chunks: list[list[int]] = []
         self.capabilities = Capabilities(
-            rewind="any", rewind_tokens=0, shares_cells=True, segments=True,
-            kv_on_device=True, first_uses=True, asynchronous=asynchronous, samples=top > 0,
+            rewind="any", rewind_tokens=0, shares_cells=True, unified=True, segments=True,
+            kv_on_device=True, slow_first_steps=True, asynchronous=asynchronous, samples=top > 0,
         )  # fmt: skip
         self.info = ModelInfo(
             architecture="emulated", description="emulated", fingerprint="emulated-1",
@@ -300,8 +300,8 @@ class EmulatedResult(StepResult):
 
     def _of_few(self, chunk: int) -> int | None:
         if self._few is None:
-            where = [i for i, c in enumerate(self._chunks) if c.few]
-            chooser = FewChooser(self._chunks, where)
+            where = [i for i, c in enumerate(self._chunks) if c.top_k_suffices]
+            chooser = TopKChooser(self._chunks, where)
             self._device.clock.until(self._done_s)
             self._few = chooser.of(self._device.top_of([self._numbers[i] for i in where]))
         return self._few[chunk]

@@ -12,7 +12,7 @@ from support.emulated_device import HostClock
 
 
 class EmulatedReads(ReadAhead):
-    """Reads the files of `tier` one after the other, `bytes_s` of their blocks' bytes a second;
+    """Reads the files of `tier` one after the other, `bytes_s` of their blocks' bytes per second;
     what was wanted while nothing was read begins at the next look."""
 
     def __init__(self, tier: DiskTier, clock: HostClock, bytes_s: float) -> None:
@@ -24,7 +24,7 @@ class EmulatedReads(ReadAhead):
     def start(self) -> None:
         """Files are read as the device's time passes."""
 
-    def came(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
+    def piece_read(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
         """What the real file took says nothing."""
 
     def ready(self, block: Block) -> bool:

@@ -55,6 +55,16 @@ def _ref(i: int) -> dict[str, str]:
     return {"$ref": f"#/$defs/d{i}"}
 
 
+def _loose(schema: Any) -> Body:
+    """A schema of which only the parts that can be enforced are."""
+    form = {"name": "x", "schema": schema, "strict": False}
+    return chat(response_format={"type": "json_schema", "json_schema": form})
+
+
+def _optional(n: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(n)}}
+
+
 def _arrays(n: int) -> Body:
     schema: Any = {"type": "integer"}
     for _ in range(n):
@@ -154,12 +164,17 @@ class Kind:
 
 
 KINDS = {
-    "arrays in arrays": Kind(_arrays, 6, 10),
+    "arrays in arrays": Kind(_arrays, 6, 9),
     "anyOf in anyOf": Kind(_choices, 9, 13),
     "a chain of refs": Kind(_chain, 9, 13),
     "a ring of refs": Kind(_ring, 9, 13),
     "patternProperties": Kind(_patterns, 7, 12),
     "enums of properties": Kind(_enums, 14, 18),
+    "a long name": Kind(lambda n: _loose(_object({"k" * n: {"type": "integer"}})), 17, 23),
+    "a long name held": Kind(lambda n: _schema(_object({"k" * n: {"type": "integer"}})), 15, 23),
+    "a long word": Kind(lambda n: chat(grammar=f'root ::= "{"a" * n}"'), 14, 17),
+    "optional properties": Kind(lambda n: _loose(_optional(n)), 14, 15),
+    "optional properties held": Kind(lambda n: _schema(_optional(n)), 12, 15),
     "alternatives": Kind(
         lambda n: chat(regex="|".join(f"w{i}[a-z]*x{i}" for i in range(n))), 11, 13
     ),

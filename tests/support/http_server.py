@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from localllm.server.app import create_app
+from localllm.server.http.peer_user import reports_users
 from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.sockets import bind
@@ -34,15 +35,18 @@ def running_server(
     preload: bool = False,
     store: ModelStore | None = None,
     quiet: bool = True,
+    port: int = 0,
     **settings: Any,
 ) -> Iterator[Running]:
     """Serve `models` until the block ends; with `preload` they begin to load at once, as the
     command has them do.
-    `store`: what clients may fetch to and remove from. Not `quiet`: it logs what a service does."""
+    `store`: what clients may fetch to and remove from. Not `quiet`: it logs what a service does.
+    `port`: 0 for a free one."""
     router = models if isinstance(models, ModelRouter) else ModelRouter(models)
     # All of localhost where that is asked for; never an address that other machines reach.
-    socks = bind("localhost" if settings.get("host") == "localhost" else "127.0.0.1", 0)
+    socks = bind("localhost" if settings.get("host") == "localhost" else "127.0.0.1", port)
     port = socks[0].getsockname()[1]
+    settings.setdefault("allow_users", not reports_users())
     limits = ServerSettings(port=port, **settings)
     app = create_app(router, settings=limits, store=store)
     loop = asyncio.new_event_loop()

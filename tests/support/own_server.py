@@ -10,8 +10,7 @@ from localllm.settings import Settings
 
 
 @contextmanager
-def background_server(model: str, context: int | None = None) -> Iterator[tuple[str, str]]:
-    """A server of one's own with a loaded model, for as long as the block runs: yields (base_url,
-    model name)."""
+def background_server(model: str, context: int | None = None) -> Iterator[OwnEngine]:
+    """A server of one's own with a loaded model, for as long as the block runs."""
     with loaded(OwnEngine(model, Settings({"context": context}))) as engine:
-        yield engine.base_url, engine.model
+        yield engine

@@ -117,7 +117,7 @@ def plan(
 
 def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Planned]:
     """`plan` inside this process: faster, and fatal to it where llama.cpp aborts."""
-    from localllm_backends.llamacpp.native import GGML_TYPES, log, start_native
+    from localllm_backends.llamacpp.native import log, start_native
 
     llama = start_native()
     # Planning a deep model with a quantised cache says over 4,000 debug lines before the sizes' own
@@ -129,8 +129,7 @@ def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Plann
             models[layers] = _model(llama, path, layers)
         weights = {layers: int(llama.llama_model_size(model)) for layers, model in models.items()}
         return [
-            _context(llama, models[s.n_gpu_layers], s, weights[s.n_gpu_layers], GGML_TYPES)
-            for s in settings
+            _context(llama, models[s.n_gpu_layers], s, weights[s.n_gpu_layers]) for s in settings
         ]
     finally:
         for model in models.values():
@@ -151,10 +150,8 @@ def _model(llama: Any, path: str | Path, n_gpu_layers: int) -> Any:
     return model
 
 
-def _context(
-    llama: Any, model: Any, s: ProbeSettings, weights: int, types: dict[str, int]
-) -> Planned:
-    from localllm_backends.llamacpp.native import log
+def _context(llama: Any, model: Any, s: ProbeSettings, weights: int) -> Planned:
+    from localllm_backends.llamacpp.native import ggml_type, log
 
     params = llama.llama_context_default_params()
     params.n_ctx = s.n_ctx
@@ -163,7 +160,7 @@ def _context(
     params.n_outputs_max = max(s.n_outputs, s.n_seq_max * (1 + s.n_rewind))
     params.n_rs_seq = s.n_rewind
     params.flash_attn_type = 1 if s.flash_attention else 0
-    params.type_k, params.type_v = types[s.kv_type_k], types[s.kv_type_v]
+    params.type_k, params.type_v = ggml_type(s.kv_type_k), ggml_type(s.kv_type_v)
     params.kv_unified = True
     params.swa_full = False
     params.op_offload = s.n_gpu_layers != 0

@@ -84,6 +84,7 @@ class ScriptedBackend(Backend):
             rewind=rewind,
             rewind_tokens=rewind_tokens,
             shares_cells=True,
+            unified=True,
             segments=segments,
             states=states,
         )

@@ -28,9 +28,9 @@ from localllm.engine.messages import (
     TokenLogprob,
     Usage,
 )
-from localllm.engine.request import TextStream
 from localllm.engine.sampling.constraint import AnswerConstraint
 from localllm.engine.sampling.grammar import GrammarMatcher
+from localllm.engine.sampling.text_stream import TextStream
 from localllm.errors import LocalLLMError
 from localllm_backends.contract import ModelInfo
 
@@ -146,13 +146,13 @@ class ScriptedEngine:
             if not done:
                 self.cancelled.append(request.id)
 
-    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+    async def listen(self, request: Request, on_event: Callable[[Event], None]) -> Finish | Failure:
         """The same script, told."""
         async with aclosing(cast("AsyncGenerator[Event, None]", self.submit(request))) as events:
             async for event in events:
                 if isinstance(event, Finish | Failure):
                     return event
-                hear(event)
+                on_event(event)
         raise AssertionError("a script without an end")
 
     async def _play(self, request: Request, n_prompt: int, room: int) -> AsyncIterator[Event]:
@@ -202,7 +202,7 @@ class ScriptedEngine:
         *,
         special: bool = True,
         add_bos: bool = False,
-        images: dict[str, str] | None = None,
+        media: dict[str, str] | None = None,
     ) -> list[int]:
         """Bytes; an image is as many as its mark."""
         return [BOS, *encode(text)] if add_bos and self.info.adds_bos else encode(text)
@@ -231,7 +231,7 @@ class _Answer:
     into the answer comes by itself, whether the script has it too or not."""
 
     def __init__(self, request: Request, holds_calls: bool) -> None:
-        self.text = TextStream(_spelled, request.generation.stop)
+        self.text = TextStream(_spelled, request.generation.stop, hidden=request.hidden)
         self.said = 0
         self._holds_calls = holds_calls
         self._put: list[int] = []

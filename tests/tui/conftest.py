@@ -157,11 +157,11 @@ def drive(
             base_url = options.pop("server_", server).base_url
             kept = options.pop("history_", history)
             async with ChatClient(base_url, engine=engine) as client:
-                titles_after_s = options.pop("titles_after_s", None)
+                idle_after_s = options.pop("idle_after_s", None)
                 app = ChatApp(
                     ChatOptions(client, kept, "scripted", attached=attached, **options), copy
                 )
-                app.chat.titles_after_s = titles_after_s
+                app.chat.idle_after_s = idle_after_s
                 async with app.run_test(size=size, notifications=toasts) as pilot:
                     await pilot.pause()
                     await play(Driver(app, pilot))

@@ -14,7 +14,7 @@ from localllm_tui.control.interfaces import (
     PlanList,
     PlanRequest,
     PullProgress,
-    unheard,
+    ignore_part,
 )
 
 
@@ -46,17 +46,18 @@ class ScriptedModelService:
         self.fails: LocalLLMError | None = None
         self.gate: threading.Event | None = None  # what planning waits for
         self.row_gate: threading.Semaphore | None = None  # what each plan of it waits for
+        self.worst_first = False  # the order in which plans are made
         self.guessed = False  # the speed of this machine's memory
 
     def plan(
-        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = ignore_part
     ) -> PlanList:
         if request.machine == "nonsense":
             raise UsageError("no machine of that name")
         self.requests.append(request)
         assert self.gate is None or self.gate.wait(60)
         fitting = self.choices[: max(1, len(self.choices) - request.context // 65536)]
-        for one in fitting:
+        for one in reversed(fitting) if self.worst_first else fitting:
             assert self.row_gate is None or self.row_gate.acquire(timeout=60)
             on_choice(one)
         assert self.row_gate is None or self.row_gate.acquire(timeout=60)

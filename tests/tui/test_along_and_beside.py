@@ -15,7 +15,7 @@ import pytest
 from localllm.conversation.history import History
 from localllm.errors import UsageError
 from localllm_tui.control import commands, shell
-from localllm_tui.control.attachments import MOST_OF_A_FOLDER, files_and_folders, read_files
+from localllm_tui.control.attachments import MAX_OF_A_FOLDER, files_and_folders, read_files
 from localllm_tui.screens.dialogs import Approval
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
@@ -58,7 +58,7 @@ def test_a_command_is_asked_for_once_and_its_output_goes_along(
     ("command", "says"),
     [
         ("printf '\\033[31mred\\033[0m\\033]0;title\\007 and \\rback'", "red and back"),
-        ("yes", f"[cut after {shell.MOST_BYTES:,} bytes]"),
+        ("yes", f"[cut after {shell.MAX_BYTES:,} bytes]"),
         ("printf '\\377\\376'", "\ufffd\ufffd"),
         ("true", "[it printed nothing]"),
         ("no-such-program-at-all", "[ended with 127]"),
@@ -71,7 +71,7 @@ def test_what_a_command_prints_is_bounded_and_plain(command: str, says: str) -> 
     said = asyncio.run(shell.output_of(command, within_s=0.5 if "sleep" in command else 20))
     assert said.endswith(says)
     assert "\x1b" not in said
-    assert len(said) < shell.MOST_BYTES + 100
+    assert len(said) < shell.MAX_BYTES + 100
     _, alive = psutil.wait_procs(
         [p for p in psutil.Process().children(recursive=True) if p not in before], timeout=60
     )
@@ -136,7 +136,7 @@ def test_a_folder_goes_along_without_what_git_ignores(
         # Wherever the folder's path has the sentence wrapped.
         await d.until(
             lambda: (
-                "2 files go along, 14 tokens; 2 that are no text stay"
+                "attached 2 files, 14 tokens; 2 are skipped, because they are not text"
                 in " ".join(d.screen().split())
             )
         )
@@ -152,9 +152,9 @@ def test_a_folder_goes_along_without_what_git_ignores(
 def test_a_folder_that_is_too_much_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no text files"):
         read_files(tmp_path)
-    for n in range(MOST_OF_A_FOLDER + 1):
+    for n in range(MAX_OF_A_FOLDER + 1):
         (tmp_path / f"{n}.txt").write_text("x")
-    with pytest.raises(UsageError, match=f"at most {MOST_OF_A_FOLDER}"):
+    with pytest.raises(UsageError, match=f"at most {MAX_OF_A_FOLDER}"):
         read_files(tmp_path)
 
 
@@ -167,6 +167,8 @@ def test_another_models_answer_stands_beside_the_first(
 
     async def play(d: Driver) -> None:
         await d.ask("which?")
+        await d.send("/compare")
+        await d.until(lambda: "nothing to compare yet" in d.screen())
         await d.send("/retry nosuch")
         await d.until(lambda: "has no model 'nosuch'" in d.screen())
         names = [m.name for m in await d.app.chat.client.models()]
@@ -176,6 +178,15 @@ def test_another_models_answer_stands_beside_the_first(
         await d.until(lambda: "◂ 2/2 ▸" in d.screen() and "the other answer" in d.screen())
         await d.ask("/retry")
         await d.until(lambda: "◂ 3/3 ▸" in d.screen() and "the third" in d.screen())
+        for argument, beside in (("", "the other answer"), (" 1", "the first answer")):
+            await d.send(f"/compare{argument}")
+            await d.until(lambda: "two versions of the answer" in d.screen())
+            rows = d.screen().splitlines()
+            assert any(beside in row and "the third" in row for row in rows), d.screen()
+            assert any("scripted" in row and "3/3" in row for row in rows), d.screen()
+            await d.press("escape")
+        await d.send("/compare 3")
+        await d.until(lambda: "version 3 is shown" in d.screen())
 
     drive(play, size=(120, 40))
     asked = [r["model"] for r in server.requests]

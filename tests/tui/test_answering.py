@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 
 from localllm.conversation.history import History, HistoryError, StoredMessage
 from localllm.errors import BusyError
 from localllm_tui.control.answering import AnswerStream, PendingAnswer
+from localllm_tui.control.repetition import RepetitionGuard
 from localllm_tui.control.session import Session
 from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerUsage,
+    IdenticalCalls,
     MessagesLeftOut,
     PromptProgress,
     StreamEvent,
     TextDelta,
     WaitNote,
 )
+from localllm_tui.control.wording import note_under
 from tui.conftest import Disk
 
 
@@ -58,7 +62,8 @@ async def said(*events: StreamEvent | Exception) -> AsyncGenerator[StreamEvent, 
 def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Session) -> None:
     answering, page = PendingAnswer(session), Page()
     events = (
-        WaitNote("loading"), PromptProgress(5, 20), MessagesLeftOut(4), TextDelta("", "hm"),
+        WaitNote("loading"), PromptProgress(5, 20), MessagesLeftOut(4),
+        IdenticalCalls("look", 3), TextDelta("", "hm"),
         PromptProgress(20, 20), TextDelta("a"), WaitNote("busy"),
         TextDelta("b"), AnswerDone("length", AnswerUsage(20, 9)),
     )  # fmt: skip
@@ -75,6 +80,7 @@ def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Ses
     assert (kept.content, kept.reasoning, kept.complete) == ("ab", "hm", True)
     assert answering.turn == session.turns[-1]
     assert (kept.meta["finish_reason"], kept.meta["left_out"]) == ("length", 4)
+    assert "same result: look 3 times" in note_under(kept)
     assert (kept.meta["prompt_tokens"], kept.meta["completion_tokens"]) == (20, 9)
 
 
@@ -161,3 +167,38 @@ def test_an_answer_that_is_not_kept_is_shown_and_counted() -> None:
     answering, page = AnswerStream(), Page()
     asyncio.run(answering.run(said(TextDelta("a"), AnswerDone("stop", AnswerUsage(3, 1))), page))
     assert (page.seen, answering.reason, answering.meter.used) == (["[]", "a"], "stop", 4)
+
+
+ANIMALS = ("chat", "chien", "cheval", "oiseau", "lapin", "souris")
+LOOPS = {
+    "a list with small changes": [f"- Le {ANIMALS[n * n % 6]} noir\n" for n in range(400)],
+    "a numbered list": [f"{n}. Le Petit Prince\n" for n in range(1, 400)],
+    "one line without end": [f"le {ANIMALS[n * 7 % 5]}, " for n in range(400)],
+    "without spaces": ["私は猫が好きです。" for _ in range(100)],
+}
+TEXTS = {
+    "counting": "".join(f"{n}\n" for n in range(1, 400)),
+    "a multiplication table": "".join(f"7 x {n} = {7 * n}\n" for n in range(1, 200)),
+    "a plan": "".join(f"Day {n}: run {n % 9 + 1} km\n" for n in range(1, 100)),
+    "code": "```py\n" + "x = 0\n" * 400 + "```\n",
+    "a table": "| a | b |\n|---|---|\n" + "| 0 | 0 |\n" * 400,
+    "prose": (Path(__file__).parents[2] / "docs" / "chat.md").read_text("utf-8"),
+}
+
+
+@pytest.mark.parametrize("pieces", LOOPS.values(), ids=LOOPS)
+def test_an_answer_that_goes_round_is_ended(session: Session, pieces: list[str]) -> None:
+    answering = PendingAnswer(session)
+    events = [TextDelta(piece) for piece in pieces]
+    asyncio.run(answering.run(said(*events, AnswerDone("length", AnswerUsage(1, 9))), Page()))
+    assert answering.reason == "repetition"
+    kept = on_disk(session)
+    assert "repeats itself; /more continues it" in note_under(kept)
+    assert len(kept.content) < len("".join(pieces)) * 0.8
+
+
+@pytest.mark.parametrize("size", [1, 7, 5000])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_an_answer_with_like_lines_goes_on(session: Session, text: str, size: int) -> None:
+    guard = RepetitionGuard()
+    assert not any(guard.loops(text[at : at + size]) for at in range(0, len(text), size))

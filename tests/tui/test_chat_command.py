@@ -45,7 +45,7 @@ def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str 
     asked: list[str | None] = []
 
     class Engine:
-        model, api_key, unix_socket, where = "scripted", None, "", ""
+        model, api_key, unix_socket, where, ours = "scripted", None, "", "", True
         base_url = server.base_url
 
         def __init__(self, model: str | None, settings: object) -> None:
@@ -146,7 +146,7 @@ def test_a_folder_goes_along_with_its_texts(
         True,
     ]
     assert "x.bin" not in asked
-    assert "1 of 3 files are no text" in result.stderr
+    assert "1 of 3 files are skipped" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -313,6 +313,42 @@ def test_on_a_terminal_the_screen_opens_and_the_conversation_is_kept(
     assert again.rest() == 0
 
 
+@pty
+def test_for_a_screen_reader_lines_are_only_added(
+    server: ScriptedServer, terminal: Callable[..., Terminal]
+) -> None:
+    server.play(
+        Say(["hm"], "reasoning_content"),
+        Say(["Bonjour, ", "and a line that is longer " * 8]),
+        Finish(),
+    )
+    chat = terminal("--screen-reader")
+    chat.until("You: ")
+    chat.type("hello in French\r")
+    chat.until("You: hello in French")
+    chat.until("thinking…\r\nAnswer:\r\nBonjour, and a line" + " that is longer and a line" * 7)
+    chat.until("You: ")
+    chat.type("\x04")  # Ctrl+D
+    assert chat.rest() == 0
+    assert b"\x1b[" not in chat.seen.replace(b"\x1b[?2004h", b"").replace(b"\x1b[?2004l", b"")
+
+
+@pty
+def test_a_paste_with_escapes_and_bytes_that_are_no_text_is_one_question(
+    server: ScriptedServer, terminal: Callable[..., Terminal]
+) -> None:
+    server.answer("Bonjour")
+    chat = terminal()
+    chat.until("Enter sends")
+    pasted = b"log \x1b[31mERROR\x1b[0m \xff\x11\x04 line 3\nnext line"
+    os.write(chat.master, b"\x1b[200~" + pasted + b"\x1b[201~\r")
+    chat.until("Bonjour")
+    chat.type("\x11")
+    assert chat.rest() == 0
+    sent = server.requests[0]["messages"][0]["content"]
+    assert sent == "log [31mERROR[0m \ufffd line 3\nnext line"
+
+
 def drafts() -> list[str]:
     """What is saved of messages that were not sent."""
     return [file.read_text() for file in (paths.data_dir() / "drafts").glob("*.txt")]
@@ -339,7 +375,7 @@ def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(
     assert said == [("user", "tell me", True), ("assistant", "the first half", False)]
     again = terminal("--continue")
     again.until("the first half")
-    again.until("the chat ended here")
+    again.until("the chat ended before")
     again.until("a draft")
     again.type("\x11")
     assert again.rest() == 0

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from localllm.errors import ContextLengthError, UsageError
-from localllm_tui.control import commands
-from localllm_tui.control.attachments import check_room, read_text
+from localllm.errors import ContextLengthError, ServerUnreachableError, UsageError
+from localllm_tui.control import commands, formatting
+from localllm_tui.control.attachments import check_fits_context, read_text
 from localllm_tui.control.commands import command_section, section_text
 from localllm_tui.control.formatting import ago, bar, elide, how_many
 from localllm_tui.control.meter import AnswerMeter, status_text
@@ -21,6 +21,7 @@ from localllm_tui.control.stream_events import (
     AnswerUsage,
 )
 from localllm_tui.control.terminal import printable
+from localllm_tui.control.wording import next_steps
 from support.pdfs import needs_pdf, pdf
 
 
@@ -162,8 +163,9 @@ def test_every_command_is_explained_under_one_name() -> None:
         )
         for name in (command.name, *command.aliases):
             assert commands.parse(f"/{name} x") == (command.name, "x")
-    assert [c.name for c in commands.offered("/s")[:3]] == [
+    assert [c.name for c in commands.offered("/s")[:4]] == [
         "save",
+        "save-prompt",
         "system",
         "sampling",
     ]
@@ -220,10 +222,10 @@ def test_what_is_not_a_text_file_is_refused_with_the_reason(tmp_path: Path) -> N
 
 
 def test_files_together_must_have_room() -> None:
-    check_room([("a", "x" * 400), ("b", "x" * 400)], 100)
-    check_room([("a", "x" * 10**6)], None)
+    check_fits_context([("a", "x" * 400), ("b", "x" * 400)], 100)
+    check_fits_context([("a", "x" * 10**6)], None)
     with pytest.raises(ContextLengthError, match="a, b: 801 bytes"):
-        check_room([("a", "x" * 400), ("b", "x" * 401)], 100)
+        check_fits_context([("a", "x" * 400), ("b", "x" * 401)], 100)
 
 
 @given(st.text())
@@ -232,3 +234,25 @@ def test_printable_keeps_the_text_and_drops_what_steers(text: str) -> None:
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in shown)
     assert printable(shown) == shown
     assert [c for c in text if ord(c) >= 160] == [c for c in shown if ord(c) >= 160]
+
+
+def test_shortening_a_long_text_measures_a_few_times_its_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One measurement for each character left out would take quadratic time."""
+    measured: list[int] = []
+
+    def counted(text: str) -> int:
+        measured.append(len(text))
+        return cell_len(text)
+
+    monkeypatch.setattr(formatting, "cell_len", counted)
+    assert elide("word " * 200_000, 60).endswith("…")
+    assert len(measured) < 20
+    assert sum(measured[1:]) < 5_000
+
+
+def test_a_broken_answer_can_be_continued() -> None:
+    error = ServerUnreachableError("the connection to the server broke")
+    assert "/more continues it" in next_steps(error, kept=True, without_history=True)
+    assert "/more" not in next_steps(error, kept=False, without_history=True)

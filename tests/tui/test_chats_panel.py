@@ -135,9 +135,9 @@ def test_a_conversation_is_listed_with_its_model_its_date_and_its_end(
         await d.press("down")
         await d.until(lambda: "Answer: the Eiger" in d.screen())
         await d.press("ctrl+x")
-        assert "again to remove “mountains” for good" in d.screen()
+        assert "again to remove “mountains” permanently" in d.screen()
         await d.press("up", "ctrl+x")  # another one: asked anew
-        assert "again to remove “rivers” for good" in d.screen()
+        assert "again to remove “rivers” permanently" in d.screen()
         assert len(history.list()) == 2
 
     drive(play, size=(100, 30))
@@ -152,7 +152,7 @@ def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history
             await d.press("ctrl+x", "right", "left", "down", "enter", "escape")
             assert not isinstance(d.app.screen, ConversationPicker)
         await d.ask("/find x")
-        assert "nothing was said yet" in d.screen()
+        assert "the conversation has no turns yet" in d.screen()
 
     drive(play)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from localllm.cli.chat.own_server import OwnEngine
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.stream_events import (
     AnswerDone,
@@ -29,11 +30,13 @@ def test_a_count_is_the_prompt_that_the_engine_reads(smollm2: Path) -> None:
         assert done.usage is not None
         return counted, done.usage.prompt
 
-    async def main(base_url: str, name: str) -> None:
-        async with ChatClient(base_url, sampling={"temperature": 0, "max_tokens": 2}) as client:
+    async def main(engine: OwnEngine) -> None:
+        async with ChatClient(
+            engine.base_url, engine.api_key, sampling={"temperature": 0, "max_tokens": 2}
+        ) as client:
             for continues in (False, True):
-                counted, read = await both(client, name, continues)
+                counted, read = await both(client, engine.model, continues)
                 assert counted == read
 
-    with background_server(str(smollm2), 512) as (base_url, name):
-        asyncio.run(main(base_url, name))
+    with background_server(str(smollm2), 512) as engine:
+        asyncio.run(main(engine))

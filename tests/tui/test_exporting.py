@@ -84,7 +84,7 @@ def test_what_was_saved_is_read_back_whole(
     session.ask("on the other branch")
     file = tmp_path / "chat.json"
     file.write_text(to_json(Session(history, "m", conv_id=session.id)), encoding="utf-8")
-    again = import_export.store(history, file, "other")
+    (again,) = import_export.import_file(history, file, "other").ids
     assert _shape(history, again) == _shape(history, str(session.id))
     assert history.get(again).model == "m"
 
@@ -102,5 +102,55 @@ def test_what_is_no_conversation_is_refused_and_nothing_is_written(
     file = tmp_path / "x.json"
     file.write_text(said)
     with pytest.raises(UsageError):
-        import_export.store(history, file, "m")
+        import_export.import_file(history, file, "m")
     assert history.list() == []
+
+
+def chatgpt(*parts: object, role: object = "user", **more: object) -> dict[str, object]:
+    return {"message": {"author": {"role": role}, "content": {"parts": [*parts]}, **more}}
+
+
+def test_an_export_of_chatgpt_keeps_branches_and_names_what_it_leaves_out(
+    history: History, tmp_path: Path
+) -> None:
+    mapping = {
+        "root": {"children": ["a"], "message": None},
+        "a": {"parent": "root", "children": ["b", "c"], **chatgpt("what?", create_time=5.0)},
+        "b": {"parent": "a", **chatgpt("this", role="assistant", metadata={"model_slug": "gpt"})},
+        "c": {"parent": "a", "children": ["d"], **chatgpt("hm", role=7)},
+        "d": {"parent": "c", "children": ["a"], **chatgpt({"text": "that"}, role="assistant")},
+    }
+    file = tmp_path / "conversations.json"
+    export = [
+        {"title": "Old", "mapping": mapping, "current_node": "b"},
+        {"title": "bad", "mapping": 3},
+        {"title": "New", "mapping": {"x": chatgpt("later", create_time=9.0)}},
+    ]
+    file.write_text(json.dumps(export))
+    imported = import_export.import_file(history, file, "m")
+    new, old = imported.ids
+    assert history.get(new).title == "New"
+    assert [m.content for m in history.messages(old)] == ["what?", "this"]
+    assert sorted(m.content for m in history.tree(old)[0]) == ["that", "this", "what?"]
+    assert history.get(old).model == "gpt"
+    assert imported.skipped == [
+        "[0].mapping.c.message.author.role is a number, not text",
+        "[1].mapping is a number, not an object",
+    ]
+    assert "2 conversations" in imported.note(file)
+    assert "author.role" in imported.note(file)
+
+
+def test_an_export_of_open_webui_keeps_its_branches(history: History, tmp_path: Path) -> None:
+    messages = {
+        "1": {"parentId": None, "childrenIds": ["2", "3"], "role": "user", "content": "what?"},
+        "2": {"parentId": "1", "role": "assistant", "content": "this", "model": "x"},
+        "3": {"parentId": "1", "role": "assistant", "content": [{"text": "that"}], "model": "x"},
+    }
+    file = tmp_path / "chat.json"
+    chat = {"title": "T", "history": {"messages": messages, "currentId": "2"}}
+    file.write_text(json.dumps([{"id": "c", "chat": chat}]))
+    (conv,) = import_export.import_file(history, file, "m").ids
+    assert [m.content for m in history.messages(conv)] == ["what?", "this"]
+    assert len(history.tree(conv)[0]) == 3
+    assert history.get(conv).model == "x"

@@ -91,7 +91,7 @@ def test_an_answer_that_ends_while_another_program_holds_the_file_is_written_aft
         assert texts(history) == ["q"]
         other.execute("ROLLBACK")
         await d.until(lambda: texts(history) == ["q", LONG])
-        await d.until(lambda: "on disk now" in d.screen())
+        await d.until(lambda: "now saved" in d.screen())
 
     drive(play, toasts=True)
     other.close()

@@ -10,7 +10,7 @@ import pytest
 from textual import events
 
 from localllm_tui.control.attachments import dropped_files, files_below
-from localllm_tui.screens.picking import FilePicker
+from localllm_tui.widgets.file_menu import FileMenu
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 
@@ -27,6 +27,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "src" / "picture.bin").write_bytes(b"\0\1\2")
     monkeypatch.chdir(here)
     return here
+
+
+def files_of(d: Driver) -> FileMenu:
+    return d.app.page.query_one(FileMenu)
 
 
 def test_the_files_of_a_folder_are_those_a_person_would_look_for(folder: Path) -> None:
@@ -48,16 +52,11 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(
         await d.until(lambda: d.app.chat.listed.n_ctx is not None)
         await d.type("look at ")
         await d.press("@")
-        await d.until(lambda: isinstance(d.app.screen, FilePicker))
         await d.until(
             lambda: "too long" in d.screen() and "tokens" in d.screen() and "binary" in d.screen()
         )
         await d.press(*"sdeg")
-        await d.until(
-            lambda: (
-                "1 file" in d.screen() and "1 files" not in d.screen() and "engine.py" in d.screen()
-            )
-        )
+        await d.until(lambda: "engine.py" in d.screen() and "long.txt" not in d.screen())
         await d.press("enter")
         await d.until(lambda: bool(d.app.chat.attached))
         assert d.app.page.composer.text == "look at @engine.py "
@@ -80,10 +79,10 @@ def test_every_file_on_the_screen_has_its_cost_and_so_has_what_is_scrolled_to(
     async def play(d: Driver) -> None:
         def without_cost() -> list[str]:
             rows = [line for line in d.screen().splitlines() if ".txt" in line and "@" not in line]
-            return [row for row in rows if "tokens" not in row and "not UTF-8 text " not in row]
+            return [row for row in rows if "tokens" not in row and "not UTF-8 text" not in row]
 
         await d.press("@")
-        await d.until(lambda: "a20.txt" in d.screen() and not without_cost())
+        await d.until(lambda: "a05.txt" in d.screen() and not without_cost())
         for _ in range(30):
             await d.press("down")
         await d.until(lambda: "a30.txt" in d.screen() and not without_cost())
@@ -100,22 +99,22 @@ def test_a_file_that_can_not_go_along_is_not_taken(
     async def play(d: Driver) -> None:
         await d.until(lambda: d.app.chat.listed.n_ctx is not None)
         await d.press("@")
-        await d.until(lambda: isinstance(d.app.screen, FilePicker))
         await d.press(*"long")
         await d.until(lambda: "too long: " in d.screen())
         await d.press("enter")
-        assert "long.txt can't go along" in d.screen()
+        await d.until(lambda: "long.txt can't be attached" in d.screen())
         await d.press("escape")
-        assert d.app.page.composer.text == "@"
+        assert not files_of(d).display
+        assert d.app.page.composer.text == "@long"
         assert not d.app.chat.attached
 
-    drive(play)
+    drive(play, toasts=True)
 
 
 def test_an_at_within_a_word_is_a_letter(drive: Any, folder: Path) -> None:
     async def play(d: Driver) -> None:
         await d.press(*"me", "@", *"home")
-        assert not isinstance(d.app.screen, FilePicker)
+        assert not files_of(d).display
         assert d.app.page.composer.text == "me@home"
 
     drive(play)
@@ -183,3 +182,46 @@ def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(
 
     drive(play)
     assert pasted.strip() in server.requests[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("said", ["hi @alice ok ?", "@ home", "@notes and more", "a @zz"])
+def test_an_at_in_prose_swallows_no_key(
+    drive: Any, server: ScriptedServer, folder: Path, said: str
+) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        for letter in said:
+            await d.press(letter)
+        assert d.app.page.composer.text == said
+        await d.until(lambda: not files_of(d).display)
+        await d.press("enter")
+        await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
+
+    drive(play)
+    assert server.requests[0]["messages"][0]["content"] == said
+
+
+def test_the_list_of_files_is_under_the_message_and_filters(
+    drive: Any, server: ScriptedServer, folder: Path
+) -> None:
+    async def play(d: Driver) -> None:
+        await d.press(*"see @")
+        await d.until(lambda: files_of(d).option_count == 6)
+        assert files_of(d).region.y >= d.app.page.composer.region.bottom
+        assert d.app.focused is d.app.page.composer
+        await d.until(lambda: "Enter attaches" in str(d.app.page.composer.border_subtitle))
+        await d.press("down", "down", "up", *"no")
+        assert d.app.page.composer.text == "see @no"
+        await d.until(lambda: files_of(d).option_count == 1)
+        await d.press("backspace", "backspace")
+        await d.until(lambda: files_of(d).option_count == 6)
+        await d.press("escape", "s", "r")
+        assert not files_of(d).display
+        await d.press("space", "@", "n", "o")
+        await d.until(lambda: files_of(d).option_count == 1)
+        await d.press("tab")
+        await d.until(lambda: bool(d.app.chat.attached))
+        assert d.app.page.composer.text == "see @sr @notes.txt "
+
+    drive(play)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm_tui.widgets.formulas import as_unicode
+from localllm_tui.widgets.formulas import as_lines, as_unicode
 from localllm_tui.widgets.markdown import MarkdownRows
+from tui.formula_cases import FORMULAS
 
 
 def shown(said: str, width: int = 70, **how: Any) -> str:
@@ -22,7 +23,7 @@ def shown(said: str, width: int = 70, **how: Any) -> str:
     [
         (r"so $E = mc^2$ holds", "so E = mc² holds"),
         (r"\(a_{ij} \le x^{n+1}\), and **$\alpha$**", "aᵢⱼ ≤ xⁿ⁺¹, and α"),
-        (r"$$\frac{-b \pm \sqrt{b^2-4ac}}{2a}$$", "    (-b ± √(b²-4ac))/(2a)"),
+        (r"so $\frac{-b \pm \sqrt{b^2-4ac}}{2a}$", "so (-b ± √(b²-4ac))/(2a)"),
         ("so\n$$\nx = 1 \\\\\n- y\n$$\nthen", "so\n\n    x = 1\n    - y\n\nthen"),
         ("\\[\n\\sum_{i=1}^{n} i\n\\]", "    ∑ᵢ₌₁ⁿ i"),
         (r"- the $n$th, $\sqrt[3]{y}$" + "\n- $A^T$", "• the nth, ³√y\n• Aᵀ"),
@@ -46,11 +47,16 @@ def test_a_formula_is_written_in_unicode(said: str, seen: str) -> None:
                                                                                       "+ "
                                                                                       "$1",
         "`$x^2$` and `\\(y\\)`", "$$ is the process", "a $ b = c $ d", "$unclosed = 1",
-        r"$\unknownmacro{x} = 1$", r"$\frac$", "$" + "{" * 400 + "=$",
+        r"$\unknownmacro{x} = 1$", r"$\frac$",
     ],
 )  # fmt: skip
 def test_what_is_no_formula_stands_as_it_is(said: str) -> None:
     assert " ".join(shown(said, 2000).split()) == said.replace("`", "")
+
+
+def test_a_formula_that_is_too_deep_is_shown_as_its_source() -> None:
+    said = "$" + "{" * 400 + "=$"
+    assert "".join(shown(said, 2000).split()) == said
 
 
 def test_code_is_never_a_formula() -> None:
@@ -63,6 +69,7 @@ def test_code_is_never_a_formula() -> None:
 @settings(max_examples=200, deadline=None)
 def test_whatever_a_model_writes_is_shown(said: str) -> None:
     assert "\x1b" not in as_unicode(said)
+    assert max(map(len, as_lines(said, 40)), default=0) <= 120
     MarkdownRows(f"$${said}$$ \\({said}\\)").at(40)
 
 
@@ -71,3 +78,40 @@ def test_no_formula_reads_a_file_or_talks_to_the_terminal(caplog: pytest.LogCapt
         assert "root" not in as_unicode(r"\input{/etc/passwd} \include{/etc/passwd}")
         assert as_unicode(r"\alpha") == "α"
     assert not [record for record in caplog.records if record.name.startswith("pylatexenc")]
+
+
+def test_eighty_formulas_have_their_text() -> None:
+    assert len(FORMULAS) == 80
+    wrong = [
+        (latex, as_unicode(latex), text) for latex, text in FORMULAS if as_unicode(latex) != text
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("latex", "rows"),
+    [
+        (r"x = \frac{a+b}{2}", ["    a+b", "x = ───", "     2"]),
+        (r"e^{-\frac{x}{2}}", [" -x/2", "e"]),
+        (r"\sqrt{\frac{a}{b}}", ["  ┌─", "  │a", "  │─", "╲╱│b"]),
+        (r"\sum_{i=0}^{\infty} x", ["  ∞", "  ∑   x", "i = 0"]),
+        (r"\begin{pmatrix} 1 & -1 \\ 10 & 2 \end{pmatrix}^T", ["⎛1   -1⎞ᵀ", "⎝10  2 ⎠"]),
+        (
+            r"f = \begin{cases} 1 & x > 0 \\ 0 & x = 0 \\ -1 & x < 0 \end{cases}",
+            ["    ⎧1   x > 0", "f = ⎨0   x = 0", "    ⎩-1  x < 0"],
+        ),
+        (r"\begin{align} a &= b \\ &= cd \end{align}", ["a = b", "  = cd"]),
+        (r"a &= b \\ &= \left[\frac12\right]", ["a = b", "    ⎡1⎤", "  = ⎢─⎥", "    ⎣2⎦"]),
+        (r"\underbrace{a+b+c}_{n}", ["a+b+c", "╰─┬─╯", "  n"]),
+    ],
+)
+def test_a_displayed_formula_is_drawn_on_several_rows(latex: str, rows: list[str]) -> None:
+    assert as_lines(latex, 40) == tuple(rows)
+    assert shown(f"$$\n{latex}\n$$") == "\n".join("    " + row for row in rows)
+
+
+def test_a_displayed_formula_without_room_is_written_on_one_line() -> None:
+    latex = r"\frac{" + "+".join("abcdefgh") + "}{2}"
+    assert as_lines(latex, 15) == ("a+b+c+d+e+f+g+h", "───────────────", "       2")
+    assert as_lines(latex, 14) == ()
+    assert shown(f"$${latex}$$", 18).split() == ["(a+b+c+d+e+f+g", "+h)/2"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from localllm.cli.chat.own_server import OwnEngine
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.physics import (
     PANEL_WIDTH,
@@ -77,8 +78,8 @@ def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("basis", "tok_s", "said"),
     [
-        ("assumed", 5.0, "the plan assumes a bandwidth"),
-        ("assumed", 20.0, "the plan assumes a bandwidth"),
+        ("assumed", 5.0, "the plan's bandwidth is assumed"),
+        ("assumed", 20.0, "the plan's bandwidth is assumed"),
         ("table", 5.0, ""),
         ("assumed", 11.0, ""),
     ],
@@ -98,7 +99,7 @@ def test_an_answer_beside_its_plan_says_why_where_that_is_known(
 )
 def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict[str, Any]) -> None:
     assert ModelPhysics.of(said) is None
-    assert "does not say" in panel_lines(None, None)[0]
+    assert "does not report" in panel_lines(None, None)[0]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_the_panel_tells_of_a_pace_that_was_set(
         await d.press("f3")
         await d.ask("how much?")
         await d.until(lambda: "THIS ANSWER" in d.screen() and "planned" in d.screen())
-        assert ("paced to      60% of the time" in d.screen()) is says
+        assert ("power         60% of the time" in d.screen()) is says
 
     drive(play, size=(120, 40))
 
@@ -209,11 +210,11 @@ def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(
     async def play(d: Driver) -> None:
         await d.send("how fast?")
         await d.press("f3")
-        await d.until(lambda: "as it arrives" in d.screen() and "told once" in d.screen())
+        await d.until(lambda: "as it arrives" in d.screen() and "known when" in d.screen())
         assert "each token reads" not in d.screen()  # the panel says it
         await d.press("escape")
         await d.until(lambda: "as it arrived" in d.screen())
-        assert "told once" not in d.screen()
+        assert "known when" not in d.screen()
         await d.press("f3")
         await d.until(lambda: "each token reads 2.2" in d.screen())
 
@@ -229,7 +230,7 @@ def test_while_a_model_is_loaded_no_other_figures_are_shown() -> None:
 
 def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:
     text = "\n".join(panel_lines(known(), AnswerSpeed(AnswerUsage(10, 0), coming=True)))
-    assert "told once the answer is complete" in text
+    assert "known when the answer is complete" in text
 
 
 def test_a_narrower_terminal_has_it_above_the_conversation(
@@ -250,15 +251,17 @@ def test_a_narrower_terminal_has_it_above_the_conversation(
 
 
 def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
-    async def main(base_url: str, name: str) -> None:
-        async with ChatClient(base_url, sampling={"temperature": 0, "max_tokens": 24}) as client:
+    async def main(engine: OwnEngine) -> None:
+        async with ChatClient(
+            engine.base_url, engine.api_key, sampling={"temperature": 0, "max_tokens": 24}
+        ) as client:
             events = [
                 e
                 async for e in client.stream(
-                    name, [{"role": "user", "content": "Count to twenty."}]
+                    engine.model, [{"role": "user", "content": "Count to twenty."}]
                 )
             ]
-            (listed,) = [m for m in await client.models() if m.name == name]
+            (listed,) = [m for m in await client.models() if m.name == engine.model]
         done = events[-1]
         assert isinstance(done, AnswerDone)
         assert done.timings is not None
@@ -275,5 +278,5 @@ def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
         measured = physics.token_bytes(speed.depth) / (took.decode_s / took.steps) / 1e9
         assert speed.achieved_gbps(physics) == pytest.approx(measured, rel=0.1)
 
-    with background_server(str(smollm2), 512) as (base_url, name):
-        asyncio.run(main(base_url, name))
+    with background_server(str(smollm2), 512) as engine:
+        asyncio.run(main(engine))

@@ -32,7 +32,7 @@ def test_a_stopped_answer_is_gone_on_with(
         await d.send("count")
         await d.until(lambda: "one two" in d.screen())
         await d.press("escape")
-        await d.until(lambda: "/more goes on" in d.screen())
+        await d.until(lambda: "/more continues it" in d.screen())
         await d.ask("/more")
         assert [words_of(w) for w in d.app.page.transcript.query(AnswerView)] == [
             "one two three four"
@@ -74,7 +74,7 @@ def test_where_there_is_no_answer_that_is_said(drive: Any, server: ScriptedServe
     async def play(d: Driver) -> None:
         await d.ask("q")
         await d.ask("/more")
-        assert "there is no answer to go on with" in d.screen()
+        assert "there is no answer to continue" in d.screen()
 
     drive(play)
 

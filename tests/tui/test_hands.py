@@ -12,7 +12,7 @@ from textual.events import MouseScrollUp
 
 from localllm.conversation.history import History
 from localllm_tui.control.answering import PendingAnswer
-from localllm_tui.control.client import of_a_person
+from localllm_tui.control.client import without_body_positions
 from localllm_tui.control.interfaces import EngineProgress
 from localllm_tui.control.meter import status_text
 from localllm_tui.control.session import Session
@@ -130,12 +130,14 @@ def test_an_image_is_refused_before_it_is_asked_with(drive: Any, tmp_path: Path)
     (tmp_path / "shot.png").write_bytes(PIXEL)
 
     async def refuse(*_: Any) -> tuple[None, str]:
-        return None, of_a_person("messages[0].content[0]: this model reads text only, not images")
+        return None, without_body_positions(
+            "messages[0].content[0]: this model does not support images"
+        )
 
     async def play(d: Driver) -> None:
         d.app.chat.client.counted = refuse
         await d.send(f"/attach {tmp_path / 'shot.png'}")
-        await d.until(lambda: "reads text only" in " ".join(d.screen().split()))
+        await d.until(lambda: "does not support images" in " ".join(d.screen().split()))
         assert "messages[" not in d.screen()
         assert d.app.chat.attached == []
 
@@ -148,14 +150,17 @@ def test_no_error_names_a_place_in_a_request() -> None:
         "messages.2.content.0.image_url",
         "input[0].content[1].text",
     ):
-        assert of_a_person(f"{spot}: this model reads text only") == "this model reads text only"
-    assert of_a_person("it has 3 messages: too many") == "it has 3 messages: too many"
+        assert (
+            without_body_positions(f"{spot}: this model has no vision")
+            == "this model has no vision"
+        )
+    assert without_body_positions("it has 3 messages: too many") == "it has 3 messages: too many"
 
 
 class Loading:
     """An engine that is loading, half way."""
 
-    model, api_key, unix_socket, where = "scripted", None, "", ""
+    model, api_key, unix_socket, where, ours = "scripted", None, "", "", True
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
@@ -175,7 +180,7 @@ def test_what_a_token_costs_while_the_model_loads(
     async def play(d: Driver) -> None:
         await d.press("f3")
         await d.until(lambda: "Still loading scripted 50%" in d.screen())
-        assert "does not say" not in d.screen()
+        assert "does not report" not in d.screen()
 
     drive(play, engine=Loading(server.base_url), size=(columns, 24))
 
@@ -195,7 +200,7 @@ def test_find_hints_at_what_it_does(drive: Any, history: History) -> None:
 def test_a_key_that_has_nothing_to_do_says_so(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2")
-        await d.until(lambda: "nothing was said yet" in d.screen())
+        await d.until(lambda: "the conversation has no turn" in d.screen())
 
     drive(play, toasts=True)
 
@@ -236,7 +241,9 @@ def test_a_slash_offers_commands_that_arrows_choose_and_enter_runs(drive: Any) -
         await d.press("z")
         assert not d.app.page.composer.menu.display  # nothing is called so
         await d.press("ctrl+c", *"/ampl")
-        await d.until(lambda: "how answers are drawn" in d.screen())  # a part of the name is enough
+        await d.until(
+            lambda: "show or set the sampling" in d.screen()
+        )  # a part of the name is enough
         await d.press("tab")
         assert d.app.page.composer.text == "/sampling "
         await d.press("ctrl+c", "slash", "t", "down", "enter")

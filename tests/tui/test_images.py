@@ -18,13 +18,15 @@ from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_tui.app import ChatApp
-from localllm_tui.control.attachments import as_sent, check_room, read_text, with_files
+from localllm_tui.control.attachments import as_sent, check_fits_context, read_text, with_files
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.meter import file_cost
+from models.tiny_audio import write_hearing
 from models.tiny_vision import write_vision
 from support.http_server import running_server
 from support.pictures import needs_mtmd, needs_pillow, png
+from support.sounds import MP3, needs_miniaudio, wav
 
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -45,12 +47,21 @@ def _asked_once(url: str, shot: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+async def _cost(url: str, file: Path) -> tuple[str, bool]:
+    """What the list of `@` shows for `file`, and whether it can be attached."""
+    client = ChatClient(url + "/v1")
+    try:
+        return await file_cost(client, "tiny", file, 512)
+    finally:
+        await client.aclose()
+
+
 def test_an_image_goes_along_like_a_text_file(tmp_path: Path) -> None:
     shot, notes = tmp_path / "shot [1].png", tmp_path / "notes.txt"
     shot.write_bytes(PIXEL)
     notes.write_text("three lines")
     attached = [read_text(shot), read_text(notes)]
-    check_room(attached, 64)
+    check_fits_context(attached, 64)
     question = with_files("what is wrong?", attached)
     (sent,) = as_sent([{"role": "user", "content": question}])
     image, text = sent["content"]
@@ -72,8 +83,47 @@ def test_words_about_images_stay_words() -> None:
 def test_what_is_neither_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "x.bin"
     other.write_bytes(b"abc\0def")
-    with pytest.raises(UsageError, match="text and images"):
+    with pytest.raises(UsageError, match="text, images and sounds"):
         read_text(other)
+
+
+def test_a_sound_goes_along_too_and_text_of_16_bits_is_none(tmp_path: Path) -> None:
+    talk = tmp_path / "talk.mp3"
+    talk.write_bytes(MP3)
+    question = with_files("what is said?", [read_text(talk)])
+    for items in (False, True):
+        (sent,) = as_sent([{"role": "user", "content": question}], items=items)
+        sound, text = sent["content"]
+        data = base64.b64encode(MP3).decode()
+        assert sound == {"type": "input_audio", "input_audio": {"data": data, "format": "mp3"}}
+        assert text["text"] == "what is said?"
+    wide = tmp_path / "notes.txt"
+    wide.write_bytes("notes".encode("utf-16"))
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_text(wide)
+
+
+@needs_mtmd()
+@needs_miniaudio()
+def test_one_answer_about_a_sound_its_length_and_cost(tmp_path: Path) -> None:
+    model = write_hearing(tmp_path / "m", "gemma4ua")
+    talk = tmp_path / "talk.wav"
+    talk.write_bytes(wav(2.0, 1))
+    spec = LoadSpec(
+        str(model.text),
+        n_ctx=512,
+        n_seq_max=2,
+        placement=Placement(gpu_layers=0),
+        projector=str(model.projector),
+    )
+    with running_server({"tiny": Supervisor(WorkerOptions(spec))}) as running:
+        done = _asked_once(running.url, talk)
+        assert done.returncode == 0, done.stderr
+        words, goes = asyncio.run(_cost(running.url, talk))
+    assert goes
+    length, tokens = words.split(", ")
+    assert length == "0:02"
+    assert 50 < int(tokens.removesuffix(" tokens")) < 100
 
 
 @needs_mtmd()
@@ -93,14 +143,7 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
         done = _asked_once(running.url, shot)
         assert done.returncode == 0, done.stderr
 
-        async def cost() -> tuple[str, bool]:
-            client = ChatClient(running.url + "/v1")
-            try:
-                return await file_cost(client, "tiny", shot, 512)
-            finally:
-                await client.aclose()
-
-        words, goes = asyncio.run(cost())
+        words, goes = asyncio.run(_cost(running.url, shot))
     assert goes
     assert 16 < int(words.removesuffix(" tokens")) < 100
 
@@ -117,7 +160,7 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(
             LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0))
         )
     )
-    said = "this model reads text only, not images"
+    said = "this model does not support images"
     with running_server({"tiny": engine}) as running:
         done = _asked_once(running.url, shot)
         assert done.returncode == 2

@@ -325,7 +325,7 @@ def test_keys_stop_clear_and_leave(server: ScriptedServer, window: Callable[...,
     until(lambda: w.row() == ">")
     assert "half an" in said(w)
     w.type("\x03")
-    until(lambda: "stopped; /more goes on" in said(w))
+    until(lambda: "stopped; /more continues it" in said(w))
     gate.opened.set()
     w.type("\x03")
     until(lambda: "Ctrl+C again quits" in said(w))
@@ -364,7 +364,7 @@ def test_plain_takes_a_paste_as_one_question_however_long(
     assert [r["messages"][-1]["content"] for r in server.requests] == [pasted]
     assert not any(line.startswith("er that") for line in w.lines())
     w.type("\x04")
-    until(lambda: "localllm chat --continue goes on with it" in said(w))
+    until(lambda: "localllm chat --continue resumes it" in said(w))
 
 
 def test_in_plain_the_key_that_sleeps_is_no_letter(

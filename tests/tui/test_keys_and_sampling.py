@@ -53,7 +53,7 @@ def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(
         ('[chat_keys]\n"chat.stopp" = "f9"', "unknown name: chat.stopp"),
         ('[chat_keys]\n"chat.stop" = 7', "must be keys"),
         ('[chat_keys]\n"turn.edit" = "r"', "two things at once: turn.edit and turn.again"),
-        ("chat_keys = 3", "`chat_keys` is a table"),
+        ("chat_keys = 3", "`chat_keys` must be a table"),
     ],
 )
 def test_what_can_not_be_a_key_is_said(text: str, why: str) -> None:
@@ -82,7 +82,7 @@ def test_sampling_is_said_in_words_and_changed(drive: Any) -> None:
         assert "the preset's system prompt" in d.screen().splitlines()[0]
         await d.send("/sampling temperature 0")
         await d.until(
-            lambda: "always the likeliest word (temperature 0)" in d.screen().splitlines()[0]
+            lambda: "always the most likely token (temperature 0)" in d.screen().splitlines()[0]
         )
         await d.send("/sampling seed 7")
         await d.until(lambda: "repeatable (seed 7)" in d.screen().splitlines()[0])

@@ -16,7 +16,7 @@ from textual.widgets import Input, OptionList
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.picking import AskedPicker
+from localllm_tui.screens.picking import QuestionPicker
 from support.until import until
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
@@ -131,10 +131,14 @@ def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(
                 if question.startswith("why")
                 else (),
             )
-    assert [*history.asked()] == ["why is the sky blue?", "and a buoy?", "what is a lighthouse?"]
+    assert [*history.typed_questions()] == [
+        "why is the sky blue?",
+        "and a buoy?",
+        "what is a lighthouse?",
+    ]
     # what was typed, not what went along
-    assert [*history.asked("LIGHTHOUSE")] == ["what is a lighthouse?"]
-    assert [*history.asked(limit=1)] == ["why is the sky blue?"]
+    assert [*history.typed_questions("LIGHTHOUSE")] == ["what is a lighthouse?"]
+    assert [*history.typed_questions(limit=1)] == ["why is the sky blue?"]
 
     async def play(d: Driver) -> None:
         await d.press("ctrl+r")
@@ -144,7 +148,7 @@ def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(
         await d.press("ctrl+c", *"ligh", "ctrl+r")
         await d.until(
             lambda: (
-                isinstance(d.app.screen, AskedPicker)
+                isinstance(d.app.screen, QuestionPicker)
                 and d.app.screen.query_one(OptionList).option_count == 1
             )
         )

@@ -33,10 +33,10 @@ def test_what_the_input_costs_is_shown_before_it_is_sent(
 
     async def play(d: Driver) -> None:
         await d.type("hello")
-        await d.until(lambda: "5 of 1,000 tokens in all" in d.screen())
+        await d.until(lambda: "5 of 1,000 tokens in total" in d.screen())
         await d.ask("")
         await d.type("more")
-        await d.until(lambda: "11 of 1,000 tokens in all" in d.screen())  # hello, ok and more
+        await d.until(lambda: "11 of 1,000 tokens in total" in d.screen())  # hello, ok and more
         await d.type("x" * 2000)
         await d.until(lambda: "2,011 of 1,000 tokens: too long" in d.screen())
         d.app.page.composer.replace_text("/retry")
@@ -55,7 +55,7 @@ def test_a_question_that_cannot_fit_is_not_sent_and_stays_in_the_input(
     async def play(d: Driver) -> None:
         await d.send("x" * 200_000)
         await d.until(
-            lambda: "this question alone is 200,000 tokens" in " ".join(d.screen().split())
+            lambda: "the question alone has 200,000 tokens" in " ".join(d.screen().split())
         )
         assert len(d.app.page.composer.text) == 200_000
         d.app.page.composer.replace_text("")
@@ -71,22 +71,23 @@ def test_where_the_conversation_is_what_is_long_compacting_is_the_way_on(
 ) -> None:
     server.count = len
     server.answer("a" * 900, usage=(5, 900, 0))
+    server.answer("Many letters a.")
     server.answer("two")
 
     async def play(d: Driver) -> None:
         await d.ask("first")
         await d.send("b" * 600)
         await d.until(
-            lambda: (
-                "with what was said before, this is 1,505 tokens" in " ".join(d.screen().split())
-            )
+            lambda: "with the earlier messages it has 1,505 tokens" in " ".join(d.screen().split())
         )
         await commands.run_and_report(d.app.chat, "compact", "")
+        await d.until(lambda: "gets a summary in place" in " ".join(d.screen().split()))
         await d.press("enter")
-        await d.until(lambda: len(server.requests) == 2 and not d.app.chat.answering)
+        await d.until(lambda: len(server.requests) == 3 and not d.app.chat.answering)
 
     drive(play, size=(120, 40))
     assert server.requests[1]["truncation"] == "auto"
+    assert "Many letters a." in server.requests[2]["messages"][0]["content"]
     assert _stored(history)[2:] == ["b" * 600, "two"]
 
 
@@ -103,7 +104,7 @@ def test_a_question_that_failed_is_not_joined_to_the_next(
         await d.ask("and?")
 
     async def reopened(d: Driver) -> None:
-        assert "left out of what the model gets" in d.screen()
+        assert "so the model does not get it" in d.screen()
 
     drive(play)
     assert [_sent(server, i) for i in (1, 2)] == [["hi"], ["hi", "hello", "and?"]]
@@ -157,7 +158,7 @@ def test_a_question_that_failed_can_be_dropped(
     async def play(d: Driver) -> None:
         await d.ask("first")
         await d.ask("/drop")
-        assert "the last question was answered" in d.screen()
+        assert "the last question has an answer" in d.screen()
         await d.ask("second")
         assert "/drop removes it" in " ".join(d.screen().split())
         await d.ask("/drop")

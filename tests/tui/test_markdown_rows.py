@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from localllm_tui.widgets.markdown import MarkdownRows
+from localllm_tui.widgets.markdown import PROSE_CELLS, MarkdownRows
 from support.examples import examples
 from support.long_markdown import words
 
@@ -126,3 +126,25 @@ def test_a_table_too_wide_for_the_screen_wraps_in_its_cells() -> None:
     rows = MarkdownRows("| a | b |\n|---|---|\n| " + "word " * 20 + "| x |\n").at(30)
     assert all(cell_len(row.text.plain) <= 30 for row in rows)
     assert sum("word" in row.text.plain for row in rows) > 2
+
+
+def test_a_table_without_room_is_shown_as_values_with_their_headers() -> None:
+    columns = ["model", "memory", "speed", "context", "quality", "licence"]
+    cells = ["qwen3-8b-instruct", "6.2 GB", "20 tok/s", "32,768", "good", "Apache-2.0"]
+    source = "\n".join(
+        [f"|{'|'.join(columns)}|", "|-" * 6 + "|", f"|{'|'.join(cells)}|", f"|{'|'.join(cells)}|"]
+    )
+    rows = [row.text.plain for row in MarkdownRows(source).at(36)]
+    record = [f"{name}: {value}" for name, value in zip(columns, cells, strict=True)]
+    assert rows == [*record, "", *record]
+    assert " │ " in MarkdownRows(source).at(100)[0].text.plain
+
+
+def test_prose_is_limited_in_width_but_code_and_tables_are_not() -> None:
+    code = "x = " + "1 + " * 35 + "1"
+    cell = "value " * 11
+    source = f"{'word ' * 60}\n\n```\n{code}\n```\n\n|a|b|\n|-|-|\n|{cell}|{cell}|\n"
+    rows = [row.text.plain for row in MarkdownRows(source).at(180)]
+    assert f"  {code}" in rows
+    assert any(row.count("value") == 22 for row in rows)
+    assert max(len(row) for row in rows if "word" in row) <= PROSE_CELLS

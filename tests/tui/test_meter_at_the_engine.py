@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.cli.chat.own_server import OwnEngine
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control.chat_options import ChatOptions
@@ -52,20 +53,26 @@ def ended(client: Recording) -> int:
     return usage.prompt + usage.completion
 
 
-async def counted(base_url: str, model: str, d: Driver) -> int:
+def key_of(engine: OwnEngine) -> dict[str, str]:
+    return {"authorization": f"Bearer {engine.api_key}"}
+
+
+async def counted(engine: OwnEngine, d: Driver) -> int:
     """The server's count of the conversation, asked beside the chat."""
-    body = {"model": model, "input": d.app.chat.session.context()}
-    async with httpx.AsyncClient() as http:
-        said = await http.post(f"{base_url}/responses/input_tokens", json=body, timeout=60)
+    body = {"model": engine.model, "input": d.app.chat.session.context()}
+    async with httpx.AsyncClient(headers=key_of(engine)) as http:
+        said = await http.post(f"{engine.base_url}/responses/input_tokens", json=body, timeout=60)
     return int(said.json()["input_tokens"])
 
 
-async def in_every_state(base_url: str, model: str, history: History) -> None:
+async def in_every_state(engine: OwnEngine, history: History) -> None:
     """Through all that can become of an answer; the conversation stays for who opens it again."""
-    async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 12}) as client:
+    async with Recording(
+        engine.base_url, engine.api_key, sampling={"temperature": 0, "max_tokens": 12}
+    ) as client:
         client.ends = []
-        app = ChatApp(ChatOptions(client, history, model), lambda _: True)
-        app.chat.titles_after_s = None
+        app = ChatApp(ChatOptions(client, history, engine.model), lambda _: True)
+        app.chat.idle_after_s = None
         async with app.run_test(size=(160, 40)) as pilot:
             d = Driver(app, pilot)
             await d.until(lambda: app.chat.listed.n_ctx == CONTEXT)
@@ -82,15 +89,15 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
             await d.press("f2", "e")  # the answer
             app.page.composer.replace_text("Red, and some others that I made up.")
             await d.press("enter")
-            edited = await counted(base_url, model, d)
+            edited = await counted(engine, d)
             await d.until(lambda: meter(d) == edited)
             app.chat.listed = replace(
                 app.chat.listed, n_ctx=None
             )  # else the chat itself would refuse it
             await d.ask("too long " * CONTEXT)
             await d.until(lambda: "Error:" in d.screen())
-            await d.ask("/model " + model)
-            assert await counted(base_url, model, d) == edited  # what failed is not sent on
+            await d.ask("/model " + engine.model)
+            assert await counted(engine, d) == edited  # what failed is not sent on
             await d.until(lambda: meter(d) == edited)
             client.sampling["max_tokens"] = 600
             await d.send("Write a long story about the sea.")
@@ -100,19 +107,23 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
             await d.press("escape")
             await d.until(lambda: not app.chat.answering)
             assert len(client.ends) == 3
-            stopped = await counted(base_url, model, d)
+            stopped = await counted(engine, d)
             assert stopped > edited + 5
             await d.until(lambda: meter(d) == stopped)
 
 
-async def opened_again(base_url: str, model: str, history: History) -> None:
-    async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 12}) as client:
+async def opened_again(engine: OwnEngine, history: History) -> None:
+    async with Recording(
+        engine.base_url, engine.api_key, sampling={"temperature": 0, "max_tokens": 12}
+    ) as client:
         client.ends = []
-        app = ChatApp(ChatOptions(client, history, model, history.list()[0].id), lambda _: True)
-        app.chat.titles_after_s = None
+        app = ChatApp(
+            ChatOptions(client, history, engine.model, history.list()[0].id), lambda _: True
+        )
+        app.chat.idle_after_s = None
         async with app.run_test(size=(160, 40)) as pilot:
             d = Driver(app, pilot)
-            stopped = await counted(base_url, model, d)
+            stopped = await counted(engine, d)
             await d.until(lambda: meter(d) == stopped)
             await d.ask("/more")
             assert meter(d) == ended(client)
@@ -121,14 +132,16 @@ async def opened_again(base_url: str, model: str, history: History) -> None:
             assert usage.prompt == stopped  # what was shown is what the engine then read
 
 
-async def speed_on_screen(base_url: str, model: str, history: History) -> None:
-    async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 24}) as client:
+async def speed_on_screen(engine: OwnEngine, history: History) -> None:
+    async with Recording(
+        engine.base_url, engine.api_key, sampling={"temperature": 0, "max_tokens": 24}
+    ) as client:
         client.ends = []
-        async with httpx.AsyncClient() as http:
-            listed = (await http.get(f"{base_url}/models")).json()["data"]
-        physics = next(m for m in listed if m["id"] == model)["physics"]
-        app = ChatApp(ChatOptions(client, history, model), lambda _: True)
-        app.chat.titles_after_s = None
+        async with httpx.AsyncClient(headers=key_of(engine)) as http:
+            listed = (await http.get(f"{engine.base_url}/models")).json()["data"]
+        physics = next(m for m in listed if m["id"] == engine.model)["physics"]
+        app = ChatApp(ChatOptions(client, history, engine.model), lambda _: True)
+        app.chat.idle_after_s = None
         async with app.run_test(size=(120, 50)) as pilot:
             d = Driver(app, pilot)
             await d.until(lambda: app.chat.listed.n_ctx == CONTEXT)
@@ -158,9 +171,9 @@ async def speed_on_screen(base_url: str, model: str, history: History) -> None:
 def test_the_screen_says_what_the_server_counted_and_measured(
     smollm2: Path, history: History, tmp_path: Path
 ) -> None:
-    with background_server(str(smollm2), CONTEXT) as (base_url, name):
-        asyncio.run(in_every_state(base_url, name, history))
-        asyncio.run(opened_again(base_url, name, history))
+    with background_server(str(smollm2), CONTEXT) as engine:
+        asyncio.run(in_every_state(engine, history))
+        asyncio.run(opened_again(engine, history))
         with History(tmp_path / "other" / "conversations.db") as other:
-            asyncio.run(speed_on_screen(base_url, name, other))
+            asyncio.run(speed_on_screen(engine, other))
             assert len(other.list()) == len(history.list()) == 1

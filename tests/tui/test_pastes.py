@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from textual import events
 
+from localllm.conversation.history import History
+from localllm_tui.paste_input import PasteParser
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 
@@ -47,3 +51,60 @@ def test_a_word_is_removed_by_the_keys_for_it(drive: Any, key: str) -> None:
         assert d.app.page.composer.text == "two "
 
     drive(play)
+
+
+PASTES = [
+    "log \x1b[31mERROR\x1b[0m at line 3\nnext line",
+    "".join(map(chr, range(256))),
+    "\x11\x1b\x03\x04\r",
+    "\x1b[20\x1b[201\x1b[200~\x1b\x1b",
+    "",
+]
+
+
+@given(st.sampled_from(PASTES) | st.text(), st.lists(st.integers(1, 9), min_size=1))
+def test_all_of_a_paste_is_text_however_it_is_cut(pasted: str, sizes: list[int]) -> None:
+    pasted = pasted.replace("\x1b[201~", "")
+    stream = f"a\x1b[200~{pasted}\x1b[201~b\x1b[A"
+    parser = PasteParser()
+    read = []
+    at = 0
+    while at < len(stream):
+        size = sizes[at % len(sizes)]
+        read += parser.feed(stream[at : at + size])
+        at += size
+    assert [event.text for event in read if isinstance(event, events.Paste)] == [
+        pasted.replace("\x1b", "").replace("\x00", "")
+    ]
+    assert [event.key for event in read if isinstance(event, events.Key)] == ["a", "b", "up"]
+
+
+def test_a_long_paste_is_a_token_that_is_sent_as_its_text(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
+    server.answer("ok")
+    pasted = "\n".join(f"line {n}" for n in range(60))
+
+    async def play(d: Driver) -> None:
+        composer = d.app.page.composer
+        await d.type("see ")
+        d.app.post_message(events.Paste(pasted))
+        await d.until(lambda: "60 lines" in composer.text)
+        assert composer.text == "see [paste 1: 60 lines, Tab opens it]"
+        await d.press("backspace")  # it is one character
+        assert composer.text == "see "
+        await d.press("ctrl+z")
+        assert composer.text == "see [paste 1: 60 lines, Tab opens it]"
+        await d.press("tab")
+        assert composer.text == f"see {pasted}"
+        await d.press("ctrl+u")
+        composer.replace_text("")
+        d.app.post_message(events.Paste(pasted))
+        await d.until(lambda: "60 lines" in composer.text)
+        await d.type(" ?")
+        await d.press("enter")
+        await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
+
+    drive(play)
+    assert server.requests[0]["messages"][0]["content"] == f"{pasted} ?"
+    assert history.messages(history.list()[0].id)[0].content == f"{pasted} ?"

@@ -10,7 +10,7 @@ from localllm_tui.widgets.turns import ChatNote
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Say, ScriptedServer
 
-SAID = "scripted is slower than it was here: 12 tok/s, where 35 were usual"
+SAID = "scripted is slower than before on this machine: 12 tok/s instead of the usual 35"
 
 
 def test_what_the_server_finds_is_said_once(

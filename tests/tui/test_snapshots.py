@@ -37,8 +37,9 @@ from localllm_tui.control.session import Session
 from localllm_tui.screens.dialogs import Approval, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import ConversationPicker
-from localllm_tui.screens.picking import AskedPicker, FilePicker
+from localllm_tui.screens.picking import QuestionPicker
 from localllm_tui.widgets.contrast import READABLE, contrast
+from localllm_tui.widgets.file_menu import FileMenu
 from tui.conftest import Driver
 from tui.pictures import PICTURES, pictures
 from tui.scripted_models import ScriptedModelService, choice
@@ -327,14 +328,16 @@ def test_every_screen_looks_as_it_did(
         await d.press("f3")
         await hold(d, "glass", look)
         await d.press("f3", "ctrl+r")
-        await d.until(lambda: isinstance(d.app.screen, AskedPicker))
+        await d.until(lambda: isinstance(d.app.screen, QuestionPicker))
         await hold(d, "asked", look)
         await d.press("escape", "@")
-        await d.until(lambda: isinstance(d.app.screen, FilePicker) and "3 files" in d.screen())
+        await d.until(lambda: not isinstance(d.app.screen, QuestionPicker))
+        await d.until(lambda: d.app.page.query_one(FileMenu).option_count == 3)
         await d.until(lambda: d.screen().count(" tokens") >= 3)
-        await d.until(lambda: " in all" in str(d.app.page.composer.border_title))
+        await d.until(lambda: " in total" in str(d.app.page.composer.border_title))
         await hold(d, "files", look)
         await d.press("escape", "ctrl+u")
+        await d.until(lambda: not d.app.page.query_one(FileMenu).display)
         await d.send("/model nosuch")
         await d.until(lambda: "has no model" in d.screen())
         await hold(d, "error", look)

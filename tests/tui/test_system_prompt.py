@@ -40,7 +40,7 @@ def test_a_new_conversation_says_that_it_is_kept(drive: Any, server: ScriptedSer
         await d.ask("a")
         await d.ask("/new")
         assert _top(d) == "system: Be brief"
-        assert "the system prompt is kept" in d.screen()
+        assert "the system prompt is set" in d.screen()
         await d.ask("/system -")
         await d.ask("/new")
         assert "system" not in _top(d)
@@ -65,10 +65,12 @@ def test_changing_it_says_what_that_costs(drive: Any, server: ScriptedServer) ->
 
     async def play(d: Driver) -> None:
         await d.ask("/system Be brief")
-        assert "read again" not in d.screen()
+        assert "prefilled again" not in d.screen()
         await d.ask("a")
         await d.ask("/system Rhyme")
-        assert "all of it (312 tokens) is read again" in " ".join(d.screen().split())
+        assert "the whole conversation (312 tokens) is prefilled again" in " ".join(
+            d.screen().split()
+        )
 
     drive(play)
 
@@ -79,7 +81,7 @@ def test_what_was_read_again_is_said_in_the_servers_words(
     server.answer("ok", usage=(300, 12, 0))
     server.play(
         Say(["fine"]),
-        Comment("cache 290/330 tokens; diverged from what is cached at token 290"),
+        Comment("cache 290/330 tokens; differs from the cached prompt from token 290"),
         Finish(usage=(330, 2, 290)),
     )
     server.play(
@@ -91,9 +93,9 @@ def test_what_was_read_again_is_said_in_the_servers_words(
     async def play(d: Driver) -> None:
         await d.ask("a")
         await d.ask("b")
-        assert "read again" not in d.screen()  # the order of the day
+        assert "prefilled again" not in d.screen()  # the order of the day
         await d.ask("c")
-        assert "327 tokens were read again: 327 known tokens were evicted" in " ".join(
+        assert "327 tokens were prefilled again: 327 known tokens were evicted" in " ".join(
             d.screen().split()
         )
 

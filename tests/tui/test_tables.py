@@ -35,7 +35,7 @@ from localllm_tui.screens.chat import ChatScreen
 from localllm_tui.screens.dialogs import Approval, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import ConversationPicker
-from localllm_tui.screens.picking import FilePicker
+from localllm_tui.screens.picking import QuestionPicker
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.slider import Slider
 from localllm_tui.widgets.transcript import Transcript
@@ -49,7 +49,7 @@ OWNERS: dict[str, type[App[None]] | type[Widget] | type[ConversationPicker]] = {
     PICKER: ConversationPicker,
     TURN: Transcript,
     HELP: HelpScreen,
-    FILES: FilePicker,
+    FILES: QuestionPicker,
     MODELS: ModelsScreen,
     SLIDER: Slider,
     APPROVAL: Approval,
@@ -116,9 +116,9 @@ def test_plain_mode_knows_its_commands(
         server.answer("hello")
         server.answer("again")
         monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/{command.name}\n"))
-        line_chat.talk(ChatOptions(ChatClient(server.base_url), history, "scripted"))
+        line_chat.run_line_chat(ChatOptions(ChatClient(server.base_url), history, "scripted"))
         said = capsys.readouterr().err
-        assert ("needs the screen" in said) is (not command.plain)
+        assert ("needs the full screen" in said) is (not command.plain)
         assert "there is no command" not in said
 
 
@@ -130,7 +130,7 @@ def test_plain_mode_goes_from_one_found_turn_to_the_next(
 ) -> None:
     server.answer("The Danube flows\nfrom the Black Forest")
     monkeypatch.setattr("sys.stdin", io.StringIO("name a river\n/find danube\n1\n1\n\n/quit\n"))
-    line_chat.talk(ChatOptions(ChatClient(server.base_url), history, "scripted"))
+    line_chat.run_line_chat(ChatOptions(ChatClient(server.base_url), history, "scripted"))
     out, said = capsys.readouterr()
     assert "1 turns" not in said
     assert said.count("  1  answer: ") == 3
@@ -198,3 +198,15 @@ def test_the_frames_say_what_the_keys_do_now(drive: Any, server: ScriptedServer)
 
     drive(play)
     assert all(hints(moment) for moment in get_args(KeyContext))
+
+
+def test_the_palette_lists_the_themes_by_name(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("ctrl+p")
+        await d.until(lambda: "Branch here" in d.screen())
+        await d.press(*"theme nord")
+        await d.until(lambda: "Theme: nord" in d.screen())
+        await d.press("enter")
+        await d.until(lambda: d.app.theme == "nord")
+
+    drive(play)

@@ -24,7 +24,7 @@ def test_a_title_is_made_when_nobody_types(
         await d.until(lambda: history.list()[0].title == "The capital of France")
         await d.until(lambda: d.app.chat.session.title == "The capital of France")
 
-    drive(play, titles_after_s=0.0)
+    drive(play, idle_after_s=0.0)
     assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
     assert server.requests[1]["max_tokens"] == 24
     assert [m.content for m in history.messages(history.list()[0].id)] == [
@@ -49,10 +49,10 @@ def test_what_is_no_title_is_not_taken_nor_asked_for_again(
         await d.until(lambda: len(server.requests) == 2)
         if reply is not None:
             await d.until(lambda: d.app.chat.session.titled == 1)
-        d.app.chat.titles_after_s = None
+        d.app.chat.idle_after_s = None
         await d.ask("and?")
 
-    drive(play, titles_after_s=0.0)
+    drive(play, idle_after_s=0.0)
     assert history.list()[0].title == "capital of France?"
 
 
@@ -61,10 +61,10 @@ def test_a_person_says_another(drive: Any, server: ScriptedServer, history: Hist
 
     async def play(d: Driver) -> None:
         await d.ask("/title early")
-        assert "once something was asked" in d.screen()
+        assert "with the first question" in d.screen()
         await d.ask("q")
         await d.ask("/title My own")
-        d.app.chat.titles_after_s = 0.0
+        d.app.chat.idle_after_s = 0.0
         await d.ask("/title")
         assert "title: My own" in d.screen()
 

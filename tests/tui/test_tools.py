@@ -16,8 +16,9 @@ from localllm import paths
 from localllm.cli.chat.config import tool_hosts
 from localllm.conversation.history import History
 from localllm.errors import LocalLLMError, UsageError
+from localllm_tui.control.answering import STOPPED_CALL
 from localllm_tui.control.interfaces import ToolSpec
-from localllm_tui.control.tools import MOST_ROUNDS, NOT_ALLOWED
+from localllm_tui.control.tools import MAX_ROUNDS, NOT_ALLOWED
 from localllm_tui.mcp_host import McpHost
 from localllm_tui.screens.dialogs import Approval
 from localllm_tui.widgets.answer import ToolFold
@@ -157,7 +158,7 @@ def test_a_call_that_can_not_be_made_is_told_to_the_model(
 
 
 def test_a_model_that_asks_for_ever_is_stopped(drive: Any, server: ScriptedServer) -> None:
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         server.play(*asks("nothing"))
     server.answer("enough")
 
@@ -220,3 +221,116 @@ def test_a_program_that_speaks_mcp_is_started_asked_and_ended(tmp_path: Path) ->
             await McpHost("gone", "/nowhere/at/all").open()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("while True: sys.stdout.write('x' * 65536)", "a line of more than 8 MiB"),
+        ("print('no JSON', flush=True)", "it ended"),
+        ("sys.exit(3)", "it ended"),
+        ("sys.stdin.buffer.read()", "did not answer for 1 s"),
+        ("[print('[' * 100_000, flush=True) for _ in sys.stdin.buffer]", "did not answer for 1 s"),
+    ],
+)
+def test_a_program_that_misbehaves_is_an_error_with_its_reason(program: str, why: str) -> None:
+    """The last two never answer, although one of them writes 100,000 brackets."""
+    pytest.importorskip("mcp")
+
+    async def main() -> None:
+        limit_s = 1.0 if "1 s" in why else 60.0
+        code = f"import sys; exec({program!r})"
+        host = McpHost("odd", sys.executable, ("-c", code), start_s=limit_s)
+        with pytest.raises(LocalLLMError, match=f"odd does not start: .*{why}"):
+            await host.open()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("result", "why"), [("'x' * 9_000_000", "more than 8 MiB"), ("os._exit(1)", "it ended")]
+)
+def test_a_call_that_floods_or_ends_the_program_is_an_error(
+    tmp_path: Path, result: str, why: str
+) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "odd.py").write_text(
+        SERVER.replace("from mcp", "import os\nfrom mcp").replace(
+            'f"{a} and {b} are {a + b}"', result
+        )
+    )
+    pythonpath = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+
+    async def main() -> None:
+        host = McpHost("odd", sys.executable, (str(tmp_path / "odd.py"),), pythonpath)
+        await host.open()
+        with pytest.raises(LocalLLMError, match=why):
+            await host.call("add", {"a": 2, "b": 3})
+        await host.close()
+
+    asyncio.run(main())
+
+
+class SlowHost(Host):
+    """A program whose calls end when a test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        self.asked.append((name, arguments))
+        await self.go_on.wait()
+        return "noon"
+
+
+def test_a_running_call_is_shown_and_stays_in_the_record_after_esc(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
+    server.play(*asks())
+
+    async def play(d: Driver) -> None:
+        await d.send("/tools on")
+        await d.send("what time is it?")
+        await d.until(lambda: isinstance(d.app.screen, Approval))
+        await d.press("y")
+        await d.until(lambda: "▸ tool: time … " in d.screen())
+        assert " s, Esc stops" in d.screen()
+        await d.press("escape")
+        await d.until(lambda: not d.app.chat.answering)
+        assert "Esc stops" not in d.screen()
+        fold = d.app.page.transcript.query_one(ToolFold)
+        assert fold.collapsed
+        await d.press("f2", "t")  # the keyboard unfolds it
+        await d.until(lambda: not fold.collapsed)
+        assert STOPPED_CALL in d.screen()
+
+    drive(play, tools=(SlowHost(),))
+    stored = history.messages(history.list()[0].id)[-1]
+    assert stored.meta["tools"][0]["result"] == STOPPED_CALL
+
+
+def test_a_allows_this_tool_until_the_tools_are_off(drive: Any, server: ScriptedServer) -> None:
+    host = Host()
+    for _ in range(3):
+        server.play(*asks())
+    server.answer("noon")
+    server.play(*asks())
+    server.answer("no")
+
+    async def play(d: Driver) -> None:
+        await d.send("/tools on")
+        await d.send("q")
+        await d.until(lambda: isinstance(d.app.screen, Approval))
+        assert "A always" in d.screen()
+        await d.press("a")
+        await d.until(lambda: not d.app.chat.answering)
+        assert len(host.asked) == 3
+        await d.send("/tools off")
+        await d.until(lambda: not host.open_now)
+        await d.send("/tools on")
+        await d.send("again")
+        await d.until(lambda: isinstance(d.app.screen, Approval))
+        await d.press("n")
+
+    drive(play, tools=(host,))

@@ -53,7 +53,7 @@ def test_looking_at_another_version_says_that_it_stopped_the_answer_that_was_bei
         await d.until(lambda: "←→ version" in d.screen())
         await d.press("left")
         await d.until(
-            lambda: "was stopped; g at its turn goes on with it" in " ".join(d.screen().split())
+            lambda: "was stopped; g at its turn continues it" in " ".join(d.screen().split())
         )
         assert not d.app.chat.answering
         await d.press("right")

@@ -1,4 +1,4 @@
-"""The chat in a terminal: the screen it opens with, and what holds on every screen."""
+"""The chat app in a terminal: its first screen, and the behaviour of all screens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from localllm_tui.screens.chat import ChatScreen
 
 class ChatApp(HasKeys, LookApp[None], keys=APP):
     TITLE = "localllm"
-    # At the top: at the bottom they would cover the input.
+    # Notifications are at the top, because at the bottom they would cover the input.
     CSS = (
         """
     ToastRack { dock: top; align: right top; margin-top: 1; margin-bottom: 0; }
@@ -54,19 +54,20 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
         self.chat = self.page.chat
         self._preferences = options.history.path.with_name("chat.json")
         self._interrupted_s = float("-inf")
-        self._told_elsewhere = False
+        self._notified_unfocused = False
 
     def get_default_screen(self) -> Screen[None]:
         return self.page
 
     def on_mount(self) -> None:
         self.set_keymap(remapped())
-        on_signals(self.chat.leave, self._woken)
+        on_signals(self.chat.leave, self._on_continue)
         self.app_resume_signal.subscribe(self, self._redraw_all)
         chosen = json_store.read(self._preferences).get("theme")
         self.theme = chosen if chosen in self.available_themes else self._fitting
         self.theme_changed_signal.subscribe(self, self._keep_theme)
-        # the command starts with gc disabled: the objects of the start live as long as the chat
+        # the command starts with gc disabled, because the objects of the start live as long as the
+        # chat
         self.page.call_after_refresh(gc.enable)
 
     def _redraw_all(self, _: App[None]) -> None:
@@ -75,24 +76,24 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
     def _keep_theme(self, theme: Theme) -> None:
         json_store.keep(self._preferences, {"theme": theme.name})
 
-    def _woken(self) -> None:
-        """Take the terminal again after a SIGSTOP, which no program can handle: a shell had it
-        meanwhile."""
+    def _on_continue(self) -> None:
+        """Set up the terminal again after a SIGSTOP. A program can't handle SIGSTOP, and a shell
+        used the terminal."""
         if self._driver is not None:
             self._driver.suspend_application_mode()
             self._driver.resume_application_mode()
             self.call_later(self.refresh, layout=True)
 
-    def notify_elsewhere(self, text: str) -> None:
+    def notify_unfocused(self, text: str) -> None:
         """Notify a user who looks at another window, if the terminal reports which window has the
         focus."""
         if not self.app_focus and self._driver is not None:
-            self._driver.write("\a" if self._told_elsewhere else notice(text))
-            self._told_elsewhere = True
+            self._driver.write("\a" if self._notified_unfocused else notice(text))
+            self._notified_unfocused = True
 
     def on_app_focus(self) -> None:
-        if self._told_elsewhere and self._driver is not None:
-            self._told_elsewhere = False
+        if self._notified_unfocused and self._driver is not None:
+            self._notified_unfocused = False
             self._driver.write(NOTICE_SEEN)
 
     # -- keys and commands on every screen ---------------------------------------------------------
@@ -135,6 +136,10 @@ class ChatApp(HasKeys, LookApp[None], keys=APP):
             if command.palette:
                 run = partial(self.call_later, commands.run_and_report, self.chat, command.name, "")
                 yield SystemCommand(command.palette, command.help, run)
-        yield SystemCommand(
-            "Theme", "change the colours; remembered for next time", self.action_change_theme
-        )
+        for name in sorted(self.available_themes):
+            yield SystemCommand(
+                f"Theme: {name}", "use these colours from now on", partial(self._use_theme, name)
+            )
+
+    def _use_theme(self, name: str) -> None:
+        self.theme = name

@@ -23,10 +23,10 @@ from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.face import Face
+from localllm_tui.control.face import Allowed, Face
 from localllm_tui.control.formatting import elide, how_many
 from localllm_tui.control.session import Session
-from localllm_tui.control.terminal import copy_with_tool, one_line, printable
+from localllm_tui.control.terminal import copy_with_tool, copyable, one_line, printable
 from localllm_tui.control.wording import note_under
 
 FOUND_SHOWN = 20
@@ -70,7 +70,7 @@ class LineFace(Face):
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         self.note(text)
 
-    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
+    async def show_error(self, error: LocalLLMError, next_steps: str = "") -> None:
         text = f"error: {error.message}"
         if error.hint:
             text += f"\nhint: {error.hint}"
@@ -140,18 +140,26 @@ class LineFace(Face):
             turn = next(m for m in history.tree(own)[0] if m.id == hits[picked].message_id)
             self.show(printable(turn.content))
 
-    async def approve(self, about: str, *said: str) -> bool:
+    async def approve(self, about: str, *said: str, tool: bool = False) -> Allowed:
         self.note("\n  ".join([f"{about}:", *map(printable, said)]))
-        return await self.pick(["yes, and do not ask again in this chat", "no"]) == 0
+        if await self.pick(["yes, and do not ask again in this chat", "no"]) == 0:
+            return "always"
+        return ""
 
     def edit(self, turn: StoredMessage) -> None:
-        self.note(f"was: {printable(typed_in(turn))}\ntype it anew:")
+        self.note(f"was: {printable(typed_in(turn))}\ntype the new text:")
 
-    def copy(self, text: str, what: str) -> None:
-        if copy_with_tool(text):
-            self.note(f"copied {what}")
+    async def write(self, text: str) -> None:
+        """Send the text: this chat can't put it into a line."""
+        self.note(printable(f"> {text}"))
+        await self.chat.send(text)
+
+    def copy(self, text: str, name: str) -> None:
+        clean, left_out = copyable(text)
+        if copy_with_tool(clean):
+            self.note(", ".join(filter(None, (f"copied {name}", left_out))))
         else:
-            self.note("this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)")
+            self.note("no clipboard tool is installed (pbcopy, wl-copy, xclip, xsel)")
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
         command = commands.known(name)
@@ -163,7 +171,7 @@ class LineFace(Face):
             return True
         if command is None or command.plain:
             return False
-        self.note(f"/{name} needs the screen: start the chat without {self.option}")
+        self.note(f"/{name} needs the full screen: start the chat without {self.option}")
         return True
 
 
@@ -173,8 +181,9 @@ def ask_once(
     messages: list[dict[str, str]],
     stream: AnswerStream,
 ) -> None:
-    """Stream one answer to stdout, ending with a newline, into `stream`, which may keep it. Progress
-    goes to stderr if that is a terminal. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
+    """Stream one answer to stdout, ending with a newline, into `stream`, which may keep it.
+    Progress goes to stderr if that is a terminal. Raises LocalLLMError, or KeyboardInterrupt on
+    Ctrl-C."""
 
     async def run() -> None:
         page = _Page(sys.stdout, sys.stderr)
@@ -188,20 +197,21 @@ def ask_once(
         n = stream.meter.left_out
         if n:
             print(
-                f"note: the {n} oldest messages were left out to fit the context", file=sys.stderr
+                f"note: the {n} oldest messages were left out, because of the context size",
+                file=sys.stderr,
             )
 
     asyncio.run(run())
 
 
-def talk(options: ChatOptions) -> Session:
+def run_line_chat(options: ChatOptions) -> Session:
     """Read questions and print answers line by line, until end of input. Returns the current
     conversation.
 
     Ctrl-C stops an answer. Without a running answer it ends the chat.
     """
     print(
-        f"{options.model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves",
+        f"{options.model}: an empty line is skipped, /help lists the commands, Ctrl-D quits",
         file=sys.stderr,
     )
     chat = LineFace(options).chat
@@ -214,11 +224,11 @@ def talk(options: ChatOptions) -> Session:
             print()
             break
         if line:
-            asyncio.run(_do(chat, line))
+            asyncio.run(_run_line(chat, line))
     return chat.session
 
 
-async def _do(chat: ChatController, line: str) -> None:
+async def _run_line(chat: ChatController, line: str) -> None:
     """Do what was typed, to the end of the answer."""
     async with chat.client:
         await commands.submit(chat, line)
@@ -228,6 +238,8 @@ async def _do(chat: ChatController, line: str) -> None:
 def _reader() -> Callable[[], str]:
     """Reads a line, or all the lines that were pasted at once, up to the Enter after them; raises
     EOFError."""
+    if TerminalLine.adds_lines:
+        return partial(input, "You: ")
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
         return partial(input, "> ")
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # not every terminal answers
@@ -242,27 +254,27 @@ def _reader() -> Callable[[], str]:
 
 
 def _columns(out: TextIO) -> int:
-    """Cells of a line on a terminal; 0 elsewhere."""
-    if out.isatty():
+    """Cells of a line on a terminal; 0 elsewhere, and for a screen reader, which wraps lines itself."""
+    if out.isatty() and not TerminalLine.adds_lines:
         return shutil.get_terminal_size().columns
     return 0
 
 
 class WrappedLines:
-    """Text that comes in pieces, broken between words at `columns` cells; 0: nowhere."""
+    """Streamed text, wrapped between words at `columns` cells (0: not wrapped)."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
         self._at = 0
-        self._word = ""  # its end has not come yet
+        self._word = ""  # its end has not arrived yet
 
     def add(self, text: str) -> str:
         """Returns the text that can be written now: without the last word until it is complete, or
         as long as a line."""
         if not self._columns:
             return text
-        *whole, self._word = re.split(r"(\s)", self._word + text)
-        written = "".join(self._placed(piece) for piece in whole)
+        *complete, self._word = re.split(r"(\s)", self._word + text)
+        written = "".join(self._placed(piece) for piece in complete)
         if cell_len(self._word) >= self._columns:
             written += self.end()
         return written
@@ -291,17 +303,18 @@ class WrappedLines:
 
 
 class _Page(AnswerDisplay):
-    """An answer on a stream of text. Progress is one line on a terminal that the next one, or the
-    answer, replaces."""
+    """An answer on a text stream. On a terminal, progress is one line, which the next report or the
+    answer overwrites."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
         self._status = TerminalLine(err)
-        # Bytes of the model's own for a file or a pipe; a terminal would obey its control
-        # characters.
+        # A file or a pipe gets the model's text unchanged. For a terminal, control characters are
+        # removed.
         self._shown = printable if out.isatty() else str
         self._write = raw_write(out)
         self._ends_line = True
+        self._names_speaker = TerminalLine.adds_lines and out.isatty()
         self._lines = WrappedLines(_columns(out))
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
@@ -309,12 +322,15 @@ class _Page(AnswerDisplay):
             self.progress("thinking…")
         if text:
             self.progress("")
+            if self._names_speaker:
+                self._write("Answer:\n")
+                self._names_speaker = False
             self._write(self._lines.add(self._shown(text)))
             self._out.flush()
             self._ends_line = text.endswith("\n")
 
-    def progress(self, what: str) -> None:
-        self._status.show(what)
+    def progress(self, name: str) -> None:
+        self._status.show(name)
 
     def end(self, note: str) -> None:
         self.progress("")

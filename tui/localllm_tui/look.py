@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from textual.app import App
+from textual.driver import Driver
 from textual.filter import LineFilter
 
+from localllm_tui.paste_input import install
 from localllm_tui.widgets.contrast import readable_tokens
 from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
 from localllm_tui.widgets.line_filters import NoColors, NoControls
@@ -17,8 +19,8 @@ T = TypeVar("T")
 
 
 class LookApp(App[T]):
-    """Adds `$hint` and `$accent-text` to each theme's variables: texts in them can be read in all
-    of them."""
+    """Adds the text colours `$hint` and `$accent-text`, which are readable in each theme, to the
+    variables of them."""
 
     CSS = (
         """
@@ -29,6 +31,13 @@ class LookApp(App[T]):
     Input > .input--placeholder { color: $hint; }
     OptionList > .option-list--option-highlighted { text-style: bold; }
     OptionList:ansi > .option-list--option-highlighted { background: $accent; color: ansi_black; }
+    CommandPalette > Vertical { background: $surface; }
+    CommandPalette #--input, CommandPalette #--input.--list-visible { border: round $accent-text; }
+    CommandPalette CommandInput, CommandPalette CommandInput:focus { border: none; height: 1; }
+    CommandPalette SearchIcon { color: $accent-text; margin-top: 0; }
+    CommandPalette CommandList { border-bottom: none; }
+    CommandPalette CommandList > .option-list--option { text-style: none; }
+    CommandPalette > .command-palette--help-text { color: $hint; text-style: none; }
     CommandPalette:ansi #--input { border: hkey ansi_bright_black; border-bottom: none; }
     CommandPalette:ansi CommandList {
         border-top: blank ansi_default; border-bottom: hkey ansi_bright_black;
@@ -37,6 +46,11 @@ class LookApp(App[T]):
     """
         + NO_COLOR_CSS
     )
+
+    def get_driver_class(self) -> type[Driver]:
+        driver = super().get_driver_class()
+        install(driver)
+        return driver
 
     def get_css_variables(self) -> dict[str, str]:
         variables = super().get_css_variables()
@@ -50,8 +64,8 @@ class LookApp(App[T]):
         return filters
 
     def fitting_theme(self, *, light: bool) -> str:
-        """The theme for a terminal with a light or dark background: its own colours if it has
-        16."""
+        """Return the theme for a light or dark background; the terminal's own colours if it has
+        only 16."""
         if self.console.color_system in ("standard", "windows"):
             return "ansi-light" if light else "ansi-dark"
         return "textual-light" if light else "textual-dark"

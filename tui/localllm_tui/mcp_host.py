@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.errors import LocalLLMError
+from localllm_tui import mcp_relay
 from localllm_tui.control.interfaces import ToolSpec
+from localllm_tui.mcp_relay import MAX_LINE_BYTES
 
-_START_S = 30.0
 _CALL_S = 120.0
 
 
 @dataclass(slots=True)
 class McpHost:
-    """Implements control.interfaces.ToolHost. The program gets the few environment variables that
+    """Implements control.interfaces.ToolHost. `start_s`: the longest wait for its list of tools.
+
+    A line of more than MAX_LINE_BYTES ends the program (mcp_relay.py). The program gets the few environment variables that
     the SDK passes on, and `env`; its standard error is dropped, because the screen uses the
     terminal."""
 
@@ -27,6 +32,7 @@ class McpHost:
     command: str
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    start_s: float = 30.0
     _session: Any = None
     _task: asyncio.Task[None] | None = None
 
@@ -35,15 +41,15 @@ class McpHost:
         # The SDK's contexts must be left by the task that entered them.
         self._task = asyncio.create_task(self._live(ready))
         try:
-            return await asyncio.wait_for(asyncio.shield(ready), _START_S)
+            return await asyncio.wait_for(asyncio.shield(ready), self.start_s)
         except Exception as e:
             await self.close()
             hint = f"try it by hand: {' '.join([self.command, *self.args])}"
             if isinstance(e, ImportError):
-                hint = "tools need an extra: pip install 'localllm[tools]'"
+                hint = "tools need an optional package: pip install 'localllm[tools]'"
             why = _reason(e)
             if isinstance(e, TimeoutError):
-                why = f"it said nothing for {_START_S:.0f} s"
+                why = f"it did not answer for {self.start_s:g} s"
             raise LocalLLMError(f"{self.name} does not start: {why}", hint=hint) from e
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -75,8 +81,12 @@ class McpHost:
         try:
             from mcp import ClientSession, StdioServerParameters, stdio_client
 
+            program = shutil.which(self.command, path=self.env.get("PATH"))
+            if program is None:
+                raise FileNotFoundError(f"there is no program {self.command}")
+            relay = [sys.executable, "-I", mcp_relay.__file__]
             given = StdioServerParameters(
-                command=self.command, args=[*self.args], env=dict(self.env) or None
+                command=relay[0], args=[*relay[1:], program, *self.args], env=dict(self.env) or None
             )
             with open(os.devnull, "w") as nowhere:
                 async with (
@@ -92,7 +102,7 @@ class McpHost:
                     ]
                     if not ready.done():
                         ready.set_result(specs)
-                    await asyncio.Event().wait()  # to close cancels it
+                    await asyncio.Event().wait()  # closing cancels it
         except Exception as e:
             if not ready.done():
                 ready.set_exception(e)
@@ -103,4 +113,6 @@ class McpHost:
 def _reason(e: BaseException) -> str:
     while isinstance(e, BaseExceptionGroup) and e.exceptions:
         e = e.exceptions[0]
+    if str(e) == "Connection closed":
+        return f"it ended, or wrote a line of more than {MAX_LINE_BYTES >> 20} MiB"
     return str(e) or type(e).__name__

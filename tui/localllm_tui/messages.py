@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from textual.message import Message
+from textual.widget import Widget
 
 
 @dataclass
@@ -16,7 +17,7 @@ class QuestionSubmitted(Message):
 
 @dataclass
 class TurnSelected(Message):
-    """The selection changed to another turn, or was cleared."""
+    """Sent when another turn is selected, or the selection is cleared."""
 
 
 @dataclass
@@ -27,8 +28,15 @@ class MoreTurnsWanted(Message):
 
 
 @dataclass
-class FilesWanted(Message):
-    """An @ was typed at the beginning of a word: a file is to be chosen."""
+class FilesListed(Message):
+    """The list of files under the message has changed."""
+
+
+@dataclass
+class FileChosen(Message):
+    """A file or folder of that list was chosen: its name below the folder of the chat."""
+
+    name: str
 
 
 @dataclass
@@ -45,3 +53,11 @@ class CopyWanted(Message):
 
     text: str
     what: str
+
+
+@dataclass
+class TextGrew(Message):
+    """More of a long text is laid out: `text` has `rows` more rows."""
+
+    text: Widget
+    rows: int

@@ -1,19 +1,19 @@
-"""The llama.cpp backend: GGUF files through llama-cpp-python's low-level bindings.
+"""The llama.cpp backend: GGUF files through llama.cpp's libraries.
 
 Importing this module loads no native code.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm_backends.contract import BackendType, Declaration
+from localllm_backends.contract import BackendType, Declaration, UnusableEngineError
 
 if TYPE_CHECKING:
-    from localllm_backends.contract import Backend, LoadSpec
+    from localllm_backends.contract import Backend, LoadSpec, QuantizeOrder
 
 
 class LlamaCppType(BackendType):
@@ -27,16 +27,19 @@ class LlamaCppType(BackendType):
         mixed_kv=True,
         host_embedding=True,
         disk_tables=True,
-        lays_out=True,
+        repacks_weights=True,
         spare_sequence=True,
         draft_heads=True,
+        trained_drafters=True,
         adapters="file",
         projectors=True,
         snapshots=True,
     )
 
     def available(self) -> str | None:
-        if importlib.util.find_spec("llama_cpp") is None:
+        from localllm_backends.llamacpp.binding.engine_files import library_folder
+
+        if library_folder() is None:
             return (
                 "llama-cpp-python is not installed: run `pip install llama-cpp-python` "
                 "(needs a C++ compiler)"
@@ -47,7 +50,9 @@ class LlamaCppType(BackendType):
         import localllm_backends.llamacpp.load  # noqa: F401
         from localllm_backends.llamacpp.weights import native_libraries
 
-        native_libraries()
+        # If the library can't be used, loading a model raises this error again.
+        with suppress(UnusableEngineError):
+            native_libraries()
 
     def accepts(self, path: str) -> bool:
         """Return True for a file with GGUF's magic, or with the suffix .gguf.
@@ -70,8 +75,8 @@ class LlamaCppType(BackendType):
     def reads_images(self) -> str | None:
         """Return None if a projector could be loaded, else the missing part. Imports no native
         code."""
-        from localllm_backends.llamacpp.native import library_path
-        from localllm_backends.llamacpp.vision import WITHOUT
+        from localllm_backends.llamacpp.binding.engine_files import library_path
+        from localllm_backends.llamacpp.media import WITHOUT
 
         if library_path("mtmd"):
             return None
@@ -100,6 +105,11 @@ class LlamaCppType(BackendType):
             n_gpu_layers=n_gpu_layers,
             on_progress=on_progress,
         )
+
+    def quantize(self, order: QuantizeOrder, on_planned: Callable[[int], None]) -> None:
+        from localllm_backends.llamacpp.quantize import quantize
+
+        quantize(order, on_planned)
 
 
 backend_type = LlamaCppType()

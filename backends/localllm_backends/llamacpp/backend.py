@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,8 +23,9 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
-from localllm_backends.draft_head_state import joined, parted
-from localllm_backends.fingerprints import fingerprint, under_adapters
+from localllm_backends.draft_head_state import join_blocks, split_blocks
+from localllm_backends.fingerprints import fingerprint, loaded_adapters
+from localllm_backends.llamacpp.adapters import apply_adapters, with_scales
 from localllm_backends.llamacpp.batch import (
     ABORTED,
     Batch,
@@ -47,7 +47,7 @@ from localllm_backends.llamacpp.kv_blocks import (
 )
 from localllm_backends.llamacpp.kv_fidelity import compared
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
-from localllm_backends.llamacpp.native import Buffers, log, purpose_bytes
+from localllm_backends.llamacpp.native import Buffers, log, memory_report, purpose_bytes
 from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
 from localllm_backends.llamacpp.top_logits import TopLogits
 from localllm_backends.shared_behaviour import OwnedBackend, owner_only
@@ -81,10 +81,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         )
         self._n_rewind = 0
-        if self._recurrent:
+        if self._recurrent and not llama.missing("rewinding"):
             self._n_rewind = int(llama.llama_n_rs_seq(context))
-        # Recurrent models: number of tokens of the last step that can be taken back, once; negative
-        # after some were.
+        # For recurrent models: how many tokens of the last step can be removed; negative after a
+        # removal, which is possible only once.
         self._undoable: dict[SequenceId, int] = {}
         # Sliding windows: True if there was a fork since all sequences last had window cells of
         # their own.
@@ -115,7 +115,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         warm = self._warm_up(1)
         keeps_all = not self._n_swa and not self._recurrent
         if self._spare is not None and not keeps_all:
-            self._states = self._memory.part_states(warm, self._spare)
+            self._states = self._memory.separate_states(warm, self._spare)
             if not self._states:
                 self._spare = None
         self.drop(warm)
@@ -130,15 +130,15 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             states=self._states,
             on_device=on_device,
         )
-        if self.capabilities.asynchronous and keeps_all:
+        if self._llama.missing("states"):
+            self._spare = None
+            self.capabilities = replace(self.capabilities, segments=False, sliced_prefill=False)
+        if self.capabilities.asynchronous and keeps_all and TopLogits.exists(self._llama):
             self.sort_where_computed()
 
     def sort_where_computed(self) -> None:
-        """Let the device select the top-k logits when several streams run.
-
-        This helps on devices, from which full rows take long to copy.
-        """
-        self._top.able = True
+        """Let the device select the top-k logits, because full rows take long to copy from it."""
+        self._top.enabled = True
         self.capabilities = replace(self.capabilities, samples=True)
 
     # --- sequences --------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         position = self._ledger.position(sequence, n_tokens)
         if not self.can_rewind(sequence, n_tokens) or not self._memory.cut(sequence, position):
             raise CannotRewindError(
-                f"this model's memory can't go back from {length} to {n_tokens} tokens"
+                f"this model's memory can't be truncated from {length} to {n_tokens} tokens"
             )
         for book in self._books:
             book.truncate(sequence, n_tokens)
@@ -230,10 +230,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         n_outputs = sum(min(chunk.outputs, len(chunk.tokens)) for chunk in chunks)
         self._check_step(sum(len(chunk.tokens) for chunk in chunks), n_outputs)
         if self._n_rewind and len(chunks) > 1:
-            return self._step_apart(chunks)
+            return self._decode_separately(chunks)
         return self._decode(chunks)
 
-    def _step_apart(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
+    def _decode_separately(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """Decode each chunk on its own.
 
         With sequences of unequal lengths in one llama_decode, recurrent rollback (n_rs_seq,
@@ -260,10 +260,11 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def _sweep(self, batch: Batch, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """Run llama_decode on `batch`, which holds the tokens of `chunks`."""
-        few = self._top.prepare(chunks)
-        decode = partial(self._decoder.decode, batch.native, can_end=self._can_undo(chunks))
+        apply_adapters(self._context, self._spec.adapters)
+        top_k = self._top.prepare(chunks)
+        decode = partial(self._decoder.decode, batch.native, interruptible=self._can_undo(chunks))
         if self._slices is not None:
-            code = self._slices.beside(decode)
+            code = self._slices.run_step(decode)
         else:
             code = decode()
         if code == 1 and self._separate_windows(chunks):
@@ -273,7 +274,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             if code == ABORTED:
                 raise InterruptedStepError("the step was interrupted")
             if code == 1:
-                raise NoCellsError("llama.cpp found no room in its KV cache for this step")
+                raise NoCellsError("llama.cpp's KV cache has no free cells for this step")
             raise StepError(f"llama_decode failed with code {code}: {log.reason()}")
         for chunk in chunks:
             self._ledger.append(chunk.sequence, len(chunk.tokens))
@@ -285,7 +286,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             # A device may only have queued the work. Wait, so that the caller measures the step's
             # full time.
             self._llama.llama_synchronize(self._context)
-        return LlamaCppStepResult(self._decoder.logits, chunks, self._top if few else None, few)
+        return LlamaCppStepResult(self._decoder.logits, chunks, self._top if top_k else None, top_k)
 
     def _end(self, sequence: SequenceId) -> int:
         """Return the position of the next token. The sequence must not end inside an image."""
@@ -311,9 +312,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
         Undoing the step would also remove the beginning of the image.
         """
-        if not self._two_dimensional:
-            return True
-        return not any(chunk.image is not None and chunk.image.start for chunk in chunks)
+        parts = [chunk.media for chunk in chunks if chunk.media is not None]
+        return not any(part.run.grid is not None and part.start for part in parts)
 
     def _undo(self, chunks: Sequence[Chunk]) -> None:
         if not self._can_undo(chunks):
@@ -332,6 +332,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PausingPrefill:
         self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
         return self._slices
+
+    def use_adapters(self, scales: Sequence[float]) -> None:
+        # Draft heads keep the adapters they were loaded with: their drafts are verified anyway.
+        pairs = zip(self._spec.adapters, scales, strict=True)
+        if any(adapter.scale != scale for adapter, scale in pairs):
+            self._spec = with_scales(self._spec, scales)
 
     def use_threads(self, most: int) -> None:
         self._decoder.use_threads(most)
@@ -358,7 +364,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if (start, stop) == (0, ledger.length(sequence)) and not self._states:
             via = sequence
         if via is None:
-            raise CannotRewindError("this model's memory can only be exported whole")
+            raise CannotRewindError("only the complete memory of this model can be exported")
         images = ledger.images_in(sequence, start, stop)
         last = ledger.last_position(sequence, stop)
         named = header(self._magic, start, stop, last, images)
@@ -366,7 +372,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         end = ledger.position(sequence, stop)
         data = self._memory.export(sequence, begin, end, via, named)
         if self._heads is not None:
-            data = joined(data, self._heads.export_range(sequence, start, stop, via))
+            data = join_blocks(data, self._heads.export_range(sequence, start, stop, via))
         return data
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
@@ -383,14 +389,14 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         own = memoryview(data)
         heads = memoryview(b"")
         if self._heads is not None:
-            own, heads = parted(data, 2)
+            own, heads = split_blocks(data, 2)
         first, last, last_position, images, kv = opened(own, self._magic)
         if not first <= start < stop <= last:
-            raise BackendFailure("this is not an exported KV block of these tokens")
+            raise BackendFailure("the data is not an exported KV block of these tokens")
         self._check_follows(sequence, start, stop)
         self._require_cells(last - first)
         if self._spare is None and (start, stop, first) != (0, last, 0):
-            raise CannotRewindError("this model's memory can only be imported whole")
+            raise CannotRewindError("only the complete memory of this model can be imported")
         for image in images:
             if start <= image.start and image.stop <= stop:
                 self._ledger.place(sequence, image)
@@ -427,7 +433,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._memory.load_state(sequence, data, n_tokens, last)
         # Cut after loading the state: recurrent layers refuse to be cut before they have it.
         if not self._memory.cut(sequence, self._ledger.position(sequence, n_tokens)):
-            raise BackendFailure("llama.cpp did not cut the sequence where its state ends")
+            raise BackendFailure("llama.cpp did not truncate the sequence to the end of its state")
         for book in self._books:
             book.truncate(sequence, n_tokens)
         self._undoable.pop(sequence, None)
@@ -450,21 +456,9 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """Return the bytes that llama.cpp allocated for the context and the draft heads, and the
         size of the weights."""
         weights = int(self._llama.llama_model_size(self._model))
-        weights += purpose_bytes(self._buffers, "LoRA")
         if self._heads is not None:
             weights += self._heads.weights_bytes
-        places: Counter[str] = Counter()
-        for (place, _), n_bytes in self._buffers.items():
-            places[place] += n_bytes
-        return MemoryReport(
-            weights_bytes=weights,
-            kv_bytes=purpose_bytes(self._buffers, "KV"),
-            recurrent_bytes=purpose_bytes(self._buffers, "RS"),
-            compute_bytes=purpose_bytes(self._buffers, "compute"),
-            output_bytes=purpose_bytes(self._buffers, "output"),
-            projector_bytes=self._projector_bytes,
-            places=dict(places),
-        )
+        return memory_report(self._buffers, weights, self._projector_bytes)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
@@ -481,7 +475,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
         # KV that was stored with draft heads can't be used without them.
-        mark = under_adapters(fingerprint(path), self._spec.adapters)
+        mark = fingerprint(path)
         if self._spec.drafter:
             mark += f"-{fingerprint(Path(self._spec.drafter))[:12]}"
         elif self._heads is not None:
@@ -496,4 +490,5 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             n_seq_max=len(self._idle),
             n_batch=n_batch,
             n_outputs=self._spec.outputs_of(n_batch),
+            adapters=loaded_adapters(self._spec.adapters),
         )

@@ -86,8 +86,9 @@ class Batch:
             self.place(np.stack([at, at, at, np.zeros_like(at)]))
 
 
-def floats(address: int | None, rows: int, width: int) -> Rows:
+def floats(pointer: Any, rows: int, width: int) -> Rows:
     """Return a view of `rows` × `width` numbers in llama.cpp's memory."""
+    address = ctypes.cast(pointer, ctypes.c_void_p).value
     assert address is not None
     kind = ctypes.c_float * (rows * width)
     flat: Rows = np.frombuffer(memoryview(kind.from_address(address)), dtype=np.float32)
@@ -106,12 +107,12 @@ class LlamaCppStepResult(StepResult):
         rows: Callable[[int], Rows],
         chunks: Sequence[Chunk],
         top: TopLogits | None = None,
-        few: Sequence[int] = (),
+        top_k_chunks: Sequence[int] = (),
     ) -> None:
         self._read = rows
         self._chunks = chunks
         self._top = top
-        self._few = few
+        self._top_k_chunks = top_k_chunks
         self._ends = list(accumulate(min(c.outputs, len(c.tokens)) for c in chunks))
 
     @cached_property
@@ -125,7 +126,7 @@ class LlamaCppStepResult(StepResult):
         nothing: list[int | None] = [None] * len(self._chunks)
         if self._top is None:
             return nothing
-        return self._top.read(self._chunks, self._few)
+        return self._top.read(self._chunks, self._top_k_chunks)
 
     def argmax(self, chunk: int) -> list[int]:
         # A sampled token need not be the best one.
@@ -141,7 +142,7 @@ class LlamaCppStepResult(StepResult):
         return self._tokens[chunk]
 
     def logits(self, chunk: int) -> Rows:
-        if self._top is not None and chunk in self._few:
+        if self._top is not None and chunk in self._top_k_chunks:
             return self._top.row(self._chunks[chunk].sequence)
         start = self._ends[chunk - 1] if chunk else 0
         return self.rows[start : self._ends[chunk]]
@@ -166,36 +167,36 @@ class Decoder:
         self._context = context
         vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
         self._n_vocab = int(llama.llama_vocab_n_tokens(vocab))
-        self._all = int(llama.llama_n_threads(context))
-        self._few = self._all
-        self._wanted = False
-        self._asked = llama.ggml_abort_callback(self._is_wanted)
-        self._never = llama.ggml_abort_callback()
+        self._n_threads_long = int(llama.llama_n_threads(context))
+        self._n_threads_short = self._n_threads_long
+        self._abort_requested = False
+        self._abort_callback = llama.ggml_abort_callback(self._should_abort)
+        self._no_abort_callback = llama.ggml_abort_callback()
 
-    def _is_wanted(self, _user_data: Any) -> bool:
-        return self._wanted
+    def _should_abort(self, _user_data: Any) -> bool:
+        return self._abort_requested
 
     def use_threads(self, most: int) -> None:
         """Use at most `most` threads for short steps from now on."""
-        self._few = max(1, min(most, self._all))
+        self._n_threads_short = max(1, min(most, self._n_threads_long))
 
-    def decode(self, batch: Any, *, can_end: bool = True) -> int:
+    def decode(self, batch: Any, *, interruptible: bool = True) -> int:
         """Return llama_decode's code; `ABORTED` if `interrupt` was called during the step.
 
-        If `can_end` is False, the step can't be aborted in the middle.
+        If `interruptible` is False, the step can't be aborted in the middle.
         """
         short = batch.n_tokens <= _SHORT_TOKENS
-        n_threads = self._few if short else self._all
+        n_threads = self._n_threads_short if short else self._n_threads_long
         self._llama.llama_set_n_threads(self._context, n_threads, n_threads)
-        may_end = can_end and not short
+        may_end = interruptible and not short
         if may_end:
-            self._llama.llama_set_abort_callback(self._context, self._asked, None)
+            self._llama.llama_set_abort_callback(self._context, self._abort_callback, None)
         try:
             return int(self._llama.llama_decode(self._context, batch))
         finally:
-            self._wanted = False
+            self._abort_requested = False
             if may_end:
-                self._llama.llama_set_abort_callback(self._context, self._never, None)
+                self._llama.llama_set_abort_callback(self._context, self._no_abort_callback, None)
 
     def logits(self, n: int) -> Rows:
         """Return the `n` rows of the last step [n, n_vocab], in llama.cpp's memory.
@@ -204,12 +205,11 @@ class Decoder:
         """
         if not n:
             return np.empty((0, self._n_vocab), dtype=np.float32)
-        address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
-        return floats(address, n, self._n_vocab)
+        return floats(self._llama.llama_get_logits(self._context), n, self._n_vocab)
 
     def interrupt(self) -> None:
         """End the running `decode`, unless it is short. Between decodes, end the next one.
 
         May be called from any thread.
         """
-        self._wanted = True
+        self._abort_requested = True

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from localllm_backends.contract import CannotRewindError
 
 
-class PlacedImage(NamedTuple):
+class PlacedMedia(NamedTuple):
     """An image from token `start` on. It takes `n_tokens` tokens and `n_positions` positions."""
 
     start: int
@@ -38,32 +38,32 @@ class CellLedger:
         self.capacity = capacity
         self.free = capacity
         self._n_taken = 0
-        self._lines: dict[int, list[int]] = {}
+        self._sequences: dict[int, list[int]] = {}
         # For each shared cell: the number of its sequences minus one.
         self._shared: Counter[int] = Counter()
         # For each sequence: its images that take fewer positions than tokens, in order.
-        self._images: dict[int, list[PlacedImage]] = {}
+        self._images: dict[int, list[PlacedMedia]] = {}
 
     @property
     def sequences(self) -> list[int]:
-        return [sequence for sequence, line in self._lines.items() if line]
+        return [sequence for sequence, cells in self._sequences.items() if cells]
 
     def open(self, sequence: int) -> None:
-        self._lines[sequence] = []
+        self._sequences[sequence] = []
         self._images[sequence] = []
 
     def length(self, sequence: int) -> int:
-        return len(self._lines[sequence])
+        return len(self._sequences[sequence])
 
     def append(self, sequence: int, n: int) -> None:
         """Take `n` free cells for the end of the sequence."""
-        self._lines[sequence].extend(range(self._n_taken, self._n_taken + n))
+        self._sequences[sequence].extend(range(self._n_taken, self._n_taken + n))
         self._n_taken += n
         self.free -= n
 
     def runs(self, sequence: int, start: int, stop: int) -> int:
         """Return the number of runs of consecutive cells that hold tokens [start, stop)."""
-        taken = self._lines[sequence][start:stop]
+        taken = self._sequences[sequence][start:stop]
         if not taken:
             return 0
         breaks = sum(after != before + 1 for before, after in pairwise(taken))
@@ -71,26 +71,26 @@ class CellLedger:
 
     def fork(self, source: int, target: int, n: int) -> None:
         """Give the empty `target` the first `n` cells of `source`."""
-        cells = self._lines[source][:n]
-        self._lines[target].extend(cells)
+        cells = self._sequences[source][:n]
+        self._sequences[target].extend(cells)
         self._shared.update(cells)
         self._images[target] = self.images_in(source, 0, n)
 
     def truncate(self, sequence: int, n: int) -> None:
         """Release everything after the first `n` tokens."""
-        line = self._lines[sequence]
-        for cell in line[n:]:
+        cells = self._sequences[sequence]
+        for cell in cells[n:]:
             others = self._shared.pop(cell, 0)
             if others > 1:
                 self._shared[cell] = others - 1
             elif not others:
                 self.free += 1
-        del line[n:]
+        del cells[n:]
         self._images[sequence] = self.images_in(sequence, 0, n)
 
     def close(self, sequence: int) -> None:
         self.truncate(sequence, 0)
-        del self._lines[sequence], self._images[sequence]
+        del self._sequences[sequence], self._images[sequence]
 
     def position(self, sequence: int, token: int) -> int:
         """Return the position of token number `token`, which need not exist yet.
@@ -102,7 +102,7 @@ class CellLedger:
             if image.stop <= token:
                 position -= image.n_tokens - image.n_positions
             elif image.start < token:
-                raise CannotRewindError("an image can't be cut in two")
+                raise CannotRewindError("a sequence can't be truncated inside an image")
         return position
 
     def last_position(self, sequence: int, n_tokens: int) -> int:
@@ -112,16 +112,18 @@ class CellLedger:
                 return self.position(sequence, image.start)
         return self.position(sequence, n_tokens) - 1
 
-    def place(self, sequence: int, image: PlacedImage) -> None:
+    def place(self, sequence: int, image: PlacedMedia) -> None:
         """Record an image that starts at the end of the sequence."""
         if image not in self._images[sequence]:
             self._images[sequence].append(image)
 
-    def images_in(self, sequence: int, start: int, stop: int) -> list[PlacedImage]:
+    def images_in(self, sequence: int, start: int, stop: int) -> list[PlacedMedia]:
         """Return the images that are completely within tokens [start, stop)."""
         return [i for i in self._images[sequence] if start <= i.start and i.stop <= stop]
 
     def check_integrity(self) -> None:
-        held = Counter(chain.from_iterable(self._lines.values()))
-        assert held - Counter(held.keys()) == self._shared, "holder counts disagree with the lines"
+        held = Counter(chain.from_iterable(self._sequences.values()))
+        assert held - Counter(held.keys()) == self._shared, (
+            "holder counts disagree with the sequences"
+        )
         assert len(held) + self.free == self.capacity, "cells were lost"

@@ -8,36 +8,37 @@ are on the devices. Patterns for tensor names override that for single tensors.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import LoadError, LoadSpec, LoraAdapter, OutOfMemoryError
-from localllm_backends.llamacpp.devices import PROCESSOR, accelerators, has_gpu
+from localllm_backends.contract import (
+    LoadError,
+    LoadSpec,
+    OutOfMemoryError,
+    Placement,
+)
+from localllm_backends.llamacpp.adapters import apply_adapters
+from localllm_backends.llamacpp.devices import accelerators, has_gpu
 from localllm_backends.llamacpp.native import (
-    GGML_TYPES,
-    ggml_function,
+    ggml_type,
     log,
     mappings,
     start_native,
 )
 from localllm_backends.llamacpp.threads import usable_cores
 
-_LOAD_MODES = {"auto": -1, "read": 0, "mapped": 1}  # llama.h: enum llama_load_mode
-_LAZY_MODES = {"memory": 0, "auto": 1, "disk": 2}  # llama.h: enum llama_lazy_mode
+# llama.h: enum llama_load_mode, enum llama_lazy_mode
+_LOAD_MODES = {"auto": "AUTO", "read": "NONE", "mapped": "MMAP"}
+_LAZY_MODES = {"memory": "OFF", "auto": "AUTO", "disk": "ON"}
 # Names as in llama.cpp's own tools; `ch` are experts that are split over several tensors.
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _MADV_DONTNEED = 4
 # An empty, null-terminated list of devices.
 _NO_DEVICES = (ctypes.c_void_p * 1)()
-
-
-class _Override(ctypes.Structure):
-    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
 def experts_pattern(n_layers: int) -> str:
@@ -57,33 +58,44 @@ def model_params(llama: Any, spec: LoadSpec) -> Any:
     if not spec.n_gpu_layers:
         # With a device, llama.cpp would allocate memory there and send large products of CPU layers
         # to it.
-        params.devices = ctypes.addressof(_NO_DEVICES)
-    params.load_mode = _LOAD_MODES[placed.weights]
-    params.lazy_mode = _LAZY_MODES[placed.tables]
-    params.use_extra_bufts = placed.layout != "stored"
+        params.devices = _NO_DEVICES
+    _set_load_mode(llama, params, placed)
+    llama.set_fields(params, use_extra_bufts=placed.layout != "stored")
     # Keeps alive what the parameters point to.
     kept: list[Any] = []
     params.kept = kept
     if placed.experts_on_host:
-        processor = ggml_function("ggml_backend_dev_by_type")(PROCESSOR)
-        system_memory = ggml_function("ggml_backend_dev_buffer_type")(processor)
+        processor = llama.ggml_backend_dev_by_type(llama.GGML_BACKEND_DEVICE_TYPE_CPU)
+        system_memory = llama.ggml_backend_dev_buffer_type(processor)
         pattern = experts_pattern(placed.experts_on_host).encode()
-        kept.append((_Override * 2)(_Override(pattern, system_memory), _Override(None, None)))
-        params.tensor_buft_overrides = ctypes.cast(kept[-1], ctypes.c_void_p)
+        override = llama.llama_model_tensor_buft_override
+        # An override without a pattern ends the list.
+        kept.append((override * 2)(override(pattern, system_memory), override()))
+        params.tensor_buft_overrides = kept[-1]
     if placed.cards and spec.n_gpu_layers:
         chosen = [device.handle for device in accelerators(placed.cards)]
         kept.append((ctypes.c_void_p * (len(chosen) + 1))(*chosen, None))
-        params.devices = ctypes.addressof(kept[-1])
+        params.devices = kept[-1]
     if placed.tensor_split:
         most = int(llama.llama_max_devices())
         if len(placed.tensor_split) > most:
             raise LoadError(
-                f"llama.cpp splits a model over {most} devices at most, not "
+                f"llama.cpp can split a model over at most {most} devices, but the plan names "
                 f"{len(placed.tensor_split)}"
             )
         kept.append((ctypes.c_float * most)(*placed.tensor_split))
         params.tensor_split = kept[-1]
     return params
+
+
+def _set_load_mode(llama: Any, params: Any, placed: Placement) -> None:
+    """Set how weights and tables are read. Releases before the load modes only map files or not."""
+    if llama.has_field("llama_model_params", "load_mode"):
+        params.load_mode = getattr(llama, f"LLAMA_LOAD_MODE_{_LOAD_MODES[placed.weights]}")
+    else:
+        llama.set_fields(params, use_mmap=placed.weights != "read")
+    if llama.has_field("llama_model_params", "lazy_mode"):
+        params.lazy_mode = getattr(llama, f"LLAMA_LAZY_MODE_{_LAZY_MODES[placed.tables]}")
 
 
 def release_pages(path: Path) -> None:
@@ -145,7 +157,7 @@ def new_context(
     n_seq_max: int,
     mtp: bool = False,
     at_node: Any = None,
-    beside: Any = None,
+    target: Any = None,
     n_batch: int = 0,
     draft_cells: int = 0,
 ) -> Any:
@@ -153,13 +165,13 @@ def new_context(
 
     Raises OutOfMemoryError or LoadError with the reason.
 
-    If `beside` is set, it is the context of the model for which `model` drafts. Its steps have
+    If `target` is set, it is the context of the model for which `model` drafts. Its steps have
     `n_batch` tokens; the new context gets `draft_cells` more cells for drafts.
 
     `at_node`: a ggml_backend_sched_eval_callback that may pause or end the computation.
     """
     llama = start_native()
-    drafts = mtp or beside is not None
+    drafts = mtp or target is not None
     n_batch = n_batch or spec.n_batch or _MICRO_BATCH
     n_ctx = served_context(model, spec)
     if drafts:
@@ -167,32 +179,31 @@ def new_context(
         # again after a fork.
         n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
     n_step = n_batch
-    if at_node is None and beside is None and _steps_are_divisible(model, spec):
+    if at_node is None and target is None and _steps_are_divisible(model, spec):
         n_step = max(n_batch, _GPU_STEP)
     # llama.cpp aborts the process if a step has more logit rows than are reserved here, or if fewer
     # rows are reserved than there are sequences. Each row costs n_vocab × 4 bytes.
     n_outputs = max(spec.outputs_of(n_batch), n_seq_max)
-    kind = llama.LLAMA_CONTEXT_TYPE_DEFAULT
+    optional: dict[str, Any] = {}
     if mtp:
         n_heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
         n_outputs = min(n_batch, n_seq_max * n_heads)
-        kind = llama.LLAMA_CONTEXT_TYPE_MTP
-    if beside is not None:
+        optional["ctx_type"] = llama.LLAMA_CONTEXT_TYPE_MTP
+    if target is not None:
         n_outputs = n_batch
+        optional["ctx_other"] = target
     n_threads = spec.n_threads or usable_cores()
     # Flash attention stays at AUTO: if a device lacks the kernel, ON would silently compute
     # attention on the CPU.
     kv_cache = {
-        "type_k": GGML_TYPES[spec.kv_type_k],
-        "type_v": GGML_TYPES[spec.kv_type_v],
+        "type_k": ggml_type(spec.kv_type_k),
+        "type_v": ggml_type(spec.kv_type_v),
         "kv_unified": True,
         "swa_full": False,
         "offload_kqv": not spec.placement.kv_on_host,
     }
     context = made_context(
         model,
-        ctx_type=kind,
-        ctx_other=beside,
         n_ctx=n_ctx,
         n_ubatch=n_batch,
         n_batch=n_step,
@@ -205,8 +216,9 @@ def new_context(
         op_offload=spec.n_gpu_layers != 0,
         cb_eval=at_node or llama.ggml_backend_sched_eval_callback(),
         **kv_cache,
+        **optional,
     )
-    _lay_over(context, spec)
+    apply_adapters(context, spec.adapters)
     return context
 
 
@@ -228,13 +240,14 @@ def trial_context(model: Any, spec: LoadSpec, kv: Sequence[str], **sizes: int) -
 def made_context(model: Any, **parameters: Any) -> Any:
     """Create a llama_context with these llama_context_params; the others keep llama.cpp's defaults.
 
+    Parameters that this llama.cpp does not have are left out.
+
     Raises OutOfMemoryError or LoadError with llama.cpp's reason.
     """
     llama = start_native()
     n_ctx = parameters["n_ctx"]
     params = llama.llama_context_default_params()
-    for name, value in parameters.items():
-        setattr(params, name, value)
+    llama.set_fields(params, **parameters)
     log.mark()
     context = llama.llama_init_from_model(model, params)
     if not context:
@@ -243,45 +256,3 @@ def made_context(model: Any, **parameters: Any) -> Any:
             raise OutOfMemoryError(f"not enough memory for a context of {n_ctx} tokens: {why}")
         raise LoadError(f"llama.cpp can't make a context of {n_ctx} tokens: {why}")
     return context
-
-
-# -- adapters --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter(LoraAdapter):
-    """A loaded adapter. `pointer` is its llama_adapter_lora, which is freed with the model."""
-
-    pointer: Any = None
-
-
-def with_adapters(model: Any, spec: LoadSpec) -> LoadSpec:
-    """Return `spec` with its adapters loaded for `model`. Raises LoadError.
-
-    Call this before creating contexts, because each context reserves a graph with space for the
-    adapters.
-    """
-    log.mark()
-    loaded = []
-    for adapter in spec.adapters:
-        pointer = start_native().llama_adapter_lora_init(model, os.fsencode(adapter.path))
-        if not pointer:
-            name = Path(adapter.path).name
-            why = log.reason()
-            raise LoadError(f"{name!r} is no adapter for this model: {why}")
-        loaded.append(LoadedAdapter(adapter.path, adapter.scale, adapter.n_bytes, pointer))
-    return replace(spec, adapters=tuple(loaded))
-
-
-def _lay_over(context: Any, spec: LoadSpec) -> None:
-    """Apply the loaded adapters to `context`."""
-    llama = start_native()
-    loaded = [adapter for adapter in spec.adapters if isinstance(adapter, LoadedAdapter)]
-    pointers = llama.llama_adapter_lora_p_ctypes * len(loaded)
-    scales = ctypes.c_float * len(loaded)
-    llama.llama_set_adapters_lora(
-        context,
-        pointers(*(adapter.pointer for adapter in loaded)),
-        len(loaded),
-        scales(*(adapter.scale for adapter in loaded)),
-    )

@@ -6,8 +6,9 @@ A broken driver may crash or hang the process that loads it. So the list is made
 
 The fields are ggml's own (ggml-backend.h), with sizes in bytes. `largest_buffer_bytes` is the
 largest possible allocation (null if ggml reports no limit). `id` is the PCI address, if the device
-has one. `features` lists what each backend was compiled for. `said` holds the lines that the
-backends logged during device detection; some capabilities appear only there.
+has one. `features` lists what each backend was compiled for. `capabilities` has the missing part of
+each capability of the library (requirements.py), or "". `said` holds the lines that the backends
+logged during device detection; some details of devices appear only there.
 """
 
 from __future__ import annotations
@@ -22,23 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
+from localllm_backends.llamacpp.binding.engine_files import package_folder
 from localllm_backends.llamacpp.native import (
-    GGML_TYPES,
-    GgmlInitParams,
     bindings,
     bindings_version,
     c_string,
-    ggml_function,
+    ggml_type,
     log,
     start_native,
 )
 from localllm_backends.probe_process import print_answers
 
-# ggml-backend.h: enum ggml_backend_dev_type
-PROCESSOR = 0
-GPU = 1
-INTEGRATED = 2
-_I64 = 27  # ggml.h: enum ggml_type
 _SCRATCH_BYTES = 64 * 1024  # for the descriptions of a few tensors without data
 _CELLS = 256  # llama.cpp pads each context to a multiple of this
 
@@ -63,9 +58,9 @@ def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
     That is llama.cpp's own choice. If `cards` is given, only the devices with these indices, in the
     order of PCI addresses, are returned. Raises LoadError if an index does not exist.
     """
-    found = devices_of_type(GPU) or devices_of_type(INTEGRATED)
+    found = devices_of_type("GPU") or devices_of_type("IGPU")
     if cards:
-        found = _of_numbers(found, cards)
+        found = _by_index(found, cards)
     return [_accelerator(device) for device in found]
 
 
@@ -75,14 +70,15 @@ def _accelerator(handle: int) -> Accelerator:
 
 
 def _handles() -> list[int]:
-    get = ggml_function("ggml_backend_dev_get")
-    return [get(i) for i in range(ggml_function("ggml_backend_dev_count")())]
+    get = bindings().ggml_backend_dev_get
+    return [get(i) for i in range(bindings().ggml_backend_dev_count())]
 
 
-def devices_of_type(*types: int) -> list[int]:
-    """Return the handles of all devices of these types, in ggml's order."""
-    type_of = ggml_function("ggml_backend_dev_type")
-    return [handle for handle in _handles() if type_of(handle) in types]
+def devices_of_type(*types: str) -> list[int]:
+    """Return the handles of all devices of these types ("CPU", "GPU", "IGPU"), in ggml's order."""
+    llama = bindings()
+    numbers = [getattr(llama, f"GGML_BACKEND_DEVICE_TYPE_{name}") for name in types]
+    return [handle for handle in _handles() if llama.ggml_backend_dev_type(handle) in numbers]
 
 
 def has_gpu() -> bool:
@@ -90,10 +86,10 @@ def has_gpu() -> bool:
 
     llama_supports_gpu_offload is not used, because it also counts plain RPC.
     """
-    return bool(devices_of_type(GPU, INTEGRATED))
+    return bool(devices_of_type("GPU", "IGPU"))
 
 
-def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
+def _by_index(handles: list[int], cards: Sequence[int]) -> list[int]:
     """Return the devices with these indices in the order of PCI addresses.
 
     CUDA gives the fastest card number 0 by default, and Vulkan uses its loader's order, but
@@ -104,15 +100,15 @@ def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
         handles = [handle for _, handle in sorted(zip(addresses, handles, strict=True))]
     if max(cards) >= len(handles):
         raise LoadError(
-            f"the plan is for GPU {max(cards)}, and this llama.cpp has {len(handles)} "
-            "(counted from 0)"
+            f"the plan uses GPU {max(cards)}, but this llama.cpp sees only "
+            f"{len(handles)} (counted from 0)"
         )
     return [handles[number] for number in cards]
 
 
-def _properties(handle: int) -> _Props:
-    props = _Props()
-    ggml_function("ggml_backend_dev_get_props")(handle, ctypes.byref(props))
+def _properties(handle: int) -> Any:
+    props = bindings().ggml_backend_dev_props()
+    bindings().ggml_backend_dev_get_props(handle, ctypes.byref(props))
     return props
 
 
@@ -130,12 +126,12 @@ def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
     n_cells = -(-n_ctx // _CELLS) * _CELLS
     for device in accelerators(spec.placement.cards):
         for width, kind in caches:
-            most = _most_cells(device, GGML_TYPES[kind], width, n_cells)
+            most = _max_cells(device, ggml_type(kind), width, n_cells)
             if most is not None:
                 raise OutOfMemoryError(
-                    f"not enough room for a context of {n_ctx} tokens: {device.name} computes "
-                    "with a KV cache of at most "
-                    f"{most} tokens a layer ({kind}); ask for fewer, or for a smaller KV type"
+                    f"not enough memory for a context of {n_ctx} tokens: {device.name} supports "
+                    f"a KV cache of at most {most} tokens per layer ({kind}); use a smaller "
+                    "context or a smaller KV type"
                 )
 
 
@@ -159,7 +155,7 @@ def _kv_widths(llama: Any, model: Any) -> tuple[int, int]:
     return n_kv_heads * width("key_length"), n_kv_heads * width("value_length")
 
 
-def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int | None:
+def _max_cells(device: Accelerator, kind: int, width: int, cells: int) -> int | None:
     """Return the largest number of cells that the device supports, or None without such a limit.
 
     None means that the device can write rows into a cache of `cells` cells. It also means that the
@@ -178,46 +174,22 @@ def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int |
 def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool:
     """Return whether the device can write into a KV cache of this size. Asks with tensors without
     data."""
-    tensor = ggml_function("ggml_new_tensor_2d")
-    scratch = ggml_function("ggml_init")(GgmlInitParams(_SCRATCH_BYTES, None, True))
+    llama = bindings()
+    tensor = llama.ggml_new_tensor_2d
+    scratch = llama.ggml_init(llama.ggml_init_params(_SCRATCH_BYTES, None, True))
     try:
         cache = tensor(scratch, kind, width, cells)
-        new = tensor(scratch, GGML_TYPES["f32"], width, 1)
-        at = tensor(scratch, _I64, 1, 1)
-        rows = ggml_function("ggml_set_rows")(scratch, cache, new, at)
-        return bool(ggml_function("ggml_backend_dev_supports_op")(device.handle, rows))
+        new = tensor(scratch, llama.GGML_TYPE_F32, width, 1)
+        at = tensor(scratch, llama.GGML_TYPE_I64, 1, 1)
+        rows = llama.ggml_set_rows(scratch, cache, new, at)
+        return bool(llama.ggml_backend_dev_supports_op(device.handle, rows))
     finally:
-        ggml_function("ggml_free")(scratch)
+        llama.ggml_free(scratch)
 
 
 # ggml-backend.h: enum ggml_backend_dev_type
 _TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
 _UNLIMITED = ctypes.c_size_t(-1).value
-
-
-_CAPABILITIES = ("async", "host_buffer", "buffer_from_host_ptr", "events", "mmap")
-
-
-class _Caps(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_bool) for name in _CAPABILITIES]
-
-
-class _Props(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("description", ctypes.c_char_p),
-        ("memory_free", ctypes.c_size_t),
-        ("memory_total", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("device_id", ctypes.c_char_p),
-        ("caps", _Caps),
-        # Space for fields of a newer ggml, so that it does not write past the end.
-        ("_later", ctypes.c_char * 64),
-    ]
-
-
-class _Feature(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_char_p)]
 
 
 def devices() -> dict[str, Any]:
@@ -229,18 +201,28 @@ def devices() -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     features: dict[str, dict[str, str]] = {}
     for handle in _handles():
-        registry = ggml_function("ggml_backend_dev_backend_reg")(handle)
-        backend = _text(ggml_function("ggml_backend_reg_name")(registry))
+        registry = bindings().ggml_backend_dev_backend_reg(handle)
+        backend = _text(bindings().ggml_backend_reg_name(registry))
         found.append(_facts(handle, backend))
         if backend not in features:
             features[backend] = _features(registry)
     return {
         "version": bindings_version(),
-        "folder": str(Path(bindings().__file__).parent),
+        "folder": str(_folder()),
         "devices": found,
         "features": features,
+        "capabilities": bindings().capabilities(),
         "said": [line for _, line in log.lines if line.strip()],
     }
+
+
+def _folder() -> Path:
+    """Return the folder of the package llama_cpp, or of the libraries used instead of its own."""
+    llama = bindings()
+    package = package_folder()
+    if package is not None and llama.folder == package / "lib":
+        return package
+    return llama.folder
 
 
 def _facts(handle: int, backend: str) -> dict[str, Any]:
@@ -249,8 +231,8 @@ def _facts(handle: int, backend: str) -> dict[str, Any]:
     kind = str(props.type)
     if 0 <= props.type < len(_TYPES):
         kind = _TYPES[props.type]
-    buffers = ggml_function("ggml_backend_dev_buffer_type")(handle)
-    limit = ggml_function("ggml_backend_buft_get_max_size")(buffers)
+    buffers = bindings().ggml_backend_dev_buffer_type(handle)
+    limit = bindings().ggml_backend_buft_get_max_size(buffers)
     return {
         "name": _text(props.name),
         "description": _text(props.description),
@@ -260,7 +242,7 @@ def _facts(handle: int, backend: str) -> dict[str, Any]:
         "memory_total_bytes": props.memory_total,
         "largest_buffer_bytes": None if limit >= _UNLIMITED else limit,
         "id": _text(props.device_id),
-        "capabilities": [name for name in _CAPABILITIES if getattr(props.caps, name)],
+        "capabilities": [name for name, _ in props.caps._fields_ if getattr(props.caps, name)],
     }
 
 
@@ -269,12 +251,11 @@ def _features(registry: int) -> dict[str, str]:
 
     Returns an empty dict if the backend has no list.
     """
-    address_of = ggml_function("ggml_backend_reg_get_proc_address")
+    address_of = bindings().ggml_backend_reg_get_proc_address
     address = address_of(registry, b"ggml_backend_get_features")
     if not address:
         return {}
-    prototype = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)
-    listed = prototype(address)(registry)
+    listed = bindings().ggml_backend_get_features_t(address)(registry)
     found: dict[str, str] = {}
     for at in count():
         # The list ends with a feature without a name.

@@ -20,15 +20,13 @@ from localllm_backends.llamacpp.native import c_string, log, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.llamacpp.weights import open_file
 
-# llama.h: enum llama_pooling_type
-_POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
-_RANK = 4
-_AS_NAMED = -1
+# Poolings of llama.h's enum llama_pooling_type, by our names.
+_POOLINGS = {"mean": "MEAN", "cls": "CLS", "last": "LAST", "rank": "RANK"}
 _NO_TOKEN = -1
 # Pooling needs a full input in one micro-batch, and buffers grow with the micro-batch. So the
 # default is 2,048 tokens.
 _DEFAULT_CTX = 2048
-_MOST_SEQUENCES = 32
+_MAX_SEQUENCES = 32
 
 
 class LlamaCppEmbedder:
@@ -46,7 +44,7 @@ class LlamaCppEmbedder:
         self._n_batch = int(llama.llama_n_ubatch(context))
         self._n_seq_max = int(llama.llama_n_seq_max(context))
         self._batch = Batch(llama, self._n_batch)
-        self.pooling = _POOLINGS[int(llama.llama_pooling_type(context))]
+        self.pooling = _pooling(llama, context)
         if self.pooling == "rank":
             self.n_embd = int(llama.llama_model_n_cls_out(model))
         else:
@@ -72,7 +70,7 @@ class LlamaCppEmbedder:
 
     def _tokens_of_text(self, text: str, *, add_bos: bool = False) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError(f"a text is needed, not {type(text).__name__}")
+            raise TypeError(f"the input must be a text, not {type(text).__name__}")
         return self._words.tokenize(LiteralText(text), special=False, add_bos=add_bos)
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
@@ -170,6 +168,25 @@ class LlamaCppEmbedder:
         self._llama.llama_model_free(self._model)
 
 
+def _pooling(llama: Any, context: Any) -> str:
+    """Return our name of the context's pooling; "" without pooling."""
+    number = int(llama.llama_pooling_type(context))
+    for name, constant in _POOLINGS.items():
+        if number == getattr(llama, f"LLAMA_POOLING_TYPE_{constant}"):
+            return name
+    return ""
+
+
+def _pooling_to_set(llama: Any, model: Any) -> int:
+    """Return the pooling parameter of a new context.
+
+    Class labels mean a classifier on top of an encoder. Its header may name the encoder's pooling.
+    """
+    if llama.llama_model_cls_label(model, 0):
+        return int(llama.LLAMA_POOLING_TYPE_RANK)
+    return int(llama.LLAMA_POOLING_TYPE_UNSPECIFIED)
+
+
 def load_embedder(
     path: str,
     *,
@@ -184,6 +201,9 @@ def load_embedder(
     generate text, and OutOfMemoryError.
     """
     llama = start_native()
+    missing = llama.missing("embeddings")
+    if missing:
+        raise LoadError(f"this llama.cpp makes no embeddings: {missing}", "localllm setup")
     spec = LoadSpec(path, placement=Placement(gpu_layers=n_gpu_layers))
     model = open_file(Path(path), model_params(llama, spec), on_progress)
     with ExitStack() as freed:
@@ -194,22 +214,20 @@ def load_embedder(
         context = made_context(
             model,
             embeddings=True,
-            # Class labels mean a classifier on top of an encoder. Its header may name the encoder's
-            # pooling.
-            pooling_type=_RANK if llama.llama_model_cls_label(model, 0) else _AS_NAMED,
+            pooling_type=_pooling_to_set(llama, model),
             n_ctx=tokens,
             n_batch=tokens,
             n_ubatch=tokens,
-            n_seq_max=min(_MOST_SEQUENCES, tokens),
+            n_seq_max=min(_MAX_SEQUENCES, tokens),
             kv_unified=True,
             n_threads=threads,
             n_threads_batch=threads,
         )
         freed.callback(llama.llama_free, context)
-        if int(llama.llama_pooling_type(context)) not in _POOLINGS:
+        if not _pooling(llama, context):
             raise LoadError(
-                f"{Path(path).name!r} makes no embeddings (its header names no pooling: it "
-                "generates text)"
+                f"{Path(path).name!r} is not an embedding model: its header has no pooling "
+                "type, so it generates text"
             )
         freed.pop_all()
     return LlamaCppEmbedder(llama, model, context, spec)

@@ -3,7 +3,6 @@ drafts."""
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,43 +11,12 @@ from typing import Any
 import numpy as np
 
 from localllm_backends.contract import Chunk, SequenceId
-from localllm_backends.draft_head_state import CANDIDATES, FollowingHeads
+from localllm_backends.draft_head_state import CANDIDATES, StatefulDraftHeads
 from localllm_backends.llamacpp.batch import Decoder, Rows, floats
 from localllm_backends.llamacpp.kv_blocks import SequenceMemory
-from localllm_backends.llamacpp.native import bindings
-
-# llama-ext.h's staging functions have C++ names. Itanium mangling is the same on Linux and macOS,
-# but differs from MSVC's.
-SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
-    "set_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None,
-    [ctypes.c_bool, ctypes.c_bool]),
-    "rows": ("_Z26llama_get_embeddings_nextnP13llama_context", ctypes.c_void_p, []),
-    "set_head": ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, [ctypes.c_int32]),
-    "set_layer_rows": (
-        "_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None,
-        [ctypes.c_uint32, ctypes.c_bool],
-    ),
-    "layer_rows": ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.c_void_p,
-    [ctypes.c_uint32]),
-}  # fmt: skip
 
 
-def staging_functions() -> dict[str, Any] | None:
-    """Return llama.cpp's functions for hidden rows by our names; None if this build does not export
-    them."""
-    library = bindings()._lib
-    if not all(hasattr(library, symbol) for symbol, _, _ in SYMBOLS.values()):
-        return None
-    found = {}
-    for name, (symbol, result, arguments) in SYMBOLS.items():
-        function = getattr(library, symbol)
-        function.restype = result
-        function.argtypes = [ctypes.c_void_p, *arguments]
-        found[name] = function
-    return found
-
-
-class DraftHeads(FollowingHeads[Rows]):
+class DraftHeads(StatefulDraftHeads[Rows]):
     """A second context that follows the model's context.
 
     It reads the inputs of these `layers` of the model for each token, concatenated. None means the
@@ -59,11 +27,8 @@ class DraftHeads(FollowingHeads[Rows]):
         self, llama: Any, target: Any, context: Any, layers: Sequence[int | None] = (None,)
     ) -> None:
         super().__init__(int(llama.llama_n_batch(context)))
-        functions = staging_functions()
-        assert functions is not None, "checked before anything was loaded"
         self._llama = llama
         self._context = context
-        self._functions = functions
         self._memory = SequenceMemory(llama, context)
         model = llama.llama_get_model(target)
         own = llama.llama_get_model(context)
@@ -75,30 +40,32 @@ class DraftHeads(FollowingHeads[Rows]):
             self.weights_bytes = int(llama.llama_model_size(own))
         self._n_hidden = int(llama.llama_model_n_embd_out(own))
         self._decoder = Decoder(llama, context)
-        # For each part of a row: a function that returns its address, and its width.
-        self._given: list[tuple[Callable[[], int], int]] = []
+        # For each part of a row: a function that returns a pointer to it, and its width.
+        self._given: list[tuple[Callable[[], Any], int]] = []
         for layer in layers:
             if layer is None:
-                functions["set_rows"](target, True, False)
+                llama.llama_set_embeddings_nextn(target, True, False)
                 width = int(llama.llama_model_n_embd_out(model))
-                self._given.append((partial(functions["rows"], target), width))
+                self._given.append((partial(llama.llama_get_embeddings_nextn, target), width))
             else:
-                functions["set_layer_rows"](target, layer, True)
+                llama.llama_set_embeddings_layer_inp(target, layer, True)
                 width = int(llama.llama_model_n_embd(model))
-                self._given.append((partial(functions["layer_rows"], target, layer), width))
+                rows = partial(llama.llama_get_embeddings_layer_inp, target, layer)
+                self._given.append((rows, width))
         self._width = sum(width for _, width in self._given)
 
     def _hidden(self, n: int) -> Rows:
         """Return the first `n` hidden rows of the heads' last llama_decode. The next one overwrites
         them."""
-        return floats(self._functions["rows"](self._context), n, self._n_hidden)
+        rows = self._llama.llama_get_embeddings_nextn(self._context)
+        return floats(rows, n, self._n_hidden)
 
     # --- following the model ----------------------------------------------------------------------
 
     def stepped(self, chunks: Sequence[Chunk]) -> None:
         """Store the rows of `chunks`, which the model has just read in one llama_decode."""
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        given = [floats(address(), n_tokens, width) for address, width in self._given]
+        given = [floats(rows_of(), n_tokens, width) for rows_of, width in self._given]
         rows = np.concatenate(given, axis=1)
         rows_of_chunks = []
         begin = 0

@@ -125,9 +125,9 @@ class HugeWeights:
         # Unmap the parts before and after the aligned huge pages.
         copy = -(-taken // self._page) * self._page
         before = copy - taken
-        behind = self._page - before
-        if behind:
-            libc.munmap(copy + n_bytes, behind)
+        tail = self._page - before
+        if tail:
+            libc.munmap(copy + n_bytes, tail)
         if before:
             libc.munmap(taken, before)
         libc.madvise(copy, n_bytes, _MADV_HUGEPAGE)

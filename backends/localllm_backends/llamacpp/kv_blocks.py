@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from localllm_backends.contract import BackendFailure
-from localllm_backends.llamacpp.cells import PlacedImage
+from localllm_backends.llamacpp.cells import PlacedMedia
 
 # Magic numbers: KV of tokens; the same followed by the KV of draft heads; a state.
 KV = b"LKV2"
@@ -36,7 +36,7 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 
 
 def header(
-    magic: bytes, start: int, stop: int, last: int, images: Sequence[PlacedImage] = ()
+    magic: bytes, start: int, stop: int, last: int, images: Sequence[PlacedMedia] = ()
 ) -> bytes:
     """Return the header of a block with tokens [start, stop) and largest position `last`."""
     fixed = _HEADER.pack(magic, start, stop, last, len(images))
@@ -45,19 +45,19 @@ def header(
 
 def opened(
     data: bytes | memoryview, magic: bytes
-) -> tuple[int, int, int, list[PlacedImage], memoryview]:
+) -> tuple[int, int, int, list[PlacedMedia], memoryview]:
     """Return the arguments of `header`, and the block after it.
 
     Raises BackendFailure for other data.
     """
     view = memoryview(data)
     if len(view) <= _HEADER.size:
-        raise BackendFailure("this is not an exported KV block: too short")
+        raise BackendFailure("the data is too short to be an exported KV block")
     found, start, stop, last, n_images = _HEADER.unpack_from(view)
     begin = _HEADER.size + n_images * _IMAGE.size
     if found != magic or begin > len(view):
-        raise BackendFailure("this is not an exported KV block of these tokens")
-    images = [PlacedImage(*image) for image in _IMAGE.iter_unpack(view[_HEADER.size : begin])]
+        raise BackendFailure("the data is not an exported KV block of these tokens")
+    images = [PlacedMedia(*image) for image in _IMAGE.iter_unpack(view[_HEADER.size : begin])]
     return start, stop, last, images, view[begin:]
 
 
@@ -69,24 +69,27 @@ def _is_second_section(section: bytes, written: bytes) -> bool:
 class SequenceMemory:
     """The sequences in the memory of one llama_context.
 
-    `partial`: only the state. After `part_states` succeeds, `export` and `append` handle only the
-    attention KV. A sequence then has no valid state after `append`.
+    `partial`: only the state. After `separate_states` succeeds, `export` and `append` handle only
+    the attention KV. A sequence then has no valid state after `append`.
     """
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama = llama
         self._context = context
         self._memory = llama.llama_get_memory(context)
-        self._flags = (llama.LLAMA_STATE_SEQ_FLAGS_NONE, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        self._missing = llama.missing("states")
+        self._flags = (0, 0 if self._missing else llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
         # llama.cpp's bytes for the state of an empty sequence, if states are separate.
         self._no_state = b""
 
-    def part_states(self, sequence: int, spare: int) -> bool:
+    def separate_states(self, sequence: int, spare: int) -> bool:
         """Handle states separately from now on, if llama.cpp's format allows it.
 
         `sequence` holds a token and `spare` is empty. Returns False unless both are written as two
         sections.
         """
+        if self._missing:
+            return False
         both = self.write(sequence)
         state = self.write(sequence, partial=True)[_PREFIX_BYTES:]
         nothing = self.write(spare)
@@ -119,6 +122,10 @@ class SequenceMemory:
         return int(self._llama.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def size(self, sequence: int, *, partial: bool = False) -> int:
+        """Return the bytes of `write`. Raises BackendFailure if this llama.cpp saves no
+        sequences."""
+        if self._missing:
+            raise BackendFailure(f"this llama.cpp saves no sequences: {self._missing}")
         get = self._llama.llama_state_seq_get_size_ext
         return int(get(self._context, sequence, self._flags[partial]))
 
@@ -145,13 +152,16 @@ class SequenceMemory:
     def read(self, sequence: int, raw: bytes | memoryview, *, partial: bool = False) -> None:
         """Load data from `write` into `sequence`. Raises BackendFailure if llama.cpp rejects the
         data."""
+        if self._missing:
+            raise BackendFailure(f"this llama.cpp restores no sequences: {self._missing}")
         pointer = np.frombuffer(raw, dtype=np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n_read = self._llama.llama_state_seq_set_data_ext(
             self._context, pointer, len(raw), sequence, self._flags[partial]
         )
         if n_read != len(raw):
             raise BackendFailure(
-                "llama.cpp refused this KV block: it was written by another model or KV type"
+                "llama.cpp rejected this KV block: it comes from another "
+                "model or has another KV type"
             )
 
     def export(self, sequence: int, start: int, stop: int, via: int, header: bytes = b"") -> bytes:
@@ -195,7 +205,7 @@ class SequenceMemory:
             self.read(via, b"".join([raw, no_state]) if no_state else raw)
             if not no_state and self.end(via) not in ends:
                 raise BackendFailure(
-                    "llama.cpp refused this KV block: it holds other tokens than it says"
+                    "llama.cpp rejected this KV block: its tokens differ from its header"
                 )
             if via != sequence:
                 self.copy(via, sequence, start, stop)
@@ -211,12 +221,14 @@ class SequenceMemory:
 
         Raises BackendFailure if the data is rejected. The old state is lost then.
         """
-        _, behind, _, _, state = opened(data, STATE)
-        if behind != n_tokens:
-            raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
+        _, exported_tokens, _, _, state = opened(data, STATE)
+        if exported_tokens != n_tokens:
+            raise BackendFailure(f"the data is not the state after {n_tokens} tokens")
         self.read(sequence, state, partial=True)
         if self.end(sequence) <= last:
-            raise BackendFailure("llama.cpp refused this state: it ends elsewhere")
+            raise BackendFailure(
+                "llama.cpp rejected this state: it does not end at the expected position"
+            )
 
     def separate_windows(self, sequences: Iterable[int]) -> None:
         """Give each of the `sequences` its own cells for its window.

@@ -10,19 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from localllm_backends.contract import BackendFailure, KvFidelity, LoadError, LoadSpec
 from localllm_backends.llamacpp.batch import Batch, Decoder
 from localllm_backends.llamacpp.context import trial_context
+from localllm_backends.logit_losses import Rows, fidelity, log_probabilities, losses
 
 # Rows of logits per step: 16 rows of a vocabulary of 262,144 take 17 MB in each context.
 PIECE_TOKENS = 16
-# A finite number in place of logits of minus infinity.
-_LEAST = -1e30
-
-Rows = NDArray[np.float64]
 
 
 def compared(
@@ -54,14 +48,8 @@ def compared(
             right = _log_probabilities(exact, batch, at, piece)
             for pair, decoder in decoders.items():
                 near = _log_probabilities(decoder, batch, at, piece)
-                divergence = (np.exp(right) * (right - near)).sum(axis=1)
-                flips = right.argmax(axis=1) != near.argmax(axis=1)
-                found[pair].append(np.stack([divergence, flips]))
-    compared_pairs = []
-    for pair, rows in found.items():
-        mean_kl, flips = np.concatenate(rows, axis=1).mean(axis=1)
-        compared_pairs.append(KvFidelity(*pair, max(0.0, float(mean_kl)), float(flips)))
-    return tuple(compared_pairs)
+                found[pair].append(losses(right, near))
+    return tuple(fidelity(pair, rows) for pair, rows in found.items())
 
 
 def _log_probabilities(decoder: Decoder, batch: Batch, at: int, piece: Sequence[int]) -> Rows:
@@ -71,9 +59,7 @@ def _log_probabilities(decoder: Decoder, batch: Batch, at: int, piece: Sequence[
     batch.add(0, at, piece, len(piece))
     code = decoder.decode(batch.native)
     if code:
-        raise BackendFailure(f"llama_decode failed with code {code} while KV types were compared")
-    values = np.maximum(decoder.logits(len(piece)).astype(np.float64), _LEAST)
-    values -= values.max(axis=1, keepdims=True)
-    sums = np.exp(values).sum(axis=1, keepdims=True)
-    normal: Rows = values - np.log(sums)
-    return normal
+        raise BackendFailure(
+            f"llama_decode failed with code {code} during the comparison of KV types"
+        )
+    return log_probabilities(decoder.logits(len(piece)))

@@ -104,15 +104,15 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
             if not timing.slow:
                 return _chosen(spec, wanted, pair, why)
             reason = (
-                f"with {timing.depth:,} tokens of context it decodes at "
-                f"{1 / timing.wanted_s:.0f} tok/s here, f16 at {1 / timing.f16_s:.0f}: "
-                "this device has no fast kernel for it"
+                f"with {timing.depth:,} tokens of context this type decodes at "
+                f"{1 / timing.wanted_s:.0f} tok/s on this machine, f16 at "
+                f"{1 / timing.f16_s:.0f}: this device has no fast kernel for it"
             )
         why = why or reason
     if not room_for_f16(model, spec):
         return spec, (
-            f"KV type {_name(wanted)} is slow here ({why}), and is kept: "
-            "an f16 cache does not fit in memory"
+            f"KV type {_name(wanted)} is slow on this machine ({why}), but it stays in use "
+            "because an f16 cache does not fit in memory"
         )
     return _chosen(spec, wanted, _F16, why)
 
@@ -216,7 +216,7 @@ class _Timed:
         self._llama.llama_synchronize(self._context)
         if code:
             raise BackendFailure(
-                f"llama_decode failed with code {code} while this KV type was tried"
+                f"llama_decode failed with code {code} during the test of this KV type"
             )
         return time.perf_counter() - started
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec
-from localllm_backends.llamacpp import kv_probe, mtp, rpc, trained_drafter, vision
+from localllm_backends.llamacpp import kv_probe, media, mtp, rpc, trained_drafter
+from localllm_backends.llamacpp.adapters import with_adapters
 from localllm_backends.llamacpp.backend import LlamaCppBackend
-from localllm_backends.llamacpp.context import new_context, served_context, with_adapters
+from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.devices import check_kv
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.native import Buffers, log, start_native
@@ -22,14 +23,14 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
-    left_out = ""
+    missing_drafter = ""
     if spec.mtp:
         try:
             mtp.check_heads(path)
         except LoadError as e:
             if not spec.drafter_optional:
                 raise
-            left_out = str(e)
+            missing_drafter = str(e)
             spec = replace(spec, mtp=False)
     model, buffers = load_model(path, spec, on_progress)
     with ExitStack() as freed:
@@ -47,19 +48,19 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         except LoadError as e:
             if spec.mtp or not spec.drafter_optional:
                 raise
-            left_out = str(e)
+            missing_drafter = str(e)
             spec = replace(spec, drafter="")
             heads = None
             more = Buffers()
         buffers += more
         if heads is not None:
             freed.callback(heads.free)
-        backend_class = vision.LlamaCppVisionBackend if spec.projector else LlamaCppBackend
+        backend_class = media.LlamaCppMediaBackend if spec.projector else LlamaCppBackend
         backend = backend_class(llama, model, context, spec, path, buffers, heads)
         freed.pop_all()
     notes = [note] if note else []
-    if left_out:
-        notes.append(f"what would draft for the model is left out: {left_out}")
+    if missing_drafter:
+        notes.append(f"the model runs without its drafter: {missing_drafter}")
     backend.info = replace(backend.info, load_notes=tuple(notes))
     return backend
 

@@ -16,7 +16,6 @@ and differs between prefill and decode.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import sys
 import time
@@ -26,18 +25,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from localllm_backends.llamacpp.native import GgmlInitParams, ggml_function, start_native
+from localllm_backends.llamacpp.native import bindings, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.probe_process import print_answers
 
-# ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
-_F32 = 0
-_I32 = 26
-_CPU = 0
-_N_TYPES = 40
 # Repeat products for this many seconds, and at least this often. The best time counts.
 _SECONDS = 0.1
-_FEWEST = 3
+_MIN_REPEATS = 3
 _CONTEXT_BYTES = 1 << 20
 
 
@@ -76,11 +70,11 @@ def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
     Raises RuntimeError if the kernels fail, AttributeError if the build lacks a function. The
     process ends if there is no CPU backend or no memory for a matrix.
     """
-    start_native()
+    llama = start_native()
     processor = _Processor(n_threads)
     known = {}
-    for number in range(_N_TYPES):
-        name = ggml_function("ggml_type_name")(number) or b""
+    for number in range(llama.GGML_TYPE_COUNT):
+        name = llama.ggml_type_name(number) or b""
         known[name.decode(errors="replace").upper()] = number
     return {name: processor.rates(known[name]) for name in types if name in known}
 
@@ -89,15 +83,16 @@ class _Processor:
     """ggml's CPU backend with `n_threads` threads."""
 
     def __init__(self, n_threads: int) -> None:
-        self.device = ggml_function("ggml_backend_dev_by_type")(_CPU)
-        self._backend = ggml_function("ggml_backend_dev_init")(self.device, None)
-        self.stored = ggml_function("ggml_backend_dev_buffer_type")(self.device)
-        set_threads = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
-        set_threads(self._address(b"ggml_backend_set_n_threads"))(self._backend, n_threads)
+        llama = bindings()
+        self.device = llama.ggml_backend_dev_by_type(llama.GGML_BACKEND_DEVICE_TYPE_CPU)
+        self._backend = llama.ggml_backend_dev_init(self.device, None)
+        self.stored = llama.ggml_backend_dev_buffer_type(self.device)
+        address = self._address(b"ggml_backend_set_n_threads")
+        llama.ggml_backend_set_n_threads_t(address)(self._backend, n_threads)
 
     def _address(self, name: bytes) -> Any:
-        registry = ggml_function("ggml_backend_dev_backend_reg")(self.device)
-        return ggml_function("ggml_backend_reg_get_proc_address")(registry, name)
+        registry = bindings().ggml_backend_dev_backend_reg(self.device)
+        return bindings().ggml_backend_reg_get_proc_address(registry, name)
 
     def rates(self, weights: int) -> dict[str, Rates]:
         """Measure weights of that type, by their layout in memory."""
@@ -108,7 +103,7 @@ class _Processor:
             found["stored"] = stored
             # If a layout does not support experts, they are multiplied in the stored layout.
             stored_experts = stored["experts_flops_s"]
-        for memory in self._laid_out():
+        for memory in self._repacking_types():
             laid_out = self._rates_in(memory, weights, stored_experts)
             if laid_out is not None:
                 found["laid_out"] = laid_out
@@ -130,14 +125,13 @@ class _Processor:
             "token_flops_s": token,
         }
 
-    def _laid_out(self) -> list[int]:
+    def _repacking_types(self) -> list[int]:
         """Return the buffer types that repack weights, in the order in which llama.cpp tries
         them."""
         address = self._address(b"ggml_backend_dev_get_extra_bufts")
         if not address:
             return []
-        prototype = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
-        listed = prototype(address)(self.device)
+        listed = bindings().ggml_backend_dev_get_extra_bufts_t(address)(self.device)
         found: list[int] = []
         # NULL ends the list.
         while listed[len(found)]:
@@ -157,28 +151,28 @@ class _Processor:
             chosen = None
             if size.n_experts:
                 # Expert products take each token as a separate column.
-                prompt = _tensor(rest_in, _F32, size.columns, 1, size.tokens)
-                chosen = _tensor(rest_in, _I32, size.n_chosen, size.tokens, 1)
-                product = ggml_function("ggml_mul_mat_id")(rest_in, weights, prompt, chosen)
+                prompt = _tensor(rest_in, bindings().GGML_TYPE_F32, size.columns, 1, size.tokens)
+                chosen = _tensor(rest_in, bindings().GGML_TYPE_I32, size.n_chosen, size.tokens, 1)
+                product = bindings().ggml_mul_mat_id(rest_in, weights, prompt, chosen)
             else:
-                prompt = _tensor(rest_in, _F32, size.columns, size.tokens, 1)
-                product = ggml_function("ggml_mul_mat")(rest_in, weights, prompt)
-            graph = ggml_function("ggml_new_graph")(rest_in)
-            ggml_function("ggml_build_forward_expand")(graph, product)
+                prompt = _tensor(rest_in, bindings().GGML_TYPE_F32, size.columns, size.tokens, 1)
+                product = bindings().ggml_mul_mat(rest_in, weights, prompt)
+            graph = bindings().ggml_new_graph(rest_in)
+            bindings().ggml_build_forward_expand(graph, product)
             for context, kind in ((weights_in, memory), (rest_in, self.stored)):
-                buffer = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft")(context, kind)
-                freed.callback(ggml_function("ggml_backend_buffer_free"), buffer)
-            if not ggml_function("ggml_backend_dev_supports_op")(self.device, product):
+                buffer = bindings().ggml_backend_alloc_ctx_tensors_from_buft(context, kind)
+                freed.callback(bindings().ggml_backend_buffer_free, buffer)
+            if not bindings().ggml_backend_dev_supports_op(self.device, product):
                 return None  # writing to that memory is not possible either
             # The values do not affect the speed, except NaNs, which are slow on some processors.
             # New memory may hold NaNs, so write zeros.
             for tensor in (weights, prompt):
-                _fill(tensor, bytes(ggml_function("ggml_nbytes")(tensor)))
+                _fill(tensor, bytes(bindings().ggml_nbytes(tensor)))
             if chosen is not None:
                 # Round robin, so that every expert gets the same number of tokens.
                 numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
                 _fill(chosen, struct.pack(f"{len(numbers)}i", *numbers))
-            compute = partial(ggml_function("ggml_backend_graph_compute"), self._backend, graph)
+            compute = partial(bindings().ggml_backend_graph_compute, self._backend, graph)
             # The first product is not timed: it wakes the threads.
             if compute():
                 raise RuntimeError("llama.cpp could not multiply two matrices")
@@ -190,7 +184,7 @@ def _best_s(work: Callable[[], object]) -> float:
     best_s = float("inf")
     n = 0
     deadline = time.perf_counter() + _SECONDS
-    while n < _FEWEST or time.perf_counter() < deadline:
+    while n < _MIN_REPEATS or time.perf_counter() < deadline:
         started = time.perf_counter()
         work()
         best_s = min(best_s, time.perf_counter() - started)
@@ -199,17 +193,17 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _context(freed: ExitStack) -> int:
-    made = ggml_function("ggml_init")(GgmlInitParams(_CONTEXT_BYTES, None, True))
-    freed.callback(ggml_function("ggml_free"), made)
+    made = bindings().ggml_init(bindings().ggml_init_params(_CONTEXT_BYTES, None, True))
+    freed.callback(bindings().ggml_free, made)
     return int(made)
 
 
 def _tensor(context: int, kind: int, *shape: int) -> int:
-    return int(ggml_function("ggml_new_tensor_3d")(context, kind, *shape))
+    return int(bindings().ggml_new_tensor_3d(context, kind, *shape))
 
 
 def _fill(tensor: int, data: bytes) -> None:
-    ggml_function("ggml_backend_tensor_set")(tensor, data, 0, len(data))
+    bindings().ggml_backend_tensor_set(tensor, data, 0, len(data))
 
 
 def _answers() -> Iterator[dict[str, Any]]:

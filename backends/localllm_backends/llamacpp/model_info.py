@@ -14,7 +14,7 @@ from localllm_backends.contract import Capabilities, LoadSpec, ModelInfo
 from localllm_backends.control_text import NEVER
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.native import c_string, start_native
-from localllm_backends.llamacpp.weights import kv_meaning, open_file
+from localllm_backends.llamacpp.weights import kv_layout, kv_meaning, open_file
 from localllm_backends.vocabulary import TokenBytes
 
 # Longer texts are split into pieces of about this size, which take a millisecond each.
@@ -63,7 +63,7 @@ class LlamaCppVocabulary(TokenBytes):
 
     def text_pieces(self, text: str, *, special: bool, add_bos: bool) -> Iterator[str]:
         adds_end = add_bos and self._llama.llama_vocab_get_add_eos(self._vocab)
-        for part in self.read_anyway.pieces(text):
+        for part in self.always_parsed.pieces(text):
             if special and not adds_end:
                 yield from self._before_controls(part)
             else:
@@ -175,6 +175,7 @@ def model_info(
         kv_type_k=spec.kv_type_k,
         kv_type_v=spec.kv_type_v,
         kv_meaning=kv_meaning(),
+        kv_layout=kv_layout(),
         **served,
     )
 
@@ -223,6 +224,7 @@ def capabilities(
         rewind=rewind,
         rewind_tokens=n_rewind if recurrent else window_rewind,
         shares_cells=True,
+        unified=True,
         segments=keeps_all or states,
         states=states,
         threaded=True,
@@ -230,7 +232,7 @@ def capabilities(
         drafts=drafts,
         draft_kind=draft_kind,
         kv_on_device=on_device,
-        first_uses=on_device,
+        slow_first_steps=on_device,
         asynchronous=on_device and not reads_steps,
         sliced_prefill=sliced_prefill,
     )

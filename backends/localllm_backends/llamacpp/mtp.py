@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, SequenceId
-from localllm_backends.draft_head_state import LEAST_PROBABILITY, LONGEST_DRAFT
+from localllm_backends.draft_head_state import LONGEST_DRAFT, MIN_PROBABILITY
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
-from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
+from localllm_backends.llamacpp.heads import DraftHeads, best
+from localllm_backends.llamacpp.native import bindings
 from localllm_backends.llamacpp.weights import check_file
 
 # Architectures whose heads llama.cpp runs in a separate context (src/models: DECODER_MTP graphs),
@@ -35,10 +36,14 @@ def check_heads(path: Path) -> None:
     """Raise LoadError, with the reason, unless the heads in this GGUF can draft here. Reads headers
     only."""
     check_file(path)
-    reason = _heads_unfit([NativeHeader(part) for part in parts(path)])
+    missing = bindings().missing("mtp")
+    reason = f"this llama.cpp can't: {missing}"
+    if not missing:
+        reason = _heads_unfit([NativeHeader(part) for part in parts(path)])
     if reason:
         raise LoadError(
-            f"{path.name!r} can't draft for itself: {reason}", "load it with `--draft off`"
+            f"{path.name!r}: its draft heads can't be used: {reason}",
+            "load the model with `--draft off`",
         )
 
 
@@ -47,24 +52,21 @@ def _heads_unfit(headers: Sequence[NativeHeader]) -> str:
     first = headers[0]
     architecture = first.text("general.architecture")
     n_heads = first.number(f"{architecture}.nextn_predict_layers")
-    if staging_functions() is None:
-        return (
-            "this build of llama.cpp does not export what drafting with a model's own heads needs"
-        )
     if not n_heads:
-        return "its header names no draft heads (nextn_predict_layers)"
+        return "its header lists no draft heads (nextn_predict_layers)"
     if architecture not in _ARCHITECTURES:
-        return f"llama.cpp can't run the draft heads of {architecture!r} models beside the model"
+        return f"llama.cpp does not support draft heads of {architecture!r} models"
     if n_heads > 1 and not _ARCHITECTURES[architecture]:
         return (
-            f"llama.cpp runs one draft head of {architecture!r} models, and this file has {n_heads}"
+            f"llama.cpp supports one draft head for {architecture!r} models, but "
+            f"this file has {n_heads}"
         )
     if architecture == "deepseek2" and not first.number("deepseek2.attention.key_length_mla"):
-        return "llama.cpp runs the draft head of 'deepseek2' models only with MLA attention"
+        return "llama.cpp supports the draft head of 'deepseek2' models only with MLA attention"
     first_head = first.number(f"{architecture}.block_count") - n_heads
     weight = f"blk.{first_head}.nextn.eh_proj.weight"
     if not any(header.has_tensor(weight) for header in headers):
-        return "its header names draft heads, but their weights are not in it"
+        return "its header lists draft heads, but the file does not contain their weights"
     return ""
 
 
@@ -87,7 +89,7 @@ class MtpHeads(DraftHeads):
         if self._n_heads > 1:
             self.longest = self._n_heads
         # Return only the heads' own rows that are outputs.
-        self._functions["set_rows"](context, True, True)
+        llama.llama_set_embeddings_nextn(context, True, True)
         self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
 
     def _inputs(self, rows: Sequence[Rows]) -> Sequence[Rows]:
@@ -99,11 +101,11 @@ class MtpHeads(DraftHeads):
         batch = self._batch
         first: dict[SequenceId, int] = {}
         batch.clear()
-        rows = self._inputs([self._lines[s].rows[i] for s, i in places])
+        rows = self._inputs([self._states[s].rows[i] for s, i in places])
         for (sequence, i), row in zip(places, rows, strict=True):
-            line = self._lines[sequence]
-            first.setdefault(sequence, line.read + i)
-            batch.add_row(line.unread[i], line.read + i, sequence, row, output=False)
+            state = self._states[sequence]
+            first.setdefault(sequence, state.read + i)
+            batch.add_row(state.unread[i], state.read + i, sequence, row, output=False)
         for head in range(self._n_heads):
             if head:
                 # Each head has its own layer. The same cells are written again for it.
@@ -114,7 +116,8 @@ class MtpHeads(DraftHeads):
         return True
 
     def decode(self, head: int) -> bool:
-        self._functions["set_head"](self._context, head)
+        if self._n_heads > 1:
+            self._llama.llama_set_nextn_layer_offset(self._context, head)
         return self._decoder.decode(self._batch.native) == 0
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
@@ -122,7 +125,7 @@ class MtpHeads(DraftHeads):
         sequences = [sequence for sequence, _, _ in wanted]
         drafts: list[list[int]] = [[] for _ in wanted]
         self.catch_up(sequences)
-        newest = self._inputs([self._lines[sequence].rows[-1] for sequence in sequences])
+        newest = self._inputs([self._states[sequence].rows[-1] for sequence in sequences])
         rows: list[list[Rows]] = [[row] for row in newest]
         active = [i for i, (_, _, most) in enumerate(wanted) if most > 0]
         del active[self._n_batch // self._n_heads :]
@@ -153,7 +156,7 @@ class MtpHeads(DraftHeads):
         last = each - 1
         for i in active:
             token, probability = best(logits[last])
-            if probability >= LEAST_PROBABILITY:
+            if probability >= MIN_PROBABILITY:
                 drafts[i].append(token)
                 rows[i].append(hidden[last].copy())
             last += each
@@ -167,7 +170,7 @@ class MtpHeads(DraftHeads):
         since the model's last one again, since only it can write the KV of its layer.
         """
         sequence, newest, _ = want
-        base = self._lines[sequence].read
+        base = self._states[sequence].read
         tokens = [newest, *drafted]
         begin = 0 if self._n_heads > 1 else step
         if begin == 0 and step:

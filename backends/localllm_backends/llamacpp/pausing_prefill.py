@@ -80,7 +80,7 @@ class PausingPrefill(PrefillSlices):
         self._abort = llama.ggml_abort_callback(_always)
         self._context: Any = None
         self.memory: Any = None
-        self._made = threading.Event()
+        self._context_ready = threading.Event()
         cells = replace(
             spec,
             n_ctx=cells_for(self._prefix + len(self._tokens)),
@@ -100,9 +100,9 @@ class PausingPrefill(PrefillSlices):
         llama.cpp fails.
         """
         until = time.perf_counter() + seconds
-        # First use of new memory can take the system milliseconds per MB. If the slice is too short
-        # for that, it continues during the steps.
-        if not self._made.wait(seconds):
+        # The system may need milliseconds per MB when new memory is first used. If the slice is too
+        # short for that, the context is created further while steps run.
+        if not self._context_ready.wait(seconds):
             return 0
         while self._failure is None and self._copied < self._prefix:
             self._copy_prefix()
@@ -119,7 +119,7 @@ class PausingPrefill(PrefillSlices):
             raise self._failure
         return self._read
 
-    def beside(self, step: Callable[[], int]) -> int:
+    def run_step(self, step: Callable[[], int]) -> int:
         """Run `step`, on the prefill's thread if that is paused, so that only one thread has
         helpers."""
         if not self.paused:
@@ -189,10 +189,10 @@ class PausingPrefill(PrefillSlices):
             self.memory = kv_blocks.SequenceMemory(self._llama, self._context)
         except Exception as e:
             self._failure = _as_failure(e)
-        self._made.set()
+        self._context_ready.set()
 
     def _work(self) -> None:
-        self._made.wait()
+        self._context_ready.wait()
         self._wait()
         try:
             if self._failure is None:

@@ -15,21 +15,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from localllm_backends.contract import OtherMachineError
-from localllm_backends.llamacpp.devices import GPU, INTEGRATED, PROCESSOR, devices_of_type
-from localllm_backends.llamacpp.native import ggml_function, library_path, start_native
+from localllm_backends.llamacpp.binding.engine_files import library_path
+from localllm_backends.llamacpp.devices import devices_of_type
+from localllm_backends.llamacpp.native import start_native
 
 _CONNECT_S = 5.0
 _connected: set[str] = set()
 
 
 def _library() -> Any:
-    path = library_path("ggml-rpc")
-    if path is None:
+    if library_path("ggml-rpc") is None:
         raise OtherMachineError(
-            "this build of llama.cpp has no RPC: `localllm setup --rpc` makes one that has"
+            "this build of llama.cpp has no RPC: build one with `localllm setup --rpc`"
         )
-    start_native()
-    return ctypes.CDLL(str(path))
+    llama = start_native()
+    missing = llama.missing("rpc")
+    if missing:
+        raise OtherMachineError(f"this build of llama.cpp can't use RPC: {missing}")
+    return llama
 
 
 def connect(workers: Sequence[str]) -> None:
@@ -52,13 +55,13 @@ def connect(workers: Sequence[str]) -> None:
                 f"the worker at {worker} does not answer ({why}): "
                 "is `localllm worker` running there?"
             ) from e
-        rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
         found = rpc.ggml_backend_rpc_add_server(worker.encode())
         if not found:
             raise OtherMachineError(
-                f"what answers at {worker} is no worker of this version of llama.cpp"
+                f"the program that answers at {worker} is not a worker with this version of "
+                "llama.cpp: update localllm on both machines"
             )
-        ggml_function("ggml_backend_register")(found)
+        rpc.ggml_backend_register(found)
         _connected.add(worker)
 
 
@@ -66,11 +69,9 @@ def serve(endpoint: str, n_threads: int) -> None:
     """Lend this machine's accelerators, or else its processor, at `endpoint` until the process
     ends."""
     rpc = _library()
-    lent = devices_of_type(GPU, INTEGRATED) or devices_of_type(PROCESSOR)
+    lent = devices_of_type("GPU", "IGPU") or devices_of_type("CPU")
     devices = (ctypes.c_void_p * len(lent))(*lent)
-    rpc.ggml_backend_rpc_start_server(
-        endpoint.encode(), None, ctypes.c_size_t(n_threads), ctypes.c_size_t(len(lent)), devices
-    )
+    rpc.ggml_backend_rpc_start_server(endpoint.encode(), None, n_threads, len(lent), devices)
 
 
 def _main(endpoint: str, n_threads: str = "") -> None:

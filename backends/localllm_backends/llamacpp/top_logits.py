@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.candidates import FewChooser, Rows, TopRows, may_decide, unlimited
-from localllm_backends.llamacpp.native import ggml_function
+from localllm_backends.candidates import Rows, TopKChooser, TopRows, may_decide, unlimited
 from localllm_backends.values import Chunk, SequenceId
 
 KEPT = 256
 # With fewer streams, reading full rows costs less than the work on the device. Once on, it stays on
 # down to two streams. A draw that weighs all tokens is so costly on the host that one stream is
 # enough.
-_FEWEST = 4
-_FEWEST_ON = 2
+_MIN_STREAMS = 4
+_MIN_STREAMS_ON = 2
 # Steps for which a sequence gets no sampler after it needed full rows.
 _PATIENCE = 256
 
@@ -35,11 +34,11 @@ _PATIENCE = 256
 class _Chain:
     """The sampler chain of one sequence on a device.
 
-    It keeps each row until the next step, weighs the tokens if `weighs`, and selects the top k.
+    It keeps each row until the next step, weighs the tokens if `weigh_all`, and selects the top k.
     """
 
-    def __init__(self, llama: Any, *, weighs: bool) -> None:
-        self.weighs = weighs
+    def __init__(self, llama: Any, *, weigh_all: bool) -> None:
+        self.weigh_all = weigh_all
         self._llama = llama
         # Tensors of the newest graph, which is also the one that ran last.
         self._row: int | None = None
@@ -49,7 +48,7 @@ class _Chain:
         self._interfaces: list[Any] = []
         self._add(self._custom(self._keep_row))
         self._add(llama.llama_sampler_init_top_k(KEPT))
-        if weighs:
+        if weigh_all:
             self._add(self._custom(self._weigh_candidates))
 
     def _add(self, sampler: Any) -> None:
@@ -69,61 +68,69 @@ class _Chain:
         def backend_apply(_sampler: Any, context: int, _graph: Any, data: Any) -> None:
             add_to_graph(context, data.contents)
 
-        interface = llama.llama_sampler_i(
-            apply=llama.llama_sampler_i_apply(apply),
-            backend_init=llama.llama_sampler_i_backend_init(backend_init),
-            backend_apply=llama.llama_sampler_i_backend_apply(backend_apply),
-        )
+        interface = llama.llama_sampler_i()
+        functions = {
+            "apply": apply,
+            "backend_init": backend_init,
+            "backend_apply": backend_apply,
+        }
+        for name, function in functions.items():
+            setattr(interface, name, llama.field_type("llama_sampler_i", name)(function))
         self._interfaces.append(interface)
         return llama.llama_sampler_init(ctypes.byref(interface), None)
 
     def _keep_row(self, context: int, data: Any) -> None:
-        n = ggml_function("ggml_nelements")(data.logits)
-        reshaped = ggml_function("ggml_reshape_2d")
+        n = self._llama.ggml_nelements(data.logits)
+        reshaped = self._llama.ggml_reshape_2d
         column = reshaped(context, data.logits, n, 1)
-        self._row = ggml_function("ggml_cont")(context, column)
+        self._row = self._llama.ggml_cont(context, column)
         data.logits = self._row
         # As an output, its memory is not reused for other tensors.
-        ggml_function("ggml_set_output")(self._row)
-        if self.weighs:
-            shares = ggml_function("ggml_soft_max")(context, self._row)
+        self._llama.ggml_set_output(self._row)
+        if self.weigh_all:
+            shares = self._llama.ggml_soft_max(context, self._row)
             self._shares = reshaped(context, shares, 1, n)
 
     def _weigh_candidates(self, context: int, data: Any) -> None:
-        data.probs = ggml_function("ggml_get_rows")(context, self._shares, data.candidates)
+        data.probs = self._llama.ggml_get_rows(context, self._shares, data.candidates)
 
     def row(self, n_vocab: int) -> Rows:
         """Return the row [1, n_vocab] of the last step, which must have finished."""
         row: Rows = np.empty((1, n_vocab), dtype=np.float32)
-        ggml_function("ggml_backend_tensor_get")(self._row, row.ctypes.data, 0, row.nbytes)
+        self._llama.ggml_backend_tensor_get(self._row, row.ctypes.data, 0, row.nbytes)
         return row
 
 
 class TopLogits:
-    """Top-k selection for one context. It is used only if `able` is set."""
+    """Top-k selection for one context. It is used only if `enabled` is set."""
 
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
         self._llama = llama
         self._context = context
         self._n_vocab = n_vocab
         self._chains: dict[SequenceId, _Chain] = {}
-        self._whole_at: dict[SequenceId, int] = {}
+        self._full_row_at: dict[SequenceId, int] = {}
         self._steps = 0
-        self.able = False
+        self.enabled = False
+
+    @staticmethod
+    def exists(llama: Any) -> bool:
+        """Return whether this llama.cpp has samplers on devices."""
+        return not llama.missing("device_sampling")
 
     def prepare(self, chunks: Sequence[Chunk]) -> list[int]:
         """Prepare a step of `chunks`. Returns the indices of chunks whose top-k logits the device
         selects."""
-        if not (self.able or self._chains) or self._n_vocab <= KEPT:
+        if not (self.enabled or self._chains) or self._n_vocab <= KEPT:
             return []
         self._steps += 1
         outputs = [c for c in chunks if c.outputs]
-        weighs = self._sortable(outputs)
-        fewest = _FEWEST_ON if self._chains else _FEWEST
-        if not self.able or not (any(weighs.values()) or len(weighs) >= fewest):
-            weighs = {}
-        self._rebind(weighs, {c.sequence for c in outputs})
-        bound = weighs.keys() & self._chains.keys()
+        weigh_all = self._sortable(outputs)
+        fewest = _MIN_STREAMS_ON if self._chains else _MIN_STREAMS
+        if not self.enabled or not (any(weigh_all.values()) or len(weigh_all) >= fewest):
+            weigh_all = {}
+        self._rebind(weigh_all, {c.sequence for c in outputs})
+        bound = weigh_all.keys() & self._chains.keys()
         return [i for i, chunk in enumerate(chunks) if chunk.sequence in bound]
 
     def _sortable(self, outputs: Sequence[Chunk]) -> dict[SequenceId, bool]:
@@ -131,35 +138,35 @@ class TopLogits:
 
         The value tells if the draw needs the weight of all tokens.
         """
-        weighs: dict[SequenceId, bool] = {}
+        weigh_all: dict[SequenceId, bool] = {}
         for chunk in outputs:
-            if not (chunk.few and may_decide(chunk.sample, KEPT)):
-                self._whole_at[chunk.sequence] = self._steps
-            whole_at = self._whole_at.get(chunk.sequence, -_PATIENCE)
-            if self._steps - whole_at >= _PATIENCE:
-                weighs[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
-        return weighs
+            if not (chunk.top_k_suffices and may_decide(chunk.sample, KEPT)):
+                self._full_row_at[chunk.sequence] = self._steps
+            full_row_at = self._full_row_at.get(chunk.sequence, -_PATIENCE)
+            if self._steps - full_row_at >= _PATIENCE:
+                weigh_all[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
+        return weigh_all
 
-    def _rebind(self, weighs: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:
-        """Bind chains to the sequences in `weighs`.
+    def _rebind(self, weigh_all: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:
+        """Bind chains to the sequences in `weigh_all`.
 
         Of the other sequences, those that are not in this step may keep their chains.
         """
         for sequence, chain in [*self._chains.items()]:
-            idle = bool(weighs) and sequence not in stepped
-            fits = sequence in weighs and chain.weighs >= weighs[sequence]
+            idle = bool(weigh_all) and sequence not in stepped
+            fits = sequence in weigh_all and chain.weigh_all >= weigh_all[sequence]
             if not (idle or fits):
                 self.unbind(sequence)
-        for sequence in weighs.keys() - self._chains.keys():
-            self._bind(sequence, weighs=weighs[sequence])
+        for sequence in weigh_all.keys() - self._chains.keys():
+            self._bind(sequence, weigh_all=weigh_all[sequence])
 
-    def _bind(self, sequence: SequenceId, *, weighs: bool) -> None:
-        chain = _Chain(self._llama, weighs=weighs)
+    def _bind(self, sequence: SequenceId, *, weigh_all: bool) -> None:
+        chain = _Chain(self._llama, weigh_all=weigh_all)
         if self._llama.llama_set_sampler(self._context, sequence, chain.native):
             self._chains[sequence] = chain
         else:
             self._llama.llama_sampler_free(chain.native)
-            self.able = False
+            self.enabled = False
 
     def unbind(self, sequence: SequenceId) -> None:
         """Unbind the chain of a sequence, whose full rows are then copied again."""
@@ -173,15 +180,15 @@ class TopLogits:
         llama = self._llama
         context = self._context
         # Work that needs no row, done while the device computes.
-        chooser = FewChooser(chunks, numbers)
-        weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
+        chooser = TopKChooser(chunks, numbers)
+        weighed = np.array([self._chains[chunks[i].sequence].weigh_all for i in numbers])
         counts = [(len(c.tokens), min(c.outputs, len(c.tokens))) for c in chunks]
         last = np.cumsum(counts, axis=0)[numbers] - 1
         ends, rows = last.T
         llama.llama_synchronize(context)
         if llama.llama_get_sampled_candidates_count_ith(context, int(ends[0])) != KEPT:
             # This device leaves the selection to the host. Don't try again.
-            self.able = False
+            self.enabled = False
             return [None] * len(chunks)
 
         def read(function: Any, kind: Any, which: NDArray[np.bool_]) -> Any:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from localllm_backends.contract import LoadError, LoadSpec, SequenceId
-from localllm_backends.draft_head_state import LEAST_PROBABILITY, HeadsLine
+from localllm_backends.draft_head_state import MIN_PROBABILITY, HeadState
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
-from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
+from localllm_backends.llamacpp.heads import DraftHeads, best
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import Buffers
 from localllm_backends.llamacpp.weights import check_file, load_model
@@ -50,7 +50,6 @@ _GIVE_LAST = {
 _LONGEST_BLOCK = 64
 # Tokens per llama.cpp batch. Each row reserves space for its logits, even if they are not read.
 _BATCH = 128
-_MROPE = 8  # llama.h: enum llama_rope_type
 
 
 class Eagle3Heads(MtpHeads):
@@ -99,7 +98,7 @@ class AssistantHeads(MtpHeads):
     ) -> None:
         sequence, newest, _ = want
         token = [newest, *drafted][step]
-        position = self._lines[sequence].read
+        position = self._states[sequence].read
         self._batch.add_row(token, position, sequence, rows[step], output=True)
 
     def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
@@ -108,7 +107,7 @@ class AssistantHeads(MtpHeads):
     def import_range(
         self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int
     ) -> None:
-        self._lines[sequence] = HeadsLine(stop, [self._zero_row()])
+        self._states[sequence] = HeadState(stop, [self._zero_row()])
 
 
 class DflashHeads(DraftHeads):
@@ -129,21 +128,24 @@ class DflashHeads(DraftHeads):
         self._block = block
         self.longest = block.rows - block.anchor
         dimensions = 1
-        if int(llama.llama_model_rope_type(llama.llama_get_model(context))) == _MROPE:
+        if (
+            int(llama.llama_model_rope_type(llama.llama_get_model(context)))
+            == llama.LLAMA_ROPE_TYPE_MROPE
+        ):
             dimensions = 4
         self._inject = Batch(
             llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions
         )
         self._masked = Batch(llama, self._n_batch)
         # A selector's candidates are not rows of the output.
-        self._functions["set_rows"](context, True, not block.selector_top_k)
+        llama.llama_set_embeddings_nextn(context, True, not block.selector_top_k)
         llama.llama_set_causal_attn(context, block.causal)
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
         self._inject.clear()
         for sequence, i in places:
-            line = self._lines[sequence]
-            self._inject.add_row(0, line.read + i, sequence, line.rows[i], output=False)
+            state = self._states[sequence]
+            self._inject.add_row(0, state.read + i, sequence, state.rows[i], output=False)
         self._inject.place_text()
         return self._decoder.decode(self._inject.native) == 0
 
@@ -163,7 +165,7 @@ class DflashHeads(DraftHeads):
         masks = [block.mask] * (block.rows - 1)
         self._masked.clear()
         for sequence, newest, _ in wanted:
-            at = self._lines[sequence].read
+            at = self._states[sequence].read
             self._masked.add(sequence, at + 1, [newest, *masks], n_outputs)
         # The newest row of each sequence. The model has not read the token after it yet.
         done = self._read([(sequence, 0) for sequence, _, _ in wanted])
@@ -174,7 +176,7 @@ class DflashHeads(DraftHeads):
         for i, (_, _, most) in enumerate(wanted):
             draft: list[int] = []
             for token, probability in islice(self._guesses(n, i * block.rows), most):
-                if probability < LEAST_PROBABILITY:
+                if probability < MIN_PROBABILITY:
                     break
                 draft.append(token)
             drafts.append(draft)
@@ -244,18 +246,18 @@ def open_drafter(
     """
     path = Path(spec.drafter)
     check_file(path)
-    if staging_functions() is None:
-        raise _refused(
-            path,
-            "this build of llama.cpp does not export what drafting from a model's features needs",
-        )
+    missing = llama.missing("drafters")
+    if missing:
+        raise _refused(path, f"this llama.cpp can't use drafters: {missing}")
     header = NativeHeader(path)
     main = NativeHeader(parts(Path(spec.path))[0])
     kind = header.text("general.architecture")
     architecture = main.text("general.architecture")
     if kind not in KINDS:
         raise _refused(
-            path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}"
+            path,
+            f"the file is a {kind or 'nameless'} model, not a drafter of the "
+            f"kinds {' or '.join(KINDS)}",
         )
     if kind == _ASSISTANT:
         reason = _assistant_unfit(header, main, architecture)
@@ -273,7 +275,7 @@ def open_drafter(
             drafter,
             spec,
             n_seq_max=n_seq_max,
-            beside=target,
+            target=target,
             n_batch=max(_BATCH, n_seq_max),
             draft_cells=block.rows if kind == "dflash" else 0,
         )
@@ -291,16 +293,19 @@ def open_drafter(
 def _refused(path: Path, why: str) -> LoadError:
     return LoadError(
         f"{path.name!r} can't draft for this model: {why}",
-        "use the drafter published for this very model, or `--draft auto`",
+        "use the drafter that was published for this model, or `--draft auto`",
     )
 
 
 def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
     """Return why a drafter that reads features can't draft for the model; "" if it can."""
     if architecture not in _GIVE_FEATURES:
-        return f"llama.cpp does not give what the layers of {architecture!r} models make"
+        return f"llama.cpp does not return the hidden states of {architecture!r} models"
     if header.number("dflash.hyper_connection.count"):
-        return "DSpark drafters with DeepSeek-V4's own layers were never tried here"
+        return (
+            "DSpark drafters with DeepSeek-V4's layers are not supported, because "
+            "we have not tested them"
+        )
     width = main.number(f"{architecture}.embedding_length")
     own = header.number(f"{kind}.embedding_length")
     made_for = own
@@ -308,20 +313,21 @@ def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
         made_for = header.number("eagle3.target_hidden_size")
     if made_for != width:
         return (
-            f"it was trained for a model whose layers are {made_for:,} wide, "
-            f"and this one's are {width:,}"
+            f"it was trained for a model with hidden size {made_for:,}, and "
+            f"this model has {width:,}"
         )
     has_embeddings = header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")
     if own != width and not has_embeddings:
         return (
-            f"it is {own:,} wide and would share the embeddings of a model that is {width:,} wide"
+            f"its hidden size is {own:,}, but it shares the embeddings of the model, whose "
+            f"hidden size is {width:,}"
         )
     reason = _layers_unfit(header, main, kind, architecture)
     if reason or kind != "dflash":
         return reason
     block = _BlockLayout(header)
     if not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0:
-        return f"its block of {block.rows} tokens, or its mask token, can't be used"
+        return f"its block of {block.rows} tokens or its mask token is not supported"
     return ""
 
 
@@ -331,14 +337,14 @@ def _layers_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
     n_heads = main.number(f"{architecture}.nextn_predict_layers")
     n_layers = main.number(f"{architecture}.block_count") - n_heads
     if not layers:
-        return f"it reads the layers none, and this model has {n_layers}"
+        return f"it names no layers to read, and this model has {n_layers}"
     if min(layers) < 0 or max(layers) > n_layers:
         listed = ", ".join(str(layer) for layer in layers)
         return f"it reads the layers {listed}, and this model has {n_layers}"
     if n_layers in layers and architecture not in _GIVE_LAST[kind]:
         return (
-            "it reads behind the last layer, "
-            f"which llama.cpp does not give of {architecture!r} models"
+            "it reads the output of the last layer, which llama.cpp does not return for "
+            f"{architecture!r} models"
         )
     return ""
 
@@ -349,18 +355,15 @@ def _assistant_unfit(header: NativeHeader, main: NativeHeader, architecture: str
     llama.cpp does not check this, and would read outside the buffers.
     """
     if architecture != "gemma4":
-        return f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model"
+        return f"it reads the KV of a Gemma 4 model, but this is a {architecture!r} model"
     width = main.number("gemma4.embedding_length")
     wanted = header.number(f"{_ASSISTANT}.embedding_length_out")
     if width != wanted:
-        return f"it was made for a model {wanted:,} wide, and this one is {width:,} wide"
+        return f"it was made for a model with hidden size {wanted:,}, and this model has {width:,}"
     window = main.number("gemma4.attention.sliding_window")
     read_window = header.number(f"{_ASSISTANT}.attention.sliding_window")
     if window != read_window or not _reads_last_layers(header, main):
-        return (
-            "its layers read keys of other sizes, or another window, "
-            "than this model's last two layers have"
-        )
+        return "its key sizes or its window differ from those of this model's last two layers"
     return ""
 
 
@@ -395,10 +398,14 @@ def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:
     n = int(llama.llama_vocab_n_tokens(own))
     m = int(llama.llama_vocab_n_tokens(its))
     if n != m:
-        raise _refused(path, f"its vocabulary has {m:,} tokens and the model's {n:,}")
+        raise _refused(
+            path, f"its vocabulary has {m:,} tokens, and the model's vocabulary has {n:,}"
+        )
     text = llama.llama_vocab_get_text
     for i in range(n):
         theirs = text(its, i)
         ours = text(own, i)
         if theirs != ours:
-            raise _refused(path, f"its token {i} is {theirs!r} and the model's {ours!r}")
+            raise _refused(
+                path, f"token {i} is {theirs!r} in the drafter and {ours!r} in the model"
+            )

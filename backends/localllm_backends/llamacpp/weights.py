@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
-from localllm_backends.fingerprints import fingerprint
 from localllm_backends.llamacpp import context
+from localllm_backends.llamacpp.binding.engine_files import file_identity, libraries_in
 from localllm_backends.llamacpp.kv_blocks import KV
 from localllm_backends.llamacpp.native import (
     Buffers,
@@ -19,33 +19,34 @@ from localllm_backends.llamacpp.native import (
     log,
     start_native,
 )
+from localllm_backends.plain_files import check_plain_file
 
 
 @cache
 def native_libraries() -> str:
     """Return the identity of the libraries that compute."""
-    loaded = Path(str(bindings()._lib._name))
-    libraries = []
-    for path in sorted(loaded.parent.glob("*")):
-        if path.suffix in (".so", ".dylib", ".dll") and path.is_file():
-            libraries.append(path)
-    if not libraries and loaded.is_file():
-        libraries.append(loaded)
-    return " ".join(f"{path.name}:{fingerprint(path)}" for path in libraries)
+    return " ".join(
+        f"{path.name}:{file_identity(path)}" for path in libraries_in(bindings().folder)
+    )
+
+
+def kv_layout() -> str:
+    """Return how exported KV is laid out, in addition to weights and KV types.
+
+    That is the version of llama.cpp's sequence state, the block format, and llama.cpp's rotation of
+    quantised KV, which an environment variable turns off (llama-kv-cache.cpp). KV that is read with
+    another layout gives wrong results without an error.
+    """
+    rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
+    llama = bindings()
+    version = llama.LLAMA_STATE_SEQ_VERSION if llama.has("LLAMA_STATE_SEQ_VERSION") else 0
+    return f"llama.cpp sequence {version}; no rotation {rotation}; blocks {KV.decode()}"
 
 
 def kv_meaning() -> str:
-    """Return everything that exported KV depends on, in addition to weights and KV types.
-
-    That is the version of the bindings, the native libraries, the block format, and llama.cpp's
-    rotation of quantised KV, which an environment variable turns off (llama-kv-cache.cpp). KV that
-    is read with another meaning gives wrong results without an error.
-    """
-    rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
-    return (
-        f"llama-cpp-python {bindings_version()}; {native_libraries()}; no rotation {rotation}; "
-        f"blocks {KV.decode()}"
-    )
+    """Return everything that the bits of exported KV depend on, in addition to weights and KV
+    types: the bindings, the native libraries, and the layout."""
+    return f"llama-cpp-python {bindings_version()}; {native_libraries()}; {kv_layout()}"
 
 
 def check_file(path: Path) -> None:
@@ -53,15 +54,14 @@ def check_file(path: Path) -> None:
     magic."""
     if not path.exists():
         raise LoadError(f"there is no file {path.name!r} at that path")
+    check_plain_file(path)
     try:
         with path.open("rb") as f:
             magic = f.read(4)
     except OSError as e:
         raise LoadError(f"{path.name!r} can't be read: {e.strerror}") from e
     if magic != b"GGUF":
-        raise LoadError(
-            f"{path.name!r} is not a GGUF file (it does not begin with the letters GGUF)"
-        )
+        raise LoadError(f"{path.name!r} is not a GGUF file (it does not start with the bytes GGUF)")
 
 
 def open_file(path: Path, params: Any, on_progress: Callable[[float], None] | None = None) -> Any:
@@ -102,15 +102,14 @@ def load_model(
     """
     llama = start_native()
     params = context.model_params(llama, spec)
-    params.load_mtp = spec.mtp and not drafter
+    llama.set_fields(params, load_mtp=spec.mtp and not drafter)
     model = open_file(path, params, on_progress)
     decoder_only = llama.llama_model_has_decoder(model) and not llama.llama_model_has_encoder(model)
     if not drafter and not decoder_only:
         llama.llama_model_free(model)
         raise LoadError(
             f"{path.name!r} is not a text-generating (decoder-only) model",
-            "name a model that makes text; "
-            "models of embeddings and rerankers are served by their name",
+            "use a model that generates text; serve embedding models and rerankers by their name",
         )
     buffers = log.buffers()
     if any(not place.endswith("_Mapped") for place, _ in buffers):
@@ -137,12 +136,11 @@ def what_to_do(why: str) -> str:
         return ""
     if "unknown model architecture" in why:
         return (
-            "a newer llama.cpp may know it (`localllm setup`); "
-            "a file from Ollama's store may call it otherwise: "
-            "fetch a GGUF file of the model from the hub"
+            "a newer llama.cpp may support it (`localllm setup`); if the file comes from "
+            "Ollama's store, download a GGUF file of the model from the hub"
         )
     return (
-        "the file is laid out otherwise than this llama.cpp reads it, "
-        "as some of Ollama's own are: fetch a GGUF file of the model from the hub, "
-        "or get a newer llama.cpp (`localllm setup`)"
+        "this llama.cpp does not support the file's layout, which some of Ollama's "
+        "files have: download a GGUF file of the model from the hub, or get a newer "
+        "llama.cpp (`localllm setup`)"
     )

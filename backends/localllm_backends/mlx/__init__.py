@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from localllm_backends.contract import BackendFailure, BackendType, Declaration
 from localllm_backends.mlx.files import checkpoint_folder
+from localllm_backends.plain_files import check_plain_files
 
 if TYPE_CHECKING:
-    from localllm_backends.contract import Backend, LoadSpec
+    from localllm_backends.contract import Backend, LoadSpec, QuantizeOrder
 
 # The compiler that MLX's CPU build calls for its kernels (mlx/backend/cpu/jit_compiler.cpp runs
 # `g++` on Linux).
@@ -54,6 +55,7 @@ class MlxType(BackendType):
         own_kernels=True,
         buffers="grown",
         kv_quants="groups",
+        trained_drafters=True,
         adapters="folder",
         towers=(
             "devstral-small-2",
@@ -106,20 +108,21 @@ class MlxType(BackendType):
         from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
 
         folder = checkpoint_folder(path)
+        check_plain_files(folder)
         config = read_json(folder / "config.json")
         text = config.get("text_config", config)
         words = MlxVocabulary(folder, config, int(text.get("vocab_size", 0)))
         return [words.token_bytes(t, special=True) for t in range(words.n_vocab)]
 
     def image_bytes(self, path: str) -> int:
-        from localllm_backends.mlx.towers import has_tower, image_buffer_bytes, why_not
+        from localllm_backends.mlx.towers import has_tower, image_buffer_bytes, unsupported_reason
         from localllm_backends.mlx.vocabulary import read_json
 
         folder = checkpoint_folder(path)
         config = read_json(folder / "config.json")
         if not has_tower(folder, config):
             return 0
-        reason = why_not(config)
+        reason = unsupported_reason(config)
         if reason is not None:
             raise BackendFailure(reason)
         return image_buffer_bytes(config)
@@ -131,10 +134,15 @@ class MlxType(BackendType):
         if spec.placement.workers:
             return load_tensor_parallel(spec, on_progress)
         if spec.projector:
-            from localllm_backends.mlx.vision import load_seeing
+            from localllm_backends.mlx.vision import load_with_vision
 
-            return load_seeing(spec, on_progress)
+            return load_with_vision(spec, on_progress)
         return load(spec, on_progress)
+
+    def quantize(self, order: QuantizeOrder, on_planned: Callable[[int], None]) -> None:
+        from localllm_backends.mlx.quantize import quantize
+
+        quantize(order, on_planned)
 
 
 backend_type = MlxType()

@@ -23,6 +23,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from localllm_backends.mlx.kv_format import KvFormat
+from localllm_backends.mlx.shared_prefix import Group, gathered
+
 # Buffers grow in blocks of this many slots, as in mlx-lm: growing copies the buffer.
 BLOCK_TOKENS = 256
 _PHASES = 4
@@ -42,21 +45,6 @@ def phase_of(layer: int) -> int:
     return layer % _PHASES * (BLOCK_TOKENS // _PHASES)
 
 
-class KvFormat:
-    """Storage format of keys and values: unchanged, or quantised in groups (`bits` 4 or 8)."""
-
-    def __init__(self, bits: int = 0, group_size: int = 64) -> None:
-        self.bits = bits
-        self.group_size = group_size
-
-    def planes(self, keys: Any, values: Any) -> tuple[Any, ...]:
-        if not self.bits:
-            return keys, values
-        of_keys = mx.quantize(keys, group_size=self.group_size, bits=self.bits)
-        of_values = mx.quantize(values, group_size=self.group_size, bits=self.bits)
-        return (*of_keys, *of_values)
-
-
 class RowOffsets:
     """Positions of the rows of a batch, shared by all layers with the same window.
 
@@ -68,8 +56,10 @@ class RowOffsets:
         self.window = window
         self.offsets = offsets
         self.starts = [0] * len(offsets)
+        # For each row the tokens in segments, before `starts`; empty if no row has any.
+        self.shared: list[int] = []
         # If True, new tokens also attend to later new tokens.
-        self.sees_ahead = False
+        self.attends_ahead = False
         self._step: tuple[tuple[int, ...], dict[Any, Any]] = ((), {})
 
     def used(self) -> list[int]:
@@ -84,7 +74,7 @@ class RowOffsets:
 
     def _once(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
         """Cache the result of `make(*arguments)` for all layers of a step."""
-        at = (*self.offsets, *self.starts, self.sees_ahead)
+        at = (*self.offsets, *self.starts, *self.shared, self.attends_ahead)
         if self._step[0] != at:
             self._step = (at, {})
         memo = self._step[1]
@@ -134,21 +124,48 @@ class RowOffsets:
         return self._once("mask", self._mask, n, window or self.window, return_array)
 
     def _mask(self, n: int, window: int | None, return_array: bool) -> Any:
-        used = self.used()
         first, last = self.span(n)
-        if window is not None and last - first <= window:
+        n_shared = max(self.shared, default=0)
+        if window is not None and n_shared + last - first <= window:
             window = None
-        if window is None and len(set(used)) == 1:
-            if n == 1 or (self.sees_ahead and not return_array):
+        if window is None and len(set(self.offsets)) == len(set(self.starts)) == 1:
+            if n == 1 or (self.attends_ahead and not return_array):
                 return None
             if not return_array:
                 return "causal"
         queries = self._index(n)
         slots = mx.arange(first, last)[None, None, None]
-        mask = (slots <= queries) | self.sees_ahead
-        if window is None:
+        mask = (slots <= queries) | self.attends_ahead
+        if window is not None:
+            mask = mask & (slots > queries - window)
+        if not n_shared:
             return mask
-        return mask & (slots > queries - window)
+        in_segments = mx.array(self.shared)[:, None, None, None]
+        places = mx.arange(n_shared)[None, None, None]
+        seen = mx.broadcast_to(places < in_segments, (len(self.shared), 1, n, n_shared))
+        if window is not None:
+            seen = seen & (places > queries + in_segments - window)
+        return mx.concatenate([seen, mask], axis=3)
+
+    def own_mask(self, n: int) -> Any:
+        """Return the mask over each row's own slots, without those of segments; None: all."""
+        return self._once("own mask", self._own_mask, n)
+
+    def _own_mask(self, n: int) -> Any:
+        first, last = self.span(n)
+        if n == 1 and len(set(self.used())) == 1:
+            return None
+        slots = mx.arange(first, last)[None, None, None]
+        return (slots <= self._index(n)) | self.attends_ahead
+
+    def made(self, mask: Any) -> bool:
+        """Return whether `mask` is of this step, and hides no token of a segment."""
+        if mask is None or isinstance(mask, str):
+            return True
+        for (name, *arguments), result in self._step[1].items():
+            if name == "mask" and result is mask:
+                return arguments[1] is None
+        return False
 
 
 class Attention:
@@ -165,6 +182,12 @@ class Attention:
         # All layers with the same window are cut at the same slot.
         self.phase = phase if rows.window is None else 0
         self.written = 0
+        # The segments of the rows, and the number of this leaf in them.
+        self.groups: list[Group] = []
+        self.number = 0
+        # Whether attention was computed from what is stored, and what it was fetched as.
+        self.was_split = False
+        self._fetched: tuple[Any, Any, list[Any]] | None = None
         self.planes = None
         if form.bits:
             self.bits = form.bits
@@ -197,16 +220,10 @@ class Attention:
     def nbytes(self) -> int:
         return sum(int(p.nbytes) for p in chain(self._planes or (), *self._tail))
 
-    def _halves(self, planes: Sequence[Any]) -> tuple[Any, Any]:
-        """Return planes as the (keys, values) of attention."""
-        if self.form.bits:
-            return tuple(planes[:3]), tuple(planes[3:])
-        return planes[0], planes[1]
-
     def _half(self, which: int) -> Any:
         if self.planes is None:
             return None
-        return self._halves(self.planes)[which]
+        return self.form.halves(self.planes)[which]
 
     def _set_half(self, which: int, value: Any) -> None:
         n = len(self.planes) // 2
@@ -258,7 +275,35 @@ class Attention:
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return what the newest tokens attend to. Models whose layers share memory call this."""
         first, last = self.rows.span(self.written)
-        return self._halves([p[..., first:last, :] for p in self.planes])
+        own = [p[..., first:last, :] for p in self.planes]
+        if not self.groups and not self.form.is_decoded:
+            return self.form.halves(own)
+        whole = own
+        if self.groups:
+            whole = gathered(self.groups, self.number, own)
+        keys, values = self.form.fetched(whole)
+        self._fetched = keys, values, own
+        return keys, values
+
+    def take_own(self, keys: Any, values: Any, mask: Any, n: int) -> tuple[list[Any], Any] | None:
+        """Return the planes of the rows' own tokens, and their mask for `n` new tokens.
+
+        Returns None unless `keys` and `values` were just fetched from segments or decoded, and the
+        tokens in segments are not masked.
+        """
+        fetched = self._fetched
+        self._fetched = None
+        if fetched is None or keys is not fetched[0] or values is not fetched[1]:
+            return None
+        if not self.rows.made(mask):
+            return None
+        self.was_split = True
+        return fetched[2], self.rows.own_mask(n)
+
+    def forget_step(self) -> None:
+        """Forget the newest call, after the step that made it."""
+        self.written = 0
+        self._fetched = None
 
     def write(self, pieces: Sequence[Any], slot: int) -> None:
         """Put `pieces` into the buffers from that slot on.
@@ -310,6 +355,9 @@ class Attention:
 
     def row(self, i: int) -> list[Any]:
         """Return the used slots of row `i`, as views."""
+        if self.planes is None and self.groups:
+            shared = self.groups[0].chain[-1].of_leaf(self.number)
+            return [plane[:, :, :0] for plane in shared]
         used = self.rows.used()[i]
         return [p[i : i + 1, :, :used, :] for p in self.planes]
 

@@ -21,7 +21,7 @@ def _answers() -> Iterator[dict[str, Any]]:
     ones = mx.ones((64, 64))
     total = mx.sum(ones @ ones).item()
     if total != 64**3:
-        sys.exit(f"64 x 64 ones times as many gave a sum of {total}, not {64**3}")
+        sys.exit(f"the product of two 64 x 64 matrices of ones has the sum {total}, not {64**3}")
     yield {"device": str(mx.default_device()), "info": dict(mx.device_info())}
 
 

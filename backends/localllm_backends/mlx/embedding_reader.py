@@ -53,7 +53,9 @@ class EmbeddingReader:
                 continue  # a recurrent layer has no positions
             rope = layer.self_attn.rope
             if type(rope) is not nn.RoPE:
-                raise LoadError(f"images at positions of a {type(rope).__name__} are not read")
+                raise LoadError(
+                    f"images are not supported with positions of a {type(rope).__name__}"
+                )
             in_rows = MRoPERotaryEmbedding(
                 rope.dims, base=rope.base, mrope_section=section, style=style
             )
@@ -62,7 +64,7 @@ class EmbeddingReader:
         for i in range(n_added):
             layers[i] = _added_to(layers[i], i, self)
 
-    def give(self, rows: Any, places: Any) -> None:
+    def set_embeddings(self, rows: Any, places: Any) -> None:
         """Set the embeddings of the next tokens: `rows` [tokens, width] at `places` [3, tokens].
 
         `places` None: one-dimensional positions.
@@ -94,10 +96,10 @@ class EmbeddingReader:
             self._places = self._places[..., n:]
         seeing = [leaf.rows for leaf in cache] if self._ahead else []
         for rows in seeing:
-            rows.sees_ahead = self._ahead == "everywhere" or rows.window is not None
+            rows.attends_ahead = self._ahead == "everywhere" or rows.window is not None
         logits = self._model(ids, cache=cache, input_embeddings=now)
         for rows in seeing:
-            rows.sees_ahead = False
+            rows.attends_ahead = False
         self.clear()
         self._rows = later if later.shape[1] else None
         return logits

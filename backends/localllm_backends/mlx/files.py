@@ -7,6 +7,7 @@ from pathlib import Path
 
 from localllm_backends.contract import LoadError
 from localllm_backends.fingerprints import add_samples
+from localllm_backends.plain_files import check_plain_files
 
 
 def checkpoint_folder(path: str) -> Path:
@@ -31,11 +32,12 @@ def check_folder(path: str) -> Path:
         raise LoadError(f"there is no folder {name!r} at that path")
     if not folder.is_dir():
         raise LoadError(f"{name!r} is a file, not an MLX checkpoint folder")
+    check_plain_files(folder)
     if not (folder / "config.json").is_file():
         raise LoadError(f"{name!r} has no config.json: it is not an MLX checkpoint folder")
     if not weight_files(folder):
         raise LoadError(
-            f"{name!r} has no model*.safetensors: weights in other formats are not read"
+            f"{name!r} has no model*.safetensors, and weights in other formats are not supported"
         )
     return folder
 

@@ -26,6 +26,8 @@ from localllm_backends.mlx.sequence_cache import SequenceCache
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import Stepper
 
+# Changes with the bytes that `KvExport` writes, and with the meaning of the arrays in them.
+KV_LAYOUT = "mlx blocks 1"
 _HEADER_BYTES = struct.Struct("<I")
 
 
@@ -48,62 +50,62 @@ class Blob:
 class KvExport:
     """Exports and imports sequences.
 
-    `identity`: the model and the format of its memory. `apart`: windows and recurrent state are
-    exported separately from the KV that every token keeps.
+    `identity`: the model and the format of its memory. `separate_states`: windows and recurrent
+    state are exported separately from the KV that every token keeps.
     """
 
     identity: str
     shapes: Shapes
     stepper: Stepper
-    apart: bool
+    separate_states: bool
 
     def __post_init__(self) -> None:
         self._layout = self.shapes.layout
-        self._in_pieces = self._layout.plain or self.apart
+        self._in_pieces = self._layout.plain or self.separate_states
         leaves = self._layout.leaves
         self._kept = [i for i, x in enumerate(leaves) if self._in_pieces and x.keeps_tokens]
         self._state = [i for i in range(len(leaves)) if i not in self._kept]
 
     # --- export -----------------------------------------------------------------------------------
 
-    def export_range(self, line: SequenceCache, start: int, stop: int) -> bytes:
+    def export_range(self, seq: SequenceCache, start: int, stop: int) -> bytes:
         """Return the KV of tokens [start, stop) after a header."""
         if self._in_pieces:
-            self.stepper.recompute(line)
-            leaves = [line.planes_of(i, start, stop) for i in self._kept]
-            images = [image for image in line.images if start < image[0] <= stop]
+            self.stepper.recompute(seq)
+            leaves = [seq.planes_of(i, start, stop) for i in self._kept]
+            images = [image for image in seq.images if start < image[0] <= stop]
             return self._pack(Blob(start, stop, [], images, leaves))
-        if (start, stop) != (0, line.length):
-            raise CannotRewindError("this model's memory can only be exported whole")
-        return self.export_state(line)
+        if (start, stop) != (0, seq.length):
+            raise CannotRewindError("only the complete memory of this model can be exported")
+        return self.export_state(seq)
 
-    def state_bytes(self, line: SequenceCache) -> int:
+    def state_bytes(self, seq: SequenceCache) -> int:
         """Return the number of bytes of `export_state`, without computing them."""
-        blob = self._state_of(line)
+        blob = self._state_of(seq)
         n_bytes = sum(int(a.nbytes) for a in chain.from_iterable(blob.leaves))
         return len(self._header(blob)) + n_bytes
 
-    def export_state(self, line: SequenceCache) -> bytes:
-        return self._pack(self._state_of(line))
+    def export_state(self, seq: SequenceCache) -> bytes:
+        return self._pack(self._state_of(seq))
 
-    def _state_of(self, line: SequenceCache) -> Blob:
-        """Collect the state after all tokens of `line`. A window contributes what the next token
+    def _state_of(self, seq: SequenceCache) -> Blob:
+        """Collect the state after all tokens of `seq`. A window contributes what the next token
         attends to."""
-        self.stepper.recompute(line)
+        self.stepper.recompute(seq)
         starts = []
         for window in self._layout.windows:
-            held_from = line.batch.rows[window].starts[line.row]
-            seen_from = line.length - (window - 1)
+            held_from = seq.batch.rows[window].starts[seq.row]
+            seen_from = seq.length - (window - 1)
             starts.append(max(held_from, seen_from))
-        blob = Blob(0, line.length, starts, line.images)
-        recurrent = iter(self.stepper.recurrent_state(line))
+        blob = Blob(0, seq.length, starts, seq.images)
+        recurrent = iter(self.stepper.recurrent_state(seq))
         for i in self._state:
             leaf = self._layout.leaves[i]
             if leaf.n_arrays:
                 blob.leaves.append(next(recurrent))
             else:
                 first = self._first(blob, leaf.window)
-                blob.leaves.append(line.planes_of(i, first, line.length))
+                blob.leaves.append(seq.planes_of(i, first, seq.length))
         return blob
 
     def _first(self, blob: Blob, window: int | None) -> int:
@@ -134,31 +136,31 @@ class KvExport:
     # --- import -----------------------------------------------------------------------------------
 
     def import_range(
-        self, line: SequenceCache, data: bytes | memoryview, start: int, stop: int
+        self, seq: SequenceCache, data: bytes | memoryview, start: int, stop: int
     ) -> None:
         """Append tokens [start, stop) of an exported block.
 
         Raises BackendFailure, without appending, for other data.
         """
         if not self._in_pieces:
-            self.load_state(line, self.read_state(data, stop))
+            self.load_state(seq, self.read_state(data, stop))
             return
         block = self._unpack(data, self._kept)
         if not block.start <= start < stop <= block.stop:
-            raise BackendFailure("this is not an exported KV block of these tokens")
-        line.leave_batch()
+            raise BackendFailure("the data is not an exported KV block of these tokens")
+        seq.leave_batch()
         begin = start - block.start
         end = stop - block.start
         for i, arrays in zip(self._kept, block.leaves, strict=True):
             pieces = [array[:, :, begin:end] for array in arrays]
-            line.leaves[i].write(pieces, start - line.start_of(i))
+            seq.leaves[i].write(pieces, start - seq.start_of(i))
         # Empty until the state is imported.
-        for leaf in [line.leaves[i] for i in self._state]:
+        for leaf in [seq.leaves[i] for i in self._state]:
             if isinstance(leaf, Attention):
                 leaf.planes = None
                 leaf.rows.starts = [stop]
-        line.images = line.images + [image for image in block.images if start < image[0] <= stop]
-        line.continue_at(stop)
+        seq.images = seq.images + [image for image in block.images if start < image[0] <= stop]
+        seq.continue_at(stop)
 
     def read_state(self, data: bytes | memoryview, n_tokens: int) -> Blob:
         """Return the state in `data`.
@@ -167,26 +169,26 @@ class KvExport:
         """
         block = self._unpack(data, self._state)
         if (block.start, block.stop) != (0, n_tokens):
-            raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
+            raise BackendFailure(f"the data is not the state after {n_tokens} tokens")
         return block
 
-    def load_state(self, line: SequenceCache, block: Blob) -> None:
-        """Truncate `line` to the length of the state in `block`, and set that state.
+    def load_state(self, seq: SequenceCache, block: Blob) -> None:
+        """Truncate `seq` to the length of the state in `block`, and set that state.
 
         `block` must come from `read_state`.
         """
-        self.stepper.undo_ahead_of(line)
-        line.leave_batch()
+        self.stepper.undo_ahead_of(seq)
+        seq.leave_batch()
         for i, arrays in zip(self._state, block.leaves, strict=True):
-            leaf = line.leaves[i]
+            leaf = seq.leaves[i]
             if isinstance(leaf, Attention):
                 leaf.planes = None
                 leaf.rows.starts = [self._first(block, leaf.rows.window)]
                 leaf.write(arrays, 0)
             else:
                 leaf.cache = arrays
-        line.images = block.images
-        line.continue_at(block.stop)
+        seq.images = block.images
+        seq.continue_at(block.stop)
 
     def _unpack(self, data: bytes | memoryview, which: Sequence[int]) -> Blob:
         """Return the blob in `data`, with the leaves whose numbers are in `which`.
@@ -198,7 +200,7 @@ class KvExport:
             at = _HEADER_BYTES.size + _HEADER_BYTES.unpack_from(view)[0]
             header = json.loads(bytes(view[_HEADER_BYTES.size : at]))
             if header.pop("of") != self.identity:
-                raise ValueError("it was written by another model or with another KV type")
+                raise ValueError("it comes from another model or has another KV type")
             header["images"] = [(int(end), int(fewer)) for end, fewer in header["images"]]
             blob = Blob(**header)
             for i in which:
@@ -210,10 +212,12 @@ class KvExport:
                     arrays.append(mx.array(body).view(like.dtype).reshape(shape))
                 blob.leaves.append(arrays)
             if at != len(view):
-                raise ValueError("it has another length than it says")
+                raise ValueError("its length differs from its header")
             return blob
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as e:
-            raise BackendFailure(f"this is not an exported KV block, or a damaged one: {e}") from e
+            raise BackendFailure(
+                f"the data is not an exported KV block, or it is damaged: {e}"
+            ) from e
 
     def _arrays_of(self, blob: Blob, i: int) -> Iterator[tuple[Any, list[int]]]:
         """Yield, for each array of leaf number `i`, an array of the same type and the shape for the

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,34 +11,30 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import get_total_parameters, load_adapters, load_model
+from mlx_lm.utils import get_total_parameters, load_model
 
 from localllm_backends.contract import (
     BackendFailure,
-    KvType,
     LoadError,
     LoadSpec,
     OutOfMemoryError,
     Placement,
 )
-from localllm_backends.mlx import memory, mtp
-from localllm_backends.mlx.attention import KvFormat
+from localllm_backends.mlx import draft_heads, memory, mtp
+from localllm_backends.mlx.adapters import AdapterLayers
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder
-from localllm_backends.mlx.sequence_cache import Layout
+from localllm_backends.mlx.kv_fidelity import fast_enough
+from localllm_backends.mlx.kv_types import own_shapes, shapes_with
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.vocabulary import read_json
 
-QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
-# The contract's names for the types in which a model can compute keys and values.
-_OWN_TYPES: dict[str, KvType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # As for llama.cpp: small steps cost no speed on a CPU and shorten the waits of other requests. On a
 # GPU, mlx-lm's own batch size.
 _CPU_BATCH = 128
 _GPU_BATCH = 2048
-_GROUP_SIZES = (64, 32)
-# Tokens that can be taken back in a sliding window: longer than any draft, with little memory
-# compared with the window's own.
+# Tokens that can be removed again from a sliding window: more than any draft has, and few compared
+# with the window.
 _REWIND_TOKENS = 512
 _DEFAULT_CONTEXT = 8192
 _PARTS_OF_PROGRESS = 16
@@ -55,65 +49,38 @@ def check_spec(spec: LoadSpec) -> None:
     """Raise LoadError for settings that MLX does not have, so that no request is silently
     ignored."""
     if spec.n_threads:
-        raise LoadError("MLX has no setting for CPU threads: leave the number of threads to it")
+        raise LoadError("MLX has no setting for CPU threads: do not set a number of threads")
     if spec.kv_type_k != spec.kv_type_v:
         raise LoadError(
-            "MLX stores keys and values in one type: "
-            f"{spec.kv_type_k} and {spec.kv_type_v} were asked for"
+            f"MLX stores keys and values with the same type, but {spec.kv_type_k} and "
+            f"{spec.kv_type_v} were requested"
         )
     together = replace(spec.placement, gpu_layers=-1, workers=()) == Placement()
     if spec.n_gpu_layers > 0 or not together:
         raise LoadError(
-            "MLX keeps a model in one memory: its layers and experts can't be placed one by one"
+            "MLX keeps a model in one memory, so its layers and experts can't be placed separately"
         )
-    if spec.drafter and not spec.drafter_optional:
-        raise LoadError(
-            "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file"
-        )
-    if len(spec.adapters) > 1:
-        raise LoadError("mlx-lm lays one adapter over a model: fuse the first with `mlx_lm.fuse`")
     if spec.adapters and spec.placement.workers:
         raise LoadError(
-            "mlx-lm shares no adapted model between machines: "
-            "run it on one, or fuse the adapter with `mlx_lm.fuse`"
+            "mlx-lm can't split a model with an adapter over machines: run the model on one "
+            "machine, or fuse the adapter with `mlx_lm.fuse`"
         )
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the model, without reading its weights, and its config. Never runs code from the
     checkpoint."""
-    # Older mlx-lm versions import such a file without asking, newer ones unless told not to.
-    # Neither is called.
+    # Older mlx-lm versions always import such a file, and newer ones by default. So mlx-lm is not
+    # called here.
     if read_json(folder / "config.json").get("model_file") is not None:
         raise LoadError(
-            f"{folder.name!r} wants to run Python code of its own to build the model, "
-            "which is not done"
+            f"{folder.name!r} needs its own Python code to build the model; localllm does not "
+            "run code from a checkpoint"
         )
     try:
         return load_model(folder, lazy=True)  # type: ignore[no-any-return]
     except Exception as e:
         raise LoadError(f"mlx-lm can't load {folder.name!r}: {_short(e)}") from e
-
-
-def lay_over(model: Any, spec: LoadSpec) -> None:
-    """Add the adapters to `model`, whose weights are not read yet, with mlx-lm's own code.
-
-    Raises LoadError if an adapter belongs to another model.
-    """
-    for adapter in spec.adapters:
-        try:
-            load_adapters(model, adapter.path)
-        except Exception as e:
-            # The mismatch comes after a line with the folder's name.
-            why = str(e).rpartition("tensors:\n")[2]
-            name = Path(adapter.path).name
-            raise LoadError(
-                f"{name!r} is no adapter for this model: {_short(ValueError(why))}"
-            ) from e
-        for layer in model.modules():
-            if "lora_a" in layer:
-                layer.scale *= adapter.scale
-    model.eval()
 
 
 def half_precision(chip: str, family: str) -> bool:
@@ -125,7 +92,7 @@ def half_precision(chip: str, family: str) -> bool:
     return re.match(r"Apple M[12]\b", chip) is not None and family in _HALF_FAMILIES
 
 
-def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
+def use_fastest_type(model: Any, config: dict[str, Any]) -> None:
     """Convert bfloat16 weights of `model`, not read yet, to float16 if this GPU and family
     benefit."""
     family = str(config.get("model_type", ""))
@@ -161,9 +128,9 @@ def read_weights(
 
 
 def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    if lines:
-        return lines[0][:300]
+    seqs = str(error).strip().splitlines()
+    if seqs:
+        return seqs[0][:300]
     return type(error).__name__
 
 
@@ -199,23 +166,24 @@ def _read(
 ) -> Loaded:
     model, config = read_model(folder)
     n_params = int(get_total_parameters(model))
-    as_computed_fastest(model, config)
-    lay_over(model, spec)
+    use_fastest_type(model, config)
+    adapters = AdapterLayers(model, spec.adapters, _short)
     if group is not None:
         shard(model, config, group)
     n_batch = spec.n_batch
     if not n_batch:
         n_batch = _CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH
-    shapes = probe(model, spec, n_batch)
-    heads, left_out = draft_heads(model, spec, folder, config, group)
+    own, shapes = probe(model, spec, n_batch)
+    heads, unavailable_heads = read_heads(model, spec, folder, config, group)
     facts = {**(config.get("text_config") or {}), **config}
     trained = int(facts.get("max_position_embeddings") or 0)
     n_ctx = spec.n_ctx or min(trained or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     token_bytes, line_bytes = shapes.sizes()
-    weights = [a for _, a in tree_flatten(model.parameters())]
+    weights = [a for _, a in tree_flatten(model.parameters())] + adapters.arrays
+    adapters.use_loaded()
     if heads is not None:
-        token_bytes += mtp.shapes(heads).sizes()[0]
-        weights += [a for _, a in tree_flatten(heads.parameters())]
+        token_bytes += draft_heads.shapes(heads).sizes()[0]
+        weights += heads.arrays
     weights_bytes = sum(int(a.nbytes) for a in weights)
     needed_bytes = weights_bytes + n_ctx * token_bytes + spec.n_seq_max * line_bytes
     memory.require(
@@ -224,9 +192,14 @@ def _read(
         f"and the KV cache of {n_ctx:,} tokens)",
     )
     read_weights(weights, folder.name, on_progress)
+    kv_note = ""
+    if group is None:
+        shapes, kv_note = fast_enough(model, own, shapes)
     return Loaded(
         model,
+        adapters,
         shapes,
+        own,
         spec,
         folder,
         config,
@@ -237,31 +210,37 @@ def _read(
         n_params=n_params,
         n_shares=1 if group is None else int(group.size()),
         heads=heads,
-        left_out=left_out,
+        unavailable_heads=unavailable_heads,
+        kv_note=kv_note,
     )
 
 
-def draft_heads(
+def read_heads(
     model: Any, spec: LoadSpec, folder: Path, config: dict[str, Any], group: Any
-) -> tuple[mtp.MtpModule | None, str]:
-    """Return the model's draft heads if requested, or why optional heads are left out.
+) -> tuple[draft_heads.DraftModule | None, str]:
+    """Return the requested drafter, or the model's draft heads; or why optional ones are left out.
 
-    Raises LoadError if required heads can't be used.
+    Raises LoadError if a required drafter or required heads can't be used.
     """
-    if not spec.mtp:
+    if not spec.mtp and not spec.drafter:
         return None, ""
     try:
         if group is not None:
             raise LoadError(
-                "draft heads can't be shared by several machines: "
-                "run the model on one, or with --draft off"
+                "draft heads can't be split over machines: run the model on one "
+                "machine, or with --draft off"
             )
+        if spec.drafter:
+            # Only this module needs mlx-vlm.
+            from localllm_backends.mlx.trained_drafter import read_drafter
+
+            return read_drafter(spec.drafter, model, config), ""
         heads = mtp.read_heads(folder, model, config)
-        as_computed_fastest(heads, config)
+        use_fastest_type(heads, config)
     except LoadError as e:
         if not spec.drafter_optional:
             raise
-        return None, str(e)
+        return None, f"the model runs without its drafter: {e}" if spec.drafter else str(e)
     return heads, ""
 
 
@@ -274,80 +253,27 @@ def shard(model: Any, config: dict[str, Any], group: Any) -> None:
     kind = str(config.get("model_type", ""))
     if not hasattr(model, "shard"):
         raise LoadError(
-            f"mlx-lm has no form of {kind!r} models that several machines can share",
-            "run it on one",
+            f"mlx-lm can't split {kind!r} models over machines",
+            "run the model on one machine",
         )
     text = config.get("text_config", config)
-    even = "take a number of machines that divides it"
+    even = "use a number of machines that divides it"
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = text.get(name)
         if isinstance(heads, int) and heads % n:
             raise LoadError(
-                f"{n} machines can't share this model evenly: its {name} are {heads}", even
+                f"{n} machines can't split this model evenly: its number of {name} is {heads}", even
             )
     model.shard(group)
 
 
-def probe(model: Any, spec: LoadSpec, n_batch: int) -> Shapes:
-    """Determine the exact shapes of the model's memory without computing.
+def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Shapes, Shapes]:
+    """Determine the exact shapes of the model's memory without computing, with its own KV type and
+    with the requested one.
 
     MLX knows the shapes of arrays before they are computed. Raises LoadError if the requested KV
     type is not possible.
     """
     caches = list(make_prompt_cache(model))
-    slack = min(n_batch, _REWIND_TOKENS)
-    shapes = Shapes.of(model, Layout(caches, KvFormat(), slack))
-    own = _own_type(shapes.kv)
-    asked = spec.kv_type_k
-    if asked in QUANTISED_BITS:
-        quantised = _quantised(model, caches, slack, shapes, QUANTISED_BITS[asked])
-        if quantised is None:
-            raise LoadError(
-                f"this model's KV cache can't be stored as {asked} in MLX (sliding windows, "
-                "latent attention and heads that 32 does not divide can't); "
-                f"it is kept as {own}"
-            )
-        return replace(quantised, kv_type=asked)
-    # In the contract, "f16" means "not quantised". MLX then keeps the type in which the model
-    # computes, and `info` gives it.
-    if asked not in ("f16", own):
-        raise LoadError(
-            f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); "
-            f"{asked} can't be had"
-        )
-    return replace(shapes, kv_type=own)
-
-
-def _own_type(kv: list[Any]) -> KvType:
-    """Return the contract's name for the type of `kv`, the model's keys and values.
-
-    Raises LoadError if there is no such name.
-    """
-    if not kv:
-        return "f32"
-    name = str(kv[0].dtype).removeprefix("mlx.core.")
-    if name not in _OWN_TYPES:
-        raise LoadError(
-            f"this model keeps its KV cache as {name}, which the MLX backend does not know "
-            f"(it knows {', '.join(_OWN_TYPES)})"
-        )
-    return _OWN_TYPES[name]
-
-
-def _quantised(
-    model: Any, caches: list[Any], slack: int, shapes: Shapes, bits: int
-) -> Shapes | None:
-    """Return the shapes of a KV cache with `bits` per number; None if the model does not support
-    it."""
-    if not shapes.kv or shapes.layout.windows:
-        return None
-    # Every head's width must be a multiple of the quantisation group.
-    common_width = math.gcd(*shapes.widths)
-    group = next((size for size in _GROUP_SIZES if common_width % size == 0), None)
-    if group is None:
-        return None
-    # Some attention code reads keys and values as arrays, and fails while the graph is built,
-    # before any work.
-    with suppress(Exception):
-        return Shapes.of(model, Layout(caches, KvFormat(bits, group), slack))
-    return None
+    own = own_shapes(model, caches, min(n_batch, _REWIND_TOKENS))
+    return own, shapes_with(model, caches, own, spec.kv_type_k)

@@ -25,8 +25,8 @@ from localllm_backends.contract import OtherMachineError
 
 Frame = dict[str, Any]
 HINT = (
-    "`ssh` must reach each machine without a password, and find the same releases and files "
-    "there: docs/many-machines.md"
+    "`ssh` must reach each machine without a password, and each machine needs the same releases "
+    "and files: see docs/many-machines.md"
 )
 # A machine that is cut off sends no data. ssh notices that within 20 seconds and exits, which ends
 # the pipe.
@@ -115,6 +115,8 @@ def ring_of(named: Sequence[str]) -> MachineRing:
 
 def _of_hostfile(path: Path) -> MachineRing:
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a file")
         read = json.loads(path.read_text(encoding="utf-8"))
         given = read if isinstance(read, dict) else {"hosts": read}
         machines = tuple(_machine_of(host, first=i == 0) for i, host in enumerate(given["hosts"]))
@@ -122,7 +124,7 @@ def _of_hostfile(path: Path) -> MachineRing:
         environment = tuple(str(e) for e in given.get("envs") or ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise OtherMachineError(
-            f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT
+            f"{path.name!r} is not a valid MLX hostfile ({type(e).__name__}: {e})", HINT
         ) from e
     fault = _fault(machines, kind)
     if fault:
@@ -137,7 +139,7 @@ def _fault(machines: Sequence[Machine], kind: str) -> str:
     if kind == "ring":
         return ""
     if kind not in ("jaccl", "jaccl-ring"):
-        return f"asks for {kind!r}: MLX's ring and JACCL are what is spoken here"
+        return f"asks for {kind!r}, but only MLX's ring and JACCL are supported"
     if any(len(machine.rdma) != len(machines) for machine in machines):
         return "lacks RDMA devices: JACCL needs one from each machine to each other"
     return ""
@@ -160,7 +162,7 @@ def _destination(text: str) -> str:
     """Return `text` if it is an SSH destination and not an option of ssh."""
     if not text or text.startswith("-") or any(c.isspace() for c in text):
         raise OtherMachineError(
-            f"{text!r} is no SSH destination, such as 10.0.0.8 or anna@studio.local", HINT
+            f"{text!r} is not an SSH destination; examples: 10.0.0.8 or anna@studio.local", HINT
         )
     return text
 
@@ -188,7 +190,7 @@ def _own_address(other: str) -> str:
             s.connect((other, 9))
         except OSError as e:
             raise OtherMachineError(
-                f"there is no way from here to {other} ({e.strerror or e})", HINT
+                f"there is no network route to {other} ({e.strerror or e})", HINT
             ) from e
         return str(s.getsockname()[0])
 
@@ -226,7 +228,7 @@ class Follower:
             write_frame(self._process.stdin, frame, body)
         except (OSError, ValueError) as e:
             raise OtherMachineError(
-                f"{self.machine.name} is gone ({self._exit_reason()})", HINT
+                f"{self.machine.name} is no longer connected ({self._exit_reason()})", HINT
             ) from e
 
     def receive(self) -> tuple[Frame, bytes]:

@@ -71,7 +71,7 @@ def require(needed_bytes: int, what: str) -> None:
     usable = usable_now()
     if needed_bytes > usable:
         raise OutOfMemoryError(
-            f"{what} needs {needed_bytes / 1e9:.2f} GB and {usable / 1e9:.2f} GB can be used now"
+            f"{what} needs {needed_bytes / 1e9:.2f} GB, and {usable / 1e9:.2f} GB are available now"
         )
 
 

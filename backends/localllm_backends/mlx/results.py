@@ -24,11 +24,11 @@ HiddenRow = tuple[Any, int, int]
 class LogitRows:
     """Logit rows of one model call, and the best token of each.
 
-    `begun_ahead`: the step was started before it was requested.
+    `started_early`: the step was started before it was requested.
     """
 
     logits: Any
-    begun_ahead: bool = False
+    started_early: bool = False
 
     @cached_property
     def best(self) -> DeviceTokens:
@@ -44,7 +44,7 @@ class ChunkOutput:
     """
 
     chunk: Chunk
-    line: SequenceCache
+    seq: SequenceCache
     group: LogitRows | None = None
     start: int = 0
     stop: int = 0
@@ -52,8 +52,8 @@ class ChunkOutput:
     hidden: list[HiddenRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._follows_best = self.line.follows_best
-        self.line.follows_best = False
+        self._follows_best = self.seq.follows_best
+        self.seq.follows_best = False
 
     def take(self, group: LogitRows, stop: int) -> None:
         """Set its outputs to the rows of `group` that end before `stop`."""
@@ -66,7 +66,14 @@ class ChunkOutput:
         """True if its token is the predicted next token of its sequence."""
         if len(self.chunk.tokens) != 1 or not self.chunk.outputs:
             return False
-        return self.chunk.tokens[0] == self.line.predicted
+        return self.chunk.tokens[0] == self.seq.predicted
+
+    @property
+    def extends_expected(self) -> bool:
+        """True if it begins with the predicted next token, and the engine chooses from all rows."""
+        chunk = self.chunk
+        chosen_here = chunk.sample is None and chunk.outputs >= len(chunk.tokens)
+        return chosen_here and chunk.tokens[0] == self.seq.predicted
 
     @property
     def known(self) -> bool:
@@ -112,7 +119,7 @@ class MlxStepResult(StepResult):
 
     def argmax(self, chunk: int) -> list[int]:
         part = self.parts[chunk]
-        part.line.follows_best = True
+        part.seq.follows_best = True
         if part.group is None:
             return []
         return part.group.best.on_host[part.start : part.stop]
@@ -129,6 +136,6 @@ class MlxStepResult(StepResult):
                 values = part.group.logits[part.start : part.stop].astype(mx.float32)
                 rows: NDArray[np.float32] = np.array(values, copy=False)
         except Exception as e:
-            raise StepError(f"MLX could not give out the logits of this step: {e}") from e
+            raise StepError(f"MLX could not return the logits of this step: {e}") from e
         rows.flags.writeable = False
         return rows

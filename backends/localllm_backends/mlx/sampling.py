@@ -22,7 +22,7 @@ from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec, SeenTokens
 UNSURE = -1
 # Fewest tokens that are ranked. top_k is rounded up to a power of two, so that few functions are
 # compiled.
-_LEAST_HEAD = 64
+_MIN_HEAD = 64
 # Longest row that Metal sorts in one kernel (mlx/backend/metal/sort.cpp: 512 threads, 8 values
 # each).
 _SORTED_AT_ONCE = 4096
@@ -30,16 +30,16 @@ _SORTED_AT_ONCE = 4096
 _BLOCK = 64
 # Token lists differ in length between requests and steps. They are padded to a power of two, at
 # least this one.
-_LEAST_LIST = 16
+_MIN_LIST = 16
 _NOTHING_SEEN = SeenTokens(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
 
 @dataclass
 class DeviceTokens:
-    """Tokens that the device computes. `asked`: the spec of each token."""
+    """Tokens that the device computes. `specs`: the spec of each token."""
 
     tokens: Any
-    asked: Sequence[SampleSpec] = ()
+    specs: Sequence[SampleSpec] = ()
 
     @cached_property
     def on_host(self) -> list[int]:
@@ -61,12 +61,12 @@ class _Stages:
     best: bool
 
     @classmethod
-    def of(cls, asked: Sequence[SampleSpec], n_vocab: int) -> _Stages:
+    def of(cls, specs: Sequence[SampleSpec], n_vocab: int) -> _Stages:
         most_kept = 0
         total = False
         free = False
         best = False
-        for spec in asked:
+        for spec in specs:
             if spec.temperature <= 0:
                 best = True
             elif 0 < spec.top_k < n_vocab:
@@ -79,11 +79,11 @@ class _Stages:
         if total:
             head = MAX_SAMPLED_TOP_K
         elif most_kept:
-            head = _power(most_kept, _LEAST_HEAD)
+            head = _power(most_kept, _MIN_HEAD)
         return cls(head=min(head, n_vocab), total=total, free=free, best=best)
 
 
-def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None) -> DeviceTokens:
+def sample(rows: Any, specs: Sequence[SampleSpec], drawn: Any = None) -> DeviceTokens:
     """Start sampling one token from each of `rows` (logits [len(asked), n_vocab]).
 
     Runs on the current default stream. `drawn` [len(asked)] are newer tokens, not yet known to the
@@ -91,44 +91,44 @@ def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None) -> DeviceT
     """
     n_vocab = int(rows.shape[-1])
     stream = mx.default_stream(mx.default_device())
-    sampling = _compiled(_Stages.of(asked, n_vocab), str(stream))
-    changes = _changes(asked, n_vocab, drawn)
-    return DeviceTokens(sampling(rows, _parameters(asked, n_vocab), changes), asked)
+    sampling = _compiled(_Stages.of(specs, n_vocab), str(stream))
+    changes = _changes(specs, n_vocab, drawn)
+    return DeviceTokens(sampling(rows, _parameters(specs, n_vocab), changes), specs)
 
 
 # --- from specs to arrays -------------------------------------------------------------------------
 
 
-def _changes(asked: Sequence[SampleSpec], n_vocab: int, drawn: Any) -> dict[str, Any]:
+def _changes(specs: Sequence[SampleSpec], n_vocab: int, drawn: Any) -> dict[str, Any]:
     """Return the changes to the logits, by name.
 
     Unused changes are left out, and are not part of the compiled function.
     """
     changes: dict[str, Any] = {}
-    if _some(asked, "bias") or any(spec.banned for spec in asked):
+    if _any_use(specs, "bias") or any(spec.banned for spec in specs):
         # A banned token has minus infinity, which later changes do not alter.
-        changes["bias"] = _sparse([[spec.bias, _banned(spec)] for spec in asked], n_vocab)
-    if _some(asked, "seen"):
-        seen = [spec.seen or _NOTHING_SEEN for spec in asked]
+        changes["bias"] = _sparse([[spec.bias, _banned(spec)] for spec in specs], n_vocab)
+    if _any_use(specs, "seen"):
+        seen = [spec.seen or _NOTHING_SEEN for spec in specs]
         changes["seen"] = _filled([(tokens.ids, tokens.counts) for tokens in seen])
         if drawn is not None:
             leaving = [[tokens.leaving] for tokens in seen]
             changes["ahead"] = [mx.array(leaving, dtype=mx.int32), drawn]
-    if _some(asked, "reduced"):
-        changes["reduced"] = _sparse([[spec.reduced] for spec in asked], n_vocab)
-    if _some(asked, "allowed"):
-        changes["allowed"] = _allowed(asked, n_vocab)
+    if _any_use(specs, "dry_bias"):
+        changes["dry_bias"] = _sparse([[spec.dry_bias] for spec in specs], n_vocab)
+    if _any_use(specs, "allowed"):
+        changes["allowed"] = _allowed(specs, n_vocab)
     return changes
 
 
-def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
-    return any(getattr(spec, stage) is not None for spec in asked)
+def _any_use(specs: Sequence[SampleSpec], stage: str) -> bool:
+    return any(getattr(spec, stage) is not None for spec in specs)
 
 
-def _parameters(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
+def _parameters(specs: Sequence[SampleSpec], n_vocab: int) -> Any:
     """Return one row of numbers for each spec."""
     table = []
-    for spec in asked:
+    for spec in specs:
         top_k = spec.top_k if 0 < spec.top_k < n_vocab else n_vocab
         draw = (spec.temperature, top_k, spec.top_p, spec.min_p, spec.uniform)
         seen = spec.seen or _NOTHING_SEEN
@@ -145,7 +145,7 @@ def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
 
     Each list is padded with its first element, or with token 0 and number 0 if it is empty.
     """
-    longest = _power(max(len(ids) for ids, _ in lists), _LEAST_LIST)
+    longest = _power(max(len(ids) for ids, _ in lists), _MIN_LIST)
     ids = np.zeros((len(lists), longest), dtype=np.int32)
     numbers = np.zeros((len(lists), longest), dtype=np.float32)
     for row, (mine, amounts) in enumerate(lists):
@@ -182,10 +182,10 @@ def _banned(spec: SampleSpec) -> tuple[NDArray[Any], NDArray[Any]]:
     return ids, np.full(len(ids), -np.inf, dtype=np.float32)
 
 
-def _allowed(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
+def _allowed(specs: Sequence[SampleSpec], n_vocab: int) -> Any:
     """Return which tokens each row allows, from the specs' bits (lowest bit first)."""
-    table = np.ones((len(asked), n_vocab), dtype=np.bool_)
-    for row, d in zip(table, asked, strict=True):
+    table = np.ones((len(specs), n_vocab), dtype=np.bool_)
+    for row, d in zip(table, specs, strict=True):
         if d.allowed is not None:
             row[:] = np.unpackbits(d.allowed, count=n_vocab, bitorder="little")
     return mx.array(table)
@@ -230,8 +230,8 @@ def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
         lower = repeated - presence - counts * frequency
         # An id that occurs twice in the list has the same count both times.
         rows = mx.put_along_axis(rows, ids, mx.where(counts > 0, lower, values), axis=1)
-    if "reduced" in changes:
-        rows = _added(rows, *changes["reduced"])
+    if "dry_bias" in changes:
+        rows = _added(rows, *changes["dry_bias"])
     if "allowed" in changes:
         rows = mx.where(changes["allowed"], rows, -mx.inf)
     return rows
@@ -257,19 +257,21 @@ def _drawn(stages: _Stages, rows: Any, parameters: Any) -> Any:
 
     UNSURE if the best logit is not finite, or if top_p includes tokens after the ranked ones.
     """
-    asked, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
-    temperature = mx.where(asked > 0, asked, 1.0)
+    specs, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
+    temperature = mx.where(specs > 0, specs, 1.0)
     best = rows.max(axis=-1, keepdims=True)
     unsure = mx.logical_not(mx.abs(best) < mx.inf)
     token: Any = None
     if stages.head:
-        token, behind = _of_ranked(stages, rows, best, temperature, top_k, top_p, min_p, uniform)
-        unsure = unsure | behind
+        token, truncated = _draw_from_ranked(
+            stages, rows, best, temperature, top_k, top_p, min_p, uniform
+        )
+        unsure = unsure | truncated
     if stages.free:
         ranks = (top_k < rows.shape[-1]) | (top_p < 1.0)
-        token = _either(ranks, token, _of_all(rows, best, temperature, min_p, uniform))
+        token = _either(ranks, token, _draw_from_all(rows, best, temperature, min_p, uniform))
     if stages.best:
-        token = _either(asked > 0, token, mx.argmax(rows, axis=-1, keepdims=True))
+        token = _either(specs > 0, token, mx.argmax(rows, axis=-1, keepdims=True))
     return mx.where(unsure, UNSURE, token.astype(mx.int32))[:, 0]
 
 
@@ -283,7 +285,7 @@ def _either(condition: Any, token: Any, otherwise: Any) -> Any:
     return mx.where(condition, token, otherwise)
 
 
-def _of_ranked(
+def _draw_from_ranked(
     stages: _Stages,
     rows: Any,
     best: Any,
@@ -319,13 +321,13 @@ def _of_ranked(
     return mx.take_along_axis(ids, at, axis=-1), unsure
 
 
-def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) -> Any:
+def _draw_from_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) -> Any:
     """Draw from all tokens that min_p keeps, in the order of their ids.
 
     The cumulative sum must pass `uniform`. It is computed over blocks first, then within one block.
     """
-    behind = rows - best
-    weights = mx.where(mx.exp(behind) >= min_p, mx.exp(behind / temperature), 0.0)
+    difference = rows - best
+    weights = mx.where(mx.exp(difference) >= min_p, mx.exp(difference / temperature), 0.0)
     blocks = _blocks(weights, _BLOCK, 0.0)
     sums = blocks.sum(axis=-1)
     reached = mx.cumsum(sums, axis=-1)

@@ -8,101 +8,32 @@ few arrays that each step replaces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache
 
-from localllm_backends.contract import LoadError
-from localllm_backends.mlx.attention import Attention, KvFormat, RowOffsets, phase_of
+from localllm_backends.mlx.attention import Attention, RowOffsets
+from localllm_backends.mlx.layout import Layout, arrays_of
+from localllm_backends.mlx.shared_prefix import (
+    COPIED_TOKENS,
+    LONG_CHAIN,
+    Chain,
+    Segment,
+    SegmentPart,
+    chain_order,
+    chain_tokens,
+    cut_chain,
+    end_to_end,
+    grouped,
+    positions_of,
+    uses_shared,
+)
 
 # A new batch copies its rows, and waits for the copies each time they reach this size.
 _COPIED_AT_ONCE_BYTES = 2**28
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One layer's memory: keys and values of all tokens or of a `window`, or `n_arrays` recurrent
-    arrays."""
-
-    window: int | None = None
-    n_arrays: int = 0
-
-    @property
-    def keeps_tokens(self) -> bool:
-        return self.window is None and not self.n_arrays
-
-
-class Layout:
-    """A model's leaves, and the storage format of its keys and values.
-
-    `slack`: tokens that can be taken back in a window.
-    """
-
-    def __init__(self, caches: Sequence[Any], form: KvFormat, slack: int) -> None:
-        # For each layer the length of its list of caches; 0: one cache, not a list.
-        self._grouped: list[int] = []
-        self.leaves: list[Leaf] = []
-        for cache in caches:
-            if isinstance(cache, CacheList):
-                self._grouped.append(len(cache.caches))
-                self.leaves += [_leaf(each) for each in cache.caches]
-            else:
-                self._grouped.append(0)
-                self.leaves.append(_leaf(cache))
-        self.form = form
-        self.slack = slack
-        self.windows = sorted({leaf.window for leaf in self.leaves if leaf.window is not None})
-        self.recurrent = any(leaf.n_arrays for leaf in self.leaves)
-
-    @property
-    def plain(self) -> bool:
-        """True if every leaf can be truncated to any length."""
-        return not self.windows and not self.recurrent
-
-    def build(self, rows: Mapping[int | None, RowOffsets]) -> tuple[list[Any], list[Any]]:
-        """Return the caches as the model takes them, and the same leaves as a flat list.
-
-        `rows`: the positions for each window.
-        """
-        flat: list[Any] = []
-        for i, leaf in enumerate(self.leaves):
-            if leaf.n_arrays:
-                flat.append(ArraysCache(leaf.n_arrays))
-            else:
-                flat.append(Attention(self.form, rows[leaf.window], phase_of(i)))
-        rest = iter(flat)
-        caches: list[Any] = []
-        for n in self._grouped:
-            if n:
-                caches.append(CacheList(*islice(rest, n)))
-            else:
-                caches.append(next(rest))
-        return caches, flat
-
-
-def _leaf(cache: Any) -> Leaf:
-    """Return the leaf for mlx-lm's `cache` of a layer. Raises LoadError for an unknown type."""
-    name = type(cache).__name__
-    if name in ("KVCache", "ConcatenateKVCache"):
-        return Leaf()
-    if name == "RotatingKVCache" and not cache.keep:
-        return Leaf(window=int(cache.max_size))
-    if isinstance(cache, ArraysCache):
-        return Leaf(n_arrays=len(cache.cache))
-    raise LoadError(f"this model keeps its memory in a {name}, which the MLX backend does not know")
-
-
-def arrays_of(leaves: Iterable[Any]) -> list[Any]:
-    """Return every array of `leaves`. A step is finished when all of them are computed."""
-    found: list[Any] = []
-    for leaf in leaves:
-        held = leaf.cache if isinstance(leaf, ArraysCache) else leaf.planes or ()
-        found.extend(a for a in held if a is not None)
-    return found
 
 
 @dataclass(slots=True)
@@ -129,13 +60,15 @@ class SequenceCache:
 
     `length` is the contract's length. `replay` are tokens that recurrent memory must read again
     after it was reset to an older state; they precede the next chunk. `batch` holds its memory,
-    alone or with other sequences.
+    alone or with other sequences. `scales` are those of the adapters that computed its tokens.
+    `uncounted`: tokens in its own buffers that were copied for a fork, and take no cells.
     """
 
     id: int
     layout: Layout
     length: int = 0
     replay: list[int] = field(default_factory=list)
+    scales: tuple[float, ...] = ()
     undo: Undo | None = None
     predicted: int | None = None
     # The engine took the best token of the last step.
@@ -143,6 +76,7 @@ class SequenceCache:
     broken: bool = False
     # For each image with fewer positions than tokens: its end, and the difference.
     images: list[tuple[int, int]] = field(default_factory=list)
+    uncounted: int = 0
 
     def __post_init__(self) -> None:
         self.batch = SequenceBatch(self.layout, [self])
@@ -159,7 +93,12 @@ class SequenceCache:
     @property
     def row(self) -> int:
         """Its row in the batch."""
-        return self.batch.lines.index(self)
+        return self.batch.seqs.index(self)
+
+    @property
+    def chain(self) -> Chain:
+        """The segments with its first tokens. The next tokens are in its own buffers."""
+        return self.batch.chains[self.row]
 
     def position(self, n_tokens: int) -> int:
         """Return the position of the token after the first `n_tokens`."""
@@ -173,12 +112,22 @@ class SequenceCache:
         return all(rows.holds(self.row, n_tokens) for rows in self.batch.rows.values())
 
     def place(self, n_tokens: int) -> None:
+        """Set the position of the next token. Tokens in segments after it are given up."""
+        chain = self.chain
+        if n_tokens < chain_tokens(chain):
+            self.leave_batch()
+            self.batch.use_chain(cut_chain(chain, n_tokens))
+            self.batch.empty()
+            for part in chain:
+                part.segment.shrink()
+        n_own = n_tokens - chain_tokens(self.chain)
+        self.uncounted = max(0, min(self.uncounted, n_own))
         self.batch.offsets[self.row] = n_tokens
 
     def leave_batch(self) -> None:
         """Move to buffers of its own. The next `hold` frees its old row."""
         batch = self.batch
-        if len(batch.lines) > 1:
+        if len(batch.seqs) > 1:
             self.batch = batch.copy_of(self, self)
             batch.free()
 
@@ -195,8 +144,11 @@ class SequenceCache:
     def clear(self, start: int = 0) -> None:
         """Remove everything. The next token is at position `start`."""
         batch = self.batch
+        chain = self.chain
         self.batch = SequenceBatch(self.layout, [self])
         batch.free()
+        for part in chain:
+            part.segment.shrink()
         for rows in self.batch.rows.values():
             rows.starts = [start]
         self.continue_at(start)
@@ -206,22 +158,71 @@ class SequenceCache:
         return int(self.leaves[i].rows.starts[self.row])
 
     def planes_of(self, i: int, start: int, stop: int) -> list[Any]:
-        """Return positions [start, stop) of attention leaf number `i`, as views."""
+        """Return positions [start, stop) of attention leaf number `i`, as views if possible."""
         row = self.row
         first = self.start_of(i)
-        begin = start - first
-        end = stop - first
-        return [plane[row : row + 1, :, begin:end, :] for plane in self.leaves[i].planes]
+        pieces: list[list[Any]] = []
+        if start < first and self.layout.leaves[i].keeps_tokens:
+            pieces += positions_of(self.chain, i, start, stop)
+        if stop > first:
+            begin = max(0, start - first)
+            end = stop - first
+            pieces.append([p[row : row + 1, :, begin:end, :] for p in self.leaves[i].planes])
+        return end_to_end(pieces)
+
+    def move_to_segment(self, n_tokens: int) -> None:
+        """Move its own buffers with all tokens up to `n_tokens`, or up to the end, to a new segment.
+
+        A few tokens at the end stay its own.
+        """
+        self.leave_batch()
+        batch = self.batch
+        start = chain_tokens(self.chain)
+        n_own = batch.offsets[0] - start
+        n_moved = n_tokens - start
+        n_kept = n_own - n_moved
+        if n_kept > COPIED_TOKENS:
+            n_moved = n_own
+            n_kept = 0
+        leaves = batch.own_leaves
+        segment = Segment({leaf.number: leaf.planes for leaf in leaves}, self.uncounted)
+        self.uncounted = 0
+        rest: list[list[Any]] = []
+        for leaf in leaves:
+            rest.append([plane[:, :, n_moved:n_own] for plane in leaf.planes])
+        batch.use_chain((*self.chain, SegmentPart(segment, n_moved)))
+        batch.empty()
+        if n_kept:
+            for leaf, kept in zip(leaves, rest, strict=True):
+                leaf.fill([kept])
+            mx.eval(arrays_of(leaves))
 
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
-        """Give the empty `other` the first `n_tokens`. Buffers are shared until one of the two
-        writes."""
-        other.batch = self.batch.copy_of(self, other)
+        """Give the empty `other` the first `n_tokens`.
+
+        If the layout shares, they become a segment of both, except for a few. Otherwise buffers are
+        shared until one of the two writes.
+        """
+        if self.layout.shares:
+            self._share(other, min(n_tokens, self.computed))
+        else:
+            other.batch = self.batch.copy_of(self, other)
         other.length = n_tokens
         other.images = self.images
         other.cut_images(n_tokens)
         other.replay = list(self.replay)
+        other.scales = self.scales
         other.place(other.computed)
+
+    def _share(self, other: SequenceCache, n_tokens: int) -> None:
+        """Give `other` the segments of the first `n_tokens`, and a copy of a few tokens."""
+        if n_tokens - chain_tokens(self.chain) > COPIED_TOKENS:
+            self.move_to_segment(n_tokens)
+        chain = cut_chain(self.chain, n_tokens)
+        n_copied = n_tokens - chain_tokens(chain)
+        other.batch = self.batch.copy_of(self, other, n_copied)
+        other.batch.use_chain(chain)
+        other.uncounted = n_copied
 
 
 class SequenceBatch:
@@ -230,18 +231,46 @@ class SequenceBatch:
     `caches` are the model's argument, `leaves` the same as a flat list.
     """
 
-    def __init__(self, layout: Layout, lines: Sequence[SequenceCache] = ()) -> None:
+    def __init__(self, layout: Layout, seqs: Sequence[SequenceCache] = ()) -> None:
         self.layout = layout
-        self.lines = list(lines)
-        self.offsets = [0] * len(lines)
+        self.seqs = list(seqs)
+        self.offsets = [0] * len(seqs)
         self.rows = {w: RowOffsets(w, self.offsets) for w in (None, *layout.windows)}
         self.caches, self.leaves = layout.build(self.rows)
+        self.chains: list[Chain] = [()] * len(seqs)
         # Identity of the buffers, so that shared buffers are counted once.
         self.buffers = object()
 
     @property
     def states(self) -> list[Any]:
         return [leaf for leaf in self.leaves if isinstance(leaf, ArraysCache)]
+
+    @property
+    def own_leaves(self) -> list[Attention]:
+        """The leaves that keep every token, which can be in segments."""
+        pairs = zip(self.layout.leaves, self.leaves, strict=True)
+        return [held for leaf, held in pairs if leaf.keeps_tokens]
+
+    def use_chain(self, *chains: Chain) -> None:
+        """Set the chain of each row. The buffers start after it."""
+        self.chains = list(chains)
+        groups = grouped(chains)
+        rows = self.rows[None]
+        rows.shared = []
+        if groups:
+            rows.shared = [chain_tokens(chain) for chain in chains]
+            rows.starts = list(rows.shared)
+        for leaf in self.own_leaves:
+            leaf.groups = groups
+        for seq, chain in zip(self.seqs, chains, strict=True):
+            for part in chain:
+                part.segment.add_holder(seq)
+
+    def empty(self) -> None:
+        """Remove the tokens that are not in segments, of leaves that keep every token."""
+        self.buffers = object()
+        for leaf in self.own_leaves:
+            leaf.planes = None
 
     def snapshot(self) -> list[list[Any]]:
         """Return the arrays of its recurrent state."""
@@ -253,73 +282,97 @@ class SequenceBatch:
 
     # --- members ----------------------------------------------------------------------------------
 
-    def is_of(self, lines: Sequence[SequenceCache]) -> bool:
-        here = [line for line in self.lines if line.batch is self]
-        return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
+    def contains_exactly(self, seqs: Sequence[SequenceCache]) -> bool:
+        here = [seq for seq in self.seqs if seq.batch is self]
+        return len(here) == len(self.seqs) == len(seqs) and set(here) == set(seqs)
 
     def gather(
-        self, lines: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
+        self, seqs: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
     ) -> tuple[SequenceBatch, list[int], Any]:
-        """Form a batch of exactly `lines`: this one, or a sequence's own batch if there is only
+        """Form a batch of exactly `seqs`: this one, or a sequence's own batch if there is only
         one.
 
-        Returns the batch, for each row the index of its sequence in `lines`, and the `tokens` in
+        Returns the batch, for each row the index of its sequence in `seqs`, and the `tokens` in
         row order, padded to the longest.
         """
-        if len(lines) == 1:
-            lines[0].leave_batch()
+        if len(seqs) == 1:
+            seqs[0].leave_batch()
         else:
-            self.hold(lines)
-        rows = [line.row for line in lines]
-        order = sorted(range(len(lines)), key=rows.__getitem__)
+            self.hold(seqs)
+        rows = [seq.row for seq in seqs]
+        order = sorted(range(len(seqs)), key=rows.__getitem__)
         longest = max(len(row) for row in tokens)
         ids = []
         for i in order:
             padding = [0] * (longest - len(tokens[i]))
             ids.append([*tokens[i], *padding])
-        return lines[0].batch, order, mx.array(ids)
+        return seqs[0].batch, order, mx.array(ids)
 
-    def hold(self, lines: Sequence[SequenceCache]) -> None:
-        """Hold exactly `lines`. Sequences that leave get buffers of their own."""
-        if self.is_of(lines):
+    def hold(self, seqs: Sequence[SequenceCache]) -> None:
+        """Hold exactly `seqs`. Sequences that leave get buffers of their own."""
+        if self.contains_exactly(seqs):
             return
-        for line in self.lines:
-            if line.batch is self and line not in lines:
-                line.leave_batch()
+        for seq in self.seqs:
+            if seq.batch is self and seq not in seqs:
+                seq.leave_batch()
+        in_parts = any(uses_shared(seq) for seq in seqs)
+        if in_parts:
+            for seq in seqs:
+                _shorten(seq)
+            # Rows with the same chain are computed together.
+            seqs = sorted(seqs, key=chain_order)
+        chains = [seq.chain for seq in seqs]
         # Each sequence's present place: a row of this batch, or its own batch.
-        sources = [(line.batch, line.row) for line in lines]
-        self._collect(sources)
-        self._stand_as(sources)
-        for line in lines:
-            line.batch = self
-        self.lines = list(lines)
+        sources = [(seq.batch, seq.row) for seq in seqs]
+        self._collect(sources, [()] * len(seqs) if in_parts else chains)
+        self._copy_positions(sources)
+        for seq in seqs:
+            seq.batch = self
+        self.seqs = list(seqs)
+        if in_parts:
+            self.use_chain(*chains)
+        else:
+            self._use_own(chains)
 
-    def _stand_as(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
+    def _use_own(self, chains: Sequence[Chain]) -> None:
+        """Replace the `chains` of the rows after their tokens were copied into the buffers."""
+        starts = self.rows[None].starts
+        for row, (seq, chain) in enumerate(zip(self.seqs, chains, strict=True)):
+            starts[row] -= chain_tokens(chain)
+            seq.uncounted += sum(part.segment.uncounted for part in chain)
+        self.use_chain(*[() for _ in chains])
+
+    def _copy_positions(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
         """Copy the positions of the rows from `sources`."""
         self.offsets[:] = [batch.offsets[row] for batch, row in sources]
         for window, rows in self.rows.items():
             rows.starts = [batch.rows[window].starts[row] for batch, row in sources]
 
-    def _collect(self, sources: Sequence[tuple[SequenceBatch, int]]) -> None:
-        """Fill the leaves from rows of other batches.
+    def _collect(
+        self,
+        sources: Sequence[tuple[SequenceBatch, int]],
+        chains: Sequence[Chain],
+        most: int | None = None,
+    ) -> None:
+        """Fill the leaves from rows of other batches, with at most `most` tokens in leaves that
+        keep every token.
 
-        Several small layers are copied at a time, so that few bytes are held twice.
+        Each row gets the tokens of its segments in `chains` first. Several small layers are copied at a time,
+        so that few bytes are held twice.
         """
         copied: list[Any] = []
         for n, leaf in enumerate(self.leaves):
             held = [(batch.leaves[n], row) for batch, row in sources]
             if isinstance(leaf, ArraysCache):
-                states = [_row_of(theirs.cache, row) for theirs, row in held]
-                joined = []
-                for parts in zip(*states, strict=True):
-                    # A single row would still be a view.
-                    joined.append(mx.contiguous(mx.concatenate(list(parts), axis=0)))
-                leaf.cache = joined
+                leaf.cache = _joined([_row_of(theirs.cache, row) for theirs, row in held])
             else:
-                leaf.fill([theirs.row(row) for theirs, row in held])
+                rows = [theirs.row(row) for theirs, row in held]
+                if self.layout.leaves[n].keeps_tokens:
+                    rows = _ends_and_segments(rows, n, most, chains)
+                leaf.fill(rows)
                 for batch, _ in sources:
                     # Free memory that moved here.
-                    if batch is not self and len(batch.lines) == 1:
+                    if batch is not self and len(batch.seqs) == 1:
                         batch.leaves[n].planes = None
             copied += arrays_of([leaf])
             if sum(int(a.nbytes) for a in copied) > _COPIED_AT_ONCE_BYTES:
@@ -327,15 +380,19 @@ class SequenceBatch:
                 copied = []
         mx.async_eval(copied)
 
-    def copy_of(self, line: SequenceCache, owner: SequenceCache) -> SequenceBatch:
-        """Return a batch for `owner` with only the row of `line`.
+    def copy_of(
+        self, seq: SequenceCache, owner: SequenceCache, most: int | None = None
+    ) -> SequenceBatch:
+        """Return a batch for `owner` with only the row of `seq`.
 
-        Buffers are shared if they contain no other rows.
+        Buffers are shared if they contain no other rows. With `most`, at most this many tokens
+        outside of segments are copied instead.
         """
         own = SequenceBatch(self.layout, [owner])
-        own._stand_as([(self, line.row)])
-        if len(self.lines) > 1:
-            own._collect([(self, line.row)])
+        own._copy_positions([(self, seq.row)])
+        own.use_chain(self.chains[seq.row])
+        if len(self.seqs) > 1:
+            own._collect([(self, seq.row)], [()], most)
             # Until it is computed, a copy keeps the batch's buffers alive, and the next step could
             # not reuse them.
             mx.eval(arrays_of(own.leaves))
@@ -345,12 +402,21 @@ class SequenceBatch:
         for mine, theirs in zip(self.leaves, own.leaves, strict=True):
             if isinstance(mine, Attention):
                 theirs.share(mine)
+        if most is not None:
+            own.empty()
+            for mine, theirs in zip(self.own_leaves, own.own_leaves, strict=True):
+                if most:
+                    theirs.fill([[plane[:, :, :most] for plane in mine.planes]])
+            # Until it is computed, the copy keeps the source's buffers from being written in place.
+            mx.eval(arrays_of(own.own_leaves))
         return own
 
     def free(self) -> None:
         """Call this when a sequence has left. The last one frees the buffers."""
-        if not any(line.batch is self for line in self.lines):
-            self.lines = []
+        if not any(seq.batch is self for seq in self.seqs):
+            self.seqs = []
+            self.chains = []
+            self.rows[None].shared = []
             self.caches, self.leaves = self.layout.build(self.rows)
 
     # --- positions --------------------------------------------------------------------------------
@@ -361,6 +427,7 @@ class SequenceBatch:
         Full windows lose tokens that are no longer attended to.
         """
         self.buffers = object()
+        self._take_back()
         for window, rows in self.rows.items():
             leaves = [x for x in self.leaves if isinstance(x, Attention) and x.rows is rows]
             if window is not None and max(rows.used()) + n > leaves[0].slots:
@@ -374,9 +441,43 @@ class SequenceBatch:
             for leaf in leaves:
                 leaf.make_room(used, n)
 
+    def _take_back(self) -> None:
+        """Move a single row's segments to its own buffers, if no other sequence uses them."""
+        if len(self.seqs) == 1 and self.chains[0] and not uses_shared(self.seqs[0]):
+            self._collect([(self, 0)], self.chains)
+            self._use_own(self.chains)
+
     def advance(self, counts: Sequence[int]) -> None:
         """Move the end of row i by `counts[i]` tokens, after a model call."""
         self.offsets[:] = [o + n for o, n in zip(self.offsets, counts, strict=True)]
         for leaf in self.leaves:
             if isinstance(leaf, Attention):
-                leaf.written = 0
+                leaf.forget_step()
+
+
+def _shorten(seq: SequenceCache) -> None:
+    """Move the own tokens of a long row to a segment, since rows are padded to the longest one."""
+    end = seq.batch.offsets[seq.row]
+    chain = seq.chain
+    if end - chain_tokens(chain) > COPIED_TOKENS and len(chain) < LONG_CHAIN:
+        seq.move_to_segment(end)
+
+
+def _joined(states: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the recurrent arrays of one layer for all rows together."""
+    joined = []
+    for parts in zip(*states, strict=True):
+        # A single row would still be a view.
+        joined.append(mx.contiguous(mx.concatenate(list(parts), axis=0)))
+    return joined
+
+
+def _ends_and_segments(
+    rows: Sequence[list[Any]], leaf: int, most: int | None, chains: Sequence[Chain]
+) -> list[list[Any]]:
+    """Return at most the first `most` slots of each row, after the tokens of its chain, if any."""
+    whole = []
+    for row, chain in zip(rows, chains, strict=True):
+        own = [plane[:, :, :most] for plane in row]
+        whole.append(end_to_end([*(part.of_leaf(leaf) for part in chain), own]))
+    return whole

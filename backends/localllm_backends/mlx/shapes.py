@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from localllm_backends.contract import KvType
-from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, arrays_of
+from localllm_backends.mlx.layout import Layout, arrays_of
+from localllm_backends.mlx.sequence_cache import SequenceCache
 
 
 @dataclass
@@ -39,20 +40,20 @@ class Shapes:
     @classmethod
     def of(cls, model: Callable[..., Any], layout: Layout) -> Shapes:
         """Build the graph of a two-token prompt and read its shapes."""
-        line = SequenceCache(0, layout)
-        logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=line.batch.caches)
-        return cls(int(logits.shape[-1]), layout, [arrays_of([leaf]) for leaf in line.leaves])
+        seq = SequenceCache(0, layout)
+        logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=seq.batch.caches)
+        return cls(int(logits.shape[-1]), layout, [arrays_of([leaf]) for leaf in seq.leaves])
 
     def sizes(self) -> tuple[int, int]:
         """Return the bytes of one token in layers that keep every token, and all other bytes of a
         sequence."""
-        token = line = 0
+        token = seq = 0
         for leaf, arrays in zip(self.layout.leaves, self.leaves, strict=True):
             held = sum(int(a.nbytes) for a in arrays)
             if leaf.n_arrays:
-                line += held
+                seq += held
             elif leaf.window is None:
                 token += held // int(arrays[0].shape[2])
             else:
-                line += held // int(arrays[0].shape[2]) * leaf.window
-        return token, line
+                seq += held // int(arrays[0].shape[2]) * leaf.window
+        return token, seq

@@ -11,16 +11,17 @@ from typing import Any
 import mlx.core as mx
 
 from localllm_backends.contract import Chunk, SampleSpec
+from localllm_backends.mlx.adapters import AdapterLayers
+from localllm_backends.mlx.layout import Layout, arrays_of
 from localllm_backends.mlx.results import ChunkOutput, HiddenRow, LogitRows, MlxStepResult, on_host
 from localllm_backends.mlx.sampling import DeviceTokens, sample
 from localllm_backends.mlx.sequence_cache import (
-    Layout,
     SequenceBatch,
     SequenceCache,
     Undo,
-    arrays_of,
     row_of_state,
 )
+from localllm_backends.mlx.shared_prefix import cells_used
 
 # Longest chunk for which all logit rows are computed. A longer one is split, so that logits are
 # computed only for the outputs. (mlx-lm computes a prompt's last token separately for the same
@@ -38,12 +39,12 @@ _PIECE = 64
 class _Ahead:
     """The next decode step, started before it was requested.
 
-    Its input for each of `lines` is the best or the sampled token. `batch`: its buffers. `state`:
+    Its input for each of `seqs` is the best or the sampled token. `batch`: its buffers. `state`:
     the recurrent state before it. `hidden`: the model's hidden rows. `samples`: tokens sampled from
     it, with their rows.
     """
 
-    lines: list[SequenceCache]
+    seqs: list[SequenceCache]
     batch: SequenceBatch
     state: list[list[Any]]
     group: LogitRows
@@ -52,22 +53,23 @@ class _Ahead:
 
 
 class Stepper:
-    """Runs steps over `lines` (the existing sequences, by id).
+    """Runs steps over `seqs` (the existing sequences, by id).
 
     It owns what persists between steps: the batch, and the step that was started early.
     """
 
     def __init__(
-        self, model: Any, layout: Layout, lines: Mapping[int, SequenceCache], *,
-        n_vocab: int, n_ctx: int, n_rewind: int, looks_ahead: bool = True, fused: bool = True,
+        self, adapted: AdapterLayers, layout: Layout, seqs: Mapping[int, SequenceCache], *,
+        n_vocab: int, n_ctx: int, n_rewind: int, starts_steps_early: bool = True, fused: bool = True,
     ) -> None:  # fmt: skip
-        self.model = model
+        self.model = adapted.model
+        self._adapters = adapted
         self._layout = layout
-        self._lines = lines
+        self._seqs = seqs
         self._n_vocab = n_vocab
         self._n_ctx = n_ctx
         self._n_rewind = n_rewind
-        self._looks_ahead = looks_ahead
+        self._starts_steps_early = starts_steps_early
         self._fused = fused
         # Tokens that must go into one call, since the tokens of an image may attend to each other.
         self.undivided = WHOLE_TOKENS
@@ -95,21 +97,24 @@ class Stepper:
         n = int(ids.shape[1])
         batch.make_room(n)
         logits = self.model(ids, cache=batch.caches)
-        batch.advance(counts or [n] * len(batch.lines))
+        batch.advance(counts or [n] * len(batch.seqs))
         return logits
 
     def free(self) -> int:
-        return self._n_ctx - sum(line.length for line in self._lines.values())
+        return self._n_ctx - cells_used(self._seqs.values())
 
-    def run(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
+    def run(self, chunks: Sequence[Chunk], seqs: list[SequenceCache]) -> MlxStepResult:
         """Append every chunk to its sequence.
 
         After an exception no sequence is longer, but their contents are invalid.
         """
-        parts = [ChunkOutput(chunk, line) for chunk, line in zip(chunks, lines, strict=True)]
+        parts = [ChunkOutput(chunk, seq) for chunk, seq in zip(chunks, seqs, strict=True)]
         self.hidden.clear()
+        for seq in seqs:
+            seq.scales = self._adapters.scales
         result = MlxStepResult(self._n_vocab, parts, self._stream)
-        self._take_ahead(parts)
+        if not self._extend_ahead(result):
+            self._take_ahead(parts)
         self._compute(result)
         late = self._sample(result)
         if result.fresh:
@@ -118,7 +123,7 @@ class Stepper:
             mx.async_eval(*result.fresh, *late)
             late = []
         for part in parts:
-            part.line.length += len(part.chunk.tokens)
+            part.seq.length += len(part.chunk.tokens)
         try:
             begun = self._look_ahead(parts)
             if begun or late:
@@ -127,10 +132,10 @@ class Stepper:
             mx.eval([place[0].tokens for place in places if place is not None], result.fresh)
         except Exception:
             for part in parts:
-                part.line.length -= len(part.chunk.tokens)
+                part.seq.length -= len(part.chunk.tokens)
             raise
-        for line, place in zip(lines, places, strict=True):
-            line.predicted = on_host(place)
+        for seq, place in zip(seqs, places, strict=True):
+            seq.predicted = on_host(place)
         self.last = result
         return result
 
@@ -150,16 +155,16 @@ class Stepper:
         With recurrent state, chunks must have one token, since the state would include padding.
         """
         chunk = part.chunk
-        line = part.line
+        seq = part.seq
         n = len(part.chunk.tokens)
-        if chunk.outputs < n or n > WHOLE_TOKENS or line.replay or not line.length:
+        if chunk.outputs < n or n > WHOLE_TOKENS or seq.replay or not seq.length:
             return False
         return n == 1 or not self._layout.recurrent
 
     def _call(self, parts: Sequence[ChunkOutput], result: MlxStepResult) -> None:
         """Compute the chunks of `parts`, or a single one of any kind, in one model call."""
-        given = [[*part.line.replay, *part.chunk.tokens] for part in parts]
-        batch, order, ids = self.batch.gather([part.line for part in parts], given)
+        given = [[*part.seq.replay, *part.chunk.tokens] for part in parts]
+        batch, order, ids = self.batch.gather([part.seq for part in parts], given)
         parts = [parts[i] for i in order]
         tokens = [given[i] for i in order]
         state = batch.snapshot() if self._n_rewind else []
@@ -173,10 +178,10 @@ class Stepper:
         result.fresh.extend(hidden)
         takes_best = False
         for row, part in enumerate(parts):
-            line = part.line
+            seq = part.seq
             if self._n_rewind:
-                line.undo = Undo(line.computed, tokens[row], row_of_state(state, row))
-            line.replay = []
+                seq.undo = Undo(seq.computed, tokens[row], row_of_state(state, row))
+            seq.replay = []
             # A long chunk is computed in several calls, together with replayed tokens.
             known = _hidden_rows(hidden, row, len(tokens[row]))
             part.hidden = known[-len(part.chunk.tokens) :]
@@ -191,24 +196,24 @@ class Stepper:
     def _read_before(self, ids: Any, part: ChunkOutput) -> Any:
         """Compute the part of a single chunk `ids` that needs separate calls, and return the
         rest."""
-        line = part.line
+        seq = part.seq
         outputs = min(part.chunk.outputs, len(part.chunk.tokens))
         if not outputs:
-            return self._read(ids, line)
+            return self._read(ids, seq)
         if outputs < int(ids.shape[1]) > self.undivided:
-            self._forward(line.batch, self._read(ids[:, :-outputs], line))
+            self._forward(seq.batch, self._read(ids[:, :-outputs], seq))
             return ids[:, -outputs:]
         return ids
 
-    def _read(self, ids: Any, line: SequenceCache) -> Any:
+    def _read(self, ids: Any, seq: SequenceCache) -> Any:
         """Compute the first part of `ids` in pieces of limited size, and return the rest."""
         scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
-        attended = line.length + int(ids.shape[1])
+        attended = seq.length + int(ids.shape[1])
         n_pieces = scores // attended // _PIECE
         most = max(n_pieces * _PIECE, _PIECE, self.undivided)
         while int(ids.shape[1]) > most:
-            self._forward(line.batch, ids[:, :most])
-            mx.eval(arrays_of(line.leaves), self.hidden)
+            self._forward(seq.batch, ids[:, :most])
+            mx.eval(arrays_of(seq.leaves), self.hidden)
             ids = ids[:, most:]
         return ids
 
@@ -223,7 +228,7 @@ class Stepper:
         for group, parts in _sampled_groups(result.parts):
             stream = mx.default_stream(mx.default_device())
             begun = result.fresh
-            if group.begun_ahead:
+            if group.started_early:
                 stream = self._stream
                 begun = late
             asked = [part.chunk.sample for part in parts if part.chunk.sample is not None]
@@ -245,14 +250,14 @@ class Stepper:
         another step, positions are set back and this step is discarded. It is not started if its
         batch must still be formed: the copies would delay this step's tokens.
         """
-        going = self._known_to_go_on(parts)
-        lines = [part.line for part in going]
-        if len(lines) == 1:
-            lines[0].leave_batch()
-        elif not lines or not self.batch.is_of(lines):
+        going = self._continuing(parts)
+        seqs = [part.seq for part in going]
+        if len(seqs) == 1:
+            seqs[0].leave_batch()
+        elif not seqs or not self.batch.contains_exactly(seqs):
             return []
-        batch = lines[0].batch
-        going.sort(key=_row_of_line)
+        batch = seqs[0].batch
+        going.sort(key=_row_of_seq)
         following = []
         for part in going:
             if part.next is not None:
@@ -262,18 +267,18 @@ class Stepper:
         given = mx.maximum(_gathered(following), 0)
         state = batch.snapshot() if self._layout.recurrent else []
         logits = self._forward(batch, given[:, None])[:, -1]
-        group = LogitRows(logits, begun_ahead=True)
-        self.ahead = _Ahead([*batch.lines], batch, state, group, self._take_hidden())
+        group = LogitRows(logits, started_early=True)
+        self.ahead = _Ahead([*batch.seqs], batch, state, group, self._take_hidden())
         arrays = self._sample_ahead(self.ahead, [part.chunk.sample for part in going], given)
         held = arrays_of(batch.leaves) if self._layout.recurrent else []
         return [*arrays, *self.ahead.hidden, *held]
 
-    def _known_to_go_on(self, parts: Sequence[ChunkOutput]) -> list[ChunkOutput]:
+    def _continuing(self, parts: Sequence[ChunkOutput]) -> list[ChunkOutput]:
         """Return the chunks of sequences that keep decoding.
 
         Returns an empty list unless the next token of all of them is known.
         """
-        if not self._looks_ahead:
+        if not self._starts_steps_early:
             return []
         going = []
         for part in parts:
@@ -305,7 +310,7 @@ class Stepper:
             rows = _gathered([(ahead.group.logits, row) for row in specs])
             drawn = _gathered([(given, row) for row in specs])
             sampled = sample(rows, list(specs.values()), drawn)
-            ahead.samples = {ahead.lines[row]: (sampled, at) for at, row in enumerate(specs)}
+            ahead.samples = {ahead.seqs[row]: (sampled, at) for at, row in enumerate(specs)}
             arrays.append(sampled.tokens)
         return arrays
 
@@ -315,26 +320,68 @@ class Stepper:
         ahead = self.ahead
         if ahead is None:
             return
-        asked = {part.line: part for part in parts if part.line in ahead.lines}
+        asked = {part.seq: part for part in parts if part.seq in ahead.seqs}
         fits = asked and all(part.is_expected for part in asked.values())
-        if not fits or (self._layout.recurrent and len(asked) < len(ahead.lines)):
+        if not fits or (self._layout.recurrent and len(asked) < len(ahead.seqs)):
             self.undo_ahead()
             return
         self.ahead = None
-        for row, line in enumerate(ahead.lines):
-            part = asked.get(line)
+        for row, seq in enumerate(ahead.seqs):
+            part = asked.get(seq)
             if part is None:
-                line.place(line.computed)
+                seq.place(seq.computed)
                 continue
             part.take(ahead.group, row + 1)
             part.hidden = _hidden_rows(ahead.hidden, row, 1)
             if self._n_rewind:
-                line.undo = Undo(line.length, [*part.chunk.tokens], row_of_state(ahead.state, row))
-            begun = ahead.samples.get(line)
+                seq.undo = Undo(seq.length, [*part.chunk.tokens], row_of_state(ahead.state, row))
+            begun = ahead.samples.get(seq)
             if begun is not None:
                 sampled, at = begun
-                if part.chunk.sample == sampled.asked[at]:
+                if part.chunk.sample == sampled.specs[at]:
                     part.sampled = begun
+
+    def _extend_ahead(self, result: MlxStepResult) -> bool:
+        """Compute drafts after the early step, which has computed the token before them.
+
+        Returns False, and does nothing, unless the chunks are those of the early step and some have
+        drafts.
+        """
+        ahead = self.ahead
+        if ahead is None or not self._continues(ahead, result.parts):
+            return False
+        self.ahead = None
+        asked = {part.seq: part for part in result.parts}
+        parts = [asked[seq] for seq in ahead.seqs]
+        drafts = [list(part.chunk.tokens[1:]) for part in parts]
+        longest = max(map(len, drafts))
+        ids = mx.array([[*draft, *[0] * (longest - len(draft))] for draft in drafts])
+        further = self._forward(ahead.batch, ids, [len(draft) for draft in drafts])
+        hidden = self._take_hidden()
+        logits = mx.concatenate([ahead.group.logits[:, None], further], axis=1)
+        group = LogitRows(logits.reshape(-1, self._n_vocab))
+        result.fresh.extend([group.best.tokens, *hidden])
+        for row, part in enumerate(parts):
+            n_drafts = len(drafts[row])
+            part.take(group, row * (1 + longest) + 1 + n_drafts)
+            known = _hidden_rows(ahead.hidden, row, 1)
+            part.hidden = known + _hidden_rows(hidden, row, n_drafts)
+        return True
+
+    def _continues(self, ahead: _Ahead, parts: Sequence[ChunkOutput]) -> bool:
+        """Return whether the chunks are those of the early step, and some have drafts."""
+        if self._layout.recurrent or {part.seq for part in parts} != set(ahead.seqs):
+            return False
+        longest = max(len(part.chunk.tokens) for part in parts)
+        return 1 < longest <= WHOLE_TOKENS and all(part.extends_expected for part in parts)
+
+    def use_adapters(self, scales: Sequence[float]) -> None:
+        """Compute the next steps with these scales of the adapters."""
+        if tuple(scales) == self._adapters.scales:
+            return
+        # The early step was computed with the other ones.
+        self.undo_ahead()
+        self._adapters.use(scales)
 
     def undo_ahead(self) -> None:
         """Set every sequence back to its length before the early step."""
@@ -342,46 +389,48 @@ class Stepper:
         if ahead is None:
             return
         self.ahead = None
-        for line in ahead.lines:
-            line.place(line.computed)
+        for seq in ahead.seqs:
+            seq.place(seq.computed)
         if ahead.state:
             ahead.batch.restore(ahead.state)
 
-    def undo_ahead_of(self, line: SequenceCache) -> None:
-        """Undo the early step for `line`, if its memory could not be read otherwise."""
-        if self.ahead is not None and self._layout.recurrent and line in self.ahead.lines:
+    def undo_ahead_of(self, seq: SequenceCache) -> None:
+        """Undo the early step for `seq`, if its memory could not be read otherwise."""
+        if self.ahead is not None and self._layout.recurrent and seq in self.ahead.seqs:
             self.undo_ahead()
 
-    def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
-        """Return the recurrent arrays after all tokens of `line`, without the early step."""
-        if self.ahead is not None and line in self.ahead.lines:
-            return row_of_state(self.ahead.state, line.row)
-        return row_of_state(line.batch.snapshot(), line.row)
+    def recurrent_state(self, seq: SequenceCache) -> list[list[Any]]:
+        """Return the recurrent arrays after all tokens of `seq`, without the early step."""
+        if self.ahead is not None and seq in self.ahead.seqs:
+            return row_of_state(self.ahead.state, seq.row)
+        return row_of_state(seq.batch.snapshot(), seq.row)
 
-    def touched_by_failure(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
-        """Return every sequence whose buffers a failed step over `lines` may have changed.
+    def affected_by_failure(self, seqs: Sequence[SequenceCache]) -> list[SequenceCache]:
+        """Return every sequence whose buffers a failed step over `seqs` may have changed.
 
         Discards the early step.
         """
-        touched = set(lines)
+        touched = set(seqs)
         if self.ahead is not None:
-            touched.update(self.ahead.lines)
+            touched.update(self.ahead.seqs)
             self.ahead = None
-        return list(chain.from_iterable(line.batch.lines for line in touched))
+        return list(chain.from_iterable(seq.batch.seqs for seq in touched))
 
-    def recompute(self, line: SequenceCache) -> None:
+    def recompute(self, seq: SequenceCache) -> None:
         """Compute the tokens that must be read again after a rewind."""
-        if line.replay:
-            tokens = line.replay
-            line.replay = []
-            self._forward(line.batch, mx.array([tokens]))
-            mx.eval(arrays_of(line.leaves))
+        if seq.replay:
+            tokens = seq.replay
+            seq.replay = []
+            with self._adapters.used(seq.scales):
+                self._forward(seq.batch, mx.array([tokens]))
+            mx.eval(arrays_of(seq.leaves))
             self.hidden.clear()
 
     def close(self) -> None:
         self.ahead = None
         self.last = None
         self.model = None
+        self._adapters.close()
         self.batch = SequenceBatch(self._layout)
 
     @property
@@ -392,8 +441,8 @@ class Stepper:
         return sum(int(group.logits.nbytes) for group in groups.values() if group is not None)
 
 
-def _row_of_line(part: ChunkOutput) -> int:
-    return part.line.row
+def _row_of_seq(part: ChunkOutput) -> int:
+    return part.seq.row
 
 
 def _sampled_groups(

@@ -33,7 +33,7 @@ from localllm_backends.contract import (
     Placement,
     SequenceId,
 )
-from localllm_backends.draft_head_state import joined, parted
+from localllm_backends.draft_head_state import join_blocks, split_blocks
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
@@ -88,10 +88,10 @@ class TensorParallelBackend(MlxBackend):
         self._broadcast(operation, *arguments)
         return done
 
-    def _sweep(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
+    def _sweep(self, chunks: Sequence[Chunk], seqs: list[SequenceCache]) -> MlxStepResult:
         self._broadcast("step", *([c.sequence, list(c.tokens), c.outputs] for c in chunks))
         try:
-            return super()._sweep(chunks, lines)
+            return super()._sweep(chunks, seqs)
         except BackendFailure:
             # The others have finished this step or hang in it, so their memory no longer matches.
             self._abort("one of the machines")
@@ -105,13 +105,13 @@ class TensorParallelBackend(MlxBackend):
             own = super().export_range(sequence, start, stop)
         finally:
             others = self._replies()
-        return joined(own, *others)
+        return join_blocks(own, *others)
 
     @owner_only
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        parts = parted(data, 1 + len(self._others))
+        parts = split_blocks(data, 1 + len(self._others))
         super().import_range(sequence, parts[0], start, stop)
         for other, part in zip(self._others, parts[1:], strict=True):
             other.send({"do": "import_range", "with": [sequence, start, stop]}, part)
@@ -147,7 +147,11 @@ class TensorParallelBackend(MlxBackend):
         """End this process: it can't compute without that machine, and the running step may never
         end."""
         if self._others:
-            print(f"{name} is gone, which held a share of the model", file=sys.stderr, flush=True)
+            print(
+                f"{name} is no longer connected, and it held a share of the model",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(1)
 
 
@@ -213,7 +217,7 @@ def _form_group(
     joining.join()
     if not met:
         raise OtherMachineError(
-            f"the machines can't reach each other over MLX's {ring.backend}", HINT
+            f"the machines can't connect to each other with MLX's {ring.backend}", HINT
         )
     return met[0]
 
@@ -234,7 +238,9 @@ def _check_same(follower: Follower, ours: Mapping[str, str]) -> None:
             if what != "the model's files":
                 other = f" ({theirs.get(what)} there, {value} here)"
             raise OtherMachineError(
-                f"{follower.machine.name} differs in {what}{other}: all must have the same", HINT
+                f"{follower.machine.name} differs in {what}{other}: it must "
+                "be equal on all machines",
+                HINT,
             )
 
 
@@ -253,7 +259,7 @@ def _join(order: Frame) -> Any:
             return mx.distributed.init(strict=True, backend=order["backend"])
         except RuntimeError as e:
             raise OtherMachineError(
-                f"it can't reach the others over MLX's {order['backend']}: {e}", HINT
+                f"this machine can't connect to the others with MLX's {order['backend']}: {e}", HINT
             ) from e
 
 

@@ -15,13 +15,13 @@ from localllm_backends.mlx.files import weight_files
 
 # The same limit as in llama.cpp: with more tokens, the attention of a vision encoder takes
 # gigabytes per picture.
-MOST_TOKENS = 1024
+MAX_IMAGE_TOKENS = 1024
 # A layer's memory at its peak, counted in rows of the layer's width, and how many of these are
 # padded. Then the head sizes that Metal's kernel supports.
 _LAYER_WIDTHS = 20
 _PADDED = 5
 _KERNEL_HEADS = (64, 80, 128)
-_MOST_HEADER_BYTES = 100 * 10**6
+_MAX_HEADER_BYTES = 100 * 10**6
 _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -73,25 +73,25 @@ def _names_a_tower(weights: Path) -> bool:
     """Return whether the file's header names a tensor of a vision encoder."""
     with weights.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = file.read(min(size, _MOST_HEADER_BYTES))
+        header = file.read(min(size, _MAX_HEADER_BYTES))
     return b"vision" in header or b"visual" in header
 
 
-def why_not(config: Mapping[str, Any]) -> str | None:
+def unsupported_reason(config: Mapping[str, Any]) -> str | None:
     """Return why the images of such a checkpoint can't be read; None if they can."""
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         return (
-            f"on MLX images of {kind!r} models are not read (those of {known} are): "
-            "take its GGUF file, with its projector, for images"
+            f"on MLX, images are not supported for {kind!r} models (supported: {known}); for "
+            "images, use the model's GGUF file with its projector"
         )
     if importlib.util.find_spec("mlx_vlm") is None:
         return "mlx-vlm is not installed: run `pip install 'localllm[vision]'`"
     return None
 
 
-def seen_ahead(config: Mapping[str, Any]) -> Literal["", "everywhere", "in windows"]:
+def layers_attending_ahead(config: Mapping[str, Any]) -> Literal["", "everywhere", "in windows"]:
     """Return in which layers the tokens of an image attend to each other, as in training."""
     if config["model_type"] == "gemma3":
         return "everywhere"
@@ -101,10 +101,10 @@ def seen_ahead(config: Mapping[str, Any]) -> Literal["", "everywhere", "in windo
     return ""
 
 
-def most_tokens(config: Mapping[str, Any]) -> int:
+def max_tokens_per_image(config: Mapping[str, Any]) -> int:
     """Return the tokens of the largest image."""
     fixed = config.get("mm_tokens_per_image", config.get("vision_soft_tokens_per_image"))
-    return min(int(fixed or MOST_TOKENS), MOST_TOKENS)
+    return min(int(fixed or MAX_IMAGE_TOKENS), MAX_IMAGE_TOKENS)
 
 
 def image_buffer_bytes(config: Mapping[str, Any]) -> int:
@@ -116,7 +116,7 @@ def image_buffer_bytes(config: Mapping[str, Any]) -> int:
     """
     vision = config["vision_config"]
     family = FAMILIES[str(config["model_type"])]
-    patches = _most_patches(config)
+    patches = _max_patches(config)
     side = int(vision.get("patch_size", 16))
     width = int(vision.get("hidden_size", 1024))
     inner = int(vision.get("intermediate_size", 4096))
@@ -135,7 +135,7 @@ def image_buffer_bytes(config: Mapping[str, Any]) -> int:
     return int(patches * (held + pixels))
 
 
-def _most_patches(config: Mapping[str, Any]) -> int:
+def _max_patches(config: Mapping[str, Any]) -> int:
     """Return the patches of the largest image."""
     vision = config["vision_config"]
     if config["model_type"] == "gemma3":
@@ -143,4 +143,4 @@ def _most_patches(config: Mapping[str, Any]) -> int:
         return side**2
     merged = config.get("spatial_merge_size") or vision.get("spatial_merge_size")
     side = int(merged or vision.get("pooling_kernel_size") or 1)
-    return most_tokens(config) * side**2
+    return max_tokens_per_image(config) * side**2

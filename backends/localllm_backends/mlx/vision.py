@@ -27,10 +27,12 @@ from localllm_backends.contract import (
     BackendFailure,
     Chunk,
     ImagePixels,
-    ImageRun,
     LoadError,
     LoadSpec,
+    Media,
+    MediaRun,
     MemoryReport,
+    SoundSamples,
 )
 from localllm_backends.mlx import memory
 from localllm_backends.mlx.backend import Loaded, MlxBackend
@@ -41,14 +43,14 @@ from localllm_backends.mlx.results import MlxStepResult
 from localllm_backends.mlx.stepping import WHOLE_TOKENS
 from localllm_backends.mlx.towers import (
     FAMILIES,
-    MOST_TOKENS,
+    MAX_IMAGE_TOKENS,
     Family,
     image_buffer_bytes,
-    most_tokens,
-    seen_ahead,
-    why_not,
+    layers_attending_ahead,
+    max_tokens_per_image,
+    unsupported_reason,
 )
-from localllm_backends.shared_behaviour import image_of, owner_only
+from localllm_backends.shared_behaviour import media_of, owner_only
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Number of images whose layout is cached, because the prompt is laid out again in every turn.
@@ -56,23 +58,23 @@ _LAID_OUT = 1024
 # Sides are rounded up to full patches.
 _A_LITTLE_LESS = 0.98
 _BLANK = ImagePixels(32, 32, bytes(3 * 32 * 32), b"blank")
-_WITHOUT = "`--images off` loads it without"
+_WITHOUT = "load the model without images: `--images off`"
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """The layout of an image in a prompt: tokens before it, number of embeddings, tokens after it.
 
-    `grid`: see ImageRun.
+    `grid`: see MediaRun.
     """
 
     before: list[int]
     n_tokens: int
-    behind: list[int]
+    after: list[int]
     grid: NDArray[np.int32] | None = None
 
 
-class Eyes:
+class ImageEncoder:
     """A checkpoint's image processor and vision encoder.
 
     Any thread may call `lay_out` and `encode`. Each has a lock of its own, so prompts can be laid
@@ -80,9 +82,9 @@ class Eyes:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], language: Any) -> None:
-        reason = why_not(config)
+        reason = unsupported_reason(config)
         if reason is not None:
-            raise LoadError(f"{folder.name!r} reads no images here: {reason}", _WITHOUT)
+            raise LoadError(f"{folder.name!r}: images are not supported: {reason}", _WITHOUT)
         from importlib.metadata import version
 
         self._config = config
@@ -102,7 +104,7 @@ class Eyes:
         # Embeddings depend on the weights and on the library that computed them.
         self._identity = hashlib.blake2b(settings + made_by, digest_size=32).digest()
 
-    def lay_out(self, picture: ImagePixels) -> list[list[int] | ImageRun]:
+    def lay_out(self, picture: ImagePixels) -> list[list[int] | MediaRun]:
         found = self._laid_out.get(picture.key)
         if found is None:
             found = self._layout(self._inputs(picture))
@@ -113,13 +115,15 @@ class Eyes:
         n_tokens = found.n_tokens
         grid = found.grid
         n_positions = n_tokens if grid is None else int(grid.max()) + 1
-        run = ImageRun(picture, 0, key.digest(), n_tokens, n_positions, grid)
-        return [part for part in (found.before, run, found.behind) if part]
+        run = MediaRun(picture, 0, key.digest(), n_tokens, n_positions, grid)
+        return [part for part in (found.before, run, found.after) if part]
 
-    def encode(self, run: ImageRun) -> NDArray[np.float32]:
+    def encode(self, run: MediaRun) -> NDArray[np.float32]:
         with self._encoding, mx.stream(self._device):
             memory.require(image_buffer_bytes(self._config), "the image")
-            inputs = self._inputs(run.pixels)
+            picture = run.media
+            assert isinstance(picture, ImagePixels)
+            inputs = self._inputs(picture)
             first = len(self._layout(inputs).before)
             ids = inputs.pop("input_ids")
             inputs["mask"] = inputs.pop("attention_mask", None)
@@ -136,7 +140,7 @@ class Eyes:
     def _inputs(self, picture: ImagePixels) -> dict[str, Any]:
         """Return the processor's output for one image.
 
-        The image is scaled down until it takes at most MOST_TOKENS tokens.
+        The image is scaled down until it takes at most MAX_IMAGE_TOKENS tokens.
         """
         from PIL import Image
 
@@ -148,13 +152,13 @@ class Eyes:
                         images=[image], text=[self._mark], add_special_tokens=False
                     )
             except Exception as e:
-                raise BackendFailure(f"the image can't be read by this model: {e}") from e
+                raise BackendFailure(f"this model's image processor failed: {e}") from e
             inputs = dict(processed)
             n = inputs["input_ids"][0].tolist().count(self._processor.image_token_id)
-            if n <= MOST_TOKENS:
+            if n <= MAX_IMAGE_TOKENS:
                 return inputs
             height, width = inputs["pixel_values"].shape[-2:]
-            share = _A_LITTLE_LESS * math.sqrt(MOST_TOKENS / n)
+            share = _A_LITTLE_LESS * math.sqrt(MAX_IMAGE_TOKENS / n)
             smaller = (max(1, int(width * share)), max(1, int(height * share)))
             image = image.resize(smaller)
 
@@ -168,7 +172,7 @@ class Eyes:
         sides = inputs.get("image_grid_thw")
         places = [i for i, each in enumerate(ids) if each == token]
         if not places:
-            raise BackendFailure("the image comes to no tokens: this model's processor has none")
+            raise BackendFailure("the image processor of this model returned no image tokens")
         first = places[0]
         last = places[-1] + 1
         grid = None
@@ -198,7 +202,7 @@ def _processor(folder: Path, family: Family) -> Any:
     if family.rows:
         by_pixels = processor.image_processor
         side = by_pixels.patch_size * by_pixels.merge_size
-        by_pixels.max_pixels = min(by_pixels.max_pixels, MOST_TOKENS * side**2)
+        by_pixels.max_pixels = min(by_pixels.max_pixels, MAX_IMAGE_TOKENS * side**2)
     return processor
 
 
@@ -213,7 +217,7 @@ def _tower(folder: Path, language: Any) -> Any:
         tower = load_model(folder, lazy=True)
     except Exception as e:
         raise LoadError(
-            f"mlx-vlm can't load the image tower of {folder.name!r}: {e}", _WITHOUT
+            f"mlx-vlm can't load the vision encoder of {folder.name!r}: {e}", _WITHOUT
         ) from e
     tower.audio_tower = tower.embed_audio = None
     text = language.language_model.model
@@ -229,104 +233,110 @@ def _no_rope_index(*_: Any) -> tuple[None, None]:
     return None, None
 
 
-def load_seeing(
+def load_with_vision(
     spec: LoadSpec, on_progress: Callable[[float], None] | None = None
 ) -> MlxVisionBackend:
     """Load the checkpoint with its vision encoder. Raises LoadError or OutOfMemoryError."""
     loaded = read_checkpoint(spec, on_progress)
     name = loaded.folder.name
-    eyes = Eyes(loaded.folder, loaded.config, loaded.model)
-    weights = [a for _, a in tree_flatten(eyes.tower.parameters())]
+    encoder = ImageEncoder(loaded.folder, loaded.config, loaded.model)
+    weights = [a for _, a in tree_flatten(encoder.tower.parameters())]
     read_weights(weights, name)
     try:
         # In this thread: the encoder still has to create arrays from its config, and this thread
         # owns their stream.
-        for run in eyes.lay_out(_BLANK):
-            if isinstance(run, ImageRun):
-                eyes.encode(run)
+        for run in encoder.lay_out(_BLANK):
+            if isinstance(run, MediaRun):
+                encoder.encode(run)
     except BackendFailure:
         raise
     except Exception as e:
-        raise LoadError(f"the image tower of {name!r} does not run: {e}", _WITHOUT) from e
-    return MlxVisionBackend(loaded, eyes, sum(int(a.nbytes) for a in weights))
+        raise LoadError(
+            f"the vision encoder of {name!r} failed on a test image: {e}", _WITHOUT
+        ) from e
+    return MlxVisionBackend(loaded, encoder, sum(int(a.nbytes) for a in weights))
 
 
 class MlxVisionBackend(MlxBackend):
     """An MlxBackend whose prompts may contain images."""
 
-    def __init__(self, loaded: Loaded, eyes: Eyes, tower_bytes: int) -> None:
-        self._eyes = eyes
+    def __init__(self, loaded: Loaded, encoder: ImageEncoder, tower_bytes: int) -> None:
+        self._encoder = encoder
         self._tower_bytes = tower_bytes
-        ahead = seen_ahead(loaded.config)
+        ahead = layers_attending_ahead(loaded.config)
         if ahead:
-            loaded = replace(loaded, n_batch=max(loaded.n_batch, most_tokens(loaded.config)))
+            loaded = replace(
+                loaded, n_batch=max(loaded.n_batch, max_tokens_per_image(loaded.config))
+            )
         super().__init__(loaded)
         self._reader: Any = EmbeddingReader(loaded.model, ahead, self._shifts)
         rows = FAMILIES[str(loaded.config["model_type"])].rows
         if rows:
             self._reader.wrap(loaded.config, rows)
         self.stepper.model = self._reader
-        self.capabilities = replace(self.capabilities, vision=True, whole_images=bool(ahead))
+        self.capabilities = replace(self.capabilities, vision=True, images_in_one_step=bool(ahead))
         self.info = replace(self.info, vision=True)
 
-    def tokenize_images(
-        self, parts: Sequence[str | ImagePixels], *, add_bos: bool = False
-    ) -> list[list[int] | ImageRun]:
-        runs: list[list[int] | ImageRun] = [self.tokenize("", add_bos=add_bos)]
+    def tokenize_media(
+        self, parts: Sequence[str | Media], *, add_bos: bool = False
+    ) -> list[list[int] | MediaRun]:
+        runs: list[list[int] | MediaRun] = [self.tokenize("", add_bos=add_bos)]
         for part in parts:
             if isinstance(part, ImagePixels):
-                runs += self._eyes.lay_out(part)
+                runs += self._encoder.lay_out(part)
+            elif isinstance(part, SoundSamples):
+                raise BackendFailure("sounds are not supported with MLX")
             else:
                 runs.append(self.tokenize(part))
         return [run for run in runs if run]
 
-    def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
-        return self._eyes.encode(run)
+    def encode_media(self, run: MediaRun) -> NDArray[np.float32]:
+        return self._encoder.encode(run)
 
     @owner_only
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
         """Run one step over all chunks, or over a single chunk of an image."""
-        image = image_of(chunks)
+        image = media_of(chunks)
         if image is None:
             return super().step(chunks)
         [chunk] = chunks
         n = len(chunk.tokens)
-        line = self._line(chunk.sequence)
+        seq = self._seq(chunk.sequence)
         run = image.run
         stop = image.start + n
         grid = run.grid
         if grid is not None:
-            first = line.position(line.length - image.start)
+            first = seq.position(seq.length - image.start)
             grid = first + grid[:, image.start : stop]
         fewer = run.n_tokens - run.n_positions
         if stop == run.n_tokens and fewer > 0:
-            line.images = [*line.images, (line.length + n, fewer)]
+            seq.images = [*seq.images, (seq.length + n, fewer)]
         # The prediction after the last step does not apply to image tokens.
-        line.predicted = None
-        self.stepper.recompute(line)
-        if self.capabilities.whole_images:
+        seq.predicted = None
+        self.stepper.recompute(seq)
+        if self.capabilities.images_in_one_step:
             self.stepper.undivided = n
-        self._reader.give(image.embeddings[image.start : stop], grid)
+        self._reader.set_embeddings(image.embeddings[image.start : stop], grid)
         try:
             result = super().step([chunk._replace(tokens=[0] * n)])
         finally:
             self._reader.clear()
             self.stepper.undivided = WHOLE_TOKENS
-            line.cut_images(line.length)
+            seq.cut_images(seq.length)
         # Image tokens can't be read again for a rewind.
-        line.undo = None
+        seq.undo = None
         return result
 
     def _shifts(self, caches: Any) -> list[int]:
         """Return for each row of `caches` the difference between position and token count."""
-        batches = {id(line.batch.caches): line.batch for line in self._lines.values()}
-        lines = batches[id(caches)].lines
-        return [line.position(line.length) - line.length for line in lines]
+        batches = {id(seq.batch.caches): seq.batch for seq in self._seqs.values()}
+        seqs = batches[id(caches)].seqs
+        return [seq.position(seq.length) - seq.length for seq in seqs]
 
     def memory(self) -> MemoryReport:
         return replace(super().memory(), projector_bytes=self._tower_bytes)
 
     def close(self) -> None:
-        self._eyes.close()
+        self._encoder.close()
         self._reader = None
         super().close()

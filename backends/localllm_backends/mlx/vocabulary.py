@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError
+from localllm_backends.plain_files import check_plain_file
 from localllm_backends.vocabulary import TokenBytes
 
 # Names of fill-in-the-middle tokens in published coder models, by llama.cpp's name of the role
@@ -29,6 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
     JSON."""
     if not path.is_file():
         return {}
+    check_plain_file(path)
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as e:
@@ -100,7 +102,7 @@ class MlxVocabulary(TokenBytes):
         ids = []
         if add_bos and self.adds_bos and self.bos_token is not None:
             ids.append(self.bos_token)
-        for piece in self.read_anyway.pieces(text):
+        for piece in self.always_parsed.pieces(text):
             valid = piece.encode("utf-8", "replace").decode()
             ids += tokenizer.encode(valid, add_special_tokens=False).ids
         return ids
@@ -157,8 +159,8 @@ def _tokenizer_json(folder: Path) -> str:
         return str(wrapper._tokenizer.backend_tokenizer.to_str())
     except Exception as e:
         raise LoadError(
-            f"{folder.name!r} has no tokenizer.json, and none could be made from its other "
-            f"tokenizer files: {e}"
+            f"{folder.name!r} has no tokenizer.json, and it could not be created from the "
+            f"other tokenizer files: {e}"
         ) from e
 
 

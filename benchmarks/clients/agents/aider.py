@@ -14,6 +14,7 @@ class Editing(Worker):
         """The answer with the new file, or a message for the commit."""
         if OLD in prompt and "```" in prompt:
             self.steps.append("answer")
+            self.first_prompt = self.first_prompt or prompt
             said = f"notes.txt\n```\n{TEXT.replace(OLD, NEW)}```\n"
         else:
             self.steps.append("side")

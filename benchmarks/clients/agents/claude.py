@@ -19,7 +19,7 @@ AGENT = Agent(
     "claude",
     "npm",
     "@anthropic-ai/claude-code",
-    "2.1.197",
+    "2.1.332",
     lambda place: (
         "claude",
         "-p",

@@ -22,7 +22,7 @@ AGENT = Agent(
     "codex",
     "npm",
     "@openai/codex",
-    "0.169.0",
+    "0.171.0",
     lambda place: (
         "codex", "exec", "--profile", "localllm", "--skip-git-repo-check",
         "--dangerously-bypass-approvals-and-sandbox", TASK,

@@ -90,15 +90,15 @@ _PROXY = (
     "fastapi-sso", "boto3", "mcp", "semver", "expression", "soundfile",
 )  # fmt: skip
 # What the frameworks call through.
-_OPENAI = "openai==3.3.0"
+_OPENAI = "openai==3.57.0"
 
 AGENTS = (
     _library("openai chat", "openai", "3.57.0", "openai_chat.py"),
     _library("openai responses", "openai", "3.57.0", "openai_responses.py"),
     _library("anthropic", "anthropic", "2.14.0", "anthropic_messages.py"),
     _library("ollama", "ollama", "0.6.3", "ollama_chat.py"),
-    _library("openai.js chat", "openai", "7.57.0", "openai_chat.mjs", *_AI, run=_node),
-    _library("openai.js responses", "openai", "7.57.0", "openai_responses.mjs", *_AI, run=_node),
+    _library("openai.js chat", "openai", "7.59.0", "openai_chat.mjs", *_AI, run=_node),
+    _library("openai.js responses", "openai", "7.59.0", "openai_responses.mjs", *_AI, run=_node),
     _library(
         "@anthropic-ai/sdk",
         "@anthropic-ai/sdk",
@@ -124,20 +124,20 @@ AGENTS = (
     _library(
         "langchain-openai",
         "langchain-openai",
-        "1.7.3",
+        "1.7.4",
         "langchain_openai_agent.py",
-        "langgraph==1.2.22",
+        "langgraph==1.2.24",
     ),
     _library(
         "langchain-ollama",
         "langchain-ollama",
         "1.1.0",
         "langchain_ollama_agent.py",
-        "langgraph==1.2.22",
+        "langgraph==1.2.24",
     ),
     _library("litellm", "litellm", "1.110.2", "litellm_chat.py", *_PROXY),
     _library("litellm proxy", "litellm", "1.110.2", "litellm_proxy.py", *_PROXY),
-    _library("pydantic-ai", "pydantic-ai-slim", "2.38.0", "pydantic_ai_agent.py", _OPENAI),
+    _library("pydantic-ai", "pydantic-ai-slim", "2.68.0", "pydantic_ai_agent.py", _OPENAI),
     _library("openai-agents", "openai-agents", "0.24.0", "openai_agents.py"),
     _library(
         "smolagents", "smolagents", "1.26.0", "smolagents_agent.py", _OPENAI, worker=Finishing

@@ -5,8 +5,8 @@ from benchmarks.clients.agent import TASK, Agent
 AGENT = Agent(
     "pi",
     "npm",
-    "@mariozechner/pi-coding-agent",
-    "0.73.1",
+    "@earendil-works/pi-coding-agent",
+    "1.6.0",
     lambda place: (
         "pi",
         "--offline",

@@ -21,7 +21,7 @@ AGENT = Agent(
     "qwen-code",
     "npm",
     "@qwen-code/qwen-code",
-    "0.15.10",
+    "0.24.4",
     lambda place: ("qwen", "-y", "-p", TASK),
     recipe="qwen",
     mcp=_mcp,

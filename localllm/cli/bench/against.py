@@ -106,7 +106,8 @@ def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < end_s:
         if process.poll() is not None:
             raise BackendError(
-                f"localllm serve ended with exit code {process.returncode}", hint="see above"
+                f"localllm serve ended with exit code {process.returncode}",
+                hint="its error message is printed above",
             )
         try:
             target.wait_ready(0.0)
@@ -117,7 +118,8 @@ def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the server with SIGTERM, so that it can save its data. Kill it if that takes too long."""
+    """Stop the server with SIGTERM, so that it can save its data. Kill it if that takes too
+    long."""
     process.terminate()
     try:
         process.wait(_STOPPED_S)

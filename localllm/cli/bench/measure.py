@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ROUNDS = 3
 # Other programs can only slow a round down. If only the fastest round is fast, further rounds are
 # run, within these limits.
-_MOST_ROUNDS = 8
-_MOST_SECONDS = 30.0
+_MAX_ROUNDS = 8
+_MAX_SECONDS = 30.0
 _ALONE = 1.05
 DECODE_TOKENS = 64
 PROMPT_TOKENS = 512
@@ -75,11 +75,11 @@ async def _rounds(
     decoded: list[float] = []
     prefilled: list[float] = []
     started = time.monotonic()
-    for i in range(max(ROUNDS, _MOST_ROUNDS)):
+    for i in range(max(ROUNDS, _MAX_ROUNDS)):
         disagree = any(
             max(rates) > _ALONE * second_fastest(rates) for rates in (short, decoded) if rates
         )
-        if i >= ROUNDS and (not disagree or time.monotonic() - started > _MOST_SECONDS):
+        if i >= ROUNDS and (not disagree or time.monotonic() - started > _MAX_SECONDS):
             break
         # Alternate, so that interference from other programs affects both.
         rate, _ = await _round(engine, 2 * i + 1, SHORT_PROMPT_TOKENS)

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import typer
 
@@ -23,7 +24,7 @@ from localllm_tui.control.terminal import TerminalQuestion, is_light, one_line
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatInvocation:
     """The parsed command line. `attached` contains (name, text) pairs."""
 
     wanted: engines.Wanted
@@ -33,17 +34,17 @@ class Asked:
     sampling: Mapping[str, float | int | str]
 
 
-def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
+def answer_once(stack: ExitStack, invocation: ChatInvocation, question: str) -> None:
     """Print one answer on stdout. If a conversation is continued, the answer is saved as its next
     turn."""
     from localllm_tui.line_chat import ask_once
 
-    if not asked.continues:
-        client, engine = _opened(stack, asked, None)
+    if not invocation.continues:
+        client, engine = _opened(stack, invocation, None)
         messages = []
-        if asked.system:
-            messages.append({"role": "system", "content": asked.system})
-        messages.append({"role": "user", "content": with_files(question, asked.attached)})
+        if invocation.system:
+            messages.append({"role": "system", "content": invocation.system})
+        messages.append({"role": "user", "content": with_files(question, invocation.attached)})
         ask_once(client, engine.model, messages, AnswerStream())
         return
     history = stack.enter_context(History())
@@ -52,16 +53,20 @@ def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
         raise NotFoundError(
             "there is no earlier conversation to continue", hint="ask without --continue"
         )
-    client, engine = _opened(stack, asked, last)
-    session = Session(history, engine.model, conv_id=last.id, system=asked.system)
-    session.ask(question, asked.attached)
+    client, engine = _opened(stack, invocation, last)
+    session = Session(history, engine.model, conv_id=last.id, system=invocation.system)
+    session.ask(question, invocation.attached)
     answer = PendingAnswer(session)
     ask_once(client, engine.model, answer.messages, answer)
     answer.save()  # retry if an earlier save failed
 
 
-def converse(
-    stack: ExitStack, asked: Asked, background: TerminalQuestion | None, *, inline: bool
+def start_conversation(
+    stack: ExitStack,
+    invocation: ChatInvocation,
+    background: TerminalQuestion | None,
+    *,
+    inline: bool,
 ) -> None:
     """Start a conversation on the full screen if the terminal was queried for its `background`.
 
@@ -70,32 +75,33 @@ def converse(
     history = stack.enter_context(History())
     last = None
     notice = ""
-    if asked.continues:
+    if invocation.continues:
         last = _last(history)
         if last is None:
-            notice = "There is no earlier conversation to continue: this is a new one."
-    client, engine = _opened(stack, asked, last, at_once=background is not None)
+            notice = "There is no earlier conversation to continue, so this is a new one."
+    client, engine = _opened(stack, invocation, last, at_once=background is not None)
     opening = ChatOptions(
         client,
         history,
         engine.model,
         None if last is None else last.id,
-        asked.system,
-        tuple(asked.attached),
+        invocation.system,
+        tuple(invocation.attached),
         notice,
+        own=partial(engines.own_engine, stack, invocation.wanted) if engine.where else None,
     )
     if background is not None:
         session = _on_screen(stack, opening, engine, background)
     elif inline:
-        from localllm_tui.inline.chat import talk_inline
+        from localllm_tui.inline.chat import run_inline_chat
 
-        session = talk_inline(opening)
+        session = run_inline_chat(opening)
     else:
-        from localllm_tui.line_chat import talk
+        from localllm_tui.line_chat import run_line_chat
 
-        session = talk(opening)
+        session = run_line_chat(opening)
     if session.id is not None:
-        print(f"{one_line(session.title)}: localllm chat --continue goes on with it")
+        print(f"{one_line(session.title)}: localllm chat --continue resumes it")
 
 
 def _last(history: History) -> ConversationSummary | None:
@@ -103,17 +109,21 @@ def _last(history: History) -> ConversationSummary | None:
 
 
 def _opened(
-    stack: ExitStack, asked: Asked, last: ConversationSummary | None, *, at_once: bool = False
+    stack: ExitStack,
+    invocation: ChatInvocation,
+    last: ConversationSummary | None,
+    *,
+    at_once: bool = False,
 ) -> tuple[ChatClient, ChatEngine]:
     """Return the client and the engine that answers. With `at_once`, a screen shows the loading
     progress."""
-    sampling = dict(asked.sampling)
-    if asked.wanted.settings.value("compaction") == "auto":
+    sampling = dict(invocation.sampling)
+    if invocation.wanted.settings.value("compaction") == "auto":
         sampling["truncation"] = "auto"
     if not at_once:
         gc.enable()  # the screen enables it after it is drawn
     model = None if last is None else last.model
-    engine = engines.engine_for(stack, asked.wanted, model, at_once=at_once)
+    engine = engines.engine_for(stack, invocation.wanted, model, at_once=at_once)
     return ChatClient(engine.base_url, engine.api_key, sampling, engine=engine), engine
 
 
@@ -126,13 +136,20 @@ def _on_screen(
     from localllm_tui.app import ChatApp
 
     take_keys()
-    desk = PlanningProcess(offline=bool(Settings().value("offline")))
+    settings = Settings()
+    desk = PlanningProcess(offline=bool(settings.value("offline")))
     stack.callback(desk.close)
     first_run = not engine.where and engines.only_the_starter(opening.model)
-    opening = replace(opening, model_service=desk, first_run=first_run, tools=tool_hosts())
-    said, typed = background.answer()
-    app = ChatApp(opening, light=is_light(said), typed=typed)
-    app.run()
+    opening = replace(
+        opening,
+        model_service=desk,
+        first_run=first_run,
+        tools=tool_hosts(),
+        thinking=settings.value("chat_thinking"),
+    )
+    terminal_answer, typed = background.answer()
+    app = ChatApp(opening, light=is_light(terminal_answer), typed=typed)
+    app.run(mouse=settings.value("chat_mouse"))
     if app.return_code:
         raise typer.Exit(app.return_code)
     return app.chat.session

@@ -28,7 +28,7 @@ def take_keys() -> None:
 
     table = read_config().get("chat_keys", {})
     if not isinstance(table, dict):
-        raise UsageError(f"{config_path()}: `chat_keys` is a table: [chat_keys]")
+        raise UsageError(f"{config_path()}: `chat_keys` must be a table: [chat_keys]")
     keys.remap(table, ALL_KEYS)
 
 
@@ -44,12 +44,12 @@ def tool_hosts() -> tuple[McpHost, ...]:
     command = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     hosts = []
     for name, table in tables.items():
-        said = read_table(
+        values = read_table(
             table,
             f"[mcp.{name}] of config.toml",
             command=(command, ...),
             args=(list[str], []),
             env=(dict[str, str], {}),
         )
-        hosts.append(McpHost(name, said["command"], tuple(said["args"]), said["env"]))
+        hosts.append(McpHost(name, values["command"], tuple(values["args"]), values["env"]))
     return tuple(hosts)

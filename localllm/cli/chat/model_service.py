@@ -23,7 +23,7 @@ from localllm_tui.control.interfaces import (
     PlanList,
     PlanRequest,
     PullProgress,
-    unheard,
+    ignore_part,
 )
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _LEFT_OUT = {
     "memory": "too large", "speed": "too slow", "context": "of a shorter context",
-    "purpose": "for other purposes",
-    "ranking": "that others match",
+    "purpose": "for other purposes", "engine": "for a newer llama.cpp",
+    "ranking": "no better than listed ones",
 }  # fmt: skip
 _DOING = {
-    "listing": "asking the hub about", "checking": "checking", "downloading": "pulling",
+    "listing": "reading the hub's listing of", "checking": "checking", "downloading": "pulling",
     "waiting": "waiting for the hub:",
     "verifying": "verifying", "done": "done",
 }  # fmt: skip
@@ -54,7 +54,7 @@ class LocalModelService:
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
     def plan(
-        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = ignore_part
     ) -> PlanList:
         from localllm.planner import recommend as planner
         from localllm.planner import scoring
@@ -65,12 +65,12 @@ class LocalModelService:
         device, overrides = self._device(request)
         workload = _workload(request)
         need = need_of(workload)
-        there = [] if request.machine else store.scan()
+        installed = [] if request.machine else store.scan()
         limit_s = request.longest_wait_s or float("inf")
 
         def choice_of(plan: Plan) -> PlanChoice:
-            here = candidates.installed_names([plan], catalog, there)
-            name = here.get((plan.model.id, plan.variant.quant), "")
+            installed_names = candidates.installed_names([plan], catalog, installed)
+            name = installed_names.get((plan.model.id, plan.variant.quant), "")
             return PlanChoice(plan_to_json(plan), scoring.answer_s(plan, need), name)
 
         def report(plan: Plan) -> None:
@@ -108,7 +108,7 @@ class LocalModelService:
         plans = candidates.of_quant(variants, quant)
         if plans:
             return [*explain(plans[0], device, columns=columns)]
-        return []
+        return [reason for found, reason in overrides.too_new if found == model.id]
 
     def on_disk(self) -> Sequence[InstalledModel]:
         return [_on_disk(local) for local in store.scan()]
@@ -121,25 +121,27 @@ class LocalModelService:
         except LocalLLMError as e:
             return e.message
         if plan is None:
-            return "its header says too little to plan by: the engine decides"
+            return "its header lacks data for a plan, so the engine chooses the placement"
         need = plan.memory
         memory = f"{need.total_bytes / 1e9:.1f} of {need.limit_bytes / 1e9:.1f} GB"
         context = f"{plan.settings.n_ctx:,} tokens of {plan.settings.kv_type} context"
         speed = f"{plan.decode_tok_s.low:.0f} to {plan.decode_tok_s.high:.0f} tokens/s"
-        return f"takes {memory} with {context}; {speed}"
+        return f"needs {memory} with {context}; {speed}"
 
     def remove(self, model: InstalledModel) -> int:
         return store.rm(self._local(model))
 
-    def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
+    def pull(self, ref: str, on_progress: Callable[[PullProgress], None]) -> str:
         from localllm.library.pull import pull
 
-        def hear(p: DownloadProgress) -> None:
+        def report_progress(p: DownloadProgress) -> None:
             doing = _DOING[p.state]
-            told(PullProgress(doing, p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
+            on_progress(PullProgress(doing, p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
 
         choose = candidates.variant_choice(ref)
-        model = pull(ref, on_progress=hear, choose=choose, offline=self._offline, mmproj=True)
+        model = pull(
+            ref, on_progress=report_progress, choose=choose, offline=self._offline, mmproj=True
+        )
         return model.name
 
     # -- loaded once ------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def _described(device: Device) -> str:
     rate = device.bandwidth_gbps
     basis: str = rate.basis
     if rate.busy:
-        basis += " beside other load, and to be measured again"
+        basis += " while other programs ran; it will be measured again"
     name = device.name
     if device.simulated:
         name += " (simulated)"
@@ -184,5 +186,7 @@ def _described(device: Device) -> str:
 
 def _on_disk(local: LocalModel) -> InstalledModel:
     owner = OWNERS[local.origin]
-    ours = local.origin == "hf-cache"
-    return InstalledModel(local.name, local.quant, local.size_bytes, owner, str(local.path), ours)
+    in_own_cache = local.origin == "hf-cache"
+    return InstalledModel(
+        local.name, local.quant, local.size_bytes, owner, str(local.path), in_own_cache
+    )

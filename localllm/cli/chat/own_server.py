@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import sys
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from localllm.cli.serve.presets import load_presets, preset_and_model
+from localllm.cli.serve.presets import Preset, load_presets, preset_and_model
 from localllm.cli.serve.run import application
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library.resolve import resolve
@@ -20,9 +21,13 @@ from localllm.settings import Settings
 from localllm_tui.control.interfaces import EngineProgress
 
 if TYPE_CHECKING:
+    from localllm.library.types import LocalModel
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.served import ServedModel
 
+# How the chat asks the starter model: docs/models.md has the figures of `benchmarks.starter`.
+_SYSTEM = "Answer the question in one or two short sentences."
+_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repeat_penalty": 1.1}
 _LOOK_S = 0.1
 _PATIENCE_S = 1.0
 _STOP_S = 10.0
@@ -31,19 +36,24 @@ _STOP_S = 10.0
 class OwnEngine:
     """Implements localllm_tui.control.interfaces.ChatEngine on a free loopback port.
 
+    Every user of this machine can connect to that port, so each engine makes its own key. The key
+    is only in the memory of this process and of the programs that it starts.
+
     The constructor is fast, and the model's name is known after it. Raises ModelNotFoundError,
     ModelFileError or UsageError.
     """
 
     where = unix_socket = ""
-    api_key: str | None = None
+    ours = True
 
     def __init__(self, model: str | None, settings: Settings) -> None:
+        self.api_key: str | None = secrets.token_urlsafe(24)
         self._settings = settings
         self._presets = load_presets()
         typed = model or self._settings.value("model")
         self._preset, named = preset_and_model(self._presets, typed)
         self._local = resolve(named)
+        self._presets = _with_starter(self._presets, self._local)
         self.model = self._local.name
         if self._preset is not None:
             self.model = self._preset.name
@@ -114,7 +124,10 @@ class OwnEngine:
         from localllm.server.http.settings import ServerSettings
 
         secured = ServerSettings(
-            host="127.0.0.1", port=0, api_key=None, keeps_awake=self._settings.value("keep_awake")
+            host="127.0.0.1",
+            port=0,
+            api_key=self.api_key,
+            keeps_awake=self._settings.value("keep_awake"),
         ).secured()
         router = await asyncio.to_thread(self._router)
         # The chat shows the notice from the list of models, so it needs no report.
@@ -150,8 +163,8 @@ class OwnEngine:
             if load.embedding is not None:
                 made = "scores" if load.ranks else "embeddings"
                 raise UsageError(
-                    f"{load.name} makes {made}, not text",
-                    hint="name a chat model: `localllm models list`",
+                    f"{load.name} generates {made}, not text",
+                    hint="choose a chat model from `localllm models list`",
                 )
             router = router_for([load], served=served, presets=[self._preset], only=False)
             self._first = router.resolve(self.model)
@@ -159,6 +172,14 @@ class OwnEngine:
             self._fail(e)
             return router_for([], served=served, only=False)
         return router
+
+
+def _with_starter(presets: tuple[Preset, ...], local: LocalModel) -> tuple[Preset, ...]:
+    """`presets`, with that of the starter model if the chat uses it and config.toml has no table for
+    it."""
+    if local.origin != "starter" or any(preset.name == local.name for preset in presets):
+        return presets
+    return (*presets, Preset(name=local.name, model=local.name, sampling=_SAMPLING, system=_SYSTEM))
 
 
 @contextmanager
@@ -181,14 +202,14 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
 def _wait(engine: OwnEngine) -> None:
     """Wait until loading has ended. On a terminal, a line shows the progress."""
     line = TerminalLine(sys.stderr)
-    said = f"loading {engine.model} …"
+    text = f"loading {engine.model} …"
     if engine.wait(_PATIENCE_S):
         return
     if not sys.stderr.isatty():
-        print(said, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     try:
         while not engine.wait(_LOOK_S):
-            line.show(f"{said} {engine.progress().share:4.0%}")
+            line.show(f"{text} {engine.progress().share:4.0%}")
     finally:
         line.show("")
 
@@ -204,8 +225,8 @@ def _reach(own: socket.socket) -> None:
         except OSError as e:
             own.close()
             raise LocalLLMError(
-                f"127.0.0.1 can't be reached here ({e.strerror}), "
-                "and the chat asks its engine there",
+                f"127.0.0.1 can't be reached ({e.strerror}), "
+                "but the chat connects to its engine there",
                 hint="the loopback network is down: "
                 "`ip link set lo up`, or start the container with a network",
             ) from e

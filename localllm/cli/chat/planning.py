@@ -21,7 +21,7 @@ from localllm_tui.control.interfaces import (
     PlanChoice,
     PlanList,
     PlanRequest,
-    unheard,
+    ignore_part,
 )
 
 
@@ -35,15 +35,15 @@ class PlanningProcess(LocalModelService):
         self._child: subprocess.Popen[bytes] | None = None
 
     def plan(
-        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = ignore_part
     ) -> PlanList:
-        return self._asked("plan", request, on_part=on_choice)  # type: ignore[no-any-return]
+        return self._call_child("plan", request, on_part=on_choice)  # type: ignore[no-any-return]
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
-        return self._asked("explain", request, ref, columns)  # type: ignore[no-any-return]
+        return self._call_child("explain", request, ref, columns)  # type: ignore[no-any-return]
 
     def fit(self, model: InstalledModel) -> str:
-        return str(self._asked("fit", model))
+        return str(self._call_child("fit", model))
 
     def close(self) -> None:
         """End the child. The next call starts a new one."""
@@ -56,8 +56,8 @@ class PlanningProcess(LocalModelService):
                 if pipe is not None:
                     pipe.close()
 
-    def _asked(
-        self, what: str, *given: object, on_part: Callable[[PlanChoice], object] = unheard
+    def _call_child(
+        self, method: str, *given: object, on_part: Callable[[PlanChoice], object] = ignore_part
     ) -> Any:
         """Return the result of LocalModelService in the child. Raises LocalLLMError.
 
@@ -77,24 +77,23 @@ class PlanningProcess(LocalModelService):
             assert to is not None
             assert back is not None
             try:
-                pickle.dump((what, given), to)
+                pickle.dump((method, given), to)
                 to.flush()
                 ended = False
                 while not ended:
-                    said, error, ended = pickle.load(back)
+                    part, error, ended = pickle.load(back)
                     if not ended:
-                        on_part(said)
+                        on_part(part)
             except (OSError, EOFError, pickle.UnpicklingError) as e:
-                raise LocalLLMError(
-                    "planning broke off: its process ended", hint="try again"
-                ) from e
+                raise LocalLLMError("planning failed: its process ended", hint="try again") from e
         if error is not None:
             raise error
-        return said
+        return part
 
 
-def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer requests until the input ends, with tuples of (result, error, whether it is the last)."""
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer requests until the input ends, with tuples of (result, error, whether it is the
+    last)."""
     service = LocalModelService()
 
     def send(answer: Any, error: LocalLLMError | None = None, ended: bool = True) -> None:
@@ -103,14 +102,14 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
 
     while True:
         try:
-            what, given = pickle.load(asked)
+            method, given = pickle.load(requests)
         except EOFError:
             return
         more = {}
-        if what == "plan":
+        if method == "plan":
             more = {"on_choice": partial(send, ended=False)}
         try:
-            send(getattr(service, what)(*given, **more))
+            send(getattr(service, method)(*given, **more))
         except LocalLLMError as e:
             send(None, e)
         except Exception as e:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.shared import Json, print_json, print_lines
+from localllm.cli.commands.shared import Json, print_json
 from localllm.cli.setting_options import takes
-from localllm.errors import BackendError
+from localllm.errors import BackendError, UsageError
 from localllm.formatting import gb
+from localllm.plain_output import print_lines
 from localllm.settings import Settings
 
 
@@ -23,7 +26,9 @@ from localllm.settings import Settings
 def bench(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="What to measure (default: best at hand)."),
+        typer.Argument(
+            metavar="[MODEL]", help="Model to measure (default: the best installed one)."
+        ),
     ] = None,
     *,
     settings: Settings,
@@ -35,21 +40,34 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, help="With --against: how often each server is measured.")
+        int, typer.Option(min=1, help="With --against: number of times each server is measured.")
     ] = ROUNDS,
     scenarios: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,…", help="With --against: what is measured, such as single,four,stall."
+            metavar="NAME,…",
+            help="With --against: scenarios to measure, such as single,four,stall.",
         ),
     ] = None,
     restart_cmd: Annotated[
         list[str] | None,
         typer.Option(
             metavar="COMMAND",
-            help="With --against: how each server is started again, in the same order.",
+            help="With --against: commands that restart the servers, in the same order.",
         ),
     ] = None,
+    earlier: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare", metavar="FILE", help="Compare with an earlier run: what --json printed."
+        ),
+    ] = None,
+    share: Annotated[
+        bool,
+        typer.Option(
+            "--share", help="Print the run as one row for others, without any name or path."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure speed and memory of a model, compare with the prediction, and store the results.
@@ -57,23 +75,24 @@ def bench(
     With --against, it compares servers instead: the ones given, and `localllm serve MODEL` if a
     MODEL is named. They are measured in turn.
     """
-    if against:
-        from localllm.cli.bench import against as servers_compared
+    from localllm.cli.bench import compare as earlier_runs
 
-        compared = servers_compared.compare(model, against, restart_cmd or (), scenarios, rounds)
-        if as_json:
-            print_json(compared.to_json())
-        else:
-            print_lines(compared.lines())
-        if compared.faults:
-            first = compared.faults[0]
-            n = len(compared.faults)
-            raise BackendError(f"{n} measurements failed: {first}")
+    then = None
+    if against and (earlier is not None or share):
+        option = "--share" if share else "--compare"
+        raise UsageError(f"{option} and --against can't be combined", hint="omit one of them")
+    if earlier is not None:
+        then = earlier_runs.read(earlier)
+    if against:
+        _compare_servers(model, against, restart_cmd or (), scenarios, rounds, as_json=as_json)
         return
+    from localllm.cli.bench import share as shared
     from localllm.cli.bench.measure import compare_and_keep, measure
     from localllm.load.load_plan import load_plan_named
 
     load = load_plan_named(model, settings)
+    if share:
+        shared.check(load)
     print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
     figures = asyncio.run(measure(load))
     power_share = load.options.engine.get("power", 1.0)
@@ -81,10 +100,47 @@ def bench(
         figures["power_share"] = power_share  # slowed down on purpose
     else:
         figures.update(compare_and_keep(load, figures))
+    if then is not None:
+        figures["compared"] = earlier_runs.compared(then, figures)
+    if share:
+        print(shared.line(shared.row(load, figures)))
+        print(shared.WHERE, file=sys.stderr)
+        return
+    _print(figures, as_json=as_json)
+
+
+def _print(figures: dict[str, Any], *, as_json: bool) -> None:
+    from localllm.cli.bench import compare as earlier_runs
+
     if as_json:
         print_json(figures)
+        return
+    print_lines(lines(figures))
+    if "compared" in figures:
+        print_lines(["", *earlier_runs.lines(figures["compared"])])
+
+
+def _compare_servers(
+    model: str | None,
+    against: Sequence[str],
+    restart: Sequence[str],
+    scenarios: str | None,
+    rounds: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Compare servers in turn. Raises BackendError if a measurement failed."""
+    from localllm.cli.bench import against as servers_compared
+
+    compared = servers_compared.compare(model, against, restart, scenarios, rounds)
+    if as_json:
+        print_json(compared.to_json())
     else:
-        print_lines(lines(figures))
+        print_lines(compared.lines())
+    if compared.faults:
+        first = compared.faults[0]
+        n = len(compared.faults)
+        raise BackendError(f"{n} measurements failed: {first}")
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -93,7 +149,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
     memory = "unknown"
     if figures.get("predicted_memory_bytes") is not None:
         memory = gb(figures["predicted_memory_bytes"], 2)
-    said = [
+    out = [
         f"decode    {_speeds(figures, 'decode_tok_s')}   after a prompt of {prompt}",
         f"          {_speeds(figures, 'short_tok_s')}   "
         f"after a prompt of {SHORT_PROMPT_TOKENS} tokens",
@@ -102,16 +158,16 @@ def lines(figures: dict[str, Any]) -> list[str]:
     ]
     if "power_share" in figures:
         share = f"{figures['power_share']:.0%}"
-        said.append(f"paced     computing in {share} of the time: not compared, and not remembered")
+        out.append(f"paced     computing in {share} of the time: not compared, and not remembered")
     if "power" in figures:
         used = figures["power"]
-        said.append(
+        out.append(
             f"power     {used['watts']:8.1f} W       {used['joules_per_token']:.2f} J a token   "
             f"by {used['source']}"
         )
     for cause in figures.get("causes", ()):
-        said.append(f"slower than predicted? {cause}")
-    return said
+        out.append(f"possible reason for a slower result: {cause}")
+    return out
 
 
 def _speeds(figures: dict[str, Any], name: str) -> str:

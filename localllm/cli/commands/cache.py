@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, print_lines, table
+from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, table
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.formatting import byte_size
+from localllm.plain_output import print_lines
 from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.cli.cached_prefixes import ModelPrefixes
 
 app = typer.Typer(
-    name="cache", help="Prefixes kept on disk.", rich_markup_mode=None, add_completion=False
+    name="cache", help="Cached prefixes on disk.", rich_markup_mode=None, add_completion=False
 )
 
 
@@ -76,13 +77,14 @@ def clear(
     if n_left:
         raise LocalLLMError(
             f"{n_left} file(s) could not be removed",
-            hint="another program may have them open, or they belong to another user: "
-            "try again without it",
+            hint="another program has them open, or they belong to another user: end that "
+            "program, then try again",
         )
 
 
 def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
-    """Return the folders of one model, by its name or by the folder's name if the model is unknown."""
+    """Return the folders of one model, by its name or by the folder's name if the model is
+    unknown."""
 
     chosen = [m for m in found if name.lower() in (_name(m).lower(), m.folder.name.lower())]
     if not chosen:
@@ -133,22 +135,22 @@ def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
 
 def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
     limits = body["limits"]
-    kept = "and none are kept (cache_disk_gb)"
+    kept = "and none are stored (cache_disk_gb is 0)"
     if limits["capacity_bytes"] > 0:
         kept = f"of {byte_size(limits['capacity_bytes'])}"
     written = f"{byte_size(body['written_today_bytes'])} of prefixes"
     if limits["daily_bytes"] > 0:
         written += f", of {byte_size(limits['daily_bytes'])} a day"
     if body["daily_limit_used_up"]:
-        written += ": used up, what is new stays in memory until tomorrow"
+        written += ": used up, so new prefixes stay in memory until tomorrow"
     lines = [
         f"folder         {body['folder']}",
         f"kept           {byte_size(body['bytes'])} {kept}, {body['files']} file(s)",
         f"written today  {written}",
-        f"left to others {byte_size(limits['free_bytes'])} of the disk",
+        f"kept free      {byte_size(limits['free_bytes'])} of the disk",
     ]
     if not found:
-        return [*lines, "", "no prefix is kept yet"]
+        return [*lines, "", "no prefix is stored yet"]
     head = ("MODEL", "FILES", "SIZE", "WRITTEN TODAY", "LAST USED")
     rows = [
         (

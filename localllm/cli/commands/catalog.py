@@ -31,7 +31,7 @@ def update(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL…]",
-            help="Which models (default: every one); ORG/NAME-GGUF adds a new one.",
+            help="Models to update (default: all); ORG/NAME-GGUF adds a new one.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -52,7 +52,7 @@ def update(
 
     if settings.value("offline") or hub.is_offline():
         raise UsageError(
-            "an update of the catalog asks the hub",
+            "the catalog can't be updated offline",
             hint="run it without --offline, the setting `offline` and HF_HUB_OFFLINE",
         )
     known = load_catalog()
@@ -69,7 +69,7 @@ def update(
             wanted.append(model)
     if not models:
         wanted = list(known.models)
-    print(f"asking the hub about {len(wanted) + len(new)} models …", file=sys.stderr)
+    print(f"reading the hub's listings of {len(wanted) + len(new)} models …", file=sys.stderr)
     found = catalog_update.read(wanted, hub.list_files)
     for repo in new:
         catalog_update.add(repo, hub.list_files, found)

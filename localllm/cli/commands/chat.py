@@ -17,9 +17,10 @@ from localllm.cli.commands.shared import (
     ServerUrl,
     at_a_terminal,
 )
-from localllm.cli.setting_options import takes
+from localllm.cli.setting_options import takes, with_flags
 from localllm.errors import UsageError
-from localllm.plain_output import is_text
+from localllm.plain_output import TerminalLine, is_text
+from localllm.setting_table import LOADING
 from localllm.settings import Settings
 
 # The question if there is neither a terminal nor a prompt (`localllm chat </dev/null`). It shows
@@ -27,7 +28,7 @@ from localllm.settings import Settings
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
 
 
-@takes("context", "lora", "gpu_layers", "cpu_moe", "split", "power")
+@takes(*with_flags(LOADING), "chat_screen_reader")
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
     model: ModelName = None,
@@ -36,25 +37,30 @@ def chat(
         typer.Option(
             "--attach",
             metavar="PATH",
-            help="Send a text, an image or a folder's texts along (repeatable).",
+            help="Attach a text, an image, a sound or a folder's texts (repeatable).",
         ),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Line by line, without the full screen.")
+        bool, typer.Option("--plain", help="Chat line by line, without the full screen.")
     ] = False,
     inline: Annotated[
         bool,
-        typer.Option("--inline", help="In the terminal's own scrollback, without the full screen."),
+        typer.Option(
+            "--inline", help="Chat in the terminal's own scrollback, without the full screen."
+        ),
     ] = False,
     continue_: Annotated[
-        bool, typer.Option("--continue", help="Go on with the last conversation.")
+        bool, typer.Option("--continue", help="Continue the last conversation.")
     ] = False,
     *,
     settings: Settings,
     url: ServerUrl = None,
     api_key: ServerKey = None,
     own: Annotated[
-        bool, typer.Option("--own", help="Load the model here, also where a running server has it.")
+        bool,
+        typer.Option(
+            "--own", help="Load the model in this process, even if a running server has it."
+        ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
@@ -72,7 +78,7 @@ def chat(
     """
 
     from localllm.cli.chat.engines import Wanted
-    from localllm_tui.control.attachments import check_room
+    from localllm_tui.control.attachments import check_fits_context
     from localllm_tui.control.terminal import ask_background
 
     # Report all errors in the options before a model is loaded.
@@ -81,11 +87,11 @@ def chat(
             "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
         )
     attached = _all_texts(attach or ())
-    check_room(attached, settings.value("context") or None)
+    check_fits_context(attached, settings.value("context") or None)
     question = None
     if prompt is not None or not at_a_terminal():
         question = _question(prompt, bool(attached))
-    plain = plain or os.environ.get("TERM") == "dumb"
+    plain = _is_line_by_line(settings) or plain
     sampling = _sampling(temperature, seed, max_tokens)
     wanted = Wanted(model, settings, url, api_key, own)
     try:
@@ -95,15 +101,21 @@ def chat(
                 background = ask_background()
                 stack.callback(background.answer)
             # The terminal answers while the chat's code is imported.
-            from localllm.cli.chat.begin import Asked, answer_once, converse
+            from localllm.cli.chat.begin import ChatInvocation, answer_once, start_conversation
 
-            asked = Asked(wanted, attached, continue_, system, sampling)
+            invocation = ChatInvocation(wanted, attached, continue_, system, sampling)
             if question is None:
-                converse(stack, asked, background, inline=inline and not plain)
+                start_conversation(stack, invocation, background, inline=inline and not plain)
             else:
-                answer_once(stack, asked, question)
+                answer_once(stack, invocation, question)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _is_line_by_line(settings: Settings) -> bool:
+    """True for a screen reader, and for a terminal that cannot draw a screen."""
+    TerminalLine.adds_lines = bool(settings.value("chat_screen_reader"))
+    return TerminalLine.adds_lines or os.environ.get("TERM") == "dumb"
 
 
 def _sampling(
@@ -136,7 +148,9 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     if left_out:
         n_files = len(texts) + left_out
         typer.echo(
-            f"{one_line(str(path))}: {left_out} of {n_files} files are no text and stay", err=True
+            f"{one_line(str(path))}: {left_out} of {n_files} "
+            "files are skipped, because they are not text",
+            err=True,
         )
     return texts
 
@@ -149,7 +163,7 @@ def _question(prompt: str | None, attached: bool) -> str:
     elif is_text(prompt):
         question = f"{_piped(asks=False)}\n\n{prompt.strip()}".strip()
     else:
-        raise UsageError("the question holds bytes that are no UTF-8 text", hint="type it in UTF-8")
+        raise UsageError("the question is not valid UTF-8", hint="type it in UTF-8")
     if question:
         return question
     if attached:
@@ -157,7 +171,7 @@ def _question(prompt: str | None, attached: bool) -> str:
             "--attach needs a question",
             hint='for example: localllm chat --attach notes.txt "Summarise this"',
         )
-    print(f"no question was given, so this one: {FIRST_QUESTION}", file=sys.stderr)
+    print(f"no question was given, so the model is asked: {FIRST_QUESTION}", file=sys.stderr)
     return FIRST_QUESTION
 
 
@@ -173,5 +187,5 @@ def _piped(*, asks: bool) -> str:
         return sys.stdin.buffer.read().decode("utf-8-sig").strip()
     except UnicodeDecodeError as e:
         raise UsageError(
-            "what is piped in is not UTF-8 text", hint="convert it first, for example with iconv"
+            "the standard input is not UTF-8 text", hint="convert it first, for example with iconv"
         ) from e

@@ -15,6 +15,7 @@ import typer
 from localllm import paths
 from localllm.cli.commands.shared import Json, print_json, table
 from localllm.errors import UsageError
+from localllm.plain_output import print_lines
 from localllm.setting_table import TABLE, Setting
 from localllm.settings import Settings, checked, config_path, config_text, read_config
 
@@ -50,9 +51,10 @@ def config(
     if as_json:
         print_json({"config_file": str(path), "settings": rows})
         return
-    print(table([(r["name"], _shown(r["value"]), r["origin"], r["help"]) for r in rows]))
-    there = "" if path.exists() else " (not there yet)"
-    print(f"\nset them by `localllm config set NAME VALUE` (in {path}{there}),", file=sys.stderr)
+    cells = [(r["name"], _shown(r["value"]), r["origin"], r["help"]) for r in rows]
+    print_lines(table(cells).splitlines())
+    note = "" if path.exists() else " (does not exist yet)"
+    print(f"\nset them by `localllm config set NAME VALUE` (in {path}{note}),", file=sys.stderr)
     print("by LOCALLLM_NAME in the environment, or by flags", file=sys.stderr)
 
 
@@ -79,22 +81,23 @@ def keys() -> None:
     from localllm_tui.control.commands import ALL_KEYS
 
     take_keys()
-    print(table([(key.id, key.keys_now, key.help) for key in ALL_KEYS if key.id]))
+    print_lines(table([(k.id, k.keys_now, k.help) for k in ALL_KEYS if k.id]).splitlines())
 
 
-@app.command("set", short_help="Set one in config.toml: `config set context 16384`.")
+@app.command("set", short_help="Set a setting in config.toml: `config set context 16384`.")
 def set_(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")
+        str,
+        typer.Argument(metavar="NAME", help="Name of a setting, as `localllm config` lists it."),
     ],
     value: Annotated[
-        str, typer.Argument(metavar="VALUE", help="Its value; several with commas between them.")
+        str, typer.Argument(metavar="VALUE", help="Its value; separate several values with commas.")
     ],
 ) -> None:
     """Set NAME in config.toml. Other settings and comments stay unchanged."""
 
     setting = _named(name)
-    parsed = checked(setting, value, "the command line")
+    parsed = checked(setting, value, "`config set`")
     document = _document()
     document[setting.name] = list(parsed) if isinstance(parsed, tuple) else parsed
     path = _write(document)
@@ -102,10 +105,11 @@ def set_(
     _print_origin(setting, f"{setting.name} = {text} in {path}")
 
 
-@app.command(short_help="Remove one from config.toml.")
+@app.command(short_help="Remove a setting from config.toml.")
 def unset(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")
+        str,
+        typer.Argument(metavar="NAME", help="Name of a setting, as `localllm config` lists it."),
     ],
 ) -> None:
     """Remove NAME from config.toml, so that its default applies again."""
@@ -132,30 +136,30 @@ def edit() -> None:
         or shutil.which("vi")
     )
     if not editor:
-        raise UsageError("no editor is known", hint="set EDITOR, for example EDITOR=nano")
+        raise UsageError("no editor is set", hint="set EDITOR, for example EDITOR=nano")
     if not config_path().exists():
         _write(_document())
     try:
         ended = subprocess.run([*shlex.split(editor), str(config_path())], check=False).returncode
     except OSError as e:
         raise UsageError(
-            f"the editor {editor!r} can't be started: {e}", hint="set EDITOR to one that is there"
+            f"the editor {editor!r} can't be started: {e}", hint="set EDITOR to an installed editor"
         ) from e
     if ended:
-        raise UsageError(f"the editor ended with {ended}: the file is as it left it")
+        raise UsageError(f"the editor ended with {ended}, and the file is as the editor left it")
     Settings()  # raises an error that names the problem
 
 
 def _named(name: str) -> Setting:
     known = {s.name: s for s in TABLE}
-    asked = name.lower().replace("-", "_")
-    if asked not in known:
-        meant = difflib.get_close_matches(asked, known, n=1)
+    wanted_name = name.lower().replace("-", "_")
+    if wanted_name not in known:
+        meant = difflib.get_close_matches(wanted_name, known, n=1)
         hint = "`localllm config` lists them"
         if meant:
             hint = f"did you mean {meant[0]}?"
         raise UsageError(f"there is no setting {name!r}", hint=hint)
-    return known[asked]
+    return known[wanted_name]
 
 
 def _document() -> TOMLDocument:
@@ -191,7 +195,7 @@ def _print_origin(setting: Setting, result: str) -> None:
     """Print `result`, and a note if the environment overrides config.toml for that setting."""
     print(result)
     if os.environ.get(setting.env):
-        print(f"{setting.env} in the environment is stronger")
+        print(f"{setting.env} in the environment overrides it")
 
 
 def _shown(value: Any) -> str:

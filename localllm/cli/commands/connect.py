@@ -9,16 +9,17 @@ import typer
 
 from localllm.cli.commands.shared import ServerKey, ServerUrl
 from localllm.errors import LocalLLMError
+from localllm.plain_output import print_lines
 
 
 def connect(
     editor: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="EDITOR", help="codex, claude, opencode, aider, continue, cline, zed, vscode, …"
         ),
-    ],
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Which served model.")] = None,
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Served model to use.")] = None,
     url: ServerUrl = None,
     api_key: ServerKey = None,
     write: Annotated[
@@ -28,14 +29,19 @@ def connect(
         bool, typer.Option("--check", help="Make that editor's calls to the running server.")
     ] = False,
 ) -> None:
-    """Print (or write) the configuration that connects EDITOR to the running server."""
-    from localllm.cli.chat.engines import address_and_key
-    from localllm.cli.editors.configuring import print_steps, target_of
-    from localllm.cli.editors.recipes import recipe_named
-    from localllm.settings import Settings
+    """Print (or write) the configuration that connects EDITOR to the running server.
 
+    Without EDITOR, the known editors and agents are listed.
+    """
+    from localllm.cli.chat.engines import address_and_key, own_address
+    from localllm.cli.editors.configuring import print_steps, target_of
+    from localllm.cli.editors.recipes import RECIPES, recipe_named
+
+    if editor is None:
+        print_lines([*RECIPES, "", "for example: localllm connect opencode --write"])
+        return
     recipe_of = recipe_named(editor)
-    base_url, key = address_and_key(url or f"127.0.0.1:{Settings().value('port')}", api_key)
+    base_url, key = address_and_key(url or own_address(), api_key)
     target = target_of(base_url, model, key)
     recipe = recipe_of(target, Path.home())
     print_steps(recipe, target.shell, write=write)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json, print_json, print_lines
+from localllm.cli.commands.shared import Json, print_json
+from localllm.plain_output import print_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,9 @@ def device(
     ] = None,
     ram: Annotated[
         float | None,
-        typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB."),
+        typer.Option(
+            "--ram", metavar="GB", help="System memory of the machine with that GPU, in GB."
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure memory bandwidth now (about a second).")
@@ -60,9 +63,9 @@ def device(
     else:
         if measure:
             print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
-        here = hardware(measure=measure, remeasure=measure)
-        found = overridden(here, memory_gb=memory, bandwidth_gbps=bandwidth)
-        build = backend_view.build_here(fresh=True)
+        machine = hardware(measure=measure, remeasure=measure)
+        found = overridden(machine, memory_gb=memory, bandwidth_gbps=bandwidth)
+        build = backend_view.installed_build(fresh=True)
     found = with_memory(found, ram_gb=ram)
     body = device_to_json(found)
     if build is not None:
@@ -77,7 +80,8 @@ def device(
 
 
 def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
-    """Describe the devices of the installed llama.cpp, and differences from the system's hardware."""
+    """Describe the devices of the installed llama.cpp, and differences from the system's
+    hardware."""
     from localllm.cli import engine_builds
     from localllm.device import ggml
     from localllm.device.detect import detect
@@ -98,9 +102,9 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
             f"  {device.name:<9} {device.description} ({device.backend}, {device.type}): "
             f"{memory}{buffer}"
         )
-        told = [*device.details, *device.capabilities]
-        if told:
-            out.append(f"            {', '.join(told)}")
+        facts = [*device.details, *device.capabilities]
+        if facts:
+            out.append(f"            {', '.join(facts)}")
     differences = ggml.differences(found, build)
     out += _finding_lines(differences)
     if any(finding.fix == "localllm setup" for finding in differences):

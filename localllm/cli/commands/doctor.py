@@ -14,14 +14,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm import __version__
-from localllm.cli.commands.shared import Json, print_json, print_lines
+from localllm.cli.commands.shared import Json, installed_names, print_json
 from localllm.errors import UsageError
+from localllm.plain_output import print_lines
 
 if TYPE_CHECKING:
     from localllm.device.health import HealthCheck
 
 
 def doctor(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="[MODEL]",
+            autocompletion=installed_names,
+            help="Check this model's file and what its quant loses, instead of the machine.",
+        ),
+    ] = "",
     as_json: Json = False,
     accelerator: Annotated[
         bool,
@@ -35,7 +44,7 @@ def doctor(
         typer.Option(
             "--report",
             metavar="FILE",
-            help="Write what the probes read (or --accelerator's report) for an issue.",
+            help="Write the probes' readings (or --accelerator's report) to a file for an issue.",
         ),
     ] = None,
     kv: Annotated[
@@ -43,7 +52,7 @@ def doctor(
         typer.Option(
             "--kv",
             metavar="MODEL",
-            help="Measure what quantised KV costs MODEL in precision (a minute).",
+            help="Measure how much precision MODEL loses with quantised KV (a minute).",
         ),
     ] = "",
 ) -> None:
@@ -53,13 +62,18 @@ def doctor(
     --accelerator tests the device with the starter model: ten tokens compared with the CPU's, and
     all rules for engines. It writes a text file that you can attach to an issue. --kv compares a
     model's logits with quantised KV and with f16, and stores the result for the planner. --report
-    alone writes the probes' readings of this machine, without serial numbers.
+    alone writes the probes' readings of this machine, without serial numbers. With a MODEL, it
+    compares the file with the most exact file of that model on this disk: `localllm quality` in
+    short.
     """
     from localllm.cli import doctor_checks
 
+    if model:
+        _check_model(model, as_json=as_json, has_more_options=any((accelerator, kv, file)))
+        return
     if accelerator and as_json:
         raise UsageError(
-            "the report of --accelerator is a text file", hint="leave --json away", param="--json"
+            "the report of --accelerator is a text file", hint="omit --json", param="--json"
         )
     if accelerator:
         doctor_checks.examine(file or Path("localllm-self-test.txt"))
@@ -89,8 +103,34 @@ def doctor(
         print(f"wrote {file}: attach it to an issue", file=sys.stderr)
 
 
+def _check_model(ref: str, *, as_json: bool, has_more_options: bool) -> None:
+    """Print the checks of one model. Exits with code 4 if it has a fault.
+
+    Raises UsageError if there are options that concern the machine.
+    """
+    if has_more_options:
+        raise UsageError(
+            "with a MODEL, doctor checks only that model",
+            hint="omit --accelerator, --kv and --report, or the MODEL",
+        )
+    from localllm.cli.doctor_model import model_checks
+    from localllm.errors import ModelFileError
+    from localllm.library.resolve import resolve
+
+    checks = model_checks(resolve(ref))
+    columns = _UNBROKEN
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+    if as_json:
+        print_json({"checks": [asdict(check) for check in checks]})
+    else:
+        print_lines(lines(checks, columns))
+    if any(check.status == "error" for check in checks):
+        raise typer.Exit(ModelFileError.exit_code)
+
+
 # If fewer columns than this remain next to the names of the checks, messages go on the next line.
-_LEAST_MESSAGE = 40
+_MIN_MESSAGE = 40
 _UNBROKEN = 10_000
 
 
@@ -100,9 +140,9 @@ def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
     Checks that were not possible are counted separately.
     """
     width = max(len(check.name) for check in checks)
-    beside = 11 + 2 + width + 2
-    narrow = columns - beside < _LEAST_MESSAGE
-    margin = " " * beside
+    margin_width = 11 + 2 + width + 2
+    narrow = columns - margin_width < _MIN_MESSAGE
+    margin = " " * margin_width
     if narrow:
         margin = "  "
     out = []

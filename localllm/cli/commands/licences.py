@@ -11,11 +11,12 @@ import typer
 
 from localllm.cli.commands.shared import Json, print_json, table
 from localllm.library.catalog import load_catalog
+from localllm.plain_output import print_lines
 
 if TYPE_CHECKING:
     from importlib import metadata
 
-_NOT_SAID = "not said by its metadata"
+_NOT_STATED = "not stated in its metadata"
 # Extras that are only needed for development.
 _DEVELOPING = ("dev", "docs", "test")
 _CLASSIFIER = "License :: OSI Approved :: "
@@ -44,7 +45,7 @@ def licences(
     known = []
     if models:
         for model in load_catalog().models:
-            licence = model.licence or "not known: see its page on the hub"
+            licence = model.licence or "unknown: see its page on the hub"
             known.append(Terms(model.name, "", licence))
     body = {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
     rows = [(f"{x.name} {x.version}", x.licence) for x in libraries]
@@ -53,7 +54,7 @@ def licences(
     if as_json:
         print_json(body)
     else:
-        print(table(rows))
+        print_lines(table(rows).splitlines())
 
 
 def installed(root: str) -> Iterator[Terms]:
@@ -92,15 +93,17 @@ def installed(root: str) -> Iterator[Terms]:
 def licence_of(distribution: metadata.Distribution) -> str:
     """Return the licence in the metadata: the expression, or the classifiers, or the field's first
     line."""
-    said = distribution.metadata.json
-    if expression := said.get("license_expression"):
+    fields = distribution.metadata.json
+    if expression := fields.get("license_expression"):
         return str(expression)
     classified = [
-        c.removeprefix(_CLASSIFIER) for c in said.get("classifier", []) if c.startswith(_CLASSIFIER)
+        c.removeprefix(_CLASSIFIER)
+        for c in fields.get("classifier", [])
+        if c.startswith(_CLASSIFIER)
     ]
     if classified:
         return ", ".join(classified)
-    first = str(said.get("license") or "").strip().partition("\n")[0].strip()
+    first = str(fields.get("license") or "").strip().partition("\n")[0].strip()
     if first and first != "UNKNOWN":
         return first
-    return _NOT_SAID
+    return _NOT_STATED

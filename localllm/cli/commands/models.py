@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
-from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, print_lines, table
+from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, table
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.formatting import byte_size
 from localllm.library import store
 from localllm.library.catalog import load_catalog, open_model
 from localllm.library.installed_names import catalog_model
 from localllm.library.resolve import find
-from localllm.plain_output import TerminalLine
+from localllm.plain_output import TerminalLine, print_lines
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
@@ -29,12 +29,12 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
-    """Without a command: the list."""
+    """List the installed models if no command is given."""
     if context.invoked_subcommand is None:
         list_models()
 
 
-@app.command("list", short_help="Every model on this disk, whoever put it there.")
+@app.command("list", short_help="All models on this disk, including other applications'.")
 def list_models(as_json: Json = False) -> None:
     """List every model on this disk: hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
 
@@ -54,14 +54,15 @@ def _print_models(found: list[LocalModel], *, as_json: bool) -> None:
         print_lines(listing(found))
 
 
-@app.command(short_help="What a model is and where its files are.")
+@app.command(short_help="Show a model's facts and the paths of its files.")
 def info(
     ref: Annotated[
         str, typer.Argument(metavar="MODEL", help="Installed name, catalog id, or path.")
     ],
     as_json: Json = False,
 ) -> None:
-    """Show a model's properties and files. For a catalog model that is not installed: its variants."""
+    """Show a model's properties and files. For a catalog model that is not installed: its
+    variants."""
     from localllm.library.resolve import resolve
 
     catalog = load_catalog()
@@ -84,13 +85,13 @@ def info(
 @app.command()
 def rm(
     refs: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="What to remove (NAME or NAME:QUANT).")
+        list[str], typer.Argument(metavar="MODEL...", help="Model to remove (NAME or NAME:QUANT).")
     ],
     yes: Yes = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Remove models from the hub's cache. Models of other apps can't be removed here."""
+    """Remove models from the hub's cache, and quants made here. Other apps' models stay."""
 
     chosen: list[LocalModel] = []
     for ref in refs:
@@ -98,7 +99,7 @@ def rm(
         if model not in chosen:
             chosen.append(model)
     for model in chosen:
-        store.check_ours(model)
+        store.check_removable(model)
     total = sum(m.size_bytes for m in chosen)
     listed = ", ".join(f"{m.name} {m.quant}".strip() for m in chosen)
     if not yes and not confirmed(f"remove {listed} ({byte_size(total)})?"):
@@ -114,15 +115,15 @@ def rm(
 def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
     """Return the one model to remove.
 
-    If several match, only those in the hub's cache count. Raises UsageError if that leaves more
+    If several match, only those that can be removed here count. Raises UsageError if that leaves more
     than one.
     """
 
-    ours = [m for m in found if m.origin == "hf-cache"] or found
+    ours = [m for m in found if m.origin in ("hf-cache", "quantised")] or found
     if len(ours) > 1:
         raise UsageError(
             f"{ref} names {len(ours)} models",
-            hint="name one: " + ", ".join(sorted(m.ref for m in ours)),
+            hint="name one of them: " + ", ".join(sorted(m.ref for m in ours)),
         )
     return ours[0]
 
@@ -139,13 +140,14 @@ def du(as_json: Json = False) -> None:
     rows = [("HELD BY", "MODELS", "SIZE")]
     rows += [(u.origin, str(u.n_models), byte_size(u.size_bytes)) for u in usage]
     rows.append(("total", "", byte_size(total)))
-    print(table(rows, right=(1, 2)))
+    print_lines(table(rows, right=(1, 2)).splitlines())
 
 
 @app.command()
 def verify(
     refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to check (default: all).")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Models to check (default: all)."),
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -165,7 +167,8 @@ def verify(
         results.append(store.verify(model))
         reading.show("")
         if not as_json and not (quiet and results[-1].result != "bad"):
-            print(_verdict(results[-1]), flush=True)
+            print_lines([_verdict(results[-1])])
+            sys.stdout.flush()
     if as_json:
         rows = [
             {**as_row(r.model), "result": r.result, "detail": r.detail, "fix": _fix(r)}
@@ -181,7 +184,10 @@ def _verdict(checked: Any) -> str:
     if checked.result == "ok":
         return f"ok     {name}: hash as published"
     if checked.result == "whole":
-        return f"whole  {name}: no published hash is known here; its files are as long as they say"
+        return (
+            f"whole  {name}: its published hash is unknown; "
+            "its files have the size in their headers"
+        )
     return f"BAD    {name}: {checked.detail}\n       {checked.model.path}\n       {_fix(checked)}"
 
 
@@ -190,14 +196,14 @@ def _fix(checked: Any) -> str:
     if checked.result != "bad":
         return ""
     if checked.model.origin != "hf-cache":
-        return "fetch it again with the program that brought it"
-    return f"`localllm pull {checked.model.ref}` fetches it again"
+        return "download it again with the program that downloaded it"
+    return f"`localllm pull {checked.model.ref}` downloads it again"
 
 
 @app.command(short_help="Remove unfinished downloads and unused files.")
 def prune(
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Only list what would be removed.")
     ] = False,
     yes: Yes = False,
     quiet: Quiet = False,
@@ -209,7 +215,7 @@ def prune(
     total = byte_size(sum(w.size_bytes for w in waste))
     if not as_json and not quiet:
         for item in waste:
-            print(f"{byte_size(item.size_bytes):>9}  {item.why}: {item.path}")
+            print_lines([f"{byte_size(item.size_bytes):>9}  {item.why}: {item.path}"])
     removes = bool(waste) and not dry_run
     freed = 0
     if removes and (yes or confirmed(f"remove {len(waste)} file(s), {total}?")):
@@ -228,11 +234,9 @@ def prune(
 
 @app.command()
 def adopt(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A folder with models of yours.")
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with your own models.")],
     forget: Annotated[
-        bool, typer.Option("--forget", help="Take FOLDER off the list; its files stay.")
+        bool, typer.Option("--forget", help="Remove FOLDER from the list; its files stay.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -43,11 +43,11 @@ def listing(found: list[LocalModel]) -> list[str]:
         rows.append((m.name, m.quant or "?", byte_size(m.size_bytes), m.format, m.origin))
     lines = [table(rows, right=(2,))]
     attached = {m.mmproj for m in found}
-    beside = {file: kind for m in found for kind, file in m.companions if file not in attached}
-    if beside:
-        lines += ["", "Beside them, and no models:"]
-    for file, kind in beside.items():
-        lines.append(f"{plain(file.name)}: {_what(kind)}")
+    unattached = {file: kind for m in found for kind, file in m.companions if file not in attached}
+    if unattached:
+        lines += ["", "Companion files (not models):"]
+    for file, kind in unattached.items():
+        lines.append(f"{plain(file.name)}: {_kind_text(kind)}")
     return lines
 
 
@@ -55,7 +55,7 @@ def _by_name_and_size(model: LocalModel) -> tuple[str, int]:
     return model.name.lower(), model.size_bytes
 
 
-def _what(kind: str) -> str:
+def _kind_text(kind: str) -> str:
     from localllm_catalog.kinds import WORDS
 
     for name, (words, _) in WORDS.items():
@@ -110,7 +110,7 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
     lines = [f"{key:<{width}}  {plain(value)}" for key, value in facts]
     if local is None and model is not None:
         lines += ["", _variants_table(model), ""]
-        lines.append(f"not on this disk; fetch it: localllm pull {model.id}")
+        lines.append(f"not on this disk; download it: localllm pull {model.id}")
     return lines
 
 
@@ -124,13 +124,13 @@ def _file_facts(local: LocalModel) -> list[tuple[str, str]]:
         ("name", local.name),
         ("path", str(local.path)),
         ("size", f"{size} ({local.size_bytes:,} bytes in {n_files} file(s))"),
-        ("quant", f"{local.quant or 'not said'} ({local.format})"),
+        ("quant", f"{local.quant or 'unknown'} ({local.format})"),
         ("from", origin),
     ]
     if local.mmproj is not None:
         facts.append(("projector", str(local.mmproj)))
     for kind, file in local.companions:
-        facts.append(("beside it", f"{file.name}: {_what(kind)}"))
+        facts.append(("companion", f"{file.name}: {_kind_text(kind)}"))
     return facts
 
 

@@ -37,17 +37,18 @@ def pull(
         str, typer.Argument(metavar="REF", help="Catalog id, org/name[:QUANT], or an hf.co URL.")
     ],
     mmproj: Annotated[
-        bool, typer.Option(help="Bring the image projector too, where there is one.")
+        bool, typer.Option(help="Also download the image projector, if there is one.")
     ] = True,
     drafter: Annotated[
-        bool, typer.Option("--drafter", help="Bring the drafter published for it too.")
+        bool, typer.Option("--drafter", help="Also download the drafter published for it.")
     ] = False,
     *,
     settings: Settings,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Download a model. Chooses the variant, checks the disk, resumes downloads, verifies hashes."""
+    """Download a model. Chooses the variant, checks the disk, resumes downloads, verifies
+    hashes."""
 
     from localllm.cli.commands.models_view import as_row
     from localllm.cli.commands.shared import print_json
@@ -55,19 +56,21 @@ def pull(
     from localllm.load.candidates import variant_choice
 
     no_network = bool(settings.value("offline"))
+    if not quiet:
+        _print_needed(ref)
     meter = ProgressLine(io.StringIO() if quiet else sys.stderr)
     try:
-        watch = timing_meanwhile(meter)
+        watch = measuring_meter(meter)
         found: LocalModel = fetch(
             ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network
         )
         brought = {}
         if drafter and not no_network:
-            brought = _fetch_drafter(ref, meter)
+            brought = _fetch_drafter(ref, found, meter)
     except KeyboardInterrupt:
         meter.close()
         if not quiet:
-            print("stopped: run the same command again, it goes on from here", file=sys.stderr)
+            print("stopped; the same command continues from here", file=sys.stderr)
         raise
     finally:
         meter.close()
@@ -79,7 +82,7 @@ def pull(
         _print_found(ref, found, brought)
     if drafter and not brought and not quiet:
         print(
-            "no drafter of its own was fetched: none is known that llama.cpp loads beside it",
+            "no drafter was downloaded: no published drafter is known for this model and format",
             file=sys.stderr,
         )
     print(found.path)
@@ -88,11 +91,12 @@ def pull(
 _TRAINED = ("eagle3", "dflash")
 
 
-def _fetch_drafter(ref: str, meter: ProgressLine) -> dict[Companion, Path]:
-    """Download the first published trained drafter of the model. Returns an empty dict without one."""
+def _fetch_drafter(ref: str, found: LocalModel, meter: ProgressLine) -> dict[Companion, Path]:
+    """Download the first published trained drafter for these files. Returns an empty dict without
+    one."""
     from localllm.library.pull import pull_drafter
 
-    for companion in companions_of(ref):
+    for companion in companions_of(ref, of_folder=found.is_folder):
         if companion.kind in _TRAINED:
             return {companion: pull_drafter(companion, on_progress=meter)}
     return {}
@@ -101,47 +105,68 @@ def _fetch_drafter(ref: str, meter: ProgressLine) -> dict[Companion, Path]:
 def _print_found(ref: str, found: LocalModel, brought: dict[Companion, Path]) -> None:
     """Print how to chat with the model, and its drafters."""
     from localllm.formatting import byte_size
+    from localllm.library.file_kinds import of_header
 
     name = f"{found.name} {found.quant}".strip()
     typed = found.ref if "://" in ref else ref
     size = byte_size(found.size_bytes)
-    print(f"{name}, {size}: `localllm chat -m {typed}`", file=sys.stderr)
-    for companion in companions_of(ref):
+    command = f"localllm chat -m {typed}"
+    if not found.is_folder and of_header(found.path) in ("embedding", "reranker"):
+        command = f"localllm serve {typed}"
+    print(f"{name}, {size}: `{command}`", file=sys.stderr)
+    for companion in companions_of(ref, of_folder=found.is_folder):
         print(offered(ref, companion, brought.get(companion)), file=sys.stderr)
 
 
-def companions_of(ref: str) -> tuple[Companion, ...]:
-    """Return the published drafters of a catalog model; empty for other models."""
+def _print_needed(ref: str) -> None:
+    """Print which llama.cpp a catalog model needs, if the installed one can't read it."""
+    from localllm.library.catalog import load_catalog
+    from localllm.library.installed_names import catalog_model
+    from localllm.load import readable_models
+
+    model, _ = catalog_model(ref, load_catalog())
+    if model is None:
+        return
+    for _, reason in readable_models.too_new([model]):
+        print(f"note: {ref} {reason}", file=sys.stderr)
+
+
+def companions_of(ref: str, *, of_folder: bool = False) -> tuple[Companion, ...]:
+    """Return the published drafters of a catalog model for its GGUF files or its MLX folder; empty
+    for other models."""
     from localllm.library.catalog import load_catalog
     from localllm.library.installed_names import catalog_model
 
     model, _ = catalog_model(ref, load_catalog())
-    if model is not None:
-        return model.companions
-    return ()
+    if model is None:
+        return ()
+    return tuple(companion for companion in model.companions if companion.folder == of_folder)
 
 
-def offered(ref: str, companion: Companion, here: Path | None) -> str:
+def offered(ref: str, companion: Companion, path: Path | None) -> str:
     """Describe a drafter of a model and how to get it, or its path if it was downloaded."""
     place = companion.repo
     if companion.file:
         place += f", {companion.file}"
-    what = f"a drafter for it ({companion.kind}, {place})"
-    if here is not None:
-        return f"{what} is here too: `--draft auto` takes it where it pays, `--draft {here}` always"
+    drafter_text = f"a drafter for it ({companion.kind}, {place})"
+    if path is not None:
+        return (
+            f"{drafter_text} is installed: `--draft auto` "
+            f"uses it if it pays, `--draft {path}` always"
+        )
     if companion.kind in _TRAINED:
-        return f"{what}: `localllm pull {ref} --drafter` fetches it"
+        return f"{drafter_text}: `localllm pull {ref} --drafter` downloads it"
     if companion.kind == "mtp" and companion.file:
         return (
-            f"{what}: its own heads in a file apart, which is not loaded here; "
-            "files of the model that carry them are"
+            f"{drafter_text}: its MTP heads in a separate file, which is not loaded; model files "
+            "that contain the heads are"
         )
     if companion.kind == "mtp":
-        return f"{what}: this model with its own heads, `localllm pull {companion.repo}`"
-    return f"{what}: `--draft {companion.repo}` once it is pulled"
+        return f"{drafter_text}: this model with MTP heads, `localllm pull {companion.repo}`"
+    return f"{drafter_text}: `--draft {companion.repo}` once it is pulled"
 
 
-def timing_meanwhile(
+def measuring_meter(
     meter: Callable[[DownloadProgress], None],
 ) -> Callable[[DownloadProgress], None]:
     """Return `meter`, extended to measure this CPU and its memory during a long download.
@@ -206,9 +231,9 @@ class ProgressLine:
 
 
 _VERBS = {
-    "checking": "checking what is here of", "downloading": "downloading",
+    "checking": "checking the downloaded part of", "downloading": "downloading",
     "waiting": "waiting for the hub:",
-    "verifying": "verifying", "listing": "asking the hub about", "done": "done:",
+    "quantising": "writing", "verifying": "verifying", "listing": "reading the hub's listing of", "done": "done:",
 }  # fmt: skip
 
 
@@ -224,14 +249,14 @@ def text(progress: DownloadProgress, columns: int) -> str:
     if progress.total_bytes:
         share = min(1.0, progress.done_bytes / progress.total_bytes)
         numbers = f"  {_amount(progress.done_bytes, progress.total_bytes)}  {share:4.0%}"
-    if progress.speed_bytes_s and progress.state == "downloading":
+    if progress.speed_bytes_s and progress.state in ("downloading", "quantising"):
         numbers += f"  {_rate(progress.speed_bytes_s)}"
         if progress.eta_s is not None:
             numbers += f"  {span(progress.eta_s)} left"
     verb = _VERBS[progress.state]
-    room = max(8, columns - len(verb) - len(numbers) - 1)
-    if len(name) > room:
-        name = name[: room - 1] + "…"
+    name_width = max(8, columns - len(verb) - len(numbers) - 1)
+    if len(name) > name_width:
+        name = name[: name_width - 1] + "…"
     return f"{verb} {name}{numbers}"[:columns]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import typer
 
@@ -17,6 +17,9 @@ from localllm.library.catalog import load_catalog
 from localllm.load.candidates import device_named, overrides_for
 from localllm.settings import Settings
 from localllm_catalog.types import Purpose
+
+if TYPE_CHECKING:
+    from localllm.planner.types import Workload
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 # Settings for the placement of a model's layers.
@@ -31,13 +34,13 @@ def recommend(
         typer.Option(
             "--device",
             metavar="NAME",
-            help='Another machine, as you would type it: "M4 Max 128GB".',
+            help='Another machine by name, such as "M4 Max 128GB".',
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "-m", "--model", metavar="MODEL", help="What one model would need here, every variant."
+            "-m", "--model", metavar="MODEL", help="Show what each variant of one model would need."
         ),
     ] = None,
     purpose: Annotated[
@@ -60,7 +63,7 @@ def recommend(
             "--min-speed",
             metavar="TOK_S",
             min=0.0,
-            help="The slowest decode speed you would accept.",
+            help="Lowest acceptable decode speed, in tok/s.",
         ),
     ] = 0.0,
     parallel: Annotated[
@@ -69,11 +72,11 @@ def recommend(
             "--parallel",
             metavar="N",
             min=1,
-            help="Requests to serve at once, each with that context.",
+            help="Requests to serve at the same time, each with that context.",
         ),
     ] = 1,
     explain: Annotated[
-        bool, typer.Option("--explain", help="First the arithmetic of the first plan.")
+        bool, typer.Option("--explain", help="Show the arithmetic of the first plan.")
     ] = False,
     at: Annotated[
         float,
@@ -81,16 +84,24 @@ def recommend(
             "--at",
             metavar="TOK_S",
             min=0.0,
-            help="With -m: which machines reach this decode speed.",
+            help="With -m: list the machines that reach this decode speed.",
         ),
     ] = 0.0,
+    fits: Annotated[
+        str,
+        typer.Option(
+            "--fits",
+            metavar="TOKENS",
+            help="What makes so many tokens of context fit, such as 256k or 1M.",
+        ),
+    ] = "",
     compare: Annotated[
         bool,
         typer.Option(
             "--compare",
             "--what-if",
-            help="Machines side by side: --compare NAME NAME … (in quotes); one NAME alone beside "
-            "this machine, or that of --device.",
+            help="Compare machines: --compare NAME NAME … (in quotes); a single NAME is "
+            "compared with this machine, or with --device.",
         ),
     ] = False,
     plot: Annotated[
@@ -100,13 +111,14 @@ def recommend(
         list[str] | None,
         typer.Argument(
             metavar="[FILE | NAME…]",
-            help="With --plot: the picture to write; with --compare: machines.",
+            help="With --plot: file for the picture; with --compare: machines.",
         ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="List every model that fits, and why others don't.")
     ] = False,
     sees: Annotated[bool, typer.Option("--sees", help="Only models that read images.")] = False,
+    hears: Annotated[bool, typer.Option("--hears", help="Only models that read sounds.")] = False,
     memory: Annotated[
         float | None, typer.Option("--memory", metavar="GB", help="The machine's memory in GB.")
     ] = None,
@@ -116,7 +128,9 @@ def recommend(
     ] = None,
     ram: Annotated[
         float | None,
-        typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB."),
+        typer.Option(
+            "--ram", metavar="GB", help="System memory of the machine with that GPU, in GB."
+        ),
     ] = None,
     vram_headroom: Annotated[
         float | None,
@@ -124,13 +138,16 @@ def recommend(
             "--vram-headroom",
             metavar="GB",
             min=0.0,
-            help="GB of its GPU's memory to leave to others.",
+            help="GB of the GPU's memory to leave to other programs.",
         ),
     ] = None,
     headroom: Annotated[
         float | None,
         typer.Option(
-            "--headroom", metavar="GB", min=0.0, help="GB of system memory to leave to others."
+            "--headroom",
+            metavar="GB",
+            min=0.0,
+            help="GB of system memory to leave to other programs.",
         ),
     ] = None,
     *,
@@ -140,14 +157,23 @@ def recommend(
         typer.Option(
             "--link",
             metavar="LINK",
-            help="Machines joined by 10gbe, thunderbolt5 or connectx7 (with -m).",
+            help="Machines joined by 1gbe, 2.5gbe, 10gbe, thunderbolt5 or connectx7 (with -m; "
+            "default: their fastest port).",
+        ),
+    ] = None,
+    decoding: Annotated[
+        str | None,
+        typer.Option(
+            "--with",
+            metavar="NAME",
+            help="Prefill on --device and decode on this machine, over --link.",
         ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")
     ] = False,
     as_list: Annotated[
-        bool, typer.Option("--plain", help="Print the list, also on a terminal.")
+        bool, typer.Option("--plain", help="Print the list, even on a terminal.")
     ] = False,
 ) -> None:
     """Recommend models for this machine, with the memory and the speed to expect.
@@ -161,15 +187,13 @@ def recommend(
     from localllm.planner.types import Workload
 
     workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
-    if link is not None:
-        from localllm.cli.recommend import cluster, page
-
-        page.out(cluster.answer(device, link, model, workload, as_json=as_json))
+    joined = Joined(device, decoding, link)
+    if _over_machines(joined, model, workload, explains=explain, as_json=as_json):
         return
     no_network = bool(settings.value("offline"))
-    of_list = (as_list, as_json, explain, at, compare, plot, names, everything)
+    of_list = (as_list, as_json, explain, at, fits, compare, plot, names, everything)
     of_machine = (bandwidth, ram, vram_headroom is not None, headroom is not None)
-    of_models = (model, sees, parallel > 1, min_speed, settings.given(_PLACING))
+    of_models = (model, sees, hears, parallel > 1, min_speed, settings.given(_PLACING))
     asks_one = (*of_list, *of_machine, *of_models)
     if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
         import gc
@@ -177,16 +201,14 @@ def recommend(
         gc.enable()  # a screen stays open for long
         _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=no_network)
         return
-    from localllm.cli.recommend.answers import PlanQuery, reaching
+    from localllm.cli.recommend.answers import PlanQuery, machines_reaching
 
-    _check_names(names or [], compare=compare, plot=plot)
-    if at and model is None:
-        raise UsageError(
-            "--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30"
-        )
+    _check_names(names or [], compare=compare, plot=plot, at=at, model=model)
     catalog = load_catalog()
     if model is not None and at:
-        reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
+        machines_reaching(
+            describe(model, catalog, offline=no_network), workload, at, as_json=as_json
+        )
         return
     machine = with_memory(
         device_named(device, memory, bandwidth),
@@ -197,10 +219,13 @@ def recommend(
     from localllm.load.plan_inputs import check_offload, offload_options
 
     placed = check_offload(offload_options(settings), machine)
-    overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
+    overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees, hears=hears)
     query = PlanQuery(machine, workload, overrides, catalog, everything, explain, as_json)
     if plot:
         query.roofline(names)
+        return
+    if fits:
+        query.long_context(fits, model, offline=no_network)
         return
     if names:
         query.side_by_side(names)
@@ -209,6 +234,44 @@ def recommend(
         query.for_model(*describe(model, catalog, offline=no_network))
         return
     query.for_machine()
+
+
+class Joined(NamedTuple):
+    """The machines of --device and --with, and the --link between them."""
+
+    device: str | None
+    decoding: str | None
+    link: str | None
+
+
+def _over_machines(
+    joined: Joined, model: str | None, workload: Workload, *, explains: bool, as_json: bool
+) -> bool:
+    """Answer for several connected machines, and return whether the question is about such.
+
+    It is if --with or --link is given, or if the device names them ("2x dgx spark") and a model is
+    given.
+    """
+    device, decoding, link = joined
+    if decoding is not None:
+        from localllm.cli.recommend import page, phases
+
+        lines = phases.answer(
+            device, decoding, link, model, workload, explains=explains, as_json=as_json
+        )
+        page.out(lines)
+        return True
+    asks_for_machines = device is not None and model is not None
+    if link is None and not asks_for_machines:
+        return False
+    from localllm.cli.recommend import cluster, page
+
+    if link is None and device is not None:
+        link = cluster.usual_link(device)
+    if link is None:
+        return False
+    page.out(cluster.answer(device, link, model, workload, as_json=as_json))
+    return True
 
 
 def _open_screen(
@@ -237,13 +300,20 @@ def _open_screen(
         chat(model=chosen)
 
 
-def _check_names(names: Sequence[str], *, compare: bool, plot: bool) -> None:
-    """Raise UsageError for names that no option reads, or for options that lack names."""
+def _check_names(
+    names: Sequence[str], *, compare: bool, plot: bool, at: float, model: str | None
+) -> None:
+    """Raise UsageError for names that no option reads, or for options that lack names or a model."""
+    if at and model is None:
+        raise UsageError(
+            "--at needs -m: it lists the machines that run one model",
+            hint="localllm recommend -m MODEL --at 30",
+        )
     if plot and len(names) > 1:
-        raise UsageError(f"--plot writes one picture, not {len(names)}")
+        raise UsageError(f"--plot takes one file, not {len(names)}")
     if not plot and bool(names) != compare:
         raise UsageError(
-            "--compare and the machines' names belong together",
+            "machine names need --compare, and --compare needs names",
             hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"',
         )
 
@@ -252,7 +322,7 @@ def _purpose(name: str) -> Purpose:
     """Return the purpose for `name`. Raises UsageError for unknown names."""
     if name not in (*_PURPOSES, "code"):
         raise UsageError(
-            f"--for {name}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for"
+            f"--for {name}: unknown purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for"
         )
     # Agents use the plans for coding: same kind of prompts, cached prefixes and evidence.
     return cast("Purpose", "coding" if name in ("agents", "code") else name)

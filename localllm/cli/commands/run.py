@@ -52,7 +52,9 @@ def run(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENT]...", help="Handed to the agent.", show_default=False),
+        typer.Argument(
+            metavar="[-- ARGUMENT]...", help="Arguments for the agent.", show_default=False
+        ),
     ] = None,
     model: ModelName = None,
     *,
@@ -63,7 +65,7 @@ def run(
         bool,
         typer.Option(
             "--sandbox",
-            help="Let it write in this folder alone (bubblewrap, or macOS' sandbox-exec).",
+            help="Restrict writes to this folder (bubblewrap, or macOS' sandbox-exec).",
         ),
     ] = False,
 ) -> None:
@@ -119,7 +121,7 @@ def run(
         _print_start(recipe, target.model, engine.base_url, changed)
         if sandbox:
             print(
-                f"  sandbox: writes in {folder} alone; a home of its own; the network is open",
+                f"  sandbox: writes only in {folder}; its own empty home; network access is open",
                 file=sys.stderr,
                 flush=True,
             )
@@ -134,8 +136,8 @@ def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
     """
 
     assert recipe.run is not None
-    told = [*recipe.run.command, *recipe.run.environment.values()]
-    files = tuple(f for f in recipe.files if {str(f.path), str(f.path.parent)} & set(told))
+    mentioned = [*recipe.run.command, *recipe.run.environment.values()]
+    files = tuple(f for f in recipe.files if {str(f.path), str(f.path.parent)} & set(mentioned))
     for file in files:
         assert file.path.is_relative_to(home)
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +149,7 @@ def _print_start(
     recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str]
 ) -> None:
     assert recipe.run is not None
-    lines = [f"{recipe.name} on {model} at {base_url}, for this process alone"]
+    lines = [f"{recipe.name} on {model} at {base_url}, for this process only"]
     if changed:
         lines.append(f"  variables: {', '.join(changed)}")
     if recipe.run.without:
@@ -160,7 +162,7 @@ def _print_start(
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _leave_to_agent(_signal: int, _frame: object) -> None:
+def _ignore_signal(_signal: int, _frame: object) -> None:
     """Ignore Ctrl-C here. The agent would inherit SIG_IGN, but not a handler."""
 
 
@@ -168,12 +170,13 @@ def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequen
     """Run `command` until it ends and return its exit code. The agent handles Ctrl-C."""
 
     kept = {name: value for name, value in os.environ.items() if name not in without}
-    before = signal.signal(signal.SIGINT, _leave_to_agent)
+    before = signal.signal(signal.SIGINT, _ignore_signal)
     try:
         code = subprocess.run(command, env={**kept, **changed}, check=False).returncode
     except OSError as e:
         raise LocalLLMError(
-            f"{command[0]} can't be started: {e.strerror}", hint="is it installed whole?"
+            f"{command[0]} can't be started: {e.strerror}",
+            hint="reinstall it: its installation may be incomplete",
         ) from e
     finally:
         signal.signal(signal.SIGINT, before)
@@ -187,11 +190,12 @@ def _check_sandbox(folder: Path) -> None:
 
     if not (shutil.which("bwrap") or shutil.which("sandbox-exec")):
         raise UsageError(
-            "there is no sandbox here", hint="install bubblewrap (Linux); macOS has sandbox-exec"
+            "no sandbox program is installed",
+            hint="install bubblewrap (Linux); macOS has sandbox-exec",
         )
     if folder.resolve() in (Path.home().resolve(), *Path.home().resolve().parents):
         raise UsageError(
-            f"in {folder} an agent could write the whole home folder",
+            f"{folder} contains your home folder, so the agent could write to all of it",
             hint="start it in the folder of a project",
         )
 

@@ -22,7 +22,7 @@ def serve(
         typer.Argument(
             metavar="[MODEL]...",
             autocompletion=installed_names,
-            help="What to serve: several share the machine, or take turns.",
+            help="Models to serve: several share the memory, or are loaded in turns.",
         ),
     ] = None,
     also: Annotated[
@@ -33,16 +33,16 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="NAME[=MODEL]",
-            help="Another name that clients may use; `claude-*` is many (repeatable).",
+            help="Another name that clients may use; `claude-*` matches many (repeatable).",
         ),
     ] = None,
     *,
     settings: Settings,
     new_key: Annotated[
-        bool, typer.Option("--new-key", help="Replace the made-up key kept from earlier.")
+        bool, typer.Option("--new-key", help="Replace the stored generated key with a new one.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print nothing but errors: no line per request either.")
+        bool, typer.Option("--quiet", help="Print only errors, no line per request.")
     ] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint on this machine (only on loopback unless --host is
@@ -53,13 +53,18 @@ def serve(
     """
     import asyncio
 
+    from localllm.cli.serve.name_checks import check_names
     from localllm.engine.worker.pipe import end_ahead, start_ahead
+    from localllm.library import names
 
+    named = [*(models or ()), *(also or ())]
+    names.check_not_empty(*named)
+    if not settings.value("pool"):  # A pool's names are those of its servers.
+        check_names(named, alias or ())
     with asyncio.Runner() as runner, suppress(asyncio.CancelledError):
         # The worker imports its code at the same time as this process.
         runner.run(start_ahead())
         try:
-            named = [*(models or ()), *(also or ())]
             _serve(runner, settings, named, alias or [], new_key=new_key, quiet=quiet)
         finally:
             runner.run(end_ahead())
@@ -79,9 +84,9 @@ def _serve(
     from localllm.cli.serve.model_router import router_of
     from localllm.cli.serve.run import serve_until_stopped
     from localllm.cli.serve.running import published
-    from localllm.library import names
+    from localllm.cli.serve.upstreams import check_prefill_servers
 
-    names.check_said(*named)
+    check_prefill_servers(settings)
     secured = server_settings(settings, new_key=new_key)
     if settings.value("pool"):
         from localllm.cli.serve.pool import serve_pool
@@ -96,6 +101,13 @@ def _serve(
         if settings.value("allow_pull"):
             store = LibraryStore(settings.value("offline"))
         serving = serve_until_stopped(
-            router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
+            router,
+            secured,
+            socks,
+            address,
+            store=store,
+            idle_s=idle_s,
+            warm=settings.value("warm"),
+            quiet=quiet,
         )
         runner.run(serving)

@@ -10,14 +10,13 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json, print_json, print_lines
+from localllm.cli.commands.shared import Json, print_json
 from localllm.cli.setting_options import takes
 from localllm.errors import UsageError
+from localllm.plain_output import print_lines
 from localllm.settings import Settings
 
-app = typer.Typer(
-    help="Keep `localllm serve` running: at login, after a crash.", no_args_is_help=True
-)
+app = typer.Typer(help="Run `localllm serve` at login and after a crash.", no_args_is_help=True)
 
 ManagerName = Annotated[
     str | None,
@@ -33,13 +32,11 @@ ManagerName = Annotated[
 @takes("unix_socket")
 def install(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to serve.")
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Models to serve.")
     ] = None,
     *,
     settings: Settings,
-    memory_gb: Annotated[
-        float | None, typer.Option(help="Memory it may use at most (systemd only).")
-    ] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="Memory limit (systemd only).")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files, and write nothing.")
     ] = False,
@@ -75,14 +72,14 @@ def install(
             pass
     if left_out := settings_of_this_terminal():
         print(
-            f"not for the service, set here alone: {', '.join(left_out)} "
-            "(`localllm config set` keeps one)",
+            f"set only in this shell, so not for the service: {', '.join(left_out)} "
+            "(`localllm config set` stores a setting)",
             file=sys.stderr,
         )
-    asked_s = time.time()
+    started_s = time.time()
     for path in kind.install(service):
         print(f"wrote {path}", file=sys.stderr)
-    print(f"serving on {wait_until_it_listens(asked_s)}, now and at each login", file=sys.stderr)
+    print(f"serving on {wait_until_it_listens(started_s)}, now and at each login", file=sys.stderr)
     if kind.name == "systemd":
         print(
             "to start at boot, and stay when you log out: sudo loginctl enable-linger $USER",
@@ -113,10 +110,10 @@ def status(as_json: Json = False, manager: ManagerName = None) -> None:
 @app.command()
 def logs(
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")
+        int, typer.Option("--lines", "-n", min=0, help="Number of lines to show, from the end.")
     ] = 100,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow the log until Ctrl-C.")
     ] = False,
     manager: ManagerName = None,
 ) -> None:
@@ -128,15 +125,28 @@ def logs(
 
 @app.command()
 def restart(manager: ManagerName = None) -> None:
-    """Restart the server, for example after an upgrade. With systemd, new requests wait meanwhile."""
+    """Restart the server, for example after an upgrade. With systemd, new requests wait
+    meanwhile."""
     from localllm.cli.service_unit import manager_named, wait_until_it_listens
 
     kind = manager_named(manager)
     if not kind.state().installed:
         raise UsageError("the service is not installed", hint="`localllm service install`")
-    asked_s = time.time()
+    started_s = time.time()
     kind.restart()
-    print(f"serving on {wait_until_it_listens(asked_s)}", file=sys.stderr)
+    print(f"serving on {wait_until_it_listens(started_s)}", file=sys.stderr)
+
+
+@app.command()
+def stop(manager: ManagerName = None) -> None:
+    """Stop the server until the next login or `service restart`. The service stays installed."""
+    from localllm.cli.service_unit import manager_named
+
+    kind = manager_named(manager)
+    if not kind.state().installed:
+        raise UsageError("the service is not installed", hint="`localllm service install`")
+    kind.stop()
+    print("stopped; `localllm service restart` starts it again", file=sys.stderr)
 
 
 @app.command()
@@ -155,7 +165,7 @@ def uninstall(manager: ManagerName = None) -> None:
 def run(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...")] = None,
     log: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write there instead of to the terminal.")
+        str | None, typer.Option(metavar="FILE", help="Write to this file instead of the terminal.")
     ] = None,
     variable: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Environment.")
@@ -181,8 +191,11 @@ def run(
 
 @app.command(hidden=True)
 def settle() -> None:
-    """Wait until the workers have saved their data. systemd runs this after the server has ended."""
+    """Wait until the workers have saved their data. systemd runs this after the server has
+    ended."""
     from localllm.cli.service_unit import wait_for_workers
 
     if left := wait_for_workers():
-        print(f"{left} workers of the server that ended did not leave: ended", file=sys.stderr)
+        print(
+            f"{left} workers of the ended server did not exit, so they were killed", file=sys.stderr
+        )

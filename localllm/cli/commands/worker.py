@@ -18,11 +18,9 @@ import typer
 from localllm.errors import BackendMissingError, UsageError
 
 RECIPE = (
-    "the protocol has no authentication and no encryption. Safer than an open port: leave it on "
-    "loopback and, on the "
-    "machine that serves, `ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE`, then --with "
-    "127.0.0.1:{port}; or a WireGuard "
-    "address as --host, with --allow for its peer"
+    "the protocol has no authentication and no encryption. Safer than an open port: keep the "
+    "worker on loopback, and on the server run `ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE`, "
+    "then --with 127.0.0.1:{port}; or use a WireGuard address as --host, with --allow for its peer"
 )
 
 
@@ -33,30 +31,29 @@ def worker(
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Who may come from elsewhere: an address or a network (repeatable).",
+            help="Address or network that may connect (repeatable).",
         ),
     ] = None,
-    threads: Annotated[
-        int, typer.Option(help="Threads, where the processor computes (0: as many as it has).")
-    ] = 0,
+    threads: Annotated[int, typer.Option(help="Threads on a CPU build (0: one per core).")] = 0,
 ) -> None:
-    """Lend this machine's memory and accelerators to a `localllm serve --with HOST:PORT` elsewhere.
+    """Run a part of a model for `localllm serve --with HOST:PORT` on another machine.
 
     Only loopback is allowed unless --allow names other machines, because the protocol has no
     authentication.
     """
     from localllm.server.http.settings import is_loopback
-    from localllm_backends.llamacpp.native import library_path
+    from localllm_backends.llamacpp.binding.engine_files import library_path
 
     allowed = networks(allow or ())
     if not is_loopback(host) and not allowed:
         raise UsageError(
-            f"a worker on {host} without --allow would be open to everybody who reaches it",
+            f"a worker on {host} without --allow would be open to everyone who can reach it",
             hint=RECIPE.format(port=port),
         )
     if library_path("ggml-rpc") is None:
         raise BackendMissingError(
-            "this build of llama.cpp has no RPC", hint="`localllm setup --rpc` makes one that has"
+            "this build of llama.cpp has no RPC",
+            hint="run `localllm setup --rpc`: it makes a build with RPC",
         )
     import asyncio
 
@@ -77,6 +74,8 @@ def networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IP
                 f"--allow {text!r} must be an address or a network, such as 10.0.0.7 or 10.0.0.0/29"
             ) from e
         if network.prefixlen == 0:
-            raise UsageError(f"--allow {text} is everybody", hint="name the machine that serves")
+            raise UsageError(
+                f"--allow {text} allows every address", hint="give the server's address"
+            )
         found.append(network)
     return tuple(found)

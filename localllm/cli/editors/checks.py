@@ -41,7 +41,7 @@ _TIMEOUT_S = 120.0
 class ClientCheck:
     """One line of the report. `run` makes the calls and raises BackendError or httpx.HTTPError."""
 
-    what: str
+    capability: str
     run: Callable[[httpx.Client], None]
 
 
@@ -72,7 +72,7 @@ def _passes(check: ClientCheck, client: httpx.Client) -> bool:
         error = str(e) or type(e).__name__
     seconds = time.monotonic() - started
     result = "FAILED" if error else "ok"
-    print(f"{result:<7} {check.what:<22} {seconds:5.1f} s  {error}")
+    print(f"{result:<7} {check.capability:<22} {seconds:5.1f} s  {error}")
     return not error
 
 
@@ -254,17 +254,17 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
 def _check_call(name: str, arguments: str) -> None:
     """Raise BackendError if this is not a call of our tool."""
     if not name:
-        raise BackendError("the forced tool call did not come")
+        raise BackendError("the answer lacks the forced tool call")
     if name != _NOTE["name"]:
-        raise BackendError(f"the model was to call a tool, and {name!r} was called")
+        raise BackendError(f"the model called {name!r} instead of the given tool")
     try:
         given = json.loads(arguments)
     except ValueError:
-        raise BackendError(f"the call's arguments are no JSON: {arguments[:80]!r}") from None
+        raise BackendError(f"the call's arguments are not JSON: {arguments[:80]!r}") from None
     if not (isinstance(given, dict) and isinstance(given.get("text"), str)):
-        raise BackendError(f"the call lacks its text: {arguments[:80]!r}")
+        raise BackendError(f"the call's arguments lack the text: {arguments[:80]!r}")
 
 
 def _check_end(ended: bool) -> None:
     if not ended:
-        raise BackendError("the answer to the tool's result has no end")
+        raise BackendError("the answer after the tool's result has no finish reason")

@@ -1,17 +1,24 @@
-"""Connect a program to a server: read the server's models, print manual steps, write config files."""
+"""Connect a program to a server: read the server's models, print manual steps, write config
+files."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from localllm import paths
 from localllm.cli.chat.engines import listed_models
 from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Shell, assignment
 from localllm.errors import BackendError, NotFoundError, UsageError
+
+_NUMBER = re.compile(r"\d+")
 
 
 def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTarget:
@@ -27,7 +34,8 @@ def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTa
     for name in served:
         if not name.isprintable():
             raise BackendError(
-                f"the server at {base_url} names a model with control characters: {name[:100]!a}",
+                f"the server at {base_url} lists a model with control characters in its name: "
+                f"{name[:100]!a}",
                 hint="connect to a server that you trust",
             )
     embeds = _with_capability(served, "embedding")
@@ -63,6 +71,8 @@ def _with_capability(served: dict[str, dict[str, Any]], capability: str) -> list
 def print_steps(recipe: ClientRecipe, shell: Shell, *, write: bool) -> None:
     """Print the manual steps for `shell`. With `write`, also write the files."""
     warn(recipe)
+    if not write:
+        _warn_outdated(recipe)
     for file in recipe.files:
         if write:
             print(write_file(file), file=sys.stderr)
@@ -73,7 +83,7 @@ def print_steps(recipe: ClientRecipe, shell: Shell, *, write: bool) -> None:
     for step in recipe.steps:
         print(f"- {step}")
     if write and not recipe.files:
-        print(f"{recipe.name} has no file to write: follow the steps above", file=sys.stderr)
+        print(f"{recipe.name} has no configuration file: follow the steps above", file=sys.stderr)
     if not recipe.checked and recipe.probes:
         print(
             f"(from {recipe.name}'s documentation; not checked here with the program itself)",
@@ -87,6 +97,28 @@ def warn(recipe: ClientRecipe) -> None:
         print(f"warning: {recipe.warning}", file=sys.stderr)
 
 
+def _warn_outdated(recipe: ClientRecipe) -> None:
+    """Print a warning if the program's files, or the shell's variables for it, are for other
+    settings of the server."""
+    for name, value in recipe.environment.items():
+        old = os.environ.get(name, value)
+        if old != value and old.isdecimal() and value.isdecimal():
+            print(
+                f"warning: this shell sets {name} for other settings of the server "
+                f"({old} instead of {value}): set it as below",
+                file=sys.stderr,
+            )
+    for file in recipe.files:
+        outdated = dict(outdated_numbers(file))
+        if outdated:
+            pairs = ", ".join(f"{old} instead of {new}" for old, new in outdated.items())
+            print(
+                f"warning: {file.path} is for other settings of the server ({pairs}): "
+                "write it again with --write",
+                file=sys.stderr,
+            )
+
+
 def write_file(file: ConfigFile) -> str:
     """Write one configuration file and return a message about it.
 
@@ -96,26 +128,61 @@ def write_file(file: ConfigFile) -> str:
     path = file.path.resolve()  # follow links, so that the backup is next to the target
     old = None
     if path.exists():
-        old = path.read_text(encoding="utf-8")
+        old = paths.file_text(path)
     if file.text is not None:
         new = file.text
-        if old is not None and old != new and path.name != "localllm.config.toml":
+        if old is not None and not _is_ours(path, old, new):
             raise UsageError(
-                f"{path} exists already", hint="add the part printed without --write by hand"
+                f"{path} already exists", hint="add the part printed without --write by hand"
             )
     else:
         new = json.dumps(_merged(file, old), indent=2, ensure_ascii=False) + "\n"
     if new == old:
         return f"{path} is up to date"
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = f"wrote {path}"
+    message = f"wrote {path}"
     if old is not None:
         backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
         shutil.copy2(path, backup)
-        said += f" (the old one is {backup.name})"
+        message += f" (backup: {backup.name})"
     # The file may hold a key, and a crash must not leave half of it.
     paths.write_private(path, new)
-    return said
+    return message
+
+
+def _is_ours(path: Path, old: str, new: str) -> bool:
+    """True if `old` was written here: it differs from `new` only in numbers, such as the context."""
+    same = _NUMBER.sub("0", old) == _NUMBER.sub("0", new)
+    return same or path.name == "localllm.config.toml"
+
+
+def outdated_numbers(file: ConfigFile) -> list[tuple[str, str]]:
+    """Return the numbers of an existing file that no longer fit the server, with the right ones."""
+    try:
+        old = paths.file_text(file.path)
+    except OSError:
+        return []
+    if file.text is not None:
+        if not _is_ours(file.path, old, file.text):
+            return []
+        pairs = zip(_NUMBER.findall(old), _NUMBER.findall(file.text), strict=False)
+        return [pair for pair in pairs if pair[0] != pair[1]]
+    try:
+        merged = _merged(file, old)
+        return list(_changed_numbers(json.loads(old or "null"), merged))
+    except (UsageError, ValueError):
+        return []
+
+
+def _changed_numbers(old: Any, new: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old.keys() & new.keys():
+            yield from _changed_numbers(old[key], new[key])
+    elif isinstance(old, list) and isinstance(new, list):
+        for one, other in zip(old, new, strict=False):
+            yield from _changed_numbers(one, other)
+    elif type(old) is int and type(new) is int and old != new:
+        yield str(old), str(new)
 
 
 def _merged(file: ConfigFile, old: str | None) -> Any:

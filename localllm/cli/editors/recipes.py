@@ -1,4 +1,7 @@
-"""Recipes for connecting programs: recipes.toml, filled in for one server."""
+"""Recipes for connecting programs: recipes.toml, filled in for one server.
+
+client_runs.json has what runs of the programs measured. `make bench ARGS="clients table"` writes it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Probe = Literal["models", "chat", "tools", "responses", "anthropic", "ollama", "
 Shell = Literal["sh", "powershell"]
 
 # Claude Code treats a smaller window as an error.
-_LEAST_COMPACT_WINDOW = 100_000
+_MIN_COMPACT_WINDOW = 100_000
 _PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json|:word)?\}")
 # PowerShell treats typographic quotes as single quotes (about_Quoting_Rules).
 _POWERSHELL_QUOTE = re.compile("(['\u2018\u2019\u201a\u201b])")
@@ -61,7 +64,8 @@ class ClientTarget:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file to write. `merge` is merged into existing JSON; `text` is a complete file of our own."""
+    """A file to write. `merge` is merged into existing JSON; `text` is a complete file of our
+    own."""
 
     path: Path
     merge: Any = None
@@ -110,7 +114,7 @@ def values(target: ClientTarget) -> dict[str, Any]:
     """Return the values for placeholders in recipes. Text with a placeholder that is None is left
     out."""
     compact_window = None
-    if target.n_ctx >= _LEAST_COMPACT_WINDOW:
+    if target.n_ctx >= _MIN_COMPACT_WINDOW:
         compact_window = target.n_ctx
     chat_roles = "chat, edit, apply"
     autocomplete_apart = target.autocomplete
@@ -194,13 +198,13 @@ def _filled_json(value: Any, known: Mapping[str, Any]) -> Any:
         return [_filled_json(v, known) for v in value]
     if not isinstance(value, str):
         return value
-    whole = _PLACE.fullmatch(value)
-    if whole:
-        return known[whole[2]]
+    placeholder = _PLACE.fullmatch(value)
+    if placeholder:
+        return known[placeholder[2]]
     return _filled(value, known)
 
 
-def _those_filled(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, ...]:
+def _filled_texts(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, ...]:
     filled = [_filled(text, known) for text in texts]
     return tuple(text for text in filled if text is not None)
 
@@ -209,12 +213,14 @@ def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> Con
     path = home / entry["path"]
     if "text" in entry:
         parts = [part.lstrip("\n") for part in entry["text"]]
-        return ConfigFile(path, text="".join(_those_filled(parts, known)))
+        return ConfigFile(path, text="".join(_filled_texts(parts, known)))
     merge = _filled_json(json.loads(entry["json"]), known)
     return ConfigFile(path, merge, merge_list_by=entry.get("merge_list_by", ""))
 
 
-def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> ClientRecipe:
+def _recipe(
+    entry: Mapping[str, Any], measured: Mapping[str, Any], target: ClientTarget, home: Path
+) -> ClientRecipe:
     known = values(target)
     files: tuple[ConfigFile, ...] = ()
     if "file" in entry:
@@ -224,34 +230,34 @@ def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> Clien
     run = None
     if "run" in entry:
         alone = entry["run"]
-        command = _those_filled(alone["command"], known)
+        command = _filled_texts(alone["command"], known)
         run = ProcessSettings(command, _variables(alone, known), tuple(alone.get("without", ())))
     return ClientRecipe(
         entry["name"],
         files,
-        _those_filled(entry.get("steps", ()), known),
+        _filled_texts(entry.get("steps", ()), known),
         tuple(entry.get("probes", ("models", "chat"))),
         _variables(entry, known),
-        entry.get("checked", ""),
+        measured.get("version", ""),
         run,
-        _room_warning(entry, target),
+        _context_warning(entry["name"], int(measured.get("own_prompt_tokens", 0)), target),
     )
 
 
-def _room_warning(entry: Mapping[str, Any], target: ClientTarget) -> str:
-    """Return a warning if the program's own prompt is longer than the context."""
-    prompt = int(entry.get("own_prompt_tokens", 0))
+def _context_warning(name: str, prompt: int, target: ClientTarget) -> str:
+    """Return a warning if the program's own prompt, of `prompt` tokens, is longer than the
+    context."""
     if not prompt or target.n_ctx >= prompt + target.answer_tokens:
         return ""
     most = target.max_context or 2 * prompt
     wanted = f"serve with --context {min(2 * prompt, most)}"
     if most < prompt + target.answer_tokens:
-        wanted = "take another agent or model: no --context that fits there holds it"
+        wanted = "use another agent or model: no --context that fits in memory is large enough"
     if target.max_context:
-        wanted += f" ({target.max_context} is the largest that fits there)"
+        wanted += f" ({target.max_context} is the largest context that fits)"
     return (
-        f"{entry['name']}'s own prompt has some {prompt} tokens and {target.model} is served with a "
-        f"context of {target.n_ctx}: {wanted}"
+        f"{name}'s own prompt has about {prompt} tokens, but {target.model} is served "
+        f"with a context of {target.n_ctx}: {wanted}"
     )
 
 
@@ -273,15 +279,20 @@ def recipe_named(
         names = [*RECIPES]
         if to_run:
             names = [name for name, entry in _ENTRIES.items() if "run" in entry]
-        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else None
+        closest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+        hint = f"did you mean {closest[0]}?" if closest else None
         raise NotFoundError(f"no recipe for {name!r}; known: {', '.join(names)}", hint=hint)
     return found
 
 
-_ENTRIES = tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))
+def _package_text(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+_ENTRIES = tomllib.loads(_package_text("recipes.toml"))
+_RUNS = json.loads(_package_text("client_runs.json"))
 RECIPES: Mapping[str, Callable[[ClientTarget, Path], ClientRecipe]] = {
-    name: partial(_recipe, entry) for name, entry in _ENTRIES.items()
+    name: partial(_recipe, entry, _RUNS.get(name, {})) for name, entry in _ENTRIES.items()
 }
 _BY_PROGRAM = {
     entry["name"].lower().replace(" ", "-"): RECIPES[name] for name, entry in _ENTRIES.items()

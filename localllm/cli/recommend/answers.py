@@ -17,6 +17,7 @@ from localllm.errors import ModelNotFoundError
 from localllm.library.catalog import age_days, user_folder
 from localllm.library.names import same_quant
 from localllm.load import candidates
+from localllm.load.measured_losses import with_losses
 from localllm.planner import recommend as planner
 from localllm.planner.explain import explain
 from localllm.planner.starting_settings import Overrides
@@ -66,14 +67,15 @@ class PlanQuery:
         machine = self.machine
         workload = self.workload
         overrides = self.overrides
-        if overrides.sees:
-            model = next(iter(candidates.image_readers([model])), model)
+        model = next(iter(candidates.media_readers([model], overrides)), model)
+        (model,) = with_losses([model])
         variants = planner.variants_of(machine, model, workload, overrides=overrides)
         plans = candidates.of_quant(variants, quant)
         if not plans:
+            reason = dict(overrides.too_new).get(model.id, "")
             raise ModelNotFoundError(
                 f"{model.name} has no files that this machine's engines can read",
-                hint="see `localllm models info`",
+                hint=reason or "see `localllm models info`",
             )
         fitting = [p for p in plans if p.fits != "no"]
         best = max(fitting, key=attrgetter("score"), default=None)
@@ -87,27 +89,62 @@ class PlanQuery:
         shown = view.model_table(model, plans, machine, installed=self._installed(plans))
         page.out([*self._arithmetic([best or plans[0]]), *shown])
         if best is not None:
-            page.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
+            page.out(
+                view.further(best, f"about {best.variant.quant}, the best variant on this machine:")
+            )
 
     def side_by_side(self, names: Sequence[str]) -> None:
         """Print the answers for the named machines. A single one is compared with the current
         machine."""
         machines = [candidates.device_named(name, None, None) for name in names]
-        sees = self.overrides.sees
-        known = [replace(candidates.overrides_for(d, self.catalog), sees=sees) for d in machines]
+        known = [
+            replace(
+                candidates.overrides_for(machine, self.catalog),
+                sees=self.overrides.sees,
+                hears=self.overrides.hears,
+            )
+            for machine in machines
+        ]
         if len(names) == 1:
             machines = [self.machine, *machines]
             known = [self.overrides, *known]
         answers = [self._recommended(d, o) for d, o in zip(machines, known, strict=True)]
 
-        def elsewhere(number: int, model: Model) -> Plan | None:
+        def plan_on(number: int, model: Model) -> Plan | None:
             answer = planner.recommend(
                 machines[number], [model], self.workload, overrides=known[number]
             )
             return next(iter(answer.plans), None)
 
-        shown = machines_view.comparison(machines, answers, elsewhere, as_json=self.as_json)
+        shown = machines_view.comparison(machines, answers, plan_on, as_json=self.as_json)
         page.out(shown)
+
+    def long_context(self, tokens: str, reference: str | None, *, offline: bool) -> None:
+        """Print what makes so many tokens of context fit, for one model or the first pick.
+
+        Raises UsageError and ModelNotFoundError.
+        """
+        from localllm.cli.recommend import context_view
+        from localllm.library.describe import describe
+        from localllm.planner import long_context
+
+        wanted = context_view.tokens_of(tokens)
+        model = None
+        if reference is not None:
+            model, _ = describe(reference, self.catalog, offline=offline)
+        models = self.catalog.models
+        found = long_context.find(
+            self.machine, name_lookup.everything(), models, model, wanted, self.overrides
+        )
+        if found is None:
+            raise ModelNotFoundError(
+                "no model of the catalog fits this machine",
+                hint="name a model: localllm recommend -m MODEL --fits 256k",
+            )
+        if self.as_json:
+            page.out([context_view.as_json(found)])
+            return
+        page.out(context_view.lines(self.machine, found))
 
     def roofline(self, files: Sequence[str] | None) -> None:
         """Print the roofline chart of the recommended plans, or write it to a file."""
@@ -123,9 +160,7 @@ class PlanQuery:
         print(f"wrote {target}", file=sys.stderr)
 
     def _recommended(self, machine: Device, overrides: Overrides) -> Recommendation:
-        models: Sequence[Model] = self.catalog.models
-        if overrides.sees:
-            models = candidates.image_readers(models)
+        models = with_losses(candidates.media_readers(self.catalog.models, overrides))
         limit = 0 if self.everything else _PICKS
         return planner.recommend(machine, models, self.workload, overrides=overrides, limit=limit)
 
@@ -135,15 +170,18 @@ class PlanQuery:
         return [*explain(plans[0], self.machine, columns=page.width()), ""]
 
     def _installed(self, plans: Sequence[Plan]) -> frozenset[tuple[str, str]]:
-        """Return (id, quant) of the plans whose model is installed. Empty for a simulated machine."""
+        """Return (id, quant) of the plans whose model is installed. Empty for a simulated
+        machine."""
         if self.machine.simulated:
             return frozenset()
         return frozenset(candidates.installed_names(plans, self.catalog))
 
 
-def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
+def machines_reaching(
+    model_and_quant: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool
+) -> None:
     """Print the known machines that run one model in the requested quant at a speed."""
-    model, quant = asked
+    model, quant = model_and_quant
     if quant:
         variants = tuple(v for v in model.variants if same_quant(quant, v.quant))
         model = replace(model, variants=variants)

@@ -1,4 +1,4 @@
-"""`localllm recommend --link …`: plan one model over several machines, as text or JSON."""
+"""Several machines joined by a link: plan one model over them, as text or JSON."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import asdict
 from typing import Any
 
 from localllm.device.name_lookup import resolve
-from localllm.device.types import Device
+from localllm.device.types import Device, DeviceNotFoundError
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog
 from localllm.library.describe import describe
 from localllm.planner import cluster
-from localllm.planner.cluster import ClusterPlan, SharedPlan
+from localllm.planner.cluster import ClusterPlan, Link, SharedPlan
 from localllm.planner.starting_settings import context_for
 from localllm.planner.types import RunSettings, Workload
 
 _COUNTED = re.compile(r"(\d+)\s*(?:x|×|\*)\s*(.+)", re.IGNORECASE)
-_MOST_MACHINES = 32
+_MAX_MACHINES = 32
 _PARTS = {2: "half", 3: "third", 4: "quarter"}
 
 
@@ -36,12 +36,39 @@ def machines(text: str) -> list[Device]:
         if match is not None:
             count = int(match[1])
             name = match[2]
-        if not 1 <= count <= _MOST_MACHINES:
+        if not 1 <= count <= _MAX_MACHINES:
             raise UsageError(
-                f"{part.strip()!r}: from 1 to {_MOST_MACHINES} machines are planned for"
+                f"{part.strip()!r}: the number of machines must be from 1 to {_MAX_MACHINES}"
             )
         found += [resolve(name)] * count
     return found
+
+
+# The fastest port of machines that are connected to each other, by a pattern of the name.
+_PORTS = (
+    (re.compile(r"gb10|dgx spark", re.IGNORECASE), "connectx7"),
+    (re.compile(r"\bm\d+ (pro|max|ultra)\b", re.IGNORECASE), "thunderbolt5"),
+)
+_ANY_PORT = "10gbe"
+
+
+def usual_link(device: str) -> str | None:
+    """Return the link that connected machines such as "2x dgx spark" are usually joined by.
+
+    Returns None if `device` names a single computer, with any number of cards.
+    """
+    if "+" not in device and _COUNTED.fullmatch(device.strip()) is None:
+        return None
+    try:
+        boxes = machines(device)
+    except (DeviceNotFoundError, UsageError):
+        return None
+    if len(boxes) < 2 or any(box.kind == "discrete" for box in boxes):
+        return None
+    for pattern, link in _PORTS:
+        if all(pattern.search(box.name) for box in boxes):
+            return link
+    return _ANY_PORT
 
 
 def answer(
@@ -51,23 +78,23 @@ def answer(
     boxes, reference = _joined(device, link, reference)
     model, quant = describe(reference, load_catalog())
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
-    way = cluster.LINKS[link]
+    link_speed = cluster.LINKS[link]
     layers: list[tuple[str, ClusterPlan | None]] = []
     shared: list[tuple[str, SharedPlan | None]] = []
     for variant in model.variants:
         if quant and variant.quant.lower() != quant.lower():
             continue
         if not variant.is_folder:
-            plan = cluster.plan(model, variant, settings, boxes, way)
+            plan = cluster.plan(model, variant, settings, boxes, link_speed)
             layers.append((variant.quant, plan))
         if not cluster.why_not(model, variant, boxes):
-            part = cluster.tensor_parallel_plan(model, variant, settings, boxes, way)
+            part = cluster.tensor_parallel_plan(model, variant, settings, boxes, link_speed)
             shared.append((variant.quant, part))
     if as_json:
         plans = [_json(name, "layers", plan) for name, plan in layers]
         plans += [_json(name, "shared", part) for name, part in shared]
         return [json.dumps(plans, indent=2)]
-    title = f"{model.id} over {' + '.join(box.name for box in boxes)}, {way.name}"
+    title = f"{model.id} over {' + '.join(box.name for box in boxes)}, {link_speed.name}"
     lines = [title, *_of_layers(layers), *_of_shares(shared, len(boxes))]
     return [*lines, *_basis(layers), *_basis(shared)]
 
@@ -77,7 +104,7 @@ def _of_layers(plans: list[tuple[str, ClusterPlan | None]]) -> list[str]:
     lines = []
     for quant, plan in plans:
         if plan is None:
-            lines.append(f"{quant:8} does not fit on all of them together")
+            lines.append(f"{quant:8} does not fit on these machines together")
         else:
             lines += _lines(quant, plan)
     return lines
@@ -88,10 +115,10 @@ def _of_shares(plans: list[tuple[str, SharedPlan | None]], n_machines: int) -> l
     if not plans:
         return []
     part = _PARTS.get(n_machines, f"{n_machines}th")
-    lines = [f"a {part} of every layer on each (MLX, `serve --with`):"]
+    lines = [f"tensor parallel: a {part} of every layer on each (MLX, `serve --with`):"]
     for quant, plan in plans:
         if plan is None:
-            lines.append(f"{quant:8} does not fit so")
+            lines.append(f"{quant:8} does not fit with tensor parallelism")
         else:
             lines.append(_shared_line(quant, plan))
     return lines
@@ -105,21 +132,30 @@ def _basis(plans: Sequence[tuple[str, ClusterPlan | SharedPlan | None]]) -> list
     return []
 
 
+def link_named(name: str) -> Link:
+    """Return the link of --link. Raises UsageError."""
+    if name not in cluster.LINKS:
+        raise UsageError(
+            f"--link {name}: unknown link",
+            hint=f"one of: {', '.join(cluster.LINKS)}",
+            param="--link",
+        )
+    return cluster.LINKS[name]
+
+
 def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[Device], str]:
     """Return the joined machines and the model."""
-    if link not in cluster.LINKS:
-        raise UsageError(
-            f"--link {link}: not a link", hint=f"one of: {', '.join(cluster.LINKS)}", param="--link"
-        )
+    link_named(link)
     if device is None or reference is None:
         raise UsageError(
-            "--link joins machines for one model",
+            "--link needs -m and --device: it plans one model on several machines",
             hint='--device "2x dgx spark" -m MODEL --link connectx7',
         )
     boxes = machines(device)
     if len(boxes) < 2:
         raise UsageError(
-            "--link joins two machines or more", hint='such as --device "m3 ultra 512 + rtx 5090"'
+            "--link needs two machines or more",
+            hint='for example --device "m3 ultra 512 + rtx 5090"',
         )
     return boxes, reference
 
@@ -136,8 +172,8 @@ def _lines(quant: str, plan: ClusterPlan) -> list[str]:
     speed = f"{decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f})"
     return [
         f"{quant:8} decode {speed}, prompt {_prefill(plan)}; {', '.join(shares)}",
-        f"{'':8} a token carries {carried} between them, {wait}, "
-        f"and RPC takes about {plan.rpc_s * 1e3:.1f} ms",
+        f"{'':8} each token moves {carried} between them, {wait}, and RPC takes about "
+        f"{plan.rpc_s * 1e3:.1f} ms",
         f"{'':8} {plan.advice}",
     ]
 
@@ -155,15 +191,15 @@ def _prefill(plan: ClusterPlan | SharedPlan) -> str:
 
 
 def _json(quant: str, split: str, plan: ClusterPlan | SharedPlan | None) -> dict[str, Any]:
-    which = {"quant": quant, "split": split, "fits": plan is not None}
+    row = {"quant": quant, "split": split, "fits": plan is not None}
     if plan is None:
-        return which
+        return row
     if isinstance(plan, SharedPlan):
         own = _shared_json(plan)
     else:
         own = _layers_json(plan)
     return {
-        **which,
+        **row,
         "n_ctx": plan.settings.n_ctx,
         "decode_tok_s": asdict(plan.decode_tok_s),
         "prefill_tok_s": asdict(plan.prefill_tok_s),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from localllm.cli.recommend.page import clip, paragraph, speed, width
-from localllm.cli.recommend.view import NOTHING, heading, marked, numbered_rows
+from localllm.cli.recommend.view import NONE_INSTALLED, heading, marked, numbered_rows
 from localllm.device.types import Device, device_to_json
 from localllm.formatting import gb, rate
 from localllm.plain_output import ascii_json
@@ -22,14 +22,14 @@ _COMPARED = 4
 def comparison(
     devices: Sequence[Device],
     answers: Sequence[Recommendation],
-    elsewhere: Callable[[int, Model], Plan | None],
+    plan_on: Callable[[int, Model], Plan | None],
     *,
     as_json: bool,
 ) -> list[str]:
     """Compare machines: the best plans of each, and the speeds of all those models on every
     machine.
 
-    `elsewhere` plans a model on the machine of that index, if it is not among that machine's plans.
+    `plan_on` plans a model on the machine of that index, if it is not among that machine's plans.
     """
     each = list(zip(devices, answers, strict=True))
     if as_json:
@@ -37,23 +37,25 @@ def comparison(
         return [ascii_json({"machines": found})]
     lines: list[str] = []
     for device, answer in each:
-        head, rows = numbered_rows(answer.plans[:_COMPARED], NOTHING)
+        head, rows = numbered_rows(answer.plans[:_COMPARED], NONE_INSTALLED)
         lines += [*heading(device, "Best"), head, *rows, ""]
-    rows_of = _rates_on_all(answers, elsewhere)
+    rows_of = _rates_on_all(answers, plan_on)
     if not rows_of:
         return lines
     names = " / ".join(d.name for d in devices)
-    lines += paragraph(f"tok/s of each on all, in the best format there: {names}")
+    lines += paragraph(
+        f"tok/s of each machine's models on every machine, in the best format there: {names}"
+    )
     for name, row in rows_of.items():
         cells = "  ".join(f"{cell:>6}" for cell in row)
         lines.append(f"  {clip(name, 30):30} {cells}")
     if any("–" in row for row in rows_of.values()):
-        lines.append("  –: too large for it, or too slow for the purpose")
+        lines.append("  –: too large for the machine, or too slow for the purpose")
     return lines
 
 
 def _rates_on_all(
-    answers: Sequence[Recommendation], elsewhere: Callable[[int, Model], Plan | None]
+    answers: Sequence[Recommendation], plan_on: Callable[[int, Model], Plan | None]
 ) -> dict[str, list[str]]:
     """Return tokens per second of each machine's best models on every machine, by model name."""
     best = chain.from_iterable(answer.plans[:_COMPARED] for answer in answers)
@@ -63,7 +65,7 @@ def _rates_on_all(
         row = rows[model.name] = []
         for i, answer in enumerate(answers):
             picked = next((p for p in answer.plans if p.model.id == model.id), None)
-            plan = picked or elsewhere(i, model)
+            plan = picked or plan_on(i, model)
             row.append(rate(plan.decode_tok_s.value) if plan else "–")
     return rows
 
@@ -72,7 +74,8 @@ _REACH_SHOWN = 24
 
 
 def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[str]:
-    """Format the machines that run a model at a speed, slowest memory first, and the nearest miss."""
+    """Format the machines that run a model at a speed, slowest memory first, and the nearest
+    miss."""
     if as_json:
         machines = [
             {
@@ -87,16 +90,16 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
         ]
         return [ascii_json({"model": model.id, "at_tok_s": tok_s, "machines": machines})]
     lines = paragraph(
-        f"{model.name} at {rate(tok_s)} tok/s or more, each part in its smallest memory size"
+        f"{model.name} at {rate(tok_s)} tok/s or more, each machine with its smallest memory size"
     )
     if found.found:
         lines += _reach_rows(found)
     else:
-        lines.append("  no machine of the table reaches that")
+        lines.append("  no machine in the table reaches that")
     if found.nearest is not None:
         device, plan = found.nearest
         lines += paragraph(
-            f"the fastest that holds it and does not: {device.name}, "
+            f"the fastest machine that can hold it is too slow: {device.name}, "
             f"{plan.decode_tok_s.value:.2f} tok/s ({plan.variant.quant})"
         )
     return lines
@@ -107,7 +110,7 @@ def _reach_rows(found: Reach) -> list[str]:
     lines = [f"  {'machine':{columns}} {'GB/s':>6} {'quant':12} {'memory':>9} {'tok/s':>9}"]
     for device, plan in found.found[:_REACH_SHOWN]:
         name = clip(device.name, columns)
-        quant = clip(marked(plan, NOTHING), 12)
+        quant = clip(marked(plan, NONE_INSTALLED), 12)
         memory = gb(plan.memory.total_bytes)
         lines.append(
             f"  {name:{columns}} {device.bandwidth_gbps.value:>6,.0f} {quant:12} "

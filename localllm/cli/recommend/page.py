@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from localllm.formatting import rate
+from localllm.plain_output import print_lines
 
 if TYPE_CHECKING:
     from localllm.planner.types import Range
@@ -19,8 +20,7 @@ BAR = 10
 
 
 def out(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
+    print_lines(lines)
 
 
 def width() -> int:

@@ -9,7 +9,7 @@ from localllm.cli.recommend.page import BAR, bar, clip, paragraph, speed, width,
 from localllm.device.types import Device, device_to_json
 from localllm.formatting import gb, mb, span
 from localllm.library.catalog import OLD_DAYS
-from localllm.load.candidates import image_facts
+from localllm.load.candidates import projector_facts
 from localllm.memory.verdict import TIGHT_MEANS
 from localllm.plain_output import ascii_json
 from localllm.planner import kv_sizes, scoring
@@ -21,19 +21,19 @@ from localllm_catalog.types import Model
 
 # Flags or commands that replace an assumed figure, or a CPU taken for this machine's.
 ASSUMED_FIXES = ("--bandwidth GBPS", "localllm device --measure", "--device NAME")
-# Columns of a row without the model's name. If the bar would leave less than `_LEAST_NAME` columns
+# Columns of a row without the model's name. If the bar would leave less than `_MIN_NAME` columns
 # for the name, it is omitted.
 _ROW_COLUMNS = 43
-_LEAST_NAME = 20
-_NEARLY_SHOWN = 2
+_MIN_NAME = 20
+_NEAR_MISSES_SHOWN = 2
 # Maximum length of a list, so that it can be read at a glance.
-_MOST_LINES = 25
+_MAX_LINES = 25
 
 
-def heading(device: Device, what: str) -> list[str]:
+def heading(device: Device, subject: str) -> list[str]:
     """Format the title, and the machine's memory and bandwidth with their sources."""
     simulated = " (simulated)" if device.simulated else ""
-    lines = paragraph(f"{what} on {device.name}{simulated}")
+    lines = paragraph(f"{subject} on {device.name}{simulated}")
     lines += paragraph(_offered(device))
     for finding in device.findings:
         if finding.fix in ASSUMED_FIXES:
@@ -46,13 +46,13 @@ def heading(device: Device, what: str) -> list[str]:
 def _offered(device: Device) -> str:
     """Format the machine's memory and bandwidth."""
     memory = device.memory
-    text = f"{gb(device.room_bytes)} usable of {memory.total_bytes / 1e9:.1f}"
-    if memory.available_bytes < device.room_bytes:
+    text = f"{gb(device.usable_bytes)} usable of {memory.total_bytes / 1e9:.1f}"
+    if memory.available_bytes < device.usable_bytes:
         text += f", {gb(memory.available_bytes)} free now"
     rate = device.bandwidth_gbps
     text += f"; {rate.value:,.0f} GB/s ({rate.basis})"
     if device.kind == "discrete" and device.host is not None:
-        text += f"; beside it {gb(device.host.limit_bytes)} of system memory"
+        text += f"; plus {gb(device.host.limit_bytes)} of system memory"
         rate_of_host = device.host_bandwidth_gbps
         if rate_of_host:
             text += f" at {rate_of_host.value:,.0f} GB/s ({rate_of_host.basis})"
@@ -60,7 +60,7 @@ def _offered(device: Device) -> str:
 
 
 Installed = frozenset[tuple[str, str]]
-NOTHING: Installed = frozenset()
+NONE_INSTALLED: Installed = frozenset()
 
 
 def marked(plan: Plan, installed: Installed) -> str:
@@ -81,14 +81,14 @@ def numbered_rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, lis
 
     Narrow terminals omit the bar. Wide ones show full names.
     """
-    name_columns = max([_LEAST_NAME, *(len(p.model.name) for p in plans)])
-    room = width() - _ROW_COLUMNS
-    with_bar = room - BAR - 1 >= _LEAST_NAME
+    name_columns = max([_MIN_NAME, *(len(p.model.name) for p in plans)])
+    text_width = width() - _ROW_COLUMNS
+    with_bar = text_width - BAR - 1 >= _MIN_NAME
     usable = ""
     if with_bar:
         usable = f"{'of usable':{BAR}} "
-        room -= BAR + 1
-    name_columns = min(name_columns, room)
+        text_width -= BAR + 1
+    name_columns = min(name_columns, text_width)
     head = (
         f"    {'model':{name_columns}} {'quant':12} {'memory':>8} {usable}{'tok/s':>9} {'wait':>6}"
     )
@@ -101,7 +101,7 @@ def numbered_rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, lis
         wait = span(plan.ttft_s.value)
         rows.append(
             f"{number:>3} {name:{name_columns}} {quant:12} {memory:>8} {filled}"
-            f"{speed(plan.decode_tok_s):>9} {wait:>6}"
+            f"{speed(plan.stream_range):>9} {wait:>6}"
         )
     return head, rows
 
@@ -117,7 +117,7 @@ def table(
     device: Device,
     *,
     everything: bool = False,
-    installed: Installed = NOTHING,
+    installed: Installed = NONE_INSTALLED,
     listings_days: int = 0,
 ) -> list[str]:
     """Format the recommended plans with reasons, near misses, and the command to run.
@@ -133,14 +133,14 @@ def table(
     at = ""
     if plans:
         at = f" with {plans[0].settings.n_ctx // 1024}k of context"
-    lines = heading(device, f"Recommended for {need.what}{at}")
+    lines = heading(device, f"Recommended for {need.purpose_text}{at}")
     if not plans:
         lines += ["", "  no model of the catalog fits and is fast enough; the reasons:"]
     end = _refused(answer, everything=everything)
     if listings_days > OLD_DAYS:
         end += paragraph(
             f"the catalog's listings are {listings_days} days old; "
-            "read them anew: localllm catalog update"
+            "update them: localllm catalog update"
         )
     end += _run(plans, device, installed)
     if not plans:
@@ -157,7 +157,7 @@ def table(
             found.append(f"    … and {len(plans) - n_shown} more that fit (--all)")
         notes = _footnotes(shown, device, need.prompt_tokens, installed)
         found += ["", *notes, *end]
-        if len(found) <= _MOST_LINES:
+        if len(found) <= _MAX_LINES:
             break
     return found
 
@@ -171,7 +171,8 @@ def _one_line(text: str, first: str, further: str) -> list[str]:
 
 
 def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False) -> list[str]:
-    """Format the header, and each plan's row with its reason below. `short`: reasons of one line."""
+    """Format the header, and each plan's row with its reason below. `short`: reasons of one
+    line."""
 
     if not plans:
         return []
@@ -182,9 +183,7 @@ def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False)
         lines.append(row)
         lines += reason_lines(f"{_unusual(plan, plans[0])}{plan.why}", "    ", "    ")
         if plan.memory.projector_bytes:
-            size = plan.memory.projector_bytes / 1e9
-            text = f"images: {size:.1f} GB for the projector; {image_facts(plan.model)}"
-            lines += wrapped(text, "    ", "    ")
+            lines += wrapped(projector_facts(plan), "    ", "    ")
     return lines
 
 
@@ -212,19 +211,27 @@ def _refused(answer: Recommendation, *, everything: bool) -> list[str]:
         for rejected in answer.rejected:
             lines += wrapped(f"{rejected.model.name}: {rejected.reason}", "  ", "    ")
         return _titled("Not offered:", lines)
-    near = [r for r in answer.rejected if r.kind in ("memory", "speed", "context")]
-    near.sort(key=_nearness)
+    near_misses = [r for r in answer.rejected if r.kind in _NEAR_MISSES]
+    near_misses.sort(key=_nearness)
     lines = []
-    for rejected in near[:_NEARLY_SHOWN]:
+    for rejected in near_misses[:_NEAR_MISSES_SHOWN]:
         lines += _one_line(f"{rejected.model.name}: {rejected.reason}", "  ", "    ")
-    if len(near) > _NEARLY_SHOWN:
-        lines.append(f"  … and {len(near) - _NEARLY_SHOWN} more (--all)")
+    if len(near_misses) > _NEAR_MISSES_SHOWN:
+        lines.append(f"  … and {len(near_misses) - _NEAR_MISSES_SHOWN} more (--all)")
     return _titled("Not offered:", lines)
 
 
-def _nearness(rejected: Rejected) -> tuple[bool, int]:
-    """Sort key: models that need more memory come first, small ones before large ones."""
-    return rejected.kind != "memory", rejected.variant.file_bytes
+_NEAR_MISSES = ("memory", "speed", "context", "engine")
+
+
+def _nearness(rejected: Rejected) -> tuple[int, int]:
+    """Sort key: models that need another llama.cpp come first, then those that need more memory.
+
+    Small ones come before large ones.
+    """
+    order = ("engine", "memory")
+    rank = order.index(rejected.kind) if rejected.kind in order else len(order)
+    return rank, rejected.variant.file_bytes
 
 
 def _titled(title: str, lines: list[str]) -> list[str]:
@@ -246,7 +253,8 @@ def _run(plans: Sequence[Plan], device: Device, installed: Installed) -> list[st
 
 
 def further(plan: Plan, title: str) -> list[str]:
-    """Format the plan's further reasons below a title: context limits, the other engine, drafting."""
+    """Format the plan's further reasons below a title: context limits, the other engine,
+    drafting."""
     if not plan.reasons:
         return []
     lines = [title]
@@ -259,12 +267,13 @@ def _footnotes(
     plans: Sequence[Plan], device: Device, prompt_tokens: int, installed: Installed
 ) -> list[str]:
     lines = paragraph(
-        f"tok/s: 80 % range; wait: until the first word, for {prompt_tokens:,} tokens of prompt"
+        "tok/s: 80 % range, with drafts if the plan has them; wait: until the first token after "
+        f"{prompt_tokens:,} new tokens of prompt"
     )
     lines += _marks(plans, installed)
     if device.accelerator == "cpu" and not device.simulated and not device.matrix_rates:
         lines += paragraph(
-            "the processor's speed is its kind's: localllm device --measure times it"
+            "the CPU's speed is assumed from its kind; `localllm device --measure` measures it"
         )
     return lines
 
@@ -285,18 +294,18 @@ def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
     signs = "".join(marked(p, installed) for p in plans)
     lines = []
     if "~" in signs:
-        lines += paragraph("~ no listing shows this file: its name and size are what they would be")
+        lines += paragraph("~ not in any listing: this file's name and size are estimated")
     if "*" in signs:
         labels = {backend_of(p.variant).label for p in plans if p.backend != _usual().name}
         others = " or ".join(sorted(labels))
-        lines += paragraph(f"* runs on {others}; the others on {_usual().label}")
+        lines += paragraph(f"* runs on {others}, the rest on {_usual().label}")
     if "+" in signs:
         lines += paragraph("+ installed")
     return lines
 
 
 def model_table(
-    model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = NOTHING
+    model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = NONE_INSTALLED
 ) -> list[str]:
     """Format every variant of one model, whether it fits, and memory by context."""
     title = model.name
@@ -309,7 +318,7 @@ def model_table(
     for kind, cost in _slopes(model):
         lines.append(f"  {kind:9} {mb(cost):>11}")
     lines += paragraph(
-        "longest: the context that still fits; tok/s: 80 % range, context nearly empty"
+        "longest: longest context that fits; tok/s: 80 % range with a nearly empty context"
     )
     if any(p.fits == "tight" for p in plans):
         lines += paragraph(f"tight: {TIGHT_MEANS}")

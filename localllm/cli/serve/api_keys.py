@@ -7,6 +7,7 @@ working.
     sha256 = "…"
     tokens_per_minute = 60000
     share_cache = "team"           # keys with the same value use each other's prefixes
+    kv = true                      # may read KV (POST /v1/kv): for a server with --prefill-from
     admin = true                   # may load, unload, fetch and remove models, and see all usage
 """
 
@@ -25,12 +26,11 @@ from localllm.errors import LocalLLMError, UsageError
 if TYPE_CHECKING:
     from localllm.server.http.accounts import NamedKey
 
-_KEPT = ("requests_per_minute", "tokens_per_minute", "parallel", "share_cache", "admin")
-_LEAST_KEY_CHARS = 16
+_KEPT = ("requests_per_minute", "tokens_per_minute", "parallel", "share_cache", "admin", "kv")
+_MIN_KEY_CHARS = 16
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 
 _MADE_UP = re.compile(r"[A-Za-z0-9_-]{24,128}")
-_LONGEST_FILE_BYTES = 4096
 
 
 def key_path() -> Path:
@@ -46,7 +46,8 @@ def existing_key() -> str | None:
 
 
 def kept_key(*, new: bool = False) -> str:
-    """Return the stored key. Generates a new one if it is unusable, or if `new`. Raises LocalLLMError."""
+    """Return the stored key. Generates a new one if it is unusable, or if `new`. Raises
+    LocalLLMError."""
     path = key_path()
     try:
         key = None if new else _read(path)
@@ -56,16 +57,15 @@ def kept_key(*, new: bool = False) -> str:
             paths.write_private(path, key + "\n")
     except OSError as e:
         raise LocalLLMError(
-            f"the server's key can't be kept in {path}: {e.strerror or e}",
-            hint="give the server a key of your own: --api-key KEY, or LOCALLLM_API_KEY",
+            f"the server's key can't be written to {path}: {e.strerror or e}",
+            hint="set your own key: --api-key KEY, or LOCALLLM_API_KEY",
         ) from e
     return key
 
 
 def _read(path: Path) -> str | None:
     try:
-        with path.open("rb") as f:
-            text = f.read(_LONGEST_FILE_BYTES).decode("latin-1").strip()
+        text = paths.file_text(path, encoding="latin-1").strip()
     except FileNotFoundError:
         return None
     if os.name == "posix" and path.stat().st_mode & 0o077:
@@ -97,24 +97,26 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
 
     where = f"[keys.{name}] of config.toml"
     one_or_more = Field(ge=1, le=10**12)
+    switch = (bool, False)
     rate = (Annotated[float, one_or_more] | None, None)
     fields = read_table(
         table,
         where,
         **dict.fromkeys(("sha256", "env", "file"), (str | None, None)),
         share_cache=(str, ""),
-        admin=(bool, False),
+        admin=switch,
+        kv=switch,
         requests_per_minute=rate,
         tokens_per_minute=rate,
         parallel=(Annotated[int, one_or_more] | None, None),
     )
     if not name.strip():
         raise UsageError(f"{where} has no name")
-    if sum(fields[way] is not None for way in ("sha256", "env", "file")) != 1:
+    if sum(fields[source] is not None for source in ("sha256", "env", "file")) != 1:
         raise UsageError(
-            f"{where} must say its key in one way: sha256, env or file",
-            hint="env names a variable that holds it, file a file, and sha256 is its hash: `printf "
-            "%s KEY | sha256sum`",
+            f"{where} must set exactly one of sha256, env and file",
+            hint="env names a variable with the key, file a file with the key, and sha256 is "
+            "its hash: `printf %s KEY | sha256sum`",
         )
     if fields["sha256"] is None:
         digest = digest_of(_secret(fields, where).encode())
@@ -131,13 +133,14 @@ def _secret(fields: dict[str, Any], where: str) -> str:
     else:
         path = Path(fields["file"]).expanduser()
         try:
-            key = path.read_text(encoding="utf-8").strip()
+            key = paths.file_text(path).strip()
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(
-                f"{where}: {path} can't be read ({type(e).__name__})", hint="put the key there"
+                f"{where}: {path} can't be read ({type(e).__name__})",
+                hint="write the key to this file, and make it readable for this user",
             ) from e
-    if len(key) < _LEAST_KEY_CHARS:
+    if len(key) < _MIN_KEY_CHARS:
         raise UsageError(
-            f"the key of {where} has fewer than {_LEAST_KEY_CHARS} characters: it could be guessed"
+            f"the key of {where} has fewer than {_MIN_KEY_CHARS} characters: it could be guessed"
         )
     return key

@@ -20,7 +20,7 @@ def named_tables(name: str, each: str) -> Mapping[str, dict[str, Any]]:
     if not isinstance(tables, dict) or not all(
         isinstance(table, dict) for table in tables.values()
     ):
-        raise UsageError(f"{config_path()}: `{name}` holds one table per {each}: [{name}.NAME]")
+        raise UsageError(f"{config_path()}: `{name}` must have one table per {each}: [{name}.NAME]")
     return tables
 
 
@@ -36,10 +36,10 @@ def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, 
 
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            closest = difflib.get_close_matches(key, known, n=1)
             hint = f"known: {', '.join(known)}"
-            if near:
-                hint = f"did you mean {near[0]}?"
+            if closest:
+                hint = f"did you mean {closest[0]}?"
             raise UsageError(f"{where} has an unknown key: {key}", hint=hint)
     kind = create_model("Table", __config__=ConfigDict(strict=True), **known)
     try:
@@ -56,6 +56,7 @@ def variable(name: str, where: str) -> str:
     value = os.environ.get(name, "").strip()
     if not value:
         raise UsageError(
-            f"{where} takes its key from {name}, which is not set", hint="export it first"
+            f"{where} reads its key from the variable {name}, which is not set",
+            hint="export the variable first",
         )
     return value

@@ -17,7 +17,7 @@ from localllm.server.models.worker import ModelWorker
 
 # The factor of the time per step if the speed falls by a fifth.
 SLOWER = 1.25
-_MOST_MODELS = 64
+_MAX_MODELS = 64
 # Depths within an eighth of an octave are compared with each other. Below `_FROM_TOKENS`, the bins
 # have a width of `_NEAR_TOKENS`.
 _NEAR_TOKENS = 128
@@ -78,11 +78,15 @@ def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -
         return ""
     now = 1 / steps[median]
     before = 1 / usual[median]
-    return f"{model} is slower than it was here: {now:.3g} tok/s, where {before:.3g} were usual"
+    return (
+        f"{model} is slower than before on this machine: {now:.3g} tok/s instead of the "
+        f"usual {before:.3g}"
+    )
 
 
 def load() -> dict[str, UsualSpeed]:
-    """Return the usual speed of every model by its key. A missing or damaged file counts as empty."""
+    """Return the usual speed of every model by its key. A missing or damaged file counts as
+    empty."""
     found = {}
     for key, entry in json_store.read(path()).items():
         speed = json_store.record(UsualSpeed, entry)
@@ -106,7 +110,7 @@ def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
         speeds[key] = UsualSpeed(usual.steps, slower=True)
     else:
         speeds[key] = UsualSpeed({**usual.steps, **steps})
-    latest = list(speeds.items())[-_MOST_MODELS:]
+    latest = list(speeds.items())[-_MAX_MODELS:]
     json_store.keep(path(), {key: asdict(speed) for key, speed in latest})
     return text
 

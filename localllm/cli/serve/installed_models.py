@@ -78,7 +78,7 @@ class DiskModels:
         """See InstalledModels."""
         return self._rules
 
-    def look_again(self) -> bool:
+    def rescan(self) -> bool:
         """See InstalledModels."""
         if time.monotonic() - self._looked_s <= _LOOK_AGAIN_S:
             return False
@@ -112,7 +112,8 @@ class DiskModels:
             self._looked_s = time.monotonic()
 
     def _answering(self, scanned: Sequence[LocalModel]) -> dict[LocalModel, ServedModel]:
-        """Map the files of each offered model to the model, also under the other names on the disk."""
+        """Map the files of each offered model to the model, also under the other names on the
+        disk."""
         offered = self._listed | self._named
         answers = dict(offered.values())
         for local in scanned:
@@ -167,11 +168,17 @@ class LibraryStore:
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
         from localllm.library.pull import pull
 
-        def hear(p: DownloadProgress) -> None:
+        def report_progress(p: DownloadProgress) -> None:
             on_progress(StoreProgress(p.state, p.done_bytes, p.total_bytes, p.digest))
 
         names.parse(ref)
-        pull(ref, on_progress=hear, choose=variant_choice(ref), offline=self.offline, mmproj=True)
+        pull(
+            ref,
+            on_progress=report_progress,
+            choose=variant_choice(ref),
+            offline=self.offline,
+            mmproj=True,
+        )
 
     def remove(self, ref: str) -> None:
         names.parse(ref)

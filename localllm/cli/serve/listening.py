@@ -22,6 +22,17 @@ from localllm.server.http.settings import (
 from localllm.server.http.sockets import bind, bind_unix, check_tls, inherited, unix_file
 from localllm.settings import Settings
 
+# Fields of `ServerSettings` that are settings of the same name.
+_SAME_NAMES = (
+    "host",
+    "port",
+    "api_key",
+    "unix_socket",
+    "allow_users",
+    "allow_plain",
+    *CONNECTION_LIMITS,
+)
+
 
 def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSettings:
     """Return the server's settings, with the stored API key if one is generated.
@@ -35,24 +46,20 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         hosts = ",".join(settings.value("allow_image_hosts")).split(",")
         image_hosts = tuple(image_host(name.strip()) for name in hosts if name.strip())
     secured = ServerSettings(
-        host=settings.value("host"),
-        port=settings.value("port"),
-        api_key=settings.value("api_key"),
         keys=load_keys(),
         allowed_hosts=settings.value("allow_host"),
         allowed_origins=settings.value("allow_origin"),
-        unix_socket=settings.value("unix_socket"),
         tls=tls,
         image_hosts=image_hosts,
         keeps_awake=settings.value("keep_awake"),
-        **{name: settings.value(name) for name in CONNECTION_LIMITS},
+        **{name: settings.value(name) for name in _SAME_NAMES},
     ).secured()
     if tls is not None:
         check_tls(tls)
     if not secured.generated_key:
         if new_key:
             raise UsageError(
-                "--new-key replaces a key that was made up, and this server has none",
+                "--new-key replaces a generated key, but this server has none",
                 hint="keys are made up for addresses that other machines reach, "
                 "such as --host 0.0.0.0",
             )
@@ -65,7 +72,7 @@ def _tls_files(settings: Settings) -> TlsFiles | None:
     private = settings.value("tls_key")
     if certificate is None and private is not None:
         raise UsageError(
-            "--tls-key is of no use without --tls-cert", hint="name the certificate's file too"
+            "--tls-key needs --tls-cert", hint="add --tls-cert with the certificate's file"
         )
     if certificate is None:
         return None
@@ -105,7 +112,26 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
         yield socks, f"{scheme}://{host}:{port_of(socks)}/v1"
 
 
-def from_elsewhere(address: str) -> str | None:
+def who_is_answered(settings: ServerSettings) -> str:
+    """Return which clients the server answers, for display."""
+    if settings.keyed:
+        return "every client needs a key"
+    if settings.unix_socket is not None:
+        return "only your user can open the socket"
+    if settings.allow_users:
+        return "every user of this machine is answered without a key (--allow-users)"
+    return "only your user is answered; other users of this machine need a key: --api-key"
+
+
+def key_notice(settings: ServerSettings) -> str:
+    """Return the generated key with the reason why it is required, for display."""
+    reason = "this address can be reached from other machines"
+    if is_loopback(settings.host):
+        reason = "this system does not report which user connects; --allow-users needs no key"
+    return f"API key ({reason}): {settings.api_key}"
+
+
+def reachable_address(address: str) -> str | None:
     """Replace 0.0.0.0 or :: in `address` with this machine's own address.
 
     Returns None if `address` contains neither, or if this machine has no network.
@@ -135,7 +161,7 @@ def _host_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
 
     Raises UsageError if the sockets are open to other machines but the settings require no key.
     """
-    again = "`localllm service install` makes them anew"
+    again = "`localllm service install` writes them again"
     names = [sock.getsockname() for sock in given if sock.family != socket.AF_UNIX]
     if settings.api_key is None and not all(is_loopback(name[0]) for name in names):
         raise UsageError(
@@ -144,8 +170,8 @@ def _host_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
         )
     if names and (settings.unix_socket is not None or names[0][1] != settings.port):
         print(
-            f"note: listening on the service manager's socket, port {names[0][1]}; the settings "
-            f"say otherwise: {again}",
+            f"note: listening on the service manager's socket, port {names[0][1]}, which differs "
+            f"from the settings: {again}",
             file=sys.stderr,
         )
     if names:

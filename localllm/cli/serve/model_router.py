@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from localllm.cli.serve.installed_models import DiskModels
+from localllm.cli.serve.name_checks import alias_error
 from localllm.cli.serve.presets import Preset, load_presets
 from localllm.cli.serve.served_models import ServedModels, on_disk, real_path
 from localllm.cli.serve.upstreams import load_upstreams
@@ -79,6 +80,8 @@ def router_for(
     themselves = [pair for preset, pair in zip(presets, named, strict=False) if preset is None]
     installed = DiskModels(served, themselves, only=only)
     models = [model for _, model in named]
+    for local, model in themselves:
+        _add_adapters(served.adapter_models(local, model), models)
     for text in aliases:
         _add_alias(text, models, installed)
     return ModelRouter(models, served.admission, installed)
@@ -100,10 +103,22 @@ def _further_presets(
         local = on_disk(preset)
         if local is None:
             log.warning(
-                "the preset %s is left out: no model %s on this disk", preset.name, preset.model
+                "skipped the preset %s: its model %s is not installed", preset.name, preset.model
             )
         elif not only or real_path(local.path) in paths:
             yield local, served.model(local, preset)
+
+
+def _add_adapters(adapters: Iterable[ServedModel], models: list[ServedModel]) -> None:
+    """Add the names of adapters to `models`, unless another model has the name."""
+    for adapter in adapters:
+        if any(adapter.name.lower() == model.name.lower() for model in models):
+            log.warning(
+                "the adapter %s has the name of a model; requests can choose it with `lora`",
+                adapter.name,
+            )
+            continue
+        models.append(adapter)
 
 
 def _add_alias(text: str, models: list[ServedModel], installed: DiskModels) -> None:
@@ -118,10 +133,7 @@ def _add_alias(text: str, models: list[ServedModel], installed: DiskModels) -> N
     else:
         model = next(iter(models), None)
     if not alias or model is None:
-        raise UsageError(
-            f"--alias {text!r} must be NAME=MODEL with a model that is served",
-            hint=f"served: {', '.join(m.name for m in models)}",
-        )
+        raise alias_error(text, [served.name for served in models])
     model.aliases = (*model.aliases, alias)
     if model not in models:
         models.append(model)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from localllm.cli.serve.listening import listening, port_of
+from localllm.cli.serve.listening import key_notice, listening, port_of, who_is_answered
 from localllm.cli.serve.run import stop_when_terminated
 from localllm.cli.serve.running import published
 from localllm.cli.serve.upstreams import checked_url
@@ -27,9 +27,7 @@ async def serve_pool(
     Raises UsageError if models are `named`, or if an address is invalid.
     """
     if named:
-        raise UsageError(
-            "--pool loads no model: the servers behind it do", hint=f"leave {named[0]} out"
-        )
+        raise UsageError("--pool loads no model itself; its servers do", hint=f"omit {named[0]}")
     servers = nodes(settings)
     await end_ahead()
     with listening(secured) as (socks, address), published(secured, port_of(socks)):
@@ -37,13 +35,10 @@ async def serve_pool(
         stop_when_terminated()
         front = PoolFront(servers, secured, settings.value("pool_key"))
         if secured.generated_key:
-            print(
-                f"API key (this address can be reached from other machines): {secured.api_key}",
-                file=sys.stderr,
-            )
+            print(key_notice(secured), file=sys.stderr)
         if not quiet:
-            said = f"serving {len(servers)} servers on {address}  (Ctrl-C stops)"
-            print(said, file=sys.stderr, flush=True)
+            text = f"serving {len(servers)} servers on {address}  (Ctrl-C stops)"
+            print(f"{text}\n  {who_is_answered(secured)}", file=sys.stderr, flush=True)
         try:
             await serve_on(front.app, socks, secured)
         finally:

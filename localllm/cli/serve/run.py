@@ -1,16 +1,19 @@
-"""Run `localllm serve`: listen at once, load models meanwhile, report the result, stop on a signal."""
+"""Run `localllm serve`: listen at once, load models meanwhile, report the result, stop on a
+signal."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from localllm.errors import LocalLLMError, ModelFileError
 from localllm.formatting import gb
+from localllm.server.http.asgi import LOGGED
 
 if TYPE_CHECKING:
     import socket
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from localllm.server.models.router import ModelRouter, ServedModel
 
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 _ORDER_S = 0.005
 
 
@@ -35,17 +38,18 @@ async def serve_until_stopped(
     *,
     store: LibraryStore | None,
     idle_s: float,
+    warm: str | None,
     quiet: bool,
 ) -> None:
     """Listen at once and load the models meanwhile. Progress goes to stderr unless `quiet`.
 
     Models that are idle for `idle_s` are unloaded (0: never). `store`: a target for downloads that
-    clients request. Raises the error of a failed load if no other model can be served, or if all
+    clients request. `warm`: the value of --warm. Raises the error of a failed load if no other model can be served, or if all
     named files are damaged.
     """
     from localllm.cli.serve.api_keys import key_path
     from localllm.cli.serve.decode_speed import DecodeSpeedWatch
-    from localllm.cli.serve.listening import from_elsewhere
+    from localllm.cli.serve.listening import key_notice, reachable_address, who_is_answered
     from localllm.memory.guard import memory_is_short
     from localllm.server.models.unloading import unload_idle
 
@@ -56,31 +60,31 @@ async def serve_until_stopped(
     stop_when_terminated()
     if settings.generated_key:
         # Also with --quiet: clients need the key.
-        print(
-            f"API key (this address can be reached from other machines): {settings.api_key}",
-            file=sys.stderr,
-            flush=True,
-        )
-        report(f"  it is kept in {key_path()}; --new-key makes another one")
+        print(key_notice(settings), file=sys.stderr, flush=True)
+        report(f"  it is stored in {key_path()}; --new-key generates a new one")
+    if settings.allow_plain and any(key.kv for key in settings.keys):
+        report("KV is sent to other machines without encryption (--allow-plain)")
     if router.named:
         names = ", ".join(model.name for model in router.named)
-        report(f"loading {names} … requests to {address} wait for it")
+        report(f"loading {names} … requests to {address} wait until it is loaded")
     loading = asyncio.create_task(_load(router, report))
     tasks = [loading]
     try:
         # Give the worker its task first: starting the server holds the interpreter for a third of a
         # second.
         await asyncio.wait({loading}, timeout=_ORDER_S)
-        tell = None if quiet else report
-        serving = asyncio.create_task(_serve(router, settings, socks, store, tell))
+        on_event = None if quiet else report
+        warmed = partial(_warmed, loading, warm) if warm else None
+        serving = asyncio.create_task(_serve(router, settings, socks, store, on_event, warmed))
         watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
         tasks += [serving, watch, asyncio.create_task(DecodeSpeedWatch(router, report).run())]
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             await loading
             report(f"serving on {address}  (Ctrl-C stops)")
-            if elsewhere := from_elsewhere(address):
-                report(f"  from another machine: localllm chat --url {elsewhere} --api-key KEY")
+            report(f"  {who_is_answered(settings)}")
+            if reachable := reachable_address(address):
+                report(f"  from another machine: localllm chat --url {reachable} --api-key KEY")
         await serving
     finally:
         for task in tasks:
@@ -112,7 +116,7 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
         if model.loaded:
             report(
                 f"  {model.name}: context {model.served_n_ctx:,} tokens, "
-                f"{_allocated(model)} allocated{_seeing(model)}"
+                f"{_allocated(model)} allocated{_seeing(model)}{_running_on(model)}"
             )
         elif failure is not None:
             # Printed even if quiet.
@@ -121,22 +125,31 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
                 print(f"hint: {failure.hint}", file=sys.stderr, flush=True)
         else:
             needs = gb(model.facts.needs_bytes, 2)
-            report(f"  {model.name} is loaded when asked for: {needs} do not fit now")
+            report(f"  {model.name} is loaded on its first request: {needs} do not fit now")
     if router.named and all(model.worker.failure for model in router.named):
-        _offer_others(router)
+        _print_other_models(router)
+
+
+def _running_on(model: ServedModel) -> str:
+    """Return the engine with its version, the type of the KV cache, the drafter and the
+    accelerator."""
+    described = model.facts.details.get("runs_on")
+    return f"; {described}" if described else ""
 
 
 def _seeing(model: ServedModel) -> str:
-    """Return whether the model reads images, if it has an image projector."""
-    if "vision" in model.capabilities:
-        return ", reads images"
+    """Return whether the model reads images and sounds, if it has a projector."""
+    reads = {"vision": "images", "audio": "sounds"}
+    found = [word for name, word in reads.items() if name in model.capabilities]
+    if found:
+        return f", reads {' and '.join(found)}"
     off = model.facts.details.get("images_off")
     if off:
         return f", reads no images: {off}"
     return ""
 
 
-def _offer_others(router: ModelRouter) -> None:
+def _print_other_models(router: ModelRouter) -> None:
     """Print the other models that the server offers after all named models failed to load.
 
     This is printed even if quiet.
@@ -145,11 +158,11 @@ def _offer_others(router: ModelRouter) -> None:
     failed = {model.name for model in router.named}
     others = [model.name for model in router.list() if model.name not in failed]
     more = ""
-    if len(others) > _MOST_NAMED:
-        more = f" and {len(others) - _MOST_NAMED} more"
-    names = ", ".join(others[:_MOST_NAMED])
+    if len(others) > _MAX_NAMED:
+        more = f" and {len(others) - _MAX_NAMED} more"
+    names = ", ".join(others[:_MAX_NAMED])
     print(
-        "nothing is loaded: requests must name another installed model "
+        "no model is loaded; requests can name another installed model "
         f"({names}{more}); Ctrl-C stops",
         file=sys.stderr,
         flush=True,
@@ -162,12 +175,34 @@ async def _serve(
     socks: Sequence[socket.socket],
     store: LibraryStore | None,
     report: Callable[[str], None] | None,
+    warmed: Callable[[Starlette], Coroutine[None, None, None]] | None,
 ) -> None:
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
-    if report is None:
-        await serve_on(app, socks, settings)
-    else:
-        await serve_on(with_lines(app, report), socks, settings)
+    served = app if report is None else with_lines(app, report)
+    if warmed is None:
+        await serve_on(served, socks, settings)
+        return
+    warming = asyncio.create_task(warmed(app))
+    try:
+        await serve_on(served, socks, settings)
+    finally:
+        warming.cancel()
+        await asyncio.gather(warming, return_exceptions=True)
+
+
+async def _warmed(loading: asyncio.Task[None], wanted: str, app: Starlette) -> None:
+    """Prefill instructions once the models are loaded. An error is printed, and the server
+    continues."""
+    from localllm.cli.serve.warm_file import request_of
+    from localllm.server.warming import Warming
+
+    try:
+        warming = Warming(app.state.server, request_of(wanted))
+        app.state.server.warming = warming
+        await asyncio.wait({loading})
+        await warming.run()
+    except LocalLLMError as e:
+        print(f"error: {e.message}\nhint: {e.hint}", file=sys.stderr, flush=True)
 
 
 def application(
@@ -246,23 +281,26 @@ _WATCHERS = (
     "/v1/responses/input_tokens",
     "/tokenize",
 )
-_MOST_PATH = 60
+_MAX_PATH = 60
 
 
 def with_lines(
     app: App, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> App:
-    """Wrap `app` so that it reports each finished request: time, path, status, seconds.
+    """Wrap `app` so that it reports each finished request: time, path, status, seconds, and the
+    figures of its answer.
 
     The content of requests and answers is never reported.
     """
 
-    async def telling(scope: Scope, receive: Receive, send: Send) -> None:
+    async def with_notice(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
         started_s = clock()
         status = 0
+        figures: list[str] = []
+        LOGGED.set(figures)
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -274,16 +312,16 @@ def with_lines(
             await app(scope, receive, sending)
         finally:
             if status >= 400 or scope["path"] not in _WATCHERS:
-                report(_line(scope, status, clock() - started_s))
+                report(", ".join([_line(scope, status, clock() - started_s), *figures]))
 
-    return telling
+    return with_notice
 
 
 def _line(scope: Scope, status: int, took_s: float) -> str:
     # A path comes from the client: it must not control the terminal.
     path = "".join(c if c.isprintable() else "?" for c in scope["path"])
-    if len(path) > _MOST_PATH:
-        path = path[: _MOST_PATH - 1] + "…"
-    result = str(status) if status else "left before its answer"
+    if len(path) > _MAX_PATH:
+        path = path[: _MAX_PATH - 1] + "…"
+    result = str(status) if status else "client disconnected before the answer"
     now = time.strftime("%H:%M:%S")
     return f"{now}  {scope['method']} {path}  {result}  {took_s:.2f} s"

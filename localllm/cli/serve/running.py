@@ -75,7 +75,7 @@ def running() -> list[Running]:
     Files of servers that no longer run are deleted.
     """
     try:
-        files = sorted(folder().glob("*.json"))
+        files = sorted(paths.regular_files(folder(), "*.json"))
     except OSError:
         return []
     found = []

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+from localllm.cli.engine_builds import EngineFallback
 from localllm.cli.serve.presets import Preset, preset_and_model
+from localllm.cli.serve.shared_adapters import Lora, can_share, numbered, together
 from localllm.device.detect import detect
 from localllm.engine.messages import Sampling
+from localllm.engine.worker import backends
 from localllm.engine.worker.client import Host, WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
@@ -22,6 +25,7 @@ from localllm.library.digests import model_digest
 from localllm.library.file_kinds import header_facts
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
+from localllm.load.adapters import file_and_scale
 from localllm.load.fit_several_models import load_plans_together
 from localllm.load.load_plan import LoadPlan, make_load_plan
 from localllm.planner.plan import max_context
@@ -40,6 +44,8 @@ from localllm.setting_table import Value
 from localllm.settings import Settings
 
 log = logging.getLogger("localllm.server")
+# Load options of config.toml, sorted by name.
+Loading = tuple[tuple[str, Value], ...]
 
 
 class ServedModels:
@@ -58,7 +64,8 @@ class ServedModels:
         for preset in presets:
             if preset.of_itself and (local := on_disk(preset)) is not None:
                 self._of_itself[real_path(local.path)] = preset
-        self._workers: dict[tuple[Path, tuple[tuple[str, Value], ...]], ModelWorker] = {}
+        self._workers: dict[tuple[Path, Loading, Lora], ModelWorker] = {}
+        self._shared: dict[tuple[Path, Loading], Lora] = {}
 
     def load_plans(
         self, references: Sequence[str | None]
@@ -80,7 +87,9 @@ class ServedModels:
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:
         """Return the settings that load `local`, as itself or through `preset`."""
-        return self._settings.preset(self._preset_of(local, preset).loading)
+        stated = self._preset_of(local, preset)
+        settings = self._settings.preset(stated.loading)
+        return settings.preset({"lora": self._loaded(local, stated)})
 
     def model(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None = None
@@ -89,10 +98,57 @@ class ServedModels:
 
         It is already planned as `load`, or it is planned on request.
         """
-        said = self._preset_of(local, preset)
+        stated = self._preset_of(local, preset)
         worker = self._worker(local, preset, load)
-        defaults = ModelDefaults(said.sampling, said.system, said.thinking_tokens)
-        return ServedModel(said.name, aliases=said.aliases, worker=worker, defaults=defaults)
+        adapters = None
+        if self._lora(stated) != self._lora(self._preset_of(local, None)):
+            adapters = numbered(self._lora(stated), self._loaded(local, stated))
+        defaults = ModelDefaults(
+            stated.sampling, stated.system, stated.thinking_tokens, adapters=adapters
+        )
+        return ServedModel(stated.name, aliases=stated.aliases, worker=worker, defaults=defaults)
+
+    def adapter_models(self, local: LocalModel, model: ServedModel) -> Iterator[ServedModel]:
+        """Yield each adapter of the `lora` setting as a name of its own, as vLLM does. `model` is
+        `local` as itself."""
+        stated = self._preset_of(local, None)
+        lora = self._lora(stated)
+        for number, scale in numbered(lora, self._loaded(local, stated)) or ():
+            name = file_and_scale(lora[number])[0].name.removesuffix(".gguf")
+            defaults = replace(model.defaults, adapters=((number, scale or 1.0),))
+            yield ServedModel(name, worker=model.worker, defaults=defaults)
+
+    def _lora(self, stated: Preset) -> Lora:
+        """Return the adapters that requests to this name apply."""
+        return tuple(self._settings.preset(stated.loading).value("lora"))
+
+    def _loaded(self, local: LocalModel, stated: Preset) -> Lora:
+        """Return the adapters that the worker of this name loads.
+
+        Names of one model that differ only in their adapters share a worker with all of them. The
+        worker's own scales are those of the model itself.
+        """
+        own = self._lora(stated)
+        key = (real_path(local.path), _loading(stated))
+        if key not in self._shared:
+            itself = self._preset_of(local, None)
+            alike = [self._preset_of(local, preset) for preset in self._presets_of(key[0])]
+            loras = [self._lora(p) for p in alike if _loading(p) == key[1]]
+            fitting = can_share(local, [lora for lora in loras if lora], self._settings)
+            base = self._lora(itself) if _loading(itself) == key[1] else ()
+            self._shared[key] = together(base, fitting)
+        if numbered(own, self._shared[key]) is None:
+            return own
+        return self._shared[key]
+
+    def _presets_of(self, path: Path) -> list[Preset]:
+        """Return the presets of the model at `path`."""
+        found = []
+        for preset in self.presets:
+            local = on_disk(preset)
+            if local is not None and real_path(local.path) == path:
+                found.append(preset)
+        return found
 
     def _preset_of(self, local: LocalModel, preset: Preset | None) -> Preset:
         """Return the config of `local`, as itself or through `preset`.
@@ -117,14 +173,14 @@ class ServedModels:
     def _worker(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None
     ) -> ModelWorker:
-        said = self._preset_of(local, preset)
-        key = (real_path(local.path), tuple(sorted(said.loading.items())))
+        stated = self._preset_of(local, preset)
+        key = (real_path(local.path), _loading(stated), self._loaded(local, stated))
         if key not in self._workers:
             name = local.name
-            if preset is not None and preset.loading:
+            if preset is not None and key[1]:
                 name = preset.name
             if load is not None:
-                worker = ModelWorker(name, planned(load), idle_s=said.idle_s)
+                worker = ModelWorker(name, planned(load), idle_s=stated.idle_s)
             else:
                 # Names and sizes of files are known before the model is planned.
                 facts = ModelMetadata(details=_details(local, ""))
@@ -132,7 +188,7 @@ class ServedModels:
                     name,
                     PlannedModel(UnplannedHost(), facts),
                     plan=self._planner(local, self.settings_for(local, preset)),
-                    idle_s=said.idle_s,
+                    idle_s=stated.idle_s,
                 )
             worker.admission = self.admission
             self._workers[key] = worker
@@ -143,6 +199,11 @@ class ServedModels:
             return planned(make_load_plan(local, settings, "coding", of=2, spare_bytes=spare_bytes))
 
         return plan
+
+
+def _loading(stated: Preset) -> Loading:
+    """Return the load options apart from adapters."""
+    return tuple(sorted((k, v) for k, v in stated.loading.items() if k != "lora"))
 
 
 def planned(load: LoadPlan) -> PlannedModel:
@@ -161,7 +222,7 @@ def planned(load: LoadPlan) -> PlannedModel:
     if load.embedding is not None:
         host = Supervisor(load.embedding)
     else:
-        host = Supervisor(load.options, loading, smaller=smaller)
+        host = Supervisor(load.options, loading, smaller=smaller, observer=EngineFallback())
     plan = load.plan
     n_ctx = None
     architecture = ""
@@ -170,6 +231,8 @@ def planned(load: LoadPlan) -> PlannedModel:
         architecture = plan.model.architecture
     details = _details(load.local, architecture)
     details["images_off"] = load.projector.why_not
+    details["audio"] = load.projector.audio
+    details["runs_on"] = _runs_on(load)
     facts = ModelMetadata(
         sampling=own_sampling(plan),
         sampling_unthinking=own_sampling(plan, thinks=False),
@@ -178,26 +241,45 @@ def planned(load: LoadPlan) -> PlannedModel:
         embeds=load.embedding is not None and not load.ranks,
         ranks=load.ranks,
         needs_bytes=load.needs_bytes,
+        adapters=load.options.spec.adapters,
         physics=_physics(plan, load.options.engine.get("power", 1.0)),
     )
     return PlannedModel(host, facts, loading)
 
 
+def _runs_on(load: LoadPlan) -> str:
+    """Describe the engine with its version, the KV cache, the drafter and the accelerator."""
+    engine = backends.for_path(str(load.local.path), load.options.backend).declaration
+    parts = [engine.label_with_version]
+    if load.embedding is None:
+        spec = load.options.spec
+        keys, values = spec.kv_type_k, spec.kv_type_v
+        parts.append(f"KV {keys if keys == values else f'{keys}/{values}'}")
+        drafter = load.options.draft_path
+        if drafter is not None:
+            parts.append(f"drafter {Path(drafter).name}")
+        else:
+            parts.append(f"drafting {load.options.engine.get('draft', 'auto')}")
+    if load.plan is not None:
+        parts.append(f"on {detect().name}")
+    return ", ".join(parts)
+
+
 def _given_up(load: LoadPlan, less: LoadPlan) -> str:
     """Describe the reductions after a load ran out of memory."""
-    asked = load.options.spec
+    requested = load.options.spec
     got = less.options.spec
     given_up = []
-    if got.n_ctx < asked.n_ctx:
-        given_up.append(f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}")
-    if (got.kv_type_k, got.kv_type_v) != (asked.kv_type_k, asked.kv_type_v):
-        given_up.append(f"{got.kv_type_k} instead of {asked.kv_type_k} for its KV cache")
-    if got.placement != asked.placement:
-        given_up.append("less of it on the GPU")
+    if got.n_ctx < requested.n_ctx:
+        given_up.append(f"{got.n_ctx:,} tokens of context instead of {requested.n_ctx:,}")
+    if (got.kv_type_k, got.kv_type_v) != (requested.kv_type_k, requested.kv_type_v):
+        given_up.append(f"{got.kv_type_k} instead of {requested.kv_type_k} for its KV cache")
+    if got.placement != requested.placement:
+        given_up.append("fewer layers on the GPU")
     if load.projector.file is not None and less.projector.file is None:
         given_up.append("no images")
     instead = " and ".join(given_up) or "smaller buffers"
-    return f"memory ran out while it was loaded: tried once more with {instead}"
+    return f"memory ran out during loading; loading it again with {instead}"
 
 
 def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
@@ -230,6 +312,7 @@ def _physics(plan: Plan | None, power: object) -> dict[str, object]:
 def _details(local: LocalModel, architecture: str) -> dict[str, object]:
     return {
         "format": local.format,
+        "file": local.path.name,
         "quant": local.quant,
         "bytes": local.size_bytes,
         "architecture": architecture,

@@ -19,18 +19,18 @@ from localllm.cli.serve.config_tables import read_table, variable
 from localllm.errors import UsageError
 from localllm.server.http.settings import is_loopback
 from localllm.server.proxy.upstreams import Dialect, Upstream, Upstreams
-from localllm.settings import config_path, read_config
+from localllm.settings import Settings, config_path, read_config
 
 
 def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
-    """Return the servers of config.toml, or None if there are none.
+    """Return the servers of config.toml, or None if it has no such tables.
 
     `allowed`: hosts that requests may be forwarded to, in addition to this machine. Raises
     UsageError that names the invalid table and the problem.
     """
     tables = read_config().get("upstream", [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise UsageError(f"{config_path()}: upstreams are written as tables of [[upstream]]")
+        raise UsageError(f"{config_path()}: write each upstream as a table [[upstream]]")
     if not tables:
         return None
     found = [_upstream(table, allowed) for table in tables]
@@ -48,7 +48,7 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
     some = Field(min_length=1)
     text = Annotated[str, some]
     seconds = Annotated[float, Field(ge=1, le=86400)]
-    said = read_table(
+    values = read_table(
         table,
         where,
         name=(text, ...),
@@ -59,25 +59,25 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
         speaks=(Annotated[list[Dialect], some], ["openai"]),
         silence_s=(seconds, 600.0),
     )
-    name = said["name"]
-    models = said["models"]
+    name = values["name"]
+    models = values["models"]
     if isinstance(models, list):
         models = {model: model for model in models}
     if not name.isascii() or not name.isprintable():
         raise UsageError(
-            f"name in {where} must be plain ASCII: answers say in a header where they are from"
+            f"name in {where} must be plain ASCII, because it is sent in a response header"
         )
     key = None
-    if said["key_env"] is not None:
-        key = variable(said["key_env"], where)
+    if values["key_env"] is not None:
+        key = variable(values["key_env"], where)
     return Upstream(
         name,
-        checked_url(said["url"], allowed, where, keyed=key is not None),
+        checked_url(values["url"], allowed, where, keyed=key is not None),
         models,
         key,
-        said["spill"],
-        tuple(said["speaks"]),
-        said["silence_s"],
+        values["spill"],
+        tuple(values["speaks"]),
+        values["silence_s"],
     )
 
 
@@ -96,9 +96,8 @@ def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) ->
         return url.rstrip("/")
     if not any(_matches(host, one) for one in allowed):
         raise UsageError(
-            f"{where} is on {host}, "
-            "which is not among the machines that requests may be handed on to",
-            hint=f"if prompts may be read there, allow it: "
+            f"{where} is on {host}, which allow_upstream does not list",
+            hint="if that machine may read your prompts, set "
             f'allow_upstream = ["{host}"] in config.toml',
         )
     if keyed and parts.scheme == "http" and not _is_private(host):
@@ -107,6 +106,25 @@ def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) ->
             hint="use https, or reach it through a tunnel",
         )
     return url.rstrip("/")
+
+
+def check_prefill_servers(settings: Settings) -> None:
+    """Raise UsageError if a server of --prefill-from or --kv-from can't be asked for KV."""
+    for text in settings.value("prefill_from"):
+        _check_kv_server(text, "--prefill-from", settings)
+    for text in settings.value("kv_from"):
+        _check_kv_server(text, "--kv-from", settings)
+
+
+def _check_kv_server(text: str, option: str, settings: Settings) -> None:
+    # A host on the command line or in a setting is allowed.
+    host = (urlsplit(text).hostname or "").lower()
+    checked_url(text, [host], option, keyed=settings.value("prefill_key") is not None)
+    if not (is_loopback(host) or text.startswith("https:") or settings.value("allow_plain")):
+        raise UsageError(
+            f"{option} {text} would send prompts and KV unencrypted",
+            hint="use https or a tunnel, or allow it with --allow-plain",
+        )
 
 
 def _matches(host: str, allowed: str) -> bool:

@@ -1,6 +1,6 @@
 """The registry of tool-call formats. A model's format is detected from its chat template.
 
-To add a family, add one file to notations/ with its ToolFormat in FORMATS: signs, markers, reader
+To add a family, add one file to formats/ with its ToolFormat in FORMATS: signs, markers, reader
 and grammar. The building blocks of grammars are in lark.py, call_grammars.py and values.py, those
 of readers in readers.py and tag_reader.py. No other code needs to change. Its tests need a writer
 in tests/support/tool_writers.py and a reduced template in tests/conversation/call_templates.py.
@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from localllm.conversation.tools import notations
+from localllm.conversation.tools import formats
 from localllm.conversation.tools.base import ToolFormat
-from localllm.conversation.tools.notations import hermes
+from localllm.conversation.tools.formats import hermes
 
 DEFAULT: ToolFormat = hermes.FORMATS[0]
 
@@ -21,8 +21,8 @@ DEFAULT: ToolFormat = hermes.FORMATS[0]
 def discover() -> tuple[ToolFormat, ...]:
     """All formats, in the order in which templates are tested: unambiguous signs first."""
     modules = [
-        importlib.import_module(f"{notations.__name__}.{m.name}")
-        for m in pkgutil.iter_modules(notations.__path__)
+        importlib.import_module(f"{formats.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(formats.__path__)
     ]
     return tuple(sorted((f for m in modules for f in m.FORMATS), key=_test_order))
 
@@ -43,7 +43,7 @@ def format_for(template: str) -> ToolFormat:
     return detect_format(template) or DEFAULT
 
 
-def has_unknown_notation(template: str) -> bool:
+def has_unknown_format(template: str) -> bool:
     """True if `template` handles tools itself but has no sign of a known format."""
     return "tools" in template and detect_format(template) is None
 

@@ -12,12 +12,11 @@ from localllm.grammars.trigger import GrammarTrigger as GrammarTrigger
 
 Tool: TypeAlias = Mapping[str, Any]
 """A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`.
-A schema under `call_schema` is what its calls must match, where that is more than the model is
-shown."""
+If `call_schema` is set, calls must match that schema instead of the one that the model sees."""
 NamedSchemas: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
 """Functions: name and the JSON schema of the parameters."""
 Grammar: TypeAlias = tuple[str, str]
-"""A kind of grammar the engine knows and its source."""
+"""The kind of a grammar (json_schema, lark, …) and its source text."""
 
 
 class NotConstrainableError(UnsupportedError, code="not_constrainable"):
@@ -28,11 +27,11 @@ class NotConstrainableError(UnsupportedError, code="not_constrainable"):
 
 
 Reader: TypeAlias = Callable[[int, str, Sequence[Tool]], CallReader]
-"""Makes a reader of the calls behind a marker, the first of which is the reply's call of that
-number, to one of the tools."""
+"""Makes the reader for calls of the tools after an opening marker. Arguments: the index of the next
+call within the reply, the marker, and the tools."""
 Triggers: TypeAlias = dict[str, GrammarTrigger]
-"""Openings of calls and what may follow them, the first of a reply before those of further
-calls."""
+"""By opening marker: the grammar of the text after it. The markers of a reply's first call come
+before those of further calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.lark import (
     any_of,
     any_value,
+    full_pattern,
     in_any_order,
     slashed,
     spelled,
     text,
-    whole_pattern,
 )
 from localllm.conversation.tools.schemas import kind_of_option, names_all, options_of, parameters
 from localllm.conversation.tools.values import SpelledValues, Spelling
@@ -74,20 +74,20 @@ class TagGrammar:
         """The text before a value of this JSON type of this parameter."""
         return self.before.replace(KIND, self.kind_text(kind)).replace(NAME, name)
 
-    def lark(self, said: str) -> str:
-        """The Lark of `said`. A placeholder left in it matches any name or number."""
-        parts = re.split(f"([{NAME}{ANY_NUMBER}])", said)
+    def lark(self, literal: str) -> str:
+        """The Lark of `literal`. A placeholder left in it matches any name or number."""
+        parts = re.split(f"([{NAME}{ANY_NUMBER}])", literal)
         return " ".join(_ANY.get(part) or self._fixed(part) for part in parts)
 
-    def _fixed(self, said: str) -> str:
+    def _fixed(self, literal: str) -> str:
         if self.tokens:
-            return spelled(said) or '""'
+            return spelled(literal) or '""'
         if not self.loose:
-            return text(said)
-        if said == "\n":
+            return text(literal)
+        if literal == "\n":
             return r"/\n{0,2}/"
-        lines = r" /\n{0,2}/ ".join(text(part) for part in said.split("\n") if part)
-        if said.endswith("\n"):
+        lines = r" /\n{0,2}/ ".join(text(part) for part in literal.split("\n") if part)
+        if literal.endswith("\n"):
             lines += r" /\n{0,2}/"
         return lines
 
@@ -98,7 +98,7 @@ class TagGrammar:
         tag = self.after.rstrip("\n")
         return tag, self.after[len(tag) :]
 
-    def held(self, described: Mapping[str, Any]) -> str | None:
+    def pattern_text(self, described: Mapping[str, Any]) -> str | None:
         """The Lark of a text with a pattern, up to the end of its closing tag.
 
         The text ends at the first point where pattern and tag both match. None if there is no
@@ -106,13 +106,13 @@ class TagGrammar:
         """
         if self.text:
             return None
-        pattern = whole_pattern(described)
+        pattern = full_pattern(described)
         if pattern is None:
             return None
         if self.tokens:
             return f"/{pattern}/ {spelled(self.after)}"
-        tag, behind = self._closing()
-        return f"/{pattern}{slashed(re.escape(tag))}/ {self._fixed(behind)}"
+        tag, newlines = self._closing()
+        return f"/{pattern}{slashed(re.escape(tag))}/ {self._fixed(newlines)}"
 
     def free(self) -> str:
         """The rules of any text up to the end of its closing tag."""
@@ -120,8 +120,8 @@ class TagGrammar:
             return f"free: {self.text}"
         if self.tokens:
             return f"free: /(?s:.*)/ {spelled(self.after)}"
-        tag, behind = self._closing()
-        return f"free: until {self._fixed(behind)}\nuntil[suffix={text(tag)}]: /(?s:.*)/"
+        tag, newlines = self._closing()
+        return f"free: until {self._fixed(newlines)}\nuntil[suffix={text(tag)}]: /(?s:.*)/"
 
 
 def tagged_calls(
@@ -173,7 +173,7 @@ def _parameter(
         elif "const" in option:
             way.append(f"{text(option['const'])} {tags.lark(tags.after)}")
         else:
-            way.append(tags.held(option) or "free")
+            way.append(tags.pattern_text(option) or "free")
     alternatives = []
     for before, way in ways.items():
         values = f"({' | '.join(dict.fromkeys(way))})"

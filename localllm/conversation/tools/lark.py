@@ -14,23 +14,23 @@ from localllm.conversation.tools.schemas import as_object
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
 
 # Up to this number of parameters, the grammar spells out every order.
-_MOST_FREE = 4
+_MAX_FREE = 4
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 # Unsupported by a derivative-based matcher: lookaround and backreferences.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
-def spelled(said: str) -> str:
-    """The Lark of `said`, with everything between < and > as a control token.
+def spelled(literal: str) -> str:
+    """The Lark of `literal`, with everything between < and > as a control token.
 
     A text can't spell a control token.
     """
-    return " ".join(p if _CONTROL.fullmatch(p) else text(p) for p in _CONTROL.split(said) if p)
+    return " ".join(p if _CONTROL.fullmatch(p) else text(p) for p in _CONTROL.split(literal) if p)
 
 
-def text(said: str) -> str:
+def text(literal: str) -> str:
     """A Lark string; its escapes are JSON's."""
-    return json.dumps(said, ensure_ascii=False)
+    return json.dumps(literal, ensure_ascii=False)
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
@@ -53,7 +53,7 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
     return json_value({**shared, **described})
 
 
-def whole_pattern(described: Mapping[str, Any]) -> str | None:
+def full_pattern(described: Mapping[str, Any]) -> str | None:
     """The regular expression for a whole text with the schema's `pattern`, escaped for Lark
     slashes.
 
@@ -97,7 +97,7 @@ def in_any_order(
     """
     if not named:
         return ""
-    if len(named) > _MOST_FREE:
+    if len(named) > _MAX_FREE:
         free = [name for name, wanted in named if not wanted]
         late = ""
         if len(free) > 1:

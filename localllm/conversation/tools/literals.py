@@ -52,7 +52,7 @@ class LiteralReader:
             if number[0].lstrip("-").isdigit():
                 return json.loads(number[0]), number.end()
             return float(number[0]), number.end()
-        raise ValueError(f"no value: {text[at : at + 20]!r}")
+        raise ValueError(f"there is no value: {text[at : at + 20]!r}")
 
     def key(self, text: str, at: int) -> tuple[str, int]:
         """The key at `at`. JSON keys are texts, Python keys may be numbers."""
@@ -94,12 +94,12 @@ def literal(text: str) -> object:
 def _text(text: str, at: int) -> tuple[str, int]:
     quoted = _QUOTED.match(text, at)
     if quoted is None:
-        raise ValueError("a text without an end")
-    said = _ESCAPE.sub(_unescaped, quoted[1] or quoted[2] or "")
+        raise ValueError("a text has no closing quote")
+    text = _ESCAPE.sub(_unescaped, quoted[1] or quoted[2] or "")
     try:  # join the two surrogates of a character beyond the basic plane
-        return said.encode("utf-16", "surrogatepass").decode("utf-16"), quoted.end()
+        return text.encode("utf-16", "surrogatepass").decode("utf-16"), quoted.end()
     except UnicodeDecodeError:
-        return said, quoted.end()
+        return text, quoted.end()
 
 
 def _unescaped(found: re.Match[str]) -> str:
@@ -114,7 +114,7 @@ def _after_comma(text: str, at: int, closing: str) -> int:
     if text.startswith(",", at):
         return _after_space(text, at + 1)
     if not text.startswith(closing, at):
-        raise ValueError("a list without an end")
+        raise ValueError("a list has no closing bracket")
     return at
 
 

@@ -48,7 +48,7 @@ def checked(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         tool = _checked_tool(sent, spot)
         name = tool["function"]["name"]
         if name in found:
-            raise RequestError(f"{spot}: two tools are called {name[:60]!r}", param=spot)
+            raise RequestError(f"{spot}: two tools have the name {name[:60]!r}", param=spot)
         found[name] = tool
     return list(found.values())
 
@@ -124,7 +124,9 @@ def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
             param="tool_choice",
         )
     if mode == "required" and not tools:
-        raise RequestError("tool_choice requires a call, but there are no tools", param="tools")
+        raise RequestError(
+            "tool_choice requires a call, but the request has no tools", param="tools"
+        )
     return Choice(mode if tools else "none")
 
 
@@ -132,7 +134,9 @@ def _chosen_name(sent: Mapping[str, Any], tools: Sequence[Tool]) -> str:
     inner = sent.get("function")
     name = (inner if isinstance(inner, Mapping) else sent).get("name")
     if sent.get("type") != "function" or not isinstance(name, str):
-        raise RequestError("tool_choice must be a string or name a function", param="tool_choice")
+        raise RequestError(
+            "tool_choice must be a string, or an object that names a function", param="tool_choice"
+        )
     if name not in [parameters_of(tool)[0] for tool in tools]:
         raise RequestError(
             f"tool_choice names {name[:60]!r}, which is not among the tools", param="tool_choice"

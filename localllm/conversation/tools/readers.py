@@ -24,8 +24,8 @@ Call: TypeAlias = tuple[str, str]
 # {"name": "f", "arguments": {   in any spacing, with the array's punctuation. Between two calls an
 # id may follow the first.
 JSON_HEAD = re.compile(
-    r'[\s\]},;]*(?:"id"\s*:\s*"[^"]*"[\s\]},;]*)?\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
-    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'[\s\]},;]*+(?:"id"\s*+:\s*+"[^"]*"[\s\]},;]*+)?\[?\s*+\{\s*+(?:"(?:id|type)"\s*+:\s*+"[^"]*"\s*+,\s*+)*"name"\s*+:\s*+("(?:[^"\\]|\\.)*")\s*+,\s*+'
+    r'"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
 )
 
 _TURNS = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
@@ -64,7 +64,7 @@ class JsonReader(CallReader):
     - `names` limits calls to known functions, for formats in which a JSON answer may begin like a
       call.
     - `is_part`: the opening is itself the beginning of the block.
-    - `alone`: the text after the arguments does not belong to the block.
+    - `single_value`: the text after the arguments does not belong to the block.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class JsonReader(CallReader):
         *,
         names: frozenset[str] | None = None,
         is_part: bool = False,
-        alone: bool = False,
+        single_value: bool = False,
     ) -> None:
         self._next = self._first = first
         self._head = head
         self._end = end
         self._names = names
-        self._alone = alone
+        self._single_value = single_value
         self._opening = "" if is_part else opening
         self._held = opening if is_part else ""
         self._scan: JsonEnd | None = None
@@ -105,11 +105,11 @@ class JsonReader(CallReader):
         if match is not None:
             self._begin_call(match, out)
             return True
-        block, end, behind = self._held.partition(self._end)
+        block, end, rest = self._held.partition(self._end)
         if not end:
             return False
         self._block(block, out, end)
-        self.rest = behind
+        self.rest = rest
         return True
 
     def _read_arguments(self, scan: JsonEnd, out: list[Delta]) -> bool:
@@ -121,16 +121,16 @@ class JsonReader(CallReader):
         if at < 0:
             return False
         self._scan = None
-        if self._alone:
+        if self._single_value:
             self.rest = self._held
             self._held = ""
         return True
 
     def _begin_call(self, match: re.Match[str], out: list[Delta]) -> None:
-        said = next(filter(None, match.groups()))
-        name = said
-        if said.startswith('"'):
-            name = str(json_store.parsed(said) or said.strip('"'))
+        written = next(filter(None, match.groups()))
+        name = written
+        if written.startswith('"'):
+            name = str(json_store.parsed(written) or written.strip('"'))
         if not self._is_known(name):
             out.append(Content(self._opening + self._held))
             self.rest = ""
@@ -160,14 +160,14 @@ class JsonReader(CallReader):
         if calls is None or not all(self._is_known(name) for name, _ in calls):
             out.append(Content(self._opening + block + end))
             return
-        out += whole_calls(self._next, calls)
+        out += complete_calls(self._next, calls)
         self._next += len(calls)
 
     def _is_known(self, name: str) -> bool:
         return self._names is None or name in self._names
 
 
-def whole_calls(first: int, calls: list[Call]) -> list[Delta]:
+def complete_calls(first: int, calls: list[Call]) -> list[Delta]:
     """The deltas of complete calls. The first call has the index `first` within the reply."""
     deltas: list[Delta] = []
     for index, (name, arguments) in enumerate(calls, first):
@@ -266,14 +266,14 @@ class BlockReader(CallReader):
     def _read(self, at: int) -> list[Delta]:
         """The calls of the block up to `at`. Its end may be missing there."""
         block = self._held[:at]
-        behind = at + len(self._end)
+        stop = at + len(self._end)
         calls = self._parse(block)
-        said = self._opening + self._held[:behind]
-        self._held = self._held[behind:]
+        written = self._opening + self._held[:stop]
+        self._held = self._held[stop:]
         self._ended = True
         if calls:
-            return whole_calls(self._first, calls)
-        return [Content(said)]
+            return complete_calls(self._first, calls)
+        return [Content(written)]
 
 
 def json_calls(block: str) -> list[Call] | None:

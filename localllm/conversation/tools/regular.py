@@ -54,7 +54,7 @@ def _rules(lark: str) -> dict[str, list[Piece]]:
     while at < len(lark):
         match = _TOKEN.match(lark, at)
         if match is None:
-            raise ValueError(f"this can't be read: {lark[at : at + 20]!r}")
+            raise ValueError(f"this can't be parsed: {lark[at : at + 20]!r}")
         at = match.end()
         if match["import"]:
             rules |= _imported(match)
@@ -63,11 +63,11 @@ def _rules(lark: str) -> dict[str, list[Piece]]:
             current = rules.setdefault(match["name"].lstrip("?!"), [])
         elif not (match["skip"] or match["line"] or match["alias"]):
             if current is None:
-                raise ValueError("no rule has begun")
+                raise ValueError("there is no rule before this")
             current.append(_piece(match))
     for pieces in rules.values():
         # Brackets and quantifiers are copied to the expression, so they must be valid there.
-        frame = "".join(said if kind == "mark" else "x" for kind, said in pieces)
+        frame = "".join(token if kind == "mark" else "x" for kind, token in pieces)
         re.compile(frame)
         if _TWICE.search(frame):
             raise ValueError("repeated twice")
@@ -80,26 +80,26 @@ def _imported(match: re.Match[str]) -> dict[str, list[Piece]]:
     if match["names"]:
         names = [n.strip() for n in match["names"].split(",")]
     if module != "common":
-        raise ValueError("only what Lark's common names is known")
+        raise ValueError("only names of Lark's `common` can be imported")
     return {match["as"] or n: [("item", _COMMON[n])] for n in names}
 
 
 def _piece(match: re.Match[str]) -> Piece:
-    said = match[0]
+    token = match[0]
     if match["name"]:
-        return "rule", said
+        return "rule", token
     if match["text"]:
-        literal = "".join(_escaped(char) for char in json.loads(said.removesuffix("i")))
-        flags = "i" if said.endswith("i") else ""
+        literal = "".join(_escaped(char) for char in json.loads(token.removesuffix("i")))
+        flags = "i" if token.endswith("i") else ""
         return "item", f"(?{flags}:{literal})"
     if match["regex"]:
-        inner, _, flags = said[1:].rpartition("/")
+        inner, _, flags = token[1:].rpartition("/")
         return "item", f"(?{flags}:{inner})"
     if match["times"]:
-        return "mark", "{" + re.sub(r"[~\s]", "", said).replace("..", ",") + "}"
-    if said == "..":
-        raise ValueError("ranges of letters are not known")
-    return "mark", _MARKS.get(said, said)
+        return "mark", "{" + re.sub(r"[~\s]", "", token).replace("..", ",") + "}"
+    if token == "..":
+        raise ValueError("ranges of letters are not supported")
+    return "mark", _MARKS.get(token, token)
 
 
 def _escaped(char: str) -> str:

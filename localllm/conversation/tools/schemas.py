@@ -8,7 +8,10 @@ from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas, Tool, parameters_of
 from localllm.errors import UnsupportedError
-from localllm.grammars.json_schema import LENIENT, documents, loosened
+from localllm.grammars.closed_objects import pointed_to
+from localllm.grammars.json_schema import LENIENT, documents
+from localllm.grammars.loosening import loosened
+from localllm.grammars.schema_words import NOT_COMPARED
 
 # Keywords that apply to the arguments as a whole.
 _BEYOND = frozenset(
@@ -25,7 +28,7 @@ _KINDS: dict[type, str] = {
     type(None): "null",
 }  # fmt: skip
 # Maximum depth of references to references and of nested alternatives.
-_MOST_REFERENCES = 8
+_MAX_REFERENCES = 8
 
 
 def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -55,7 +58,7 @@ def names_all(schema: Mapping[str, Any]) -> bool:
 
 def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """`described`, or the schema that it refers to within `root`. None for a broken reference."""
-    for _ in range(_MOST_REFERENCES):
+    for _ in range(_MAX_REFERENCES):
         if not isinstance(described, Mapping):
             return None
         reference = described.get("$ref")
@@ -63,18 +66,8 @@ def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | Non
             return described
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
-        described = _pointed_to(reference[2:], root)
+        described = pointed_to(reference[2:], root)
     return None
-
-
-def _pointed_to(pointer: str, root: Mapping[str, Any]) -> Any:
-    """The part of `root` that a JSON pointer leads to (RFC 6901), or None."""
-    found: Any = root
-    for part in pointer.split("/"):
-        if not isinstance(found, Mapping):
-            return None
-        found = found.get(part.replace("~1", "/").replace("~0", "~"))
-    return found
 
 
 def options_of(
@@ -85,7 +78,7 @@ def options_of(
     None if the schema states no type or can't be split up.
     """
     described = resolved(described, root)
-    if described is None or depth > _MOST_REFERENCES:
+    if described is None or depth > _MAX_REFERENCES:
         return None
     if "const" in described:
         return [{"const": described["const"]}]
@@ -212,23 +205,27 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
     unsupported: list[str] = []
     for tool in tools:
         name, schema = parameters_of(tool)
-        held: Any
-        held, words = loosened(as_object(schema))
-        if isinstance(held, dict) and "object" not in held.get("type", "object"):
-            held = True
+        enforced: Any
+        try:
+            enforced, words = loosened(as_object(schema))
+        except UnsupportedError:  # too much work
+            enforced = True
+            words = ("schema",)
+        if isinstance(enforced, dict) and "object" not in enforced.get("type", "object"):
+            enforced = True
             words = (*words, "schema")
-        if words and tool.get("strict"):
+        if set(words) - NOT_COMPARED and tool.get("strict"):
             raise UnsupportedError(
                 f"the parameters of the strict tool {name[:60]!r} can't be enforced: "
                 f"{', '.join(words)}",
-                hint="leave strict out: the rest of the schema is held then",
+                hint="omit strict: then the other keywords of the schema are enforced",
                 param="tools",
             )
         for word in words:
             named = "parameters" if word == "schema" else word
             unsupported.append(f"tools.{name}.{named}")
-        if not isinstance(held, dict):
-            held = {}
-        held = {**held, "type": "object"}
-        kept.append({"type": "function", "function": {**tool["function"], "parameters": held}})
+        if not isinstance(enforced, dict):
+            enforced = {}
+        enforced = {**enforced, "type": "object"}
+        kept.append({"type": "function", "function": {**tool["function"], "parameters": enforced}})
     return kept, tuple(unsupported)

@@ -109,8 +109,8 @@ def _arguments(
     function: str, pairs: Sequence[RawParameter], tools: Sequence[Tool], tags: TagPatterns
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for opening, said in pairs:
-        values[opening[1]] = _argument(opening, said, function, tools, tags)
+    for opening, value in pairs:
+        values[opening[1]] = _argument(opening, value, function, tools, tags)
     return values
 
 

@@ -11,11 +11,11 @@ from localllm.conversation.tools.lark import any_value, in_any_order, in_order, 
 from localllm.conversation.tools.schemas import options_of, parameters
 
 # A recursive schema would never end. At this depth, any value is allowed.
-_MOST_NESTED = 8
+_MAX_NESTED = 8
 # The keywords of a number's schema that are kept.
 _NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 ANYTHING = "v_any"
-"""The rule of any value of a notation."""
+"""The name of the Lark rule for any value."""
 Member = tuple[str, str, bool]
 """A member's key, the Lark of its value, and whether it must be there."""
 
@@ -84,7 +84,7 @@ class SpelledValues:
 
     def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """The Lark of a value. References are resolved within `root`."""
-        if depth >= _MOST_NESTED:
+        if depth >= _MAX_NESTED:
             return self.anything()
         options = options_of(described, root)
         if options is None:
@@ -226,8 +226,8 @@ def python_values(bare: str = r"'([^'\\\n]|\\(?s:.))*'", *, any_order: bool = Fa
     """
     any_text = f"({json_value({'type': 'string'})} | /{bare}/)"
 
-    def this_text(said: str) -> str:
-        return f"({text(json.dumps(said, ensure_ascii=False))} | {text(repr(said))})"
+    def this_text(literal: str) -> str:
+        return f"({text(json.dumps(literal, ensure_ascii=False))} | {text(repr(literal))})"
 
     def member(key: str, value: str, _: object) -> str:
         return f'{this_text(key)} ": " {value}'

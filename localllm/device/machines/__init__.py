@@ -17,12 +17,14 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     `ram_bandwidth` is the measured memory bandwidth of this machine, if known. Raises
     DeviceUnreadableError if the system did not report how much memory there is.
     """
-    # Of the three systems' modules, only the needed one is imported.
+    # Only the module of the machine's system is imported.
     machine = import_module(f"{__name__}.{readings.system}")
     device: Device = machine.identify(readings, ram_bandwidth)
     figure = device.bandwidth_gbps
     if figure.basis != "assumed" or device.kind == "discrete":
         return device
-    message = f"memory bandwidth is not known here yet: assumed {figure.value:g} GB/s, as of "
-    said = Finding("info", message + figure.source, "localllm device --measure")
-    return replace(device, findings=(*device.findings, said))
+    message = (
+        f"the memory bandwidth of this machine is unknown: assumed {figure.value:g} GB/s, as of "
+    )
+    finding = Finding("info", message + figure.source, "localllm device --measure")
+    return replace(device, findings=(*device.findings, finding))

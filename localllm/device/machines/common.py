@@ -11,7 +11,7 @@ from itertools import chain
 from localllm.device import cards, cpus, parts_table, usable
 from localllm.device.accelerators import KINDS, driver
 from localllm.device.parsers.dimms import Ram
-from localllm.device.parsers.gpus import NvidiaGpu, environment, nvml, smi, visible
+from localllm.device.parsers.gpus import NvidiaGpu, environment, lost, nvml, smi, visible
 from localllm.device.parts_table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Memory, Readings
 
@@ -27,13 +27,13 @@ def card_of(
     *,
     architecture: str = "",
     units: int = 0,
-    told: Figure | None = None,
+    reported: Figure | None = None,
 ) -> Device:
     """Return the Device of a single card from vendor `maker`.
 
     Its bandwidth is the table's figure. If the card's clock and bus width give another value
-    (`told`) that differs by more than 10 %, or if the table has no figure, `told` is used. Without
-    either, the bandwidth is that of similar cards.
+    (`reported`) that differs by more than 10 %, or if the table has no figure, `reported` is used.
+    Without either, the bandwidth is that of similar cards.
     """
     facts = parts_table.facts(row)
     facts["compute_units"] = units or facts["compute_units"]
@@ -42,18 +42,20 @@ def card_of(
         drives = driver(kind, architecture)
         family: str = drives
         findings = []
-        figure = told or parts_table.of_like_cards(maker, architecture, memory.total_bytes)
+        figure = reported or parts_table.bandwidth_of_similar(
+            maker, architecture, memory.total_bytes
+        )
         if drives != kind:
             label = KINDS[kind].label
-            lacks = f"{label}'s builds have no code of {architecture} ({name}) any more"
-            findings.append(Finding("info", lacks, f"localllm setup --backend {drives}"))
+            message = f"{label}'s builds no longer have code for {architecture} ({name})"
+            findings.append(Finding("info", message, f"localllm setup --backend {drives}"))
     else:
         drives = row.accelerator
         family = row.family or drives
         architecture = architecture or row.compute_capability
-        figure, findings = _card_bandwidth(name, row, told)
+        figure, findings = _card_bandwidth(name, row, reported)
     if figure.basis == "assumed":
-        assumed = f"{name}: its bandwidth is assumed, {figure.value:g} GB/s; {figure.source}"
+        assumed = f"{name}: its bandwidth is assumed: {figure.value:g} GB/s; {figure.source}"
         findings.insert(0, Finding("warning", assumed, "--bandwidth GBPS"))
     return Device(
         name=name,
@@ -75,8 +77,8 @@ def _card_bandwidth(
     listed = row.bandwidth()
     if derived is None or abs(derived.value - listed.value) <= 0.1 * listed.value:
         return listed, []
-    figures = f"the table says {listed.value:g} GB/s, its clocks say {derived.value:g}"
-    return derived, [Finding("warning", f"{name}: {figures}; took its clocks")]
+    figures = f"the table has {listed.value:g} GB/s, the clocks give {derived.value:g}"
+    return derived, [Finding("warning", f"{name}: {figures}; the clocks' figure is used")]
 
 
 # Programs reach 60 to 90 % of the modules' peak bandwidth. If the measured and the derived figure
@@ -84,17 +86,17 @@ def _card_bandwidth(
 _DISAGREE = 2.0
 
 
-def ram_disagrees(measured: Figure | None, told: Figure | None) -> list[Finding]:
+def ram_disagrees(measured: Figure | None, reported: Figure | None) -> list[Finding]:
     """Return a finding if the measured bandwidth is far from the modules' peak bandwidth."""
-    if measured is None or told is None:
+    if measured is None or reported is None:
         return []
-    if 1 / _DISAGREE <= measured.value / told.value <= _DISAGREE:
+    if 1 / _DISAGREE <= measured.value / reported.value <= _DISAGREE:
         return []
-    said = (
-        f"memory was measured at {measured.value:,.0f} GB/s, and {told.source} is "
-        f"{told.value:,.0f} GB/s: the measured one counts"
+    message = (
+        f"memory was measured at {measured.value:,.0f} GB/s, and {reported.source} is "
+        f"{reported.value:,.0f} GB/s; the measured figure is used"
     )
-    return [Finding("info", said, "localllm device --measure while nothing else runs")]
+    return [Finding("info", message, "localllm device --measure while nothing else runs")]
 
 
 def modules_bandwidth(modules: Ram | None, source: str) -> Figure | None:
@@ -105,17 +107,19 @@ def modules_bandwidth(modules: Ram | None, source: str) -> Figure | None:
     if modules is None:
         return None
     rate = f"{modules.bus_bits} bit at {modules.megatransfers_s} MT/s"
-    told = f"{source}: {modules.modules} module(s), {rate}"
-    return Figure(round(modules.bandwidth_gbps, 1), "derived", told)
+    basis_text = f"{source}: {modules.modules} module(s), {rate}"
+    return Figure(round(modules.bandwidth_gbps, 1), "derived", basis_text)
 
 
-def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vectors: str) -> Figure:
+def ram_bandwidth(
+    measured: Figure | None, reported: Figure | None, cpu: str, vectors: str
+) -> Figure:
     """Return the bandwidth of system memory.
 
-    The measured figure is used first, then the modules' peak (`told`), then the usual memory of the
-    processor.
+    The measured figure is used first, then the modules' peak (`reported`), then the usual memory of
+    the processor.
     """
-    known = measured or told
+    known = measured or reported
     if known is not None:
         return known
     row = parts_table.by_cpu(cpu)
@@ -124,7 +128,7 @@ def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vector
     return cpus.usual_bandwidth(cpu, vectors)
 
 
-def shared_bandwidth(row: DeviceRow | None, told: Figure | None, base: Device) -> Figure:
+def shared_bandwidth(row: DeviceRow | None, reported: Figure | None, base: Device) -> Figure:
     """Return the memory bandwidth of integrated graphics.
 
     The table gives the bandwidth of soldered memory. Socketed memory varies, so the installed
@@ -132,11 +136,11 @@ def shared_bandwidth(row: DeviceRow | None, told: Figure | None, base: Device) -
     bound.
     """
     known = row.bandwidth() if row else base.bandwidth_gbps
-    if told is None or (row is not None and "Halo" in row.family):
-        told = known
-    if told.basis == "assumed" and base.bandwidth_gbps.value > told.value:
+    if reported is None or (row is not None and "Halo" in row.family):
+        reported = known
+    if reported.basis == "assumed" and base.bandwidth_gbps.value > reported.value:
         return base.bandwidth_gbps
-    return told
+    return reported
 
 
 def with_findings(device: Device, findings: Sequence[Finding]) -> Device:
@@ -146,17 +150,22 @@ def with_findings(device: Device, findings: Sequence[Finding]) -> Device:
 def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
     """Return the NVIDIA GPUs visible to programs started here, and a finding if some are hidden."""
     gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
-    said = environment(readings).get("CUDA_VISIBLE_DEVICES")
-    left = visible(said, [gpu.uuid for gpu in gpus])
+    findings = []
+    n_lost = lost(readings.output("nvidia-smi"))
+    if n_lost:
+        missing = f"the driver lost {n_lost} NVIDIA GPU(s), which are not used"
+        findings.append(Finding("warning", missing, "reboot; check with nvidia-smi"))
+    message = environment(readings).get("CUDA_VISIBLE_DEVICES")
+    left = visible(message, [gpu.uuid for gpu in gpus])
     if len(left) == len(gpus):
-        return gpus, []
-    told = f"CUDA_VISIBLE_DEVICES={said} leaves {len(left)} of {len(gpus)} NVIDIA GPUs"
+        return gpus, findings
+    reported = f"CUDA_VISIBLE_DEVICES={message} leaves {len(left)} of {len(gpus)} NVIDIA GPUs"
     if environment(readings).get("CUDA_DEVICE_ORDER") == "FASTEST_FIRST":
-        told += (
-            "; with CUDA_DEVICE_ORDER=FASTEST_FIRST it may mean others "
-            "than the ones that are planned with"
+        reported += (
+            "; with CUDA_DEVICE_ORDER=FASTEST_FIRST its "
+            "numbers may mean other GPUs than the planned ones"
         )
-    return [gpus[i] for i in left], [Finding("info", told)]
+    return [gpus[i] for i in left], [*findings, Finding("info", reported)]
 
 
 # Families with cards that can be divided (MIG, vGPU). A card of these that does not report its size
@@ -179,30 +188,32 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
     memory, findings = _nvidia_memory(gpu, row, is_slice=is_slice)
     if memory is None:
         return None, findings
-    told = None
+    reported = None
     if is_slice:
-        told = _share_of_whole(gpu.name, memory.total_bytes)
+        reported = _slice_bandwidth(gpu.name, memory.total_bytes)
     elif derived:
-        told = Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)")
+        reported = Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)")
     limit = gpu.power_limit_w
     default = gpu.default_power_limit_w
     if limit and default and limit < 0.8 * default:
-        said = f"{gpu.name} is limited to {limit:.0f} W of {default:.0f} W: prompts are read slower"
-        findings.append(Finding("info", said))
-    card = card_of("NVIDIA", gpu.name, memory, row, architecture=gpu.compute_capability, told=told)
+        message = f"{gpu.name} is limited to {limit:.0f} W of {default:.0f} W, so prefill is slower"
+        findings.append(Finding("info", message))
+    card = card_of(
+        "NVIDIA", gpu.name, memory, row, architecture=gpu.compute_capability, reported=reported
+    )
     return card, findings
 
 
 def nvidia_cards(gpus: Sequence[NvidiaGpu]) -> tuple[list[Device], list[Finding]]:
     """Return the NVIDIA cards that plans can use, and findings on all of them."""
-    told = [nvidia_card(gpu) for gpu in gpus]
-    findings = chain.from_iterable(said for _, said in told)
-    return [card for card, _ in told if card is not None], list(findings)
+    reported = [nvidia_card(gpu) for gpu in gpus]
+    findings = chain.from_iterable(message for _, message in reported)
+    return [card for card, _ in reported if card is not None], list(findings)
 
 
 def no_driver(fix: str) -> Finding:
-    told = "an NVIDIA GPU is in this machine but its driver does not answer: it is not used"
-    return Finding("error", told, fix)
+    reported = "an NVIDIA GPU was found but its driver does not answer, so it is not used"
+    return Finding("error", reported, fix)
 
 
 def as_processor(base: Device) -> Device:
@@ -215,14 +226,16 @@ def as_processor(base: Device) -> Device:
     return replace(base, match=row.name)
 
 
-def _share_of_whole(name: str, memory_bytes: int) -> Figure | None:
+def _slice_bandwidth(name: str, memory_bytes: int) -> Figure | None:
     """Return a slice's bandwidth: the same share of its card's bandwidth as of its memory."""
-    whole = parts_table.by_gpu_name(re.sub(r" MIG .*|-[0-9]{1,3}[QCAB]$", "", name))
-    if whole is None:
+    full_card = parts_table.by_gpu_name(re.sub(r" MIG .*|-[0-9]{1,3}[QCAB]$", "", name))
+    if full_card is None:
         return None
-    share = min(1.0, memory_bytes / (whole.memory_gb[0] * GIB))
-    said = f"a slice has of {whole.name}'s bandwidth what it has of its memory, unless others read"
-    return Figure(round(share * whole.bandwidth().value, 1), "assumed", said)
+    share = min(1.0, memory_bytes / (full_card.memory_gb[0] * GIB))
+    message = (
+        f"a slice has of {full_card.name}'s bandwidth what it has of its memory, unless others read"
+    )
+    return Figure(round(share * full_card.bandwidth().value, 1), "assumed", message)
 
 
 def _nvidia_memory(
@@ -243,16 +256,16 @@ def _nvidia_memory(
         return memory, []
     if row is not None and row.memory_gb and row.family != _SLICED:
         memory = usable.vram(int(row.memory_gb[0] * GIB), 0, 0, row.source)
-        told = f"the driver does not say how much memory of {gpu.name} is in use"
-        return replace(memory, basis="datasheet"), [Finding("warning", told)]
+        reported = f"the driver does not report how much memory of {gpu.name} is in use"
+        return replace(memory, basis="datasheet"), [Finding("warning", reported)]
     if is_slice or row is not None:
-        told = (
-            f"{gpu.name} does not say how much memory is ours: it may be a slice of any size "
-            "(MIG, vGPU), so it is not planned with"
+        reported = (
+            f"{gpu.name} does not report the size of its "
+            "slice (MIG, vGPU), so it is not used in plans"
         )
-        return None, [Finding("warning", told, "say its size: --memory GB")]
-    told = f"{gpu.name} reports no memory size and is not in the table: not used"
-    return None, [Finding("warning", told)]
+        return None, [Finding("warning", reported, "give its size: --memory GB")]
+    reported = f"{gpu.name} is not used: it reports no memory size and is not in the table"
+    return None, [Finding("warning", reported)]
 
 
 def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Finding:
@@ -260,11 +273,11 @@ def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Findin
 
     One engine runs a model, and it uses only the devices it has kernels for.
     """
-    idle = f"{KINDS[accelerator].label} leaves it idle, a Vulkan build would use all cards"
-    told = f"{', '.join(names)} are here too: {idle}"
+    idle = f"{KINDS[accelerator].label} does not use it; a Vulkan build would use all cards"
+    reported = f"{', '.join(names)} were also found: {idle}"
     if len(names) == 1:
-        told = f"{names[0]} is here too: {idle}"
-    return Finding("info", told, "localllm setup --backend vulkan")
+        reported = f"{names[0]} was also found: {idle}"
+    return Finding("info", reported, "localllm setup --backend vulkan")
 
 
 def one_machine(found: Sequence[Device], base: Device) -> Device:
@@ -273,26 +286,26 @@ def one_machine(found: Sequence[Device], base: Device) -> Device:
     `base` is the system, whose memory becomes the host memory. One build drives the cards. Cards
     that it cannot drive are left unused.
     """
-    rooms: Counter[Accelerator] = Counter()
+    bytes_by_kind: Counter[Accelerator] = Counter()
     for card in found:
-        rooms[card.accelerator] += card.memory.total_bytes
-    [(accelerator, _)] = rooms.most_common(1)
+        bytes_by_kind[card.accelerator] += card.memory.total_bytes
+    [(accelerator, _)] = bytes_by_kind.most_common(1)
     used = [card for card in found if card.accelerator == accelerator]
     idle = [card.name for card in found if card.accelerator != accelerator]
     findings = list(chain.from_iterable(card.findings for card in found))
     if idle:
         findings.append(left_idle(idle, accelerator))
     if len(used) > 1:
-        told = (
-            f"{len(used)} GPUs: a model that one of them holds runs on the fastest that does; "
-            "larger ones are divided by layers"
+        reported = (
+            f"{len(used)} GPUs: a model that fits on one runs on the fastest such GPU; larger "
+            "models are split by layers"
         )
-        findings.append(Finding("info", told))
+        findings.append(Finding("info", reported))
     base = with_findings(base, findings)
-    return cards.together(cards.numbered([_beside(base, card) for card in used]))
+    return cards.together(cards.numbered([_card_in(base, card) for card in used]))
 
 
-def _beside(base: Device, card: Device) -> Device:
+def _card_in(base: Device, card: Device) -> Device:
     """Return a card in the computer `base`.
 
     If a card's bandwidth is assumed, it is at least that of system memory.
@@ -301,9 +314,9 @@ def _beside(base: Device, card: Device) -> Device:
     system = base.bandwidth_gbps
     if figure.basis == "assumed" and system.value > figure.value:
         figure = replace(figure, value=system.value, source="no less than the system's memory")
-    around = {name: getattr(base, name) for name in _OF_COMPUTER}
+    computer = {name: getattr(base, name) for name in _OF_COMPUTER}
     return replace(
-        card, bandwidth_gbps=figure, host=base.memory, host_bandwidth_gbps=system, **around
+        card, bandwidth_gbps=figure, host=base.memory, host_bandwidth_gbps=system, **computer
     )
 
 

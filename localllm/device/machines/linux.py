@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.device import parts_table
+from localllm.device.machines import one_pool
 from localllm.device.machines.common import (
     as_processor,
     left_idle,
@@ -18,15 +18,14 @@ from localllm.device.machines.common import (
     one_machine,
     with_findings,
 )
-from localllm.device.machines.linux_amd import amd_cards, identify_amd
+from localllm.device.machines.linux_amd import amd_cards, amd_pools, identify_amd
 from localllm.device.machines.linux_intel import arcs, identify_intel
 from localllm.device.machines.linux_system import LinuxSystem, noted, read_system, system_pool
 from localllm.device.parsers import hexadecimal, linux
 from localllm.device.parsers.gpus import DRM_CARDS, NvidiaGpu, amd_gpus, pci_folders
 from localllm.device.parts_table import DeviceRow
-from localllm.device.types import GIB, Device, Figure, Finding, Readings
+from localllm.device.types import Device, Figure, Finding, Readings
 
-_ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
 # A display controller's PCI class. A GPU without a class file counts as one.
 _DISPLAY = 0x030000
 
@@ -37,87 +36,23 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     gpus, hidden = nvidia_gpus(readings)
     system = noted(system, hidden)
     for gpu in gpus:
-        row = _one_pool_row(readings, gpu, system)
-        if row is not None or _looks_integrated(readings, gpu, system):
+        total = system.machine.total_bytes
+        row = one_pool.row_of(readings, gpu, total)
+        if row is not None or one_pool.looks_integrated(readings, gpu, total):
             return _one_pool(readings, system, gpu, row)
     cards, findings = nvidia_cards(gpus)
     system = noted(system, findings)
     if cards:
-        return one_machine(cards, with_findings(system.base, _others(readings)))
+        return one_machine(cards, with_findings(system.base, _other_findings(readings, system)))
     if not gpus and not hidden:
         board = readings.file("/proc/device-tree/model")
         if "NVIDIA" in board:
-            return _one_pool(
-                readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system)
-            )
+            row = one_pool.jetson_row(readings, board, system.machine.total_bytes)
+            return _one_pool(readings, system, NvidiaGpu(name=board), row)
         if _has_nvidia_gpu(readings):
             system = noted(system, [no_driver(_driver_fix(readings))])
     found = identify_amd(readings, system) or identify_intel(readings, system)
     return found or as_processor(system.base)
-
-
-# -- NVIDIA with one pool: GB10, N1X, Jetson -------------------------------------------------------
-
-
-def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> DeviceRow | None:
-    """Return the row of a GPU that shares the system's memory, by its name or PCI id.
-
-    The board decides between rows of one family.
-    """
-    # A container without the driver's name table reports "Device [10de:2e12]".
-    if "10de:2e12" in gpu.name.lower():
-        return parts_table.by_gpu_name("NVIDIA GB10")
-    row = parts_table.by_gpu_name(gpu.name)
-    if row is None or row.family not in _ONE_POOL_FAMILIES:
-        return None
-    board = readings.file("/proc/device-tree/model") or gpu.name
-    if row.family == "Jetson":
-        return _jetson_row(readings, board, system) or row
-    return row
-
-
-def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> bool:
-    """Return True for an unlisted GPU that has no memory of its own.
-
-    GPUs in the table are excluded. x86 machines are excluded too: a 32 GB card with 32 GB of RAM is
-    not unified memory.
-    """
-    if parts_table.by_gpu_name(gpu.name) is not None or readings.architecture not in (
-        "aarch64",
-        "arm64",
-    ):
-        return False
-    if gpu.bus_bits is not None:
-        return False
-    near = gpu.total_bytes is not None and gpu.total_bytes >= 0.9 * system.machine.total_bytes
-    return gpu.total_bytes is None or gpu.addressing == "ats" or near
-
-
-def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRow | None:
-    """Return the row of a Jetson module.
-
-    It is found by the board's model and memory, and for the Orin Nano also by its power mode.
-    """
-    low = board.lower()
-    kind = next(
-        (k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None
-    )
-    if kind is None:
-        return None
-    found = [
-        row
-        for row in parts_table.rows()
-        if row.family == "Jetson" and row.memory_gb and kind in row.name.lower()
-    ]
-    # A module reports a few per cent less than its memory. The smallest size that holds MemTotal is
-    # meant.
-    fitting = [row for row in found if row.memory_gb[0] * GIB >= system.machine.total_bytes]
-    size = min((row.memory_gb[0] for row in fitting), default=0.0)
-    fitting = [row for row in fitting if row.memory_gb[0] == size and row.bandwidth_gbps]
-    if kind == "orin nano" and len(fitting) > 1:
-        faster = "super" in low or "maxn" in readings.file("/var/lib/nvpmodel/status").lower()
-        fitting.sort(key=lambda row: ("Super" in row.name) != faster)
-    return next(iter(fitting), None)
 
 
 def _one_pool(
@@ -127,62 +62,13 @@ def _one_pool(
 
     Free memory is MemAvailable, page cache included, regardless of NVML and CUDA.
     """
-    findings = system.base.findings
-    if row is not None and row.family == "Jetson":
-        told = (
-            "a Jetson's power mode sets its memory bandwidth: the figure holds in the fastest mode"
-        )
-        findings = (*findings, Finding("info", told))
-    memory = system.base.memory
+    base = system.base
     if system.machine.huge_free_bytes is not None:
         # Here, only reserved pages can hold a model:
         # https://github.com/ggml-org/llama.cpp/pull/17368
         memory, _ = system_pool(system.memory, system.machine.huge_free_bytes)
-    capability = gpu.compute_capability
-    if row is None:
-        family = "cuda"
-        bandwidth = _unknown_pool(capability)
-    else:
-        family = row.family
-        bandwidth = row.bandwidth()
-        capability = capability or row.compute_capability
-    return replace(
-        system.base,
-        name=_one_pool_name(readings, row) or gpu.name,
-        kind="unified",
-        accelerator="cuda",
-        memory=memory,
-        family=family,
-        bandwidth_gbps=bandwidth,
-        **parts_table.facts(row),
-        compute_capability=capability,
-        findings=findings,
-    )
-
-
-def _unknown_pool(capability: str) -> Figure:
-    """Return an assumed bandwidth for an unlisted GPU that shares the system's memory.
-
-    It is the lowest among such GPUs of the same compute capability, or among all of them.
-    """
-    pools = [row for row in parts_table.rows() if row.family in _ONE_POOL_FAMILIES]
-    return parts_table.slowest(
-        [row for row in pools if row.compute_capability == capability] or pools
-    )
-
-
-def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
-    """Return a Jetson's board name, or a GB10 with its product name, or "" for other machines."""
-    if row is not None and row.family == "Jetson":
-        return readings.file("/proc/device-tree/model")[:80]
-    product = " ".join(readings.file("/sys/class/dmi/id/product_name").replace("_", " ").split())[
-        :60
-    ]
-    if row is not None and row.family == "GB10":
-        if product:
-            return f"NVIDIA GB10 ({product})"
-        return "NVIDIA GB10"
-    return ""
+        base = replace(base, memory=memory)
+    return one_pool.pooled(readings, base, gpu, row)
 
 
 def _driver_fix(readings: Readings) -> str:
@@ -206,11 +92,10 @@ def _driver_fix(readings: Readings) -> str:
     return next(fix for is_so, fix in fixes if is_so)
 
 
-# -- everything else -------------------------------------------------------------------------------
-
-
-def _others(readings: Readings) -> list[Finding]:
+def _other_findings(readings: Readings, system: LinuxSystem) -> list[Finding]:
+    """Return a finding on the GPUs that CUDA does not use."""
     names = [card.name for card in (*amd_cards(readings, amd_gpus(readings)), *arcs(readings))]
+    names += amd_pools(readings, system)
     if names:
         return [left_idle(names)]
     return []

@@ -20,18 +20,18 @@ def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
     """Return the machine by its cards, or by its integrated GPU, or None without either."""
     gpus = [gpu for gpu in amd_gpus(readings) if gpu.gfx not in _FOR_SCREENS]
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        said = environment(readings).get(name)
-        left = visible(said, [""] * len(gpus))
+        value = environment(readings).get(name)
+        left = visible(value, [""] * len(gpus))
         if len(left) < len(gpus):
-            told = f"{name}={said} leaves {len(left)} of {len(gpus)} AMD GPUs"
-            system = noted(system, [Finding("info", told)])
+            reported = f"{name}={value} leaves {len(left)} of {len(gpus)} AMD GPUs"
+            system = noted(system, [Finding("info", reported)])
             gpus = [gpus[i] for i in left]
     if not gpus:
         return None
     if readings.output("render-access") == "denied":
-        told = "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd"
+        reported = "the GPU was found but this user may not open /dev/dri/renderD* or /dev/kfd"
         fix = "sudo usermod -aG render,video $USER, then log in again"
-        system = noted(system, [Finding("error", told, fix)])
+        system = noted(system, [Finding("error", reported, fix)])
     found = amd_cards(readings, gpus)
     if not found:
         return _amd_apu(readings, system, gpus)
@@ -43,6 +43,17 @@ def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Device]:
     return [_amd_card(readings, gpu) for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
 
 
+def amd_pools(readings: Readings, system: LinuxSystem) -> list[str]:
+    """Return the integrated GPUs with the memory that each may use ("Radeon 8060S, 120 GiB")."""
+    pools = []
+    for gpu in amd_gpus(readings):
+        if gpu.gfx in _FOR_SCREENS or not gpu.integrated or not _reach(gpu):
+            continue
+        row = parts_table.by_cpu(system.cpu.name) or _by_pci(gpu)
+        pools.append(f"{_amd_name(readings, gpu, row)} ({_reach(gpu) / GIB:.0f} GiB, shared)")
+    return pools
+
+
 def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Device:
     gpu = max(gpus, key=_reach)
     # The processor's name identifies the SKU.
@@ -52,7 +63,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
     accelerator: Accelerator
     if row is not None and row.accelerator == "rocm":
         accelerator = "rocm"
-        memory = usable.rocm_alone(gpu, system.base.memory)
+        memory = usable.rocm_memory(gpu, system.base.memory)
     else:
         accelerator = "vulkan"
         available = system.memory.available_bytes() or 0
@@ -66,7 +77,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
         accelerator=accelerator,
         family=row.family if row else "APU",
         memory=memory,
-        bandwidth_gbps=shared_bandwidth(row, system.told_bandwidth, system.base),
+        bandwidth_gbps=shared_bandwidth(row, system.reported_bandwidth, system.base),
         **facts,
         compute_capability=gpu.gfx,
         findings=(*system.base.findings, *_gtt_findings(gpu, system)),
@@ -99,11 +110,11 @@ def _amd_card(readings: Readings, gpu: AmdGpu) -> Device:
     if row is not None and name.startswith("AMD GPU "):
         name = row.name
     memory = usable.vram(total, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used")
-    told = None
+    reported = None
     if gpu.bandwidth_gbps:
-        told = Figure(gpu.bandwidth_gbps, "derived", "amdgpu's clock and width")
+        reported = Figure(gpu.bandwidth_gbps, "derived", "amdgpu's clock and width")
     return card_of(
-        "AMD", name, memory, row, architecture=gpu.gfx, units=gpu.compute_units, told=told
+        "AMD", name, memory, row, architecture=gpu.gfx, units=gpu.compute_units, reported=reported
     )
 
 
@@ -118,7 +129,9 @@ def _gtt_findings(gpu: AmdGpu, system: LinuxSystem) -> list[Finding]:
         fix = f"add {limit} to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot"
         findings.append(Finding("warning", small, fix))
     if gpu.vram_total_bytes > max(16 * GIB, system.machine.total_bytes):
-        given = f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good"
+        given = f"the BIOS reserves {gpu.vram_total_bytes / GIB:.0f} GiB permanently for the GPU"
         fix = "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead"
-        findings.append(Finding("info", f"{given}; models load through the rest", fix))
+        findings.append(
+            Finding("info", f"{given}; models are loaded through the remaining memory", fix)
+        )
     return findings

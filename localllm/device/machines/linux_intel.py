@@ -21,8 +21,8 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
     cards = arcs(readings)
     left = visible(environment(readings).get("GGML_VK_VISIBLE_DEVICES"), [""] * len(cards))
     if left:
-        told = "memory in use on it can't be read without root, so all of it counts as free"
-        system = noted(system, [Finding("info", f"{cards[left[0]].name}: {told}")])
+        message = "memory in use on it can't be read without root, so all of it counts as free"
+        system = noted(system, [Finding("info", f"{cards[left[0]].name}: {message}")])
         return one_machine([cards[i] for i in left], system.base)
     named = [
         parts_table.by_gpu_name(name) for name, _, _ in vulkaninfo(readings.output("vulkaninfo"))
@@ -36,7 +36,8 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
         return None
     note = Finding(
         "info",
-        "how much RAM this integrated GPU may map depends on its driver: what is available is shown",
+        "the driver decides how much RAM this integrated "
+        "GPU may map; the available memory is shown",
     )
     return replace(
         system.base,
@@ -44,7 +45,7 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
         kind="unified",
         accelerator="vulkan",
         family=integrated.family,
-        bandwidth_gbps=shared_bandwidth(integrated, system.told_bandwidth, system.base),
+        bandwidth_gbps=shared_bandwidth(integrated, system.reported_bandwidth, system.base),
         compute_units=integrated.compute_units,
         match=integrated.name,
         findings=(*system.base.findings, note),

@@ -33,7 +33,7 @@ class LinuxSystem:
     memory: LinuxMemory
     machine: MemInfo
     cpu: linux.CpuInfo
-    told_bandwidth: Figure | None
+    reported_bandwidth: Figure | None
     base: Device
 
 
@@ -49,24 +49,26 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
     cpu = linux.cpuinfo(readings.file("/proc/cpuinfo"))
     findings = _limits(readings, pool if is_limited else None, machine.total_bytes)
     if cpu.apple and "/.dockerenv" in readings.files:
-        no_metal = "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead"
+        no_metal = (
+            "Docker on a Mac has no Metal, so models run on the CPU; run localllm on macOS instead"
+        )
         findings.append(Finding("info", no_metal))
     modules = None
     records = readings.file("/run/udev/data/+dmi:id")
     if records:
         modules = linux.udev_memory(records, cpus.channels(cpu.name))
-    told = modules_bandwidth(modules, "udev")
+    reported = modules_bandwidth(modules, "udev")
     # The name of a board or of Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook
     # Air (M1, 2020)".
     board = readings.file("/proc/device-tree/model")[:80]
     if "model name" in readings.file("/proc/cpuinfo"):
         board = ""
     row = _board_row(board)
-    known = told
-    if told is None and row is not None:
+    known = reported
+    if reported is None and row is not None:
         known = row.bandwidth()
     bandwidth = ram_bandwidth(measured, known, cpu.name, cpu.vectors)
-    findings += ram_disagrees(measured, told)
+    findings += ram_disagrees(measured, reported)
     base = Device(
         name=board or cpu.name or f"Linux {readings.architecture}",
         kind="system",
@@ -81,7 +83,7 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
         match=row.name if row else "",
         findings=tuple(findings),
     )
-    return LinuxSystem(memory, machine, cpu, told, base)
+    return LinuxSystem(memory, machine, cpu, reported, base)
 
 
 def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> list[Finding]:
@@ -96,7 +98,7 @@ def _limits(readings: Readings, container: Memory | None, total_bytes: int) -> l
         fix = "start it with a larger memory limit (docker run --memory …)"
         findings.append(Finding("info", part, fix))
     if linux.is_wsl(readings):
-        part = f"WSL sees {total} of this PC's memory (half of it unless told otherwise)"
+        part = f"WSL can use {total} of this PC's memory (half of it by default)"
         fix = "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown"
         findings.append(Finding("info", part, fix))
     return findings

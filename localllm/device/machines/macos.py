@@ -5,6 +5,8 @@ Values that can be queried are not computed.
 
 from __future__ import annotations
 
+import re
+
 from localllm.device import cpus, parts_table, usable
 from localllm.device.parsers import macos
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Readings
@@ -26,7 +28,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     displayed, _ = macos.displays(readings.output("system_profiler"))
     chip = mac.chip if mac.chip.startswith("Apple ") else displayed
     cores = macos.gpu_cores(readings.output("ioreg"), readings.output("system_profiler"))
-    free, to_be_had = macos.memory(
+    free, available = macos.memory(
         mac.memory_bytes, readings.output("sysctl"), readings.output("vm_stat")
     )
     if mac.translated:
@@ -39,11 +41,11 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         )
     why = _why_no_gpu(mac, chip, cores, readings)
     if why:
-        return _without_gpu(mac, to_be_had, ram_bandwidth, why, findings)
+        return _without_gpu(mac, available, ram_bandwidth, why, findings)
 
     row = parts_table.by_chip(chip, cores, mac.memory_bytes)
     working_set = macos.metal_working_set(readings.output("metal"))
-    memory = usable.mac(mac.memory_bytes, working_set, mac.wired_limit_mb, free, to_be_had)
+    memory = usable.mac(mac.memory_bytes, working_set, mac.wired_limit_mb, free, available)
     findings += _limit_findings(mac, memory.basis == "assumed", working_set)
     if row is None:
         family = " ".join(chip.split()[:2])
@@ -53,7 +55,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         family = row.family
         bandwidth = row.bandwidth()
         if cores is None:
-            took = f"the number of GPU cores could not be read: took {row.name}"
+            took = f"the number of GPU cores could not be read; assumed {row.name}"
             findings.append(Finding("warning", took))
     facts = parts_table.facts(row)
     facts["compute_units"] = cores or 0
@@ -75,11 +77,25 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 def _of_unlisted(chip: str) -> Figure:
     """Return an assumed bandwidth for an unlisted chip, or an unlisted bin of a chip.
 
-    It comes from the chip's other bins, or from its tier ("Pro", "Max") in other generations.
+    It comes from the chip's other bins, or from its tier ("Pro", "Max") in the newest listed
+    generation of its series (M, A).
     """
-    macs = [row for row in parts_table.rows() if row.vendor == "Apple"]
-    tier = [row for row in macs if row.chip.split()[2:] == chip.split()[2:]]
-    return parts_table.slowest([row for row in macs if row.chip == chip] or tier or macs)
+    macs = [row for row in parts_table.rows() if row.vendor == "Apple" and row.chip]
+    own = [row for row in macs if row.chip == chip]
+    if own:
+        return parts_table.slowest(own)
+    series, _, tier_name = _chip_parts(chip)
+    tier = [row for row in macs if _chip_parts(row.chip)[::2] == (series, tier_name)]
+    newest = max((_chip_parts(row.chip)[1] for row in tier), default=0)
+    return parts_table.slowest([row for row in tier if _chip_parts(row.chip)[1] == newest] or macs)
+
+
+def _chip_parts(chip: str) -> tuple[str, int, str]:
+    """Return series, generation and tier of a chip: ("M", 5, "Pro") for "Apple M5 Pro"."""
+    found = re.fullmatch(r"Apple ([A-Z])([0-9]+)(?: (\w+))?", chip)
+    if found is None:
+        return "", 0, ""
+    return found[1], int(found[2]), found[3] or ""
 
 
 def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings) -> str:
@@ -111,8 +127,8 @@ def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> l
         fix = "sudo sysctl iogpu.wired_limit_mb=0"
         findings.append(Finding("warning", f"{above}; filling it hangs the Mac", fix))
     if assumed and not working_set:
-        unread = "Metal could not be asked (no GPU session?)"
-        share = "the GPU's share of RAM is assumed, a low figure"
+        unread = "Metal could not be queried (no GPU session?)"
+        share = "a low share of RAM is assumed for the GPU"
         findings.append(Finding("info", f"{unread}: {share}"))
     if mac.pressure == 4:
         critical = "macOS reports critical memory pressure"
@@ -129,7 +145,7 @@ def _without_gpu(
     findings: list[Finding],
 ) -> Device:
     total = mac.memory_bytes or 0
-    findings.append(Finding("info", f"no Apple GPU here ({why}): models run on the CPU"))
+    findings.append(Finding("info", f"no Apple GPU was found ({why}), so models run on the CPU"))
     return Device(
         name=mac.chip or mac.model or "Mac",
         kind="system",

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from localllm.device import cpus, parts_table, usable
-from localllm.device.machines import common
+from localllm.device.machines import common, one_pool
 from localllm.device.machines.common import (
     as_processor,
     card_of,
@@ -49,46 +49,53 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     total, available = status
     cpu = windows.processor(readings.output("processor"))
     modules = windows.physical_memory(readings.output("physical-memory"), cpus.channels(cpu))
-    told = modules_bandwidth(modules, "Win32_PhysicalMemory")
+    reported = modules_bandwidth(modules, "Win32_PhysicalMemory")
     base = Device(
         name=cpu or "Windows PC",
         kind="system",
         accelerator="cpu",
         family="CPU",
         memory=shared_pool(total, available, "GlobalMemoryStatusEx"),
-        bandwidth_gbps=common.ram_bandwidth(ram_bandwidth, told, cpu, ""),
+        bandwidth_gbps=common.ram_bandwidth(ram_bandwidth, reported, cpu, ""),
         os="Windows",
         cpu=cpu,
         n_cpu_cores=max(integer(readings.output("cores")) or 0, 0),
-        findings=(*_emulation(readings), *ram_disagrees(ram_bandwidth, told)),
+        findings=(*_emulation(readings), *ram_disagrees(ram_bandwidth, reported)),
     )
     gpus, hidden = nvidia_gpus(readings)
     base = with_findings(base, hidden)
     adapters = windows.adapters(readings.output("display-class"))
-    if gpus:
-        cards, findings = nvidia_cards(gpus)
-        base = with_findings(base, findings)
-        if cards:
-            others = [card.name for card in _cards(adapters)]
-            if others:
-                base = with_findings(base, [left_idle(others)])
-            return one_machine(cards, base)
-    elif not hidden and any(adapter.vendor == "10de" for adapter in adapters):
+    shared = one_pool.among(readings, gpus, base)
+    if shared is not None:
+        return shared
+    cards, findings = nvidia_cards(gpus)
+    base = with_findings(base, findings)
+    if cards:
+        return _with_nvidia(cards, adapters, base)
+    if not (gpus or hidden) and any(adapter.vendor == "10de" for adapter in adapters):
         fix = "install the NVIDIA driver, then check with nvidia-smi"
         base = with_findings(base, [no_driver(fix)])
     return (
-        _integrated(adapters, base, available, told)
+        _integrated(adapters, base, available, reported)
         or _discrete(adapters, base)
         or as_processor(base)
     )
+
+
+def _with_nvidia(cards: list[Device], adapters: list[windows.Adapter], base: Device) -> Device:
+    """Return the machine by its NVIDIA cards, with a finding on the GPUs that CUDA does not use."""
+    others = [card.name for card in _cards(adapters)] + _pools(adapters, base)
+    if others:
+        base = with_findings(base, [left_idle(others)])
+    return one_machine(cards, base)
 
 
 def _emulation(readings: Readings) -> tuple[Finding, ...]:
     native = readings.output("native-architecture").strip().upper()
     if (native, readings.architecture.upper()) != ("ARM64", "AMD64"):
         return ()
-    told = "an x64 Python runs emulated on this ARM PC"
-    return (Finding("warning", told, "install the ARM64 Python"),)
+    reported = "an x64 Python runs emulated on this ARM PC"
+    return (Finding("warning", reported, "install the ARM64 Python"),)
 
 
 # Vendors whose cards are read from the registry. NVIDIA's driver reports its own cards.
@@ -123,6 +130,18 @@ def _cards(adapters: list[windows.Adapter]) -> list[Device]:
     return cards
 
 
+def _pools(adapters: list[windows.Adapter], base: Device) -> list[str]:
+    """Return AMD's known integrated GPUs with the memory that each may use."""
+    pools = []
+    for adapter in adapters:
+        row = parts_table.by_gpu_name(adapter.name)
+        if row is None or row.kind != "unified" or row.vendor != "AMD":
+            continue
+        reach = adapter.memory_bytes + int(base.memory.total_bytes * _SHARED_WITH_GPU)
+        pools.append(f"{adapter.name} ({reach / GIB:.0f} GiB, shared)")
+    return pools
+
+
 def _is_unknown_card(adapter: windows.Adapter) -> bool:
     """Return True for an unlisted adapter that must be a card.
 
@@ -137,12 +156,12 @@ def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
     cards = _cards(adapters)
     if not cards:
         return None
-    told = "memory in use on this card can't be read here: all of it counts as free"
-    return one_machine(cards, with_findings(base, [Finding("info", told)]))
+    reported = "memory in use on this card can't be read, so all of it counts as free"
+    return one_machine(cards, with_findings(base, [Finding("info", reported)]))
 
 
 def _integrated(
-    adapters: list[windows.Adapter], base: Device, available_bytes: int, told: Figure | None
+    adapters: list[windows.Adapter], base: Device, available_bytes: int, reported: Figure | None
 ) -> Device | None:
     """Return the Device of a known APU.
 
@@ -159,8 +178,6 @@ def _integrated(
             continue
         if by_cpu is not None and by_cpu.kind == "unified":
             row = by_cpu
-        else:
-            row = row
         ram = base.memory
         own_bytes = adapter.memory_bytes
         shared = int(ram.total_bytes * _SHARED_WITH_GPU)
@@ -179,7 +196,7 @@ def _integrated(
                 source="registry qwMemorySize + half of the RAM Windows sees",
                 carve_out_bytes=own_bytes,
             ),
-            bandwidth_gbps=shared_bandwidth(row, told, base),
+            bandwidth_gbps=shared_bandwidth(row, reported, base),
             **parts_table.facts(row),
             compute_capability=row.compute_capability,
         )

@@ -295,22 +295,22 @@ def environment(readings: Readings) -> dict[str, str]:
     return key_values(readings.output("environment"), "=")
 
 
-def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
+def visible(value: str | None, uuids: Sequence[str]) -> list[int]:
     """Return the indices of the GPUs selected by a list such as "0,GPU-8a2f", in ascending order.
 
     `uuids` are the GPUs' ids in the order of PCI addresses. None selects all. As in CUDA, an
     invalid entry ends the list, and a list that repeats a GPU selects no GPU.
     """
-    if said is None:
+    if value is None:
         return list(range(len(uuids)))
     found: list[int] = []
-    for word in (word.strip() for word in said.split(",")):
-        alike = _of_word(word, uuids)
-        if len(alike) != 1:
+    for word in (word.strip() for word in value.split(",")):
+        matching = _of_word(word, uuids)
+        if len(matching) != 1:
             break
-        if alike[0] in found:
+        if matching[0] in found:
             return []
-        found.append(alike[0])
+        found.append(matching[0])
     return sorted(found)
 
 
@@ -323,10 +323,10 @@ def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
         parent = word.removeprefix("MIG-")
     if len(parent) <= 4 or not parent.startswith(("GPU-", "MIG-")):
         return []
-    return [i for i, uuid in enumerate(uuids) if uuid and _begins_alike(uuid, parent)]
+    return [i for i, uuid in enumerate(uuids) if uuid and _same_start(uuid, parent)]
 
 
-def _begins_alike(one: str, other: str) -> bool:
+def _same_start(one: str, other: str) -> bool:
     return one.startswith(other) or other.startswith(one)
 
 
@@ -339,7 +339,8 @@ SMI_FIELDS = (
 def smi(text: str) -> list[NvidiaGpu]:
     """Parse `nvidia-smi --query-gpu=… --format=csv` with its header line and any columns.
 
-    "[N/A]", "[Not Supported]" and errors in place of a number mean unknown.
+    "[N/A]", "[Not Supported]" and errors in place of a number mean unknown. A GPU that is lost to the
+    driver can't be used, so it is left out.
     """
     lines = iter([line for line in text.splitlines() if line.strip()])
     first = next((line for line in lines if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None)
@@ -353,7 +354,8 @@ def smi(text: str) -> list[NvidiaGpu]:
             if len(cells) != len(header):
                 continue
             row = dict(zip(header, cells, strict=True))
-            if row.get("name"):
+            is_lost = any("gpu is lost" in cell.lower() for cell in cells)
+            if row.get("name") and not is_lost:
                 gpus.append(_from_smi(row))
     except csv.Error:
         pass
@@ -404,3 +406,10 @@ def vulkaninfo(text: str) -> list[tuple[str, str, int]]:
         if name and kind:
             found.append((name[:120], kind, hexadecimal(values.get("vendorID")) or 0))
     return found
+
+
+def lost(text: str) -> int:
+    """Return how many GPUs nvidia-smi reports as lost or without a device handle."""
+    handles = re.findall(r"Unable to determine the device handle", text)
+    rows = [line for line in text.splitlines() if "gpu is lost" in line.lower()]
+    return len(handles) + len(rows)

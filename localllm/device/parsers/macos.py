@@ -93,7 +93,7 @@ def metal_working_set(text: str) -> int | None:
 _FREE = ("free", "inactive", "speculative", "purgeable")
 # xnu's AVAILABLE_NON_COMPRESSED_MEMORY (osfmk/vm/vm_pageout.h). kern.memorystatus_level is its
 # percentage.
-_TO_BE_HAD = ("free", "active", "inactive", "speculative")
+_AVAILABLE_KINDS = ("free", "active", "inactive", "speculative")
 
 
 def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
@@ -118,8 +118,8 @@ def memory(total_bytes: int, sysctl: str, pages: str) -> tuple[int | None, int |
     from the same page kinds in vm_stat's output `pages`. A figure is None if it is unknown.
     """
     level = integer(key_values(sysctl).get("kern.memorystatus_level"))
-    to_be_had = available_bytes(total_bytes, level)
-    counted = vm_stat(pages, _TO_BE_HAD)
-    if to_be_had is None and counted is not None:
-        to_be_had = min(counted, total_bytes)
-    return vm_stat(pages), to_be_had
+    available = available_bytes(total_bytes, level)
+    counted = vm_stat(pages, _AVAILABLE_KINDS)
+    if available is None and counted is not None:
+        available = min(counted, total_bytes)
+    return vm_stat(pages), available

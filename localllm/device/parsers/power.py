@@ -31,8 +31,8 @@ def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list
         range_j = decimal(most or "")
         if name and joules is not None:
             found.append(EnergyCounter(name.strip(), joules / 1e6, (range_j or 0.0) / 1e6))
-    whole = [zone for zone in found if zone.name.startswith("psys")]
-    return whole or [zone for zone in found if zone.name.startswith(("package", "dram"))]
+    platform_zones = [zone for zone in found if zone.name.startswith("psys")]
+    return platform_zones or [zone for zone in found if zone.name.startswith(("package", "dram"))]
 
 
 def used_j(before: Sequence[EnergyCounter], after: Sequence[EnergyCounter]) -> float | None:

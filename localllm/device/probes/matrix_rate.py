@@ -47,9 +47,9 @@ def measure(types: Sequence[str]) -> Measurements | None:
     Returns None if it does not answer. Plans then assume a rate.
     """
     before = ProcessorTimes.now()
-    asked = programs.ask("llamacpp.matrix_rate", *types)
+    reply = programs.ask("llamacpp.matrix_rate", *types)
     try:
-        answer = {} if asked.failure else asked.answers[-1]
+        answer = {} if reply.failure else reply.answers[-1]
         threads = int(answer["threads"])
         cpu_s = float(answer["cpu_s"])
         found = {place: float(rate) for place, rate in _flat(answer["rates"])}

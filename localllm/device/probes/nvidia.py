@@ -22,10 +22,10 @@ _WSL = "/usr/lib/wsl/lib"
 
 def outputs() -> dict[str, str]:
     """Return the output of NVML, or of nvidia-smi if NVML gives no output, by name."""
-    said = {"nvml": nvml()}
-    if not said["nvml"]:
-        said = {"nvidia-smi": smi()}
-    return {name: text for name, text in said.items() if text}
+    readings = {"nvml": nvml()}
+    if not readings["nvml"]:
+        readings = {"nvidia-smi": smi()}
+    return {name: text for name, text in readings.items() if text}
 
 
 def nvml() -> str:
@@ -98,7 +98,7 @@ def _current_mode(modes: Sequence[int]) -> int:
 
 
 # Queries for each GPU: our name, NVML's function, and the conversion of its answer.
-_ASKED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+_NVML_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "name": ("nvmlDeviceGetName", text),
     "uuid": ("nvmlDeviceGetUUID", text),
     "pci": ("nvmlDeviceGetPciInfo", _bus_id),
@@ -119,7 +119,7 @@ def _gpu(api: Any, index: int) -> dict[str, Any]:
         handle = api.nvmlDeviceGetHandleByIndex(index)
     except api.NVMLError:  # The GPU is lost or excluded. The others still count.
         return found
-    for key, (name, taken) in _ASKED.items():
+    for key, (name, taken) in _NVML_FIELDS.items():
         with contextlib.suppress(*refused):
             found[key] = taken(getattr(api, name)(handle))
     with contextlib.suppress(*refused):

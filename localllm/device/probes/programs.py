@@ -50,7 +50,9 @@ def ask(
             env=dict(os.environ if environment is None else environment),
         )
     except subprocess.TimeoutExpired as e:
-        return ProgramAnswers(_answers(e.stdout), failure=f"it hung ({timeout_s:.0f} s)")
+        return ProgramAnswers(
+            _answers(e.stdout), failure=f"it did not end in time ({timeout_s:.0f} s)"
+        )
     except OSError as e:
         return ProgramAnswers(failure=f"its process could not be started: {e}")
     answers = _answers(done.stdout)
@@ -61,7 +63,7 @@ def ask(
         if stderr_lines:
             last = stderr_lines[-1][:300]
         else:
-            last = "it said nothing"
+            last = "it printed no answer"
         failure = f"its process ended with {_ending(done.returncode)}: {last}"
     return ProgramAnswers(answers, stderr_lines, failure)
 

@@ -23,9 +23,9 @@ _ENVIRONMENT = (*HIDING_VARIABLES, "CUDA_DEVICE_ORDER")
 
 def environment() -> dict[str, str]:
     """Return the variables that select GPUs as lines "NAME=value", or {} if all are unset."""
-    said = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ]
-    if said:
-        return {"environment": "\n".join(said)}
+    lines = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ]
+    if lines:
+        return {"environment": "\n".join(lines)}
     return {}
 
 
@@ -178,7 +178,8 @@ _STICKS = (
 
 
 def windows_outputs() -> dict[str, str]:
-    """Return all outputs needed to identify a Windows machine. No administrator rights are needed."""
+    """Return all outputs needed to identify a Windows machine. No administrator rights are
+    needed."""
     memory = SystemMemory()
     found = {
         "memory-status": (
@@ -218,5 +219,5 @@ def read(*, slow: bool = False) -> Readings:
     if sys.platform.startswith("linux"):
         return linux_readings(architecture)
     raise DeviceUnreadableError(
-        f"this system ({sys.platform}) is not one localllm can read: Linux, macOS or Windows"
+        f"this system ({sys.platform}) is not supported; localllm supports Linux, macOS and Windows"
     )

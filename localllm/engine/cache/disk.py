@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
@@ -41,7 +41,14 @@ from localllm.engine.cache.eviction import (
     StoredFile,
     files_to_remove,
 )
-from localllm.engine.cache.folder import Survey, WriteBudget, folder_names, put_label, remove_stale
+from localllm.engine.cache.folder import (
+    FolderSurvey,
+    WriteBudget,
+    put_label,
+    remove_stale,
+)
+from localllm.engine.cache.folder_scan import FolderScan
+from localllm.engine.cache.identity import identity_of
 from localllm.engine.cache.kv_file import (
     KvEntry,
     Progress,
@@ -51,14 +58,25 @@ from localllm.engine.cache.kv_file import (
     read_entry,
     write_pieces,
 )
+from localllm.engine.cache.part_files import remove_parts
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens
+from localllm.paths import regular_files
 from localllm_backends.contract import Backend
 
 # The result of a block's write, or of its file's removal.
-Outcome = Literal["written", "failed", "removed", "held back"]
+Outcome = Literal["written", "failed", "removed", "deferred"]
 # A block on disk that is also held elsewhere, and its tree.
 Copy: TypeAlias = "tuple[EvictablePool, Block]"
+
+
+class FoundFile(NamedTuple):
+    """A file, its entry, the bytes of its KV, and its time stamp in ns."""
+
+    path: Path
+    entry: KvEntry
+    n_data: int
+    stamp_ns: int
 
 
 def _opened(path: Path) -> Readable:
@@ -70,7 +88,7 @@ class DiskTier:
     """The directory of one model's prefixes.
 
     `capacity_bytes`: limit for this and the other models together (0: no files are kept).
-    `identity`: everything that gives the bytes their meaning: weights, tokenizer, KV types, build.
+    `identity`: everything that gives the bytes their meaning (identity.py).
     `model`: the model's name, for people.
     `free_bytes`: space on the disk left to others.
     `daily_bytes`: limit of all models together for the bytes written in a day (0: no limit).
@@ -95,19 +113,23 @@ class DiskTier:
         default_factory=queue.SimpleQueue
     )
     _outcomes: deque[tuple[Block, Outcome]] = field(default_factory=deque)
-    _told: threading.Event = field(default_factory=threading.Event)
+    _written: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
     # The survey at the last write, without the files that the engine has removed since.
-    _seen: Survey = field(default_factory=Survey)
+    _seen: FolderSurvey = field(default_factory=FolderSurvey)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _blocks: dict[Path, Block] = field(default_factory=dict)
+    _trees: tuple[PrefixCache | None, PrefixCache | None] = (None, None)
+    # Files that other servers wrote.
+    _found: deque[FoundFile] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
         # Buffered, so that each read is complete: a short piece would count as damaged.
         self.open_file: Callable[[Path], Readable] = _opened
         self.reads = ReadAhead(self.load)
+        self._scan = FolderScan(self.directory)
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
         """Add the directory's blocks to `cache`, its states to `states`, and start the writer.
@@ -117,35 +139,42 @@ class DiskTier:
         if not self.capacity_bytes:
             return 0
         put_label(self.directory, self.model)
+        self._trees = (cache, states)
         found: list[tuple[Block, Tokens, PrefixCache]] = []
-        for path in self.directory.glob("*.kv"):
+        for path in regular_files(self.directory, "*.kv"):
             indexed = read_entry(path, self.identity)
-            tree: PrefixCache | None = cache
-            if indexed is not None and indexed[0].state:
-                tree = states
-            if indexed is None or tree is None:
+            in_tree = None
+            if indexed is not None:
+                in_tree = self._indexed(FoundFile(path, *indexed))
+            if in_tree is None:
                 # A damaged file would prevent a new file of the same name.
                 path.unlink(missing_ok=True)
                 continue
-            entry, n_data, stamp_ns = indexed
-            block = self._blocks[path] = self._block(entry, tree.kind, None, n_data)
-            block.written = True
-            block.stamp_ns = stamp_ns
-            block.used_ns = stamp_ns - block.file_time_ns
-            found.append((block, entry.tokens, tree))
-        for leftover in self.directory.glob("*.part"):
-            leftover.unlink(missing_ok=True)
+            found.append(in_tree)
+        remove_parts(self.directory)
         # Oldest first, so that the cache knows their order. Within a sequence, its beginning comes
         # first.
         found.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
         entered = sum(tree.insert(tokens, block, block.used_ns) for block, tokens, tree in found)
         self.budget.written_bytes()
         # If the directory can't be written now, it may be later. Every write tries again.
-        self._seen = Survey(most_bytes=self.capacity_bytes)
+        self._seen = FolderSurvey(max_bytes=self.capacity_bytes)
         with contextlib.suppress(OSError):
             self._seen = self._survey()
         self._start()
         return entered
+
+    def _indexed(self, file: FoundFile) -> tuple[Block, Tokens, PrefixCache] | None:
+        """The block of a file, its tokens and the tree for it; None if this model has no such
+        blocks."""
+        tree = self._trees[file.entry.state]
+        if tree is None:
+            return None
+        block = self._blocks[file.path] = self._block(file.entry, tree.kind, None, file.n_data)
+        block.written = True
+        block.stamp_ns = file.stamp_ns
+        block.used_ns = file.stamp_ns - block.file_time_ns
+        return block, file.entry.tokens, tree
 
     def _block(self, entry: KvEntry, kind: Kind, data: bytes | None, size_bytes: int) -> Block:
         return Block(
@@ -179,12 +208,18 @@ class DiskTier:
         self._jobs.put((block, tokens.copy(), until_ns, time.monotonic()))
 
     def sync(self, trees: Sequence[PrefixCache]) -> None:
-        """Apply the writer's results since the last call.
+        """Apply the writer's results since the last call, and add files that other servers wrote.
 
         Written blocks can be demoted. Blocks whose file was removed are forgotten if not in
         memory.
         """
-        self._told.clear()
+        self._written.clear()
+        while self._found:
+            file = self._found.popleft()
+            if file.path not in self._blocks:
+                new = self._indexed(file)
+                if new is not None:
+                    new[2].insert(new[1], new[0], new[0].used_ns)
         while self._outcomes:
             block, what = self._outcomes.popleft()
             block.pending = block.pending and what == "removed"
@@ -199,7 +234,7 @@ class DiskTier:
 
     def wait(self, seconds: float) -> bool:
         """Wait at most `seconds` until a block was written. Returns False on a timeout."""
-        return bool(self._outcomes) or self._told.wait(seconds)
+        return bool(self._outcomes) or self._written.wait(seconds)
 
     def snapshot(self) -> dict[str, int]:
         """Counters. Writes of other processes today are as of our last write."""
@@ -247,7 +282,7 @@ class DiskTier:
         """Bytes missing for `n_bytes` more, as far as is known, if files used until `until_ns` are
         removed.
         """
-        missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.most_bytes
+        missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.max_bytes
         for file in self._seen.files:
             if missing <= 0 or file.used_ns > until_ns:
                 break
@@ -313,17 +348,34 @@ class DiskTier:
     # --- the writer's thread ----------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        for block, tokens, until_ns, queued_s in iter(self._jobs.get, None):
+        while True:
+            try:
+                job = self._jobs.get(timeout=tunables.FOLDER_SCAN_S)
+            except queue.Empty:
+                self._look_for_files()
+                continue
+            if job is None:
+                break
+            block, tokens, until_ns, queued_s = job
             self._wait_for_a_pause(queued_s + tunables.WRITE_PATIENCE_S)
             with self._lock:
                 self._pending_bytes -= block.file_bytes
             what = self._put(block, tokens, until_ns)
             self.budget.written_bytes()
             self._outcomes.append((block, what))
-            self._told.set()
+            self._written.set()
             if self._jobs.empty():
                 self._stamp()
+            if self._scan.due:
+                self._look_for_files()
         self._stamp()
+
+    def _look_for_files(self) -> None:
+        """Read the headers of files that other servers have written."""
+        for path in self._scan.new_files(list(self._blocks)):
+            indexed = read_entry(path, self.identity)
+            if indexed is not None:
+                self._found.append(FoundFile(path, *indexed))
 
     def _put(self, block: Block, tokens: Tokens, until_ns: int) -> Outcome:
         data = block.data
@@ -335,22 +387,20 @@ class DiskTier:
         # Other processes may have written in the meantime.
         self.budget.written_bytes()
         if self.budget.known()[1]:
-            return "held back"
+            return "deferred"
         try:
             self._write_file(tokens, block, data, until_ns)
         except OSError:
             # On a full or read-only disk only this block is lost.
-            with contextlib.suppress(OSError):
-                block.path.with_suffix(".part").unlink(missing_ok=True)
             return "failed"
         return "written"
 
     @property
-    def _pressed(self) -> bool:
+    def _must_hurry(self) -> bool:
         return self._hurry or self._pending_bytes > tunables.WRITE_WAITING_BYTES
 
     def _wait_for_a_pause(self, until_s: float) -> None:
-        while not self._pressed:
+        while not self._must_hurry:
             if not self.quiet.wait(max(0.0, until_s - time.monotonic())):
                 return
             if self._hurry or not self._working.wait(tunables.WRITE_PAUSE_S):
@@ -369,7 +419,7 @@ class DiskTier:
 
     def _rest(self, took_s: float) -> None:
         """Rest after a piece that took `took_s`, while steps run: computing has priority."""
-        if not self._pressed:
+        if not self._must_hurry:
             self.quiet.wait(min(took_s * tunables.WRITE_RESTS, tunables.WRITE_REST_S))
 
     def _stamp(self) -> None:
@@ -378,34 +428,33 @@ class DiskTier:
             stamp_ns = block.file_time_ns
             if stamp_ns != block.stamp_ns:
                 with contextlib.suppress(OSError):
-                    os.utime(block.path, ns=(stamp_ns, stamp_ns))
+                    if file_time_ns(block, block.path.stat().st_mtime_ns) == stamp_ns:
+                        os.utime(block.path, ns=(stamp_ns, stamp_ns))
                     block.stamp_ns = stamp_ns
 
-    def _survey(self) -> Survey:
+    def _survey(self) -> FolderSurvey:
         files = []
-        for path in self.directory.parent.glob("*/*.kv"):
+        for path in regular_files(self.directory.parent, "*/*.kv"):
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                own = self._blocks.get(path)
-                files.append(
-                    StoredFile(
-                        own.file_time_ns if own is not None else stat.st_mtime_ns,
-                        stat.st_size,
-                        path,
-                    )
-                )
+                used_ns = file_time_ns(self._blocks.get(path), stat.st_mtime_ns)
+                files.append(StoredFile(used_ns, stat.st_size, path))
         total = sum(file.size_bytes for file in files)
+        # Files that other servers write now count too.
+        for path in regular_files(self.directory.parent, "*/*.part"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
         spare_bytes = shutil.disk_usage(self.directory).free - self.free_bytes
-        return Survey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
+        return FolderSurvey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
 
     def _make_room(self, block: Block, until_ns: int) -> None:
         """Remove files last used by `until_ns` until `block` fits. Raises OSError if it doesn't
         fit.
         """
-        files, total, most_bytes = self._survey()
-        if block.file_bytes > most_bytes:
-            raise OSError("larger than the whole tier, or than what the disk has to spare")
-        removed, enough = files_to_remove(files, total + block.file_bytes - most_bytes, until_ns)
+        files, total, max_bytes = self._survey()
+        if block.file_bytes > max_bytes:
+            raise OSError("larger than the disk cache's limit or the free space of the disk")
+        removed, enough = files_to_remove(files, total + block.file_bytes - max_bytes, until_ns)
         for file in removed:
             file.path.unlink(missing_ok=True)
             gone = self._blocks.get(file.path)
@@ -415,24 +464,35 @@ class DiskTier:
         if enough:
             new = [StoredFile(block.file_time_ns, block.file_bytes, block.path)]
         left = sorted({*files, *new} - set(removed))
-        self._seen = Survey(left, sum(file.size_bytes for file in left), most_bytes)
+        self._seen = FolderSurvey(left, sum(file.size_bytes for file in left), max_bytes)
         if not enough:
-            raise OSError("all that is there was used since")
+            raise OSError("all files on disk were used more recently")
+
+
+def file_time_ns(own: Block | None, stamp_ns: int) -> int:
+    """The time stamp that a file should have. Our own block decides, unless another server has
+    stamped the file later: then it has another `stamp_ns` than the block knows."""
+    if own is None:
+        return stamp_ns
+    if own.stamp_ns in (0, stamp_ns):
+        return own.file_time_ns
+    return max(own.file_time_ns, stamp_ns)
 
 
 def tier_of(backend: Backend, wanted: EngineSettings) -> DiskTier:
     """The disk tier for this backend's KV, with the limits in `wanted`."""
     if wanted.disk_dir is None or wanted.disk_bytes <= 0:
         return DiskTier()
-    kind, identity = folder_names(backend)
+    identity = identity_of(backend)
     disk = DiskTier(
-        Path(wanted.disk_dir) / identity,
-        identity,
+        Path(wanted.disk_dir) / identity.name,
+        identity.name,
         wanted.disk_bytes,
         wanted.disk_free_bytes,
         wanted.disk_daily_bytes,
         wanted.model_name,
-        tunables.READERS_BESIDE_DEVICE if backend.capabilities.kv_on_device else 1,
+        tunables.READERS_WITH_DEVICE_KV if backend.capabilities.kv_on_device else 1,
     )
-    remove_stale(disk.directory, kind)
+    put_label(disk.directory, disk.model)
+    remove_stale(disk.directory, identity.kind)
     return disk

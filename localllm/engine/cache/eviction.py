@@ -132,7 +132,7 @@ class EvictablePool(Protocol):
     def candidates(self) -> Iterable[Candidate]: ...  # those that hold memory and are not locked
     def on_path(self, prefix: Tokens) -> list[Block]: ...  # those along a prefix
     # the tokens from 0 to the block's end; None if they are no longer known
-    def line(self, block: Block) -> Tokens | None: ...
+    def tokens_of(self, block: Block) -> Tokens | None: ...
     # frees its memory and keeps the copy; returns the bytes freed
     def demote(self, block: Block) -> int: ...
     def forget(self, block: Block) -> None: ...  # locked or not
@@ -347,21 +347,22 @@ class IdleSequence:
     space: Space = "free"
     as_of: int | None = None
 
-    def line(self, start: int = 0, stop: int | None = None) -> Tokens:
+    def cache_tokens(self, start: int = 0, stop: int | None = None) -> Tokens:
         """Its tokens [start, stop)."""
         return self.tokens[start:stop]
 
 
-def may_leave(
-    idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool, step_share: float
+def sequences_to_evict(
+    idle: Sequence[IdleSequence], capabilities: Capabilities, *, busy: bool, step_share: float
 ) -> list[IdleSequence]:
     """The exported sequences to evict from the context, because every token there slows down all
     others.
 
-    Device KV is evicted only if others are `busy` and idle tokens cost them enough (`may_stay`).
-    Unless others are `busy`, the newest stays for the next turn of its chat.
+    Device KV is evicted only if others are `busy` and idle tokens cost them enough
+    (`exporting_can_wait`). Unless others are `busy`, the newest stays for the next turn of its
+    chat.
     """
-    if able.kv_on_device and not (busy and step_share > tunables.IDLE_STEP_SHARE):
+    if capabilities.kv_on_device and not (busy and step_share > tunables.IDLE_STEP_SHARE):
         return []
     return [i for i in (idle if busy else idle[:-1]) if i.exported]
 
@@ -371,8 +372,12 @@ def context_order(idle: Sequence[IdleSequence]) -> list[IdleSequence]:
     return sorted(idle, key=lambda i: not i.exported)
 
 
-def may_stay(
-    able: Capabilities, info: ModelInfo, cells_free: int, n_sequences: int, step_share: float
+def exporting_can_wait(
+    capabilities: Capabilities,
+    info: ModelInfo,
+    cells_free: int,
+    n_sequences: int,
+    step_share: float,
 ) -> bool:
     """Is there no benefit in exporting while other requests run?
 
@@ -380,10 +385,10 @@ def may_stay(
     size of their KV relative to the weights.
     """
     room = cells_free > tunables.FEW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
-    return able.kv_on_device and room and step_share <= tunables.IDLE_STEP_SHARE
+    return capabilities.kv_on_device and room and step_share <= tunables.IDLE_STEP_SHARE
 
 
-def export_time_s(able: Capabilities, n_tokens: int, token_s: float) -> float:
+def export_time_s(capabilities: Capabilities, n_tokens: int, token_s: float) -> float:
     """Seconds in which idle sequences may be exported before a prompt of `n_tokens` is read.
 
     0 means that they are exported in pieces between steps. `token_s` is the time per token (0:
@@ -393,7 +398,11 @@ def export_time_s(able: Capabilities, n_tokens: int, token_s: float) -> float:
     of any sequence. 1,400 tokens of SmolLM2 after 3,000 idle ones took 6.5 s instead of 5.2 s. If
     each sequence has its own cells, they do not affect each other.
     """
-    if not able.shares_cells or able.kv_on_device or n_tokens < tunables.EXPORT_FIRST_TOKENS:
+    if (
+        not capabilities.unified
+        or capabilities.kv_on_device
+        or n_tokens < tunables.EXPORT_FIRST_TOKENS
+    ):
         return 0.0
     share_s = tunables.EXPORT_FIRST_SHARE * n_tokens * token_s
     if token_s:

@@ -1,5 +1,9 @@
 """The folders of cached prefixes, one per model: their names, labels, files and daily write limit.
 
+Several servers may use the same folders, also on several machines with a shared disk. A file is
+written under a name of its own and renamed, and files are found by their names, so no locks are
+needed. A server marks its folder while it runs, by the folder's time stamp.
+
 The count of bytes written per day survives restarts. Each model's folder has one file per day.
 Every write first appends a line with its size, so processes need no lock.
 """
@@ -7,7 +11,7 @@ Every write first appends a line with its size, so processes need no lock.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Container, Sequence
@@ -15,53 +19,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from localllm import paths
+from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import StoredFile
-from localllm_backends.contract import Backend
+from localllm.engine.cache.part_files import machine_name
 
 _COUNT_PREFIX = "written-"
 LABEL = "model.txt"
 _LONGEST_LABEL_BYTES = 1024
 
 
-def folder_names(backend: Backend) -> tuple[str, str]:
-    """Return the common prefix of the folder names for this model and KV types, and one full name.
-
-    The full name is that of the folder whose KV this build can read.
-    """
-    info = backend.info
-    able = backend.capabilities
-    if able.states:
-        shape = "states"
-    elif able.segments:
-        shape = "parts"
-    else:
-        shape = "snapshots"
-    kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
-    # The meaning of KV depends on the build: another one may compute, rotate or arrange it
-    # differently.
-    return (
-        kind,
-        f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}",
-    )
+def mark_in_use(folder: Path) -> None:
+    """Mark a folder as used by a running server, unless it was marked recently."""
+    with contextlib.suppress(OSError):
+        if time.time() - folder.stat().st_mtime > tunables.FOLDER_MARK_S:
+            os.utime(folder)
 
 
 def remove_stale(folder: Path, older: str) -> None:
-    """Remove the other folders whose names begin with `older`: their contents have lost their
-    meaning.
+    """Remove other folders whose names begin with `older`, unless a server used them today. They
+    belong to other layouts of the same model's KV, which another build may still use.
+
+    `folder` must exist. Its time stamp is renewed and compared, because the clock of a shared disk
+    may differ from ours.
     """
-    for path in folder.parent.glob(f"{older}*"):
-        if path != folder and path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+        now_s = folder.stat().st_mtime
+        for path in folder.parent.glob(f"{older}*"):
+            is_old = now_s - path.stat().st_mtime > tunables.FOLDER_UNUSED_S
+            if path != folder and path.is_dir() and is_old:
+                shutil.rmtree(path, ignore_errors=True)
 
 
-class Survey(NamedTuple):
+class FolderSurvey(NamedTuple):
     """The files of all models, least recently used first, with their total and the maximum size."""
 
     files: Sequence[StoredFile] = ()
     files_bytes: int = 0
-    most_bytes: int = 0
+    max_bytes: int = 0
 
-    def without(self, paths: Container[Path]) -> Survey:
+    def without(self, paths: Container[Path]) -> FolderSurvey:
         """The same survey without these files."""
         left = [file for file in self.files if file.path not in paths]
         return self._replace(files=left, files_bytes=sum(file.size_bytes for file in left))
@@ -80,8 +78,8 @@ def put_label(folder: Path, model: str) -> None:
 
 def label(folder: Path) -> str | None:
     try:
-        with (folder / LABEL).open("rb") as f:
-            return f.read(_LONGEST_LABEL_BYTES).decode("utf-8", "replace").strip() or None
+        text = paths.file_bytes(folder / LABEL, _LONGEST_LABEL_BYTES).decode("utf-8", "replace")
+        return text.strip() or None
     except OSError:
         return None
 
@@ -107,8 +105,8 @@ class WriteBudget:
         """Bytes written today, under `root` or in one `folder` of it."""
         name = _COUNT_PREFIX + self.day()
         if folder is not None:
-            return _counted_bytes(folder / name)
-        total = sum(_counted_bytes(path) for path in self.root.glob(f"*/{name}"))
+            return sum(_counted_bytes(path) for path in folder.glob(f"{name}*"))
+        total = sum(_counted_bytes(path) for path in self.root.glob(f"*/{name}*"))
         self._known = name, total
         return total
 
@@ -124,7 +122,8 @@ class WriteBudget:
 
     def count(self, folder: Path, n_bytes: int) -> None:
         """Record that `n_bytes` are about to be written into `folder`. Raises OSError."""
-        path = folder / (_COUNT_PREFIX + self.day())
+        # Only processes of one machine append to the same file.
+        path = folder / f"{_COUNT_PREFIX}{self.day()}.{machine_name()}"
         if not path.exists():
             remove_old_counts(folder, self.day())
         with path.open("ab", buffering=0) as f:
@@ -134,7 +133,7 @@ class WriteBudget:
 def _counted_bytes(path: Path) -> int:
     """The sum of a day's file. Its last line may be incomplete."""
     try:
-        whole, _, _ = path.read_bytes().rpartition(b"\n")
+        whole, _, _ = paths.file_bytes(path).rpartition(b"\n")
     except OSError:
         return 0
     return sum(int(line) for line in whole.split(b"\n") if line.isdigit())

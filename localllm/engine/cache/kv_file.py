@@ -40,11 +40,13 @@ import numpy as np
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.identity import FILE_FORMAT
+from localllm.engine.cache.part_files import part_of
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.step_costs import DecayedRatio
 from localllm.engine.tokens import Tokens
 
-_MAGIC = b"localllm-kv-6\n"
+_MAGIC = f"localllm-kv-{FILE_FORMAT}\n".encode()
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sI?QQ")
 _CHECKSUM = struct.Struct("<I")
 # The open file to read from.
@@ -84,8 +86,7 @@ class KvEntry:
         """The contents of the file, in order. A piece is hashed only when it is requested, so each
         is quick.
         """
-        fixed = _HEAD.pack(_MAGIC, self.start, self.state, len(self.tokens), len(data))
-        head = fixed + self.tokens.tobytes()
+        head = self._head(len(data))
         data = memoryview(data)
         checksums = []
         size = tunables.FILE_PIECE_BYTES
@@ -96,11 +97,32 @@ class KvEntry:
             yield piece
         yield b"".join(checksums)
 
+    def opened(self, whole: memoryview) -> memoryview | None:
+        """The exported KV in `whole`, the contents of this entry's file; None if it is another file
+        or a checksum is wrong.
+        """
+        body_bytes = _body_bytes(len(whole))
+        head = self._head(body_bytes - _HEAD.size - self.tokens.nbytes)
+        if whole[: len(head)] != head:
+            return None
+        checksums = []
+        for at in range(0, body_bytes, tunables.FILE_PIECE_BYTES):
+            piece = whole[at : min(at + tunables.FILE_PIECE_BYTES, body_bytes)]
+            checksums.append(_CHECKSUM.pack(zlib.crc32(piece)))
+        if b"".join(checksums) != whole[body_bytes:]:
+            return None
+        return whole[len(head) : body_bytes].toreadonly()
 
-def _body_bytes(whole_bytes: int) -> int:
+    def _head(self, n_data: int) -> bytes:
+        """The part before `n_data` bytes of KV."""
+        fixed = _HEAD.pack(_MAGIC, self.start, self.state, len(self.tokens), max(n_data, 0))
+        return fixed + self.tokens.tobytes()
+
+
+def _body_bytes(file_bytes: int) -> int:
     """Bytes of a file before its checksums."""
-    n_pieces = -(-whole_bytes // (tunables.FILE_PIECE_BYTES + _CHECKSUM.size))
-    return whole_bytes - _CHECKSUM.size * n_pieces
+    n_pieces = -(-file_bytes // (tunables.FILE_PIECE_BYTES + _CHECKSUM.size))
+    return file_bytes - _CHECKSUM.size * n_pieces
 
 
 def _entry(f: Readable, body_bytes: int, identity: str, name: str) -> KvEntry | None:
@@ -190,19 +212,25 @@ def read_data(
 def write_pieces(
     path: Path, pieces: Iterable[bytes | memoryview], rest: Callable[[float], object]
 ) -> None:
-    """Write a temporary file and rename it, so that an incomplete file is never used.
+    """Write a temporary file and rename it, so that an incomplete file is never used. The temporary
+    name is this process's own, because another process may write the same file.
 
     Calls `rest` after each piece with the seconds that it took. Raises OSError.
     """
-    part = path.with_suffix(".part")
+    part = part_of(path)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as f:
-        started = time.perf_counter()
-        for piece in pieces:
-            f.write(piece)
-            rest(time.perf_counter() - started)
+    try:
+        with os.fdopen(descriptor, "wb") as f:
             started = time.perf_counter()
-    part.replace(path)
+            for piece in pieces:
+                f.write(piece)
+                rest(time.perf_counter() - started)
+                started = time.perf_counter()
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 # --- reading ahead --------------------------------------------------------------------------------
@@ -246,7 +274,7 @@ class ReadAhead:
         self._wanted: dict[Block, PendingRead] = {}
         self.jobs: queue.SimpleQueue[PendingRead | None] = queue.SimpleQueue()
         # Set after each read, and by other threads after anything else that the engine waits for.
-        self.news = threading.Event()
+        self.wake = threading.Event()
         self._awaited = threading.Event()
         self._since_s: float | None = None
         self._thread: threading.Thread | None = None
@@ -293,17 +321,17 @@ class ReadAhead:
             self.wanted_bytes -= block.size_bytes
 
     def wait(self, seconds: float) -> None:
-        """Wait for news, at most `seconds`."""
+        """Wait until `wake` is set, at most `seconds`."""
         self._awaited.set()
-        self.news.wait(seconds)
-        self.news.clear()
+        self.wake.wait(seconds)
+        self.wake.clear()
         self._awaited.clear()
 
     def learn(self, n_bytes: float, seconds: float) -> None:
         """Record that `n_bytes` were read and checked in `seconds`."""
         self._speed.add(seconds, n_bytes)
 
-    def is_worth(self, blocks: Iterable[Block], compute_s: float) -> bool:
+    def is_worth_reading(self, blocks: Iterable[Block], compute_s: float) -> bool:
         """True if the rest of `blocks` is read in less than `compute_s`, the time to compute their
         tokens.
 
@@ -364,15 +392,15 @@ class ReadAhead:
         """Read an entire file."""
         self._since_s = self._clock()
         try:
-            wanted.data = self._read(wanted.block, partial(self.came, wanted))
+            wanted.data = self._read(wanted.block, partial(self.piece_read, wanted))
         except (OSError, MemoryError):
             wanted.data = None
         self._since_s = None
         wanted.left_bytes = 0
         wanted.done = True
-        self.news.set()
+        self.wake.set()
 
-    def came(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
+    def piece_read(self, wanted: PendingRead, n_bytes: int, took_s: float) -> None:
         """Account for a piece of a file. Each of its reader threads reports its own pieces."""
         self.learn(n_bytes, took_s)
         wanted.left_bytes -= n_bytes

@@ -30,7 +30,7 @@ class TokenSequence(Protocol):
     def tokens(self) -> Sequence[int] | Tokens:
         """All tokens, computed or not."""
 
-    def line(self, start: int = 0, stop: int | None = None) -> Tokens:
+    def cache_tokens(self, start: int = 0, stop: int | None = None) -> Tokens:
         """Tokens [start, stop) as the cache knows them (see `tokens.salted`)."""
 
 
@@ -55,13 +55,13 @@ class PromptMatch:
         self._planned: tuple[Hashable, RestorePlan] | None = None
 
     def shared(self, other: TokenSequence) -> int:
-        same, parted = self._shared.get(other, (0, False))
+        same, differs = self._shared.get(other, (0, False))
         n = min(len(other.tokens), len(self.tokens))
-        if same < n and not parted:
-            new = common_prefix(other.line(same, n), self.tokens[same:n])
-            parted = new < n - same
+        if same < n and not differs:
+            new = common_prefix(other.cache_tokens(same, n), self.tokens[same:n])
+            differs = new < n - same
             same += new
-            self._shared[other] = same, parted
+            self._shared[other] = same, differs
         return min(same, n)
 
     def plan(self, version: Hashable, make: Callable[[Tokens], RestorePlan]) -> RestorePlan:
@@ -85,12 +85,12 @@ class RestorePlan:
 
     The parts are either pieces of KV, or all the KV up to a state followed by that state.
 
-        `held`: the tree and match of everything that must be locked for the parts.
+        `to_lock`: the trees and matches that must be locked for the parts.
         `unread`: tokens that are held on disk, but are faster to compute.
         `known`: how far the prompt matched any sequence.
     """
 
-    held: tuple[tuple[PrefixCache, Match], ...] = ()
+    to_lock: tuple[tuple[PrefixCache, Match], ...] = ()
     parts: tuple[CachedPart, ...] = ()
     unread: int = 0
     known: int = 0
@@ -104,16 +104,17 @@ class RestorePlan:
     def saved(self) -> int:
         return sum(part.n_tokens for part in self.parts)
 
-    def saved_behind(self, held: int) -> int:
-        """Tokens to import if a sequence in the context already has the first `held` tokens."""
+    def saved_after(self, n_present: int) -> int:
+        """Tokens to import if a sequence in the context already has the first `n_present`
+        tokens."""
         if self.divisible:
-            return sum(max(0, p.stop - max(p.start, held)) for p in self.parts)
+            return sum(max(0, p.stop - max(p.start, n_present)) for p in self.parts)
         return 0
 
-    def beyond(self, held: int) -> RestorePlan:
-        """The rest of the plan for a sequence that already has the first `held` tokens."""
+    def rest_after(self, n_present: int) -> RestorePlan:
+        """The rest of the plan for a sequence that already has the first `n_present` tokens."""
         parts = self.parts if self.divisible else ()
-        left = [replace(p, start=max(p.start, held)) for p in parts if p.stop > held]
+        left = [replace(p, start=max(p.start, n_present)) for p in parts if p.stop > n_present]
         return replace(self, parts=tuple(left), unread=0)
 
 
@@ -121,16 +122,17 @@ class RestorePlan:
 class PrefixSource:
     """The source of the first `length` tokens of a prompt.
 
-    `held` of them come from a `sequence` in the context: that of the `idle` one if it is set, else
-    that of a running request. The rest comes from the cache, by `plan`.
+    `reused` of them come from a `sequence` in the context: that of the `idle` one if it is set,
+    else that of a running request. The rest comes from the cache, by `plan`.
 
         `known`: how far the prompt matched any known sequence.
-        `state`: the state after the `held` tokens, if the sequence can't rewind to them by itself.
+        `state`: the state after the `reused` tokens, if the sequence can't rewind to them by
+        itself.
     """
 
     length: int = 0
     known: int = 0
-    held: int = 0
+    reused: int = 0
     idle: IdleSequence | None = None
     sequence: int | None = None
     plan: RestorePlan = RestorePlan()
@@ -160,15 +162,15 @@ def plan_restore(
         parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
         unread = match.saved - sum(part.n_tokens for part in parts)
         return RestorePlan(((cache, match),), parts, unread, match.known)
-    held = reached = len(prompt)
+    length = reached = len(prompt)
     if not snapshots:
-        held = match.length
+        length = match.length
         reached = 0
         for part in match.parts:
             if part.start > reached or not should_load(part.block, part.n_tokens):
                 break
             reached = part.stop
-    unread = states.peek(prompt[:held]).saved
+    unread = states.peek(prompt[:length]).saved
     state = longest(states, prompt[:reached], should_load)
     known = max(match.known, states.peek(prompt).known)
     match = cache.peek(prompt[: state.saved])

@@ -26,7 +26,7 @@ from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch,
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.cache.store import KvStore, checkpoints
 from localllm.engine.cache.tree import PrefixCache
-from localllm.engine.tokens import Tokens, image_boundary
+from localllm.engine.tokens import Tokens, media_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
 
@@ -44,8 +44,8 @@ class SequencePool:
         self.running: Mapping[str, RunningSequence] = {}
         kv.budget.in_context = self.in_context
         self._leaving: int | None = None
-        held = backend.memory()
-        self._token_share = held.kv_bytes / backend.info.n_ctx / max(held.weights_bytes, 1)
+        memory = backend.memory()
+        self._token_share = memory.kv_bytes / backend.info.n_ctx / max(memory.weights_bytes, 1)
         self.restored_tokens = 0
 
     def snapshot(self) -> dict[str, int]:
@@ -72,39 +72,39 @@ class SequencePool:
         known = plan.known
         length = plan.saved if plan.saved >= tunables.MIN_TOKENS else 0
         best = PrefixSource(length, plan=plan)
-        lines: list[RunningSequence | IdleSequence] = [*running, *self.idle]
-        for line in lines:
-            if line.sequence is None:
+        candidates: list[RunningSequence | IdleSequence] = [*running, *self.idle]
+        for other in candidates:
+            if other.sequence is None:
                 continue
-            idle = line if isinstance(line, IdleSequence) else None
-            if isinstance(line, IdleSequence):
-                n_held = len(line.tokens)
+            idle = other if isinstance(other, IdleSequence) else None
+            if isinstance(other, IdleSequence):
+                n_held = len(other.tokens)
             else:
-                n_held = line.n_kv
-            shared = image_boundary(prompt.tokens, min(most, n_held, prompt.shared(line)))
+                n_held = other.n_kv
+            shared = media_boundary(prompt.tokens, min(most, n_held, prompt.shared(other)))
             known = max(known, shared)
             # Taking over an idle sequence costs less than a fork, so it wins if both hold as many
             # tokens.
             least = max(best.length + (idle is None), 1)
-            if not shared or shared + plan.saved_behind(shared) < least:
+            if not shared or shared + plan.saved_after(shared) < least:
                 continue
-            held, state = self._reaches(line.sequence, shared, n_held, prompt.tokens)
-            further = plan.beyond(held)
-            length = held + further.saved
+            reused, state = self._reusable_tokens(other.sequence, shared, n_held, prompt.tokens)
+            further = plan.rest_after(reused)
+            length = reused + further.saved
             if length < least:
                 continue
-            best = PrefixSource(length, known, held, idle, line.sequence, further, state)
+            best = PrefixSource(length, known, reused, idle, other.sequence, further, state)
         return replace(best, known=known)
 
-    def _reaches(
-        self, sequence: int, shared: int, held: int, prompt: Tokens
+    def _reusable_tokens(
+        self, sequence: int, shared: int, n_held: int, prompt: Tokens
     ) -> tuple[int, Block | None]:
         """How many of the `shared` tokens another sequence could take over, and the state this
         needs.
 
-        `held`: the tokens that the source sequence holds in total.
+        `n_held`: the tokens that the source sequence holds in total.
         """
-        if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
+        if shared == n_held or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
         return self.kv.longest_state(prompt[:shared])
 
@@ -113,7 +113,7 @@ class SequencePool:
         brings?
         """
         idle = sum(len(i.tokens) for i in self.idle)
-        return self._backend.cells_free() + idle - (source.held if source.idle else 0) >= cells
+        return self._backend.cells_free() + idle - (source.reused if source.idle else 0) >= cells
 
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
         """Free cells needed to hold `n_tokens`.
@@ -121,7 +121,7 @@ class SequencePool:
         An idle source brings its own cells. A running one brings them if forks share cells.
         """
         brings = source.idle is not None or self._backend.capabilities.shares_cells
-        return n_tokens - (source.held if brings else 0)
+        return n_tokens - (source.reused if brings else 0)
 
     # --- taking -----------------------------------------------------------------------------------
 
@@ -137,12 +137,12 @@ class SequencePool:
             self.kv.touch(prompt[:-1])
         sequence = None
         if source.idle is not None:
-            sequence = self._take_idle(source.idle, source.held, source.state)
+            sequence = self._take_idle(source.idle, source.reused, source.state)
         elif source.sequence is not None:
-            sequence = self._fork(source.sequence, source.held, source.state)
+            sequence = self._fork(source.sequence, source.reused, source.state)
         if sequence is not None:
             self._keep_state(sequence, source, prompt)
-            return Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.held)
+            return Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.reused)
         if source.sequence is None:
             plan = source.plan
         else:
@@ -157,19 +157,19 @@ class SequencePool:
         """
         if self.kv.states is None or self.kv.snapshots or source.state is not None:
             return
-        point, _ = self.kv.longest_state(prompt[: source.held])
-        if source.held - point > tunables.WORTH_A_STATE_TOKENS:
-            self.checkpoint(sequence, prompt[: source.held])
+        point, _ = self.kv.longest_state(prompt[: source.reused])
+        if source.reused - point > tunables.WORTH_A_STATE_TOKENS:
+            self.checkpoint(sequence, prompt[: source.reused])
 
-    def _new_sequence(self, in_the_way: IdleSequence | None) -> int:
+    def _new_sequence(self, blocking: IdleSequence | None) -> int:
         try:
             return self._backend.new_sequence()
         except NoCellsError:
-            # The idle sequence to be taken over could not be truncated. Its slot was counted on,
-            # so it is dropped.
-            if in_the_way not in self.idle:
+            # The idle sequence to be taken over could not be truncated. Its slot is needed, so it
+            # is dropped.
+            if blocking not in self.idle:
                 raise
-            self._drop(in_the_way)
+            self._drop(blocking)
             return self._backend.new_sequence()
 
     def _take_idle(self, idle: IdleSequence, length: int, state: Block | None) -> int | None:
@@ -288,7 +288,7 @@ class SequencePool:
             lambda token: token >= 0 and backend.token_bytes(token).endswith(b"\n\n"),
             interval,
         )
-        points = {image_boundary(prompt, point) for point in found}
+        points = {media_boundary(prompt, point) for point in found}
         return sorted(point for point in points if point > n_kv)
 
     # --- leaving the context ----------------------------------------------------------------------
@@ -302,12 +302,12 @@ class SequencePool:
         """
         self._sync()
         info = self._backend.info
-        able = self._backend.capabilities
+        capabilities = self._backend.capabilities
         n_sequences = live + len(self.idle)
         if not (
             busy
-            and eviction.may_stay(
-                able, info, self._backend.cells_free(), n_sequences, self._step_share
+            and eviction.exporting_can_wait(
+                capabilities, info, self._backend.cells_free(), n_sequences, self._step_share
             )
         ):
             for idle in reversed(self.idle) if self.kv.closing else self.idle:
@@ -353,9 +353,9 @@ class SequencePool:
         self._sync()
         if prompt is not None and self.idle:
             self.kv.touch(prompt)
-        self.kv.be_patient(cells if len(self.running) <= (prompt is None) else 0)
+        self.kv.set_write_patience(cells if len(self.running) <= (prompt is None) else 0)
         for idle in eviction.context_order(self.idle):
-            least = source.held if idle is source.idle else 0
+            least = source.reused if idle is source.idle else 0
             while not self._has_room(cells, live) and self._shorten(
                 idle, cells - self._backend.cells_free(), least
             ):
@@ -371,7 +371,7 @@ class SequencePool:
         """
         start = max(len(idle.tokens) - max(cells, tunables.PIECE_TOKENS), 0)
         divisible = self._can_split and self.kv.states is None
-        start = image_boundary(
+        start = media_boundary(
             idle.tokens, max(start if start >= tunables.PIECE_TOKENS else 0, least)
         )
         if (not divisible or cells <= 0) and least:
@@ -397,13 +397,15 @@ class SequencePool:
             return
         for job in self.running.values():
             if job.sequence not in (None, self._leaving):
-                yield from self._copies_of(job.line(0, self._backend.length(job.sequence)))
+                yield from self._cached_copies(
+                    job.cache_tokens(0, self._backend.length(job.sequence))
+                )
         for idle in reversed(self.idle):
-            yield from self._copies_of(idle.tokens)
+            yield from self._cached_copies(idle.tokens)
 
-    def _copies_of(self, line: Tokens) -> Iterator[tuple[PrefixCache, Block]]:
-        blocks = self.cache.on_path(line)
-        return ((self.cache, block) for block in blocks if block.stop <= len(line))
+    def _cached_copies(self, tokens: Tokens) -> Iterator[tuple[PrefixCache, Block]]:
+        blocks = self.cache.on_path(tokens)
+        return ((self.cache, block) for block in blocks if block.stop <= len(tokens))
 
     def drop_one(self) -> bool:
         """Free cells for one more step from an idle sequence, whatever number the backend reports
@@ -443,8 +445,10 @@ class SequencePool:
         return self._token_share * sum(len(idle.tokens) for idle in self.idle)
 
     def _evict_exported(self, *, busy: bool) -> None:
-        able = self._backend.capabilities
-        for idle in eviction.may_leave(self.idle, able, busy=busy, step_share=self._step_share):
+        capabilities = self._backend.capabilities
+        for idle in eviction.sequences_to_evict(
+            self.idle, capabilities, busy=busy, step_share=self._step_share
+        ):
             self._drop(idle)
 
     def _drop(self, idle: IdleSequence) -> None:

@@ -22,7 +22,7 @@ from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 class Restoration:
     """The import of a prompt's cached parts into `sequence`.
 
-    `held` tokens are in the sequence now, `imported` of them from the cache. The blocks stay
+    `n_tokens` tokens are in the sequence now, `imported` of them from the cache. The blocks stay
     locked in the cache until the restoration is `done` or closed. Failures are not raised:
     tokens that can't be restored are computed, and counted by reason in `missed`.
     """
@@ -32,17 +32,17 @@ class Restoration:
     sequence: int
     prompt: Tokens
     plan: RestorePlan
-    held: int = 0
+    n_tokens: int = 0
     imported: int = 0
     done: bool = False
     missed: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._parts = list(reversed(self.plan.parts))
-        self._gap_start = self.in_place = self.held
-        # All tokens in the sequence. The sequence could continue only after the first `held` of
+        self._gap_start = self.in_place = self.n_tokens
+        # All tokens in the sequence. The sequence could continue only after the first `n_tokens` of
         # them.
-        self._reached = self.held
+        self._reached = self.n_tokens
         self._wanted: list[Block] = []
         self._lock()
         self._miss("unread", self.plan.unread)
@@ -87,14 +87,14 @@ class Restoration:
                 n_tokens = sum(late)
             else:
                 n_tokens = self.plan.saved
-            if self.kv.worth_reading(self._coming(), n_tokens):
+            if self.kv.worth_reading(self._remaining_blocks(), n_tokens):
                 # A block that another restoration had read may be gone again.
                 self._look_ahead()
                 break
             self._give_up()
         return False
 
-    def _coming(self) -> list[Block]:
+    def _remaining_blocks(self) -> list[Block]:
         """The blocks that are still to be imported, in order."""
         return [part.block for part in reversed(self._parts)]
 
@@ -103,14 +103,14 @@ class Restoration:
         if not self._parts:
             self.close()
             return
-        coming = self._coming()
-        for block in [b for b in self._wanted if b not in coming]:
+        remaining = self._remaining_blocks()
+        for block in [b for b in self._wanted if b not in remaining]:
             self._wanted.remove(block)
             self.kv.disk.reads.release(block)
-        for block in coming:
+        for block in remaining:
             if block in self._wanted or self.kv.in_memory(block):
                 continue
-            if not self.kv.disk.reads.want(block, due=block is coming[0]):
+            if not self.kv.disk.reads.want(block, due=block is remaining[0]):
                 break
             self._wanted.append(block)
 
@@ -140,7 +140,7 @@ class Restoration:
                 self.backend.truncate(self.sequence, 0)
         except BackendFailure:
             # A block that this build can't read is a miss.
-            self.backend.truncate(self.sequence, self.held)
+            self.backend.truncate(self.sequence, self.n_tokens)
             self._lose(part.block, part.n_tokens)
         self._look_ahead()
 
@@ -156,8 +156,8 @@ class Restoration:
             self.backend.import_state(self.sequence, data, part.stop)
         self._reached = self._gap_start = part.stop
         if self.plan.divisible or not self._parts:
-            self.imported += part.stop - self.held
-            self.held = part.stop
+            self.imported += part.stop - self.n_tokens
+            self.n_tokens = part.stop
 
     def at_once(self) -> None:
         """Import everything up to the first gap."""
@@ -165,14 +165,14 @@ class Restoration:
             self.step()
         self.close()
 
-    def computed(self, held: int) -> None:
-        """Record that the sequence now holds `held` tokens.
+    def computed(self, n_tokens: int) -> None:
+        """Record that the sequence now holds `n_tokens` tokens.
 
         If this fills a gap, the gap's KV is stored in the cache as a block of its own.
         """
-        self.held = self._reached = held
+        self.n_tokens = self._reached = n_tokens
         if self.computes_to is None and self._parts:
-            self.kv.store(self.sequence, self.prompt[:held], self._gap_start)
+            self.kv.store(self.sequence, self.prompt[:n_tokens], self._gap_start)
 
     def close(self) -> None:
         """Unlock the blocks. The tokens held stay in the sequence."""
@@ -184,7 +184,7 @@ class Restoration:
             _unlock(self.plan)
 
     def _lock(self) -> None:
-        for tree, match in self.plan.held:
+        for tree, match in self.plan.to_lock:
             tree.lock(match)
 
     def _lose(self, block: Block, n_tokens: int) -> None:
@@ -197,14 +197,14 @@ class Restoration:
     def _replan(self, reason: str, *, at_once: bool) -> None:
         """Restart from token 0 with the next best plan."""
         self.backend.truncate(self.sequence, 0)
-        self.held = self._reached = 0
+        self.n_tokens = self._reached = 0
         self._gap_start = 0
-        held = self.plan
+        previous = self.plan
         self.plan = self.kv.plan(self.prompt, at_once=at_once)
         self._lock()
-        _unlock(held)
+        _unlock(previous)
         self._parts = list(reversed(self.plan.parts))
-        self._miss(reason, held.saved - self.plan.saved)
+        self._miss(reason, previous.saved - self.plan.saved)
         self._look_ahead()
 
     def _miss(self, reason: str, n_tokens: int) -> None:
@@ -213,5 +213,5 @@ class Restoration:
 
 
 def _unlock(plan: RestorePlan) -> None:
-    for tree, match in plan.held:
+    for tree, match in plan.to_lock:
         tree.unlock(match)

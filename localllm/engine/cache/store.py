@@ -24,7 +24,7 @@ from localllm.engine.cache.eviction import (
 from localllm.engine.cache.matching import RestorePlan, longest, plan_restore
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.step_costs import PrefillCost
-from localllm.engine.tokens import Tokens, image_boundary, next_image_boundary
+from localllm.engine.tokens import Tokens, media_boundary, next_media_boundary
 from localllm_backends.contract import Backend, BackendFailure
 
 
@@ -77,7 +77,7 @@ class KvStore:
         should_load = self.should_load
         if at_once:
             should_load = self._held_in_memory
-        most = prompt[: image_boundary(prompt, len(prompt) - 1)]
+        most = prompt[: media_boundary(prompt, len(prompt) - 1)]
         return plan_restore(self.cache, most, should_load, self.states, snapshots=self.snapshots)
 
     def version(self) -> Hashable:
@@ -122,7 +122,7 @@ class KvStore:
     def worth_reading(self, blocks: Iterable[Block], n_tokens: int) -> bool:
         """Are those of `blocks` that are not in memory read before `n_tokens` could be computed?"""
         late = [block for block in blocks if not self.in_memory(block)]
-        return not late or self.disk.reads.is_worth(late, n_tokens * self.speed.token_s)
+        return not late or self.disk.reads.is_worth_reading(late, n_tokens * self.speed.token_s)
 
     def in_memory(self, block: Block) -> bool:
         """True if no file must be read to use the block."""
@@ -217,12 +217,12 @@ class KvStore:
         """The end of the piece of `prefix` that begins at `start`."""
         stop = min(stop, start + tunables.PIECE_TOKENS)
         if self._backend.capabilities.kv_on_device:
-            while self._backend.export_runs(sequence, start, stop) > tunables.MOST_RUNS:
+            while self._backend.export_runs(sequence, start, stop) > tunables.MAX_RUNS:
                 stop = start + (stop - start + 1) // 2
-        whole = image_boundary(prefix, stop)
+        whole = media_boundary(prefix, stop)
         if whole > start:
             return whole
-        return next_image_boundary(prefix, stop)
+        return next_media_boundary(prefix, stop)
 
     def store(
         self,
@@ -322,22 +322,22 @@ class KvStore:
         made.
 
         Room comes from files last used by `until`. It also comes from files whose blocks are also
-        in memory or the context. If the block stays in memory (`leaves` is False), only copies
-        used before it count. Otherwise two blocks would replace each other's files again and
-        again.
+        in memory or the context. If the block stays in memory (`leaves` is False), or if the
+        engine closes and no copy remains elsewhere, only copies used before it count. Otherwise
+        two blocks would replace each other's files again and again.
 
         Returns "pending" if it is queued, "free" if it can't or needn't be written, "full" if
         there is no room.
         """
-        line = pool.line(block) if self.disk.wants(block) else None
-        if line is None:
+        tokens = pool.tokens_of(block) if self.disk.wants(block) else None
+        if tokens is None:
             return "free"
         until = min(until, block.file_time_ns)
-        before = math.inf if leaves else block.file_time_ns
+        before = math.inf if leaves and not self.closing else block.file_time_ns
         for at in sorted({until, min(until, self.budget.forgotten)}):
             missing = self.disk.missing_bytes(block.file_bytes, at)
             if missing <= 0 or self.disk.remove_copies(self._copies(before), missing, at):
-                self.disk.write(block, line, until)
+                self.disk.write(block, tokens, until)
                 return "pending"
         return "full"
 
@@ -376,7 +376,7 @@ class KvStore:
 
     # --- the disk ---------------------------------------------------------------------------------
 
-    def be_patient(self, n_tokens: int) -> None:
+    def set_write_patience(self, n_tokens: int) -> None:
         """Set how long an eviction for `n_tokens` may wait for writes that free memory.
 
         The limit is a share of the time that computing the tokens would take.
@@ -434,7 +434,7 @@ def checkpoints(
     if interval is not None:
         points.add(known)
         start = max(n_kv, known)
-        points |= _paragraph(prompt, start, ends_paragraph) or _towards_the_end(points, turns, n)
+        points |= _paragraph(prompt, start, ends_paragraph) or _points_near_end(points, turns, n)
         points |= _spaced(turns, n, interval)
     last = max((p for p in points if tunables.NEAR_TOKENS <= p < n), default=0)
     if n - last > (tunables.WORTH_A_STEP_TOKENS if last else tunables.NEAR_TOKENS):
@@ -443,10 +443,10 @@ def checkpoints(
     if known == n - 1 and interval is not None:
         # The same prompt was sent twice, so it will probably be sent again.
         required.add(known)
-    return _apart([p for p in points if tunables.NEAR_TOKENS <= p < n], required, n_kv)
+    return _not_too_close([p for p in points if tunables.NEAR_TOKENS <= p < n], required, n_kv)
 
 
-def _apart(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
+def _not_too_close(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
     """The points after `n_kv` that are `required` or not too close to the point before."""
     kept: list[int] = []
     for point in sorted(p for p in points if p > n_kv):
@@ -462,7 +462,7 @@ def _paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> se
     return set(next(([i] for i in worth if ends_paragraph(prompt[i - 1])), []))
 
 
-def _towards_the_end(points: set[int], turns: Sequence[int], n: int) -> set[int]:
+def _points_near_end(points: set[int], turns: Sequence[int], n: int) -> set[int]:
     """Points at fixed distances before the end of the prompt, without those that have a neighbour.
 
     If the turn of the answer has just begun, distances count from its beginning.

@@ -259,21 +259,23 @@ class PrefixCache:
             assert node.parent is not None
             below = node.children.values()
             assert len(node.tokens) > 0, "an empty edge"
-            assert node.start == node.parent.stop, "a gap between parent and child"
+            assert node.start == node.parent.stop, "there is a gap between parent and child"
             placed = node.parent.children.get(int(node.tokens[0]))
-            assert placed is node, "a child under the wrong first token"
+            assert placed is node, "a child has the wrong first token"
             assert below or node.block or node.locks, "a dead leaf"
-            assert all(child.locks <= node.locks for child in below), "a lock without its path"
+            assert all(child.locks <= node.locks for child in below), (
+                "a node is locked, but not the path to it"
+            )
             if not self.indivisible:
                 recent = all(child.last_used <= node.last_used for child in below)
-                assert recent, "a beginning older than its end"
+                assert recent, "a node was used less recently than its child"
             if node.block is not None:
                 users[node.block] = users.get(node.block, 0) + 1
                 begins = 0 if self.indivisible else node.start
                 covers = node.block.start <= begins and node.block.stop >= node.stop
-                assert covers, "a block of other tokens"
+                assert covers, "a block belongs to other tokens"
         assert users == {block: len(nodes) for block, nodes in self._users.items()}, (
-            "users disagree with the tree"
+            "the recorded users of a block differ from the tree"
         )
         assert self.held_bytes == sum(block.held_bytes for block in self._users), (
             "held_bytes is wrong"
@@ -307,7 +309,7 @@ class PrefixCache:
         self.held_bytes -= held
         return held
 
-    def line(self, block: Block) -> Tokens | None:
+    def tokens_of(self, block: Block) -> Tokens | None:
         """The tokens from the root to the end of `block`; None if the end has another block now."""
         end = max(self._users[block], key=attrgetter("stop"))
         if end.stop == block.stop:
@@ -316,7 +318,7 @@ class PrefixCache:
 
     def evict(self, block: Block) -> None:
         nodes = self._users[block]
-        assert not any(node.locks for node in nodes), "a held node can't be evicted"
+        assert not any(node.locks for node in nodes), "a locked node can't be evicted"
         self.evicted_tokens += sum(len(node.tokens) for node in nodes)
         self.forget(block)
 

@@ -11,7 +11,7 @@ MIN_TOKENS = 16
 # fraction of a step.
 PIECE_TOKENS = 512
 # runs of cells per export from device memory. Each run is copied separately, twice per layer.
-MOST_RUNS = 64
+MAX_RUNS = 64
 # share of the cells. On a device, sequences are exported while requests run if no more cells than
 # this are free.
 FEW_CELLS_SHARE = 0.25
@@ -61,9 +61,9 @@ POINTS_FROM_THE_END = (36, 140)
 
 # --- idle sequences before a prompt ---------------------------------------------------------------
 
-# tokens. Each evicted cell saves every token of the prompt its attention over that cell, but the
-# cell must be copied first. The break-even is 60 to 100 tokens for SmolLM2 (three heads each for K
-# and V), and fewer with more heads.
+# tokens. If a cell is evicted, no token of the prompt needs to attend to it, but the cell must be
+# copied first. The break-even is 60 to 100 tokens for SmolLM2 (three heads each for K and V), and
+# fewer with more heads.
 EXPORT_FIRST_TOKENS = 128
 # share. Exporting may take this part of the time that the prompt itself takes, if that is known.
 EXPORT_FIRST_SHARE = 0.1
@@ -91,6 +91,14 @@ WRITE_WAIT_SHARE = 0.25
 WRITE_WAIT_S = 3.0
 # bytes. This much free space is left to other users of the disk.
 DISK_FREE_BYTES = 2 * 10**9
+# Several servers may use one folder. After this many seconds, files that others wrote are looked for.
+FOLDER_SCAN_S = 5.0
+# A running server marks its folder as in use at least this often, in seconds. A folder of another
+# layout is removed if it was not marked for `FOLDER_UNUSED_S`.
+FOLDER_MARK_S = 3600.0
+FOLDER_UNUSED_S = 24 * 3600.0
+# seconds. An incomplete file that another machine has not written to for so long is removed.
+PART_UNUSED_S = 3600.0
 # nanoseconds per token of depth. This is coarser than the time stamps of current file systems
 # (NTFS: 100 ns).
 FILE_DEPTH_NS = 1000
@@ -103,7 +111,7 @@ READ_SPEED_DECAY = 0.95
 # threads that read one file if a device computes. One thread checks 2.1 GB/s and copies 1.3 GB/s
 # from the system's file cache. An H200 computes the KV of an 8B model at that rate. A fast disk
 # reads 7 GB/s.
-READERS_BESIDE_DEVICE = 8
+READERS_WITH_DEVICE_KV = 8
 # bytes that are read ahead: one or two large blocks.
 READ_AHEAD_BYTES = 128 * 2**20
 # seconds. The longest rest after a piece. It is longer than copying and hashing a piece take. While

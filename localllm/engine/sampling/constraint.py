@@ -21,7 +21,7 @@ from localllm.grammars.trigger import GrammarTrigger
 
 # An answer ends when the same call is made for the fourth time, letter by letter. Small models
 # repeat a call until the context is full.
-MOST_ALIKE = 4
+MAX_REPEATED_CALLS = 4
 
 
 class AnswerConstraint:
@@ -32,8 +32,10 @@ class AnswerConstraint:
         `forced`: tokens that come next regardless of the model. They are taken without `accept`.
         `wanted`: a grammar that is needed to continue the answer. Pass its matcher to `use`, or
             call `give_up` if the grammar was refused.
-        `spelled`: the last token belongs to a marker or a call, so control tokens in it are text.
-        `turned`: a grammar began or ended with the last token. Earlier drafts are void after it.
+        `control_as_text`: the last token belongs to a marker or a call, so control tokens in it
+            are text and stop strings do not count.
+        `grammar_changed`: a grammar began or ended with the last token. Earlier drafts are void
+            after it.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class AnswerConstraint:
         self._call_at = 0
         self._calls: Counter[bytes] = Counter()
         self._ended = False
+        self._call_in_reasoning = False
         self.forced: list[int] = []
-        self.turned = False
-        self.spelled = False
+        self.grammar_changed = False
+        self.control_as_text = False
         self.wanted: tuple[str, str] | None = None
         if asked.grammar is not None and not self._awaits_reasoning:
             self.wanted = asked.grammar
@@ -76,12 +79,9 @@ class AnswerConstraint:
         return self._trigger is not None
 
     @property
-    def watches_stops(self) -> bool:
-        """True if a client's stop text ends the answer here.
-
-        Stop texts are ignored within a call, and in reasoning before a grammar.
-        """
-        return not self.spelled and not self._awaits_reasoning
+    def call_ended_reasoning(self) -> bool:
+        """True if a call began within the reasoning, so that the reasoning needs no other end."""
+        return self._call_in_reasoning
 
     @property
     def _awaits_reasoning(self) -> bool:
@@ -101,7 +101,7 @@ class AnswerConstraint:
 
     @property
     def why_stuck(self) -> str:
-        """The reason, in words."""
+        """Why the end can't be reached, as text for the client."""
         assert self._matcher is not None
         return self._matcher.why_stuck
 
@@ -126,14 +126,14 @@ class AnswerConstraint:
             return len(tokens)
         return self._matcher.acceptable(tokens)
 
-    def must_come(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """The tokens of the only text that the active grammar allows next."""
         if self._matcher is None:
             return []
         return self._matcher.forced()
 
     @property
-    def may_go_on_freely(self) -> bool:
+    def can_continue_unconstrained(self) -> bool:
         """True if the model's end here would end only the call, so that it would choose again
         freely.
         """
@@ -149,8 +149,8 @@ class AnswerConstraint:
 
         Returns None if a call ended and no token counts. The model must then choose again.
         """
-        self.turned = False
-        self.spelled = self.in_call
+        self.grammar_changed = False
+        self.control_as_text = self.in_call
         if self._matcher is None:
             return self._accept_free(token)
         if self.in_call and token in self._eog:
@@ -185,11 +185,13 @@ class AnswerConstraint:
                 return token
             start, end = found
             self._searched = end
+            was_thinking = self._markers.thinking
             trigger = self._markers.passed(self._text, start, end)
             if trigger is not None and trigger.once and self._calls:
                 self._ended = True
                 return token
             if trigger is not None:
+                self._call_in_reasoning |= was_thinking
                 self._trigger = trigger
                 self._call_at = start
                 return self._begin(token, end, trigger.grammar, trigger.lead)
@@ -241,10 +243,10 @@ class AnswerConstraint:
         assert trigger is not None
         call = bytes(self._text[self._call_at :])
         self._calls[call] += 1
-        self._ended = not trigger.again or self._calls[call] >= MOST_ALIKE
+        self._ended = not trigger.again or self._calls[call] >= MAX_REPEATED_CALLS
         self._trigger = None
         self._matcher = None
-        self.turned = True
+        self.grammar_changed = True
         self._put(trigger.closing)
         self._searched = len(self._text)
 
@@ -255,8 +257,8 @@ class AnswerConstraint:
             self.forced = self._tokens_of(text)
 
     def _want(self, grammar: tuple[str, str]) -> None:
-        self.turned = True
-        self.spelled = True
+        self.grammar_changed = True
+        self.control_as_text = True
         self.wanted = grammar
         self._activate()
 
@@ -320,6 +322,8 @@ class _Markers:
             self.thinking = False
             return trigger
         assert reasoning is not None
+        if not self.thinking and text[:start].strip():
+            return None  # the answer mentions the marker
         self.thinking = not self.thinking
         self._thought = True
         self._reasoning_at = end

@@ -17,9 +17,9 @@ import numpy as np
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.row import (
+    GreatestLogits,
     Ids,
     Row,
-    Top,
     Values,
     base_of,
     block_sums,
@@ -100,27 +100,27 @@ def readable(row: Row) -> Row:
 
 def candidates(row: Row, sampling: Sampling) -> Candidates:
     """The tokens that pass the filters, at a temperature above 0."""
-    top = Top(row)
+    top = GreatestLogits(row)
     if not math.isfinite(top.greatest):
-        top = Top(readable(row))
+        top = GreatestLogits(readable(row))
         if top.greatest == -math.inf:
             return Candidates(np.zeros(1, dtype=np.int64), np.ones(1))
     if 0 < sampling.top_k < len(top.row):
-        return _of_few(top.row, top.ranked(sampling.top_k), sampling)
+        return _from_ranked(top.row, top.ranked(sampling.top_k), sampling)
     if sampling.typical_p < 1.0:
         typical = _typical_of_all(top, sampling.typical_p)
-        return _of_few(top.row, typical, replace(sampling, typical_p=1.0))
+        return _from_ranked(top.row, typical, replace(sampling, typical_p=1.0))
     n = HEAD
     if excludes(sampling):
         # XTC can only exclude tokens among the first n.
         n = max(n, int(min(1 / max(sampling.xtc_threshold, 1e-9), len(top.row))) + 1)
     head = top.ranked(n)
     if len(head) < n or len(head) == len(top.row):
-        return _of_few(top.row, head, sampling)
-    return _of_all(top, head, sampling)
+        return _from_ranked(top.row, head, sampling)
+    return _from_full_row(top, head, sampling)
 
 
-def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
+def _from_ranked(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
     """Filter the ranked tokens `ids`."""
     values = row[ids].astype(np.float64)
     weights = np.exp(values - values[0])
@@ -135,7 +135,7 @@ def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
     return _tempered(ids[:n], values[:n] - values[n_excluded], n_excluded, sampling)
 
 
-def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
+def _from_full_row(top: GreatestLogits, head: Ids, sampling: Sampling) -> Candidates:
     """Filter an entire row. `head` has its greatest tokens, ranked."""
     row = top.row
     base = base_of(top.greatest)
@@ -177,7 +177,9 @@ def _cut(weights: Values, total: float, sampling: Sampling) -> int:
     return max(1, n)
 
 
-def _passing_mask(top: Top, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
+def _passing_mask(
+    top: GreatestLogits, weights: Row | None, total: float, sampling: Sampling
+) -> Row | None:
     """1 for each token of the row that passes top_p and min_p, else 0; None if all tokens pass."""
     row = top.row
     mask = None
@@ -202,7 +204,7 @@ def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
     return np.sort(order[: int(np.searchsorted(np.cumsum(weights[order]), goal)) + 1])
 
 
-def _typical_of_all(top: Top, share: float) -> Ids:
+def _typical_of_all(top: GreatestLogits, share: float) -> Ids:
     """The same for an entire row, with `share` of its total weight as the goal.
 
     It searches more and more of the greatest logits, until all others are further from the mean.

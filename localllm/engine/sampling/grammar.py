@@ -27,7 +27,7 @@ _NO_WORD = "\x02"
 # -inf. This is four times as fast as setting the forbidden ones, because a processor can't predict
 # which of 262,144 bits are set. `take` is nine times as fast as indexing with brackets.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float32)
+_BYTE_MAXIMA = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float32)
 
 
 def tokens_within(backend: Backend, text: bytes, *, special: bool) -> list[int]:
@@ -129,6 +129,35 @@ class GrammarCompiler:
         return GrammarMatcher(matcher, self.vocabulary.number_end if "%json" in text else None)
 
 
+# Limit of the time that a grammar may compute on the engine's thread: at first, and for each token.
+# All requests wait meanwhile.
+_FIRST_S = 0.5
+_TOKEN_S = 0.05
+
+
+class _Budget:
+    """Measures the work of one request's grammar, as a context."""
+
+    def __init__(self) -> None:
+        self._left_s = _FIRST_S
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._left_s -= time.thread_time() - self._began_s
+
+    def earn(self) -> None:
+        """Add the time for one more token."""
+        self._left_s = min(self._left_s + _TOKEN_S, _FIRST_S)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the work exceeded the limit."""
+        return self._left_s < 0
+
+
 class GrammarMatcher:
     """The position of one request in its grammar. `number_end`: numbers in it need an end."""
 
@@ -142,6 +171,7 @@ class GrammarMatcher:
         self._number_end = number_end
         self._origin = origin
         self._digits = 0
+        self._budget = _Budget()
 
     def copy(self) -> GrammarMatcher:
         """A copy at the same position, which keeps this matcher alive.
@@ -152,32 +182,37 @@ class GrammarMatcher:
 
     def allowed(self) -> NDArray[np.uint8]:
         """A bit for each token that the grammar allows next, the lowest first."""
-        mask = self._matcher.compute_bitmask()
-        if self._number_end:
-            mask = self._number_end.ended(mask, self._digits)
+        with self._budget:
+            mask = self._matcher.compute_bitmask()
+            if self._number_end:
+                mask = self._number_end.ended(mask, self._digits)
         return np.frombuffer(mask, dtype=np.uint8)
 
     def apply(self, logits: Row) -> None:
         """Set the logits of tokens that the grammar forbids next to -inf."""
-        most = _MOST.take(self.allowed(), axis=0).reshape(-1)[: len(logits)]
+        most = _BYTE_MAXIMA.take(self.allowed(), axis=0).reshape(-1)[: len(logits)]
         np.minimum(logits[: len(most)], most, out=logits[: len(most)])
         logits[len(most) :] = -np.inf
 
     def accept(self, token: int) -> None:
         """Advance by a chosen token."""
-        self._matcher.consume_token(token)
-        if self._number_end:
-            self._digits = self._number_end.digits_behind(token, self._digits)
+        self._budget.earn()
+        with self._budget:
+            self._matcher.consume_token(token)
+            if self._number_end:
+                self._digits = self._number_end.digits_at_end(token, self._digits)
 
     def acceptable(self, tokens: Sequence[int]) -> int:
         """The number of leading `tokens` that the grammar would accept from here, without
         advancing.
         """
-        return int(self._matcher.validate_tokens(list(tokens)))
+        with self._budget:
+            return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced(self) -> list[int]:
         """The tokens of the text that must come next."""
-        return list(self._matcher.compute_ff_tokens())
+        with self._budget:
+            return list(self._matcher.compute_ff_tokens())
 
     @property
     def stuck(self) -> bool:
@@ -185,11 +220,13 @@ class GrammarMatcher:
 
         Either no token may follow, a forbidden token was taken, or the work is too much.
         """
-        return bool(self._matcher.is_error())
+        return self._budget.spent or bool(self._matcher.is_error())
 
     @property
     def why_stuck(self) -> str:
-        """The reason, in words."""
+        """Why the end can't be reached, as text for the client."""
+        if self._budget.spent:
+            return "the grammar is too complex: its longest text or its largest object is too long"
         return why_stuck(self._matcher.get_error())
 
     @property
@@ -240,7 +277,7 @@ class Compilation:
     grammar: tuple[str, str]
     beginning: str = ""
     matcher: GrammarMatcher | None = None
-    refused: str = f"it takes over {COMPILE_S:g} s to make"
+    refused: str = f"compiling it takes more than {COMPILE_S:g} s"
     ended: bool = False
     left: bool = False
     until_s: float = field(default_factory=_time_limit)
@@ -257,15 +294,15 @@ class Compilation:
 
 
 class BackgroundCompiler:
-    """Compiles grammars that passed `trials` outside the engine's thread.
+    """Compiles grammars outside the engine's thread, after they passed `trials`.
 
-    It sets `news` after each compilation.
+    It sets `wake` after each compilation.
     """
 
-    def __init__(self, make: MakeMatcher, trials: Stages, news: threading.Event) -> None:
+    def __init__(self, make: MakeMatcher, trials: Stages, wake: threading.Event) -> None:
         self._make = make
         self._trials = trials
-        self._news = news
+        self._wake = wake
         # Matchers in use by requests. Choices of one request share theirs.
         self._held: WeakValueDictionary[tuple[str, ...], GrammarMatcher] = WeakValueDictionary()
         self._copying = threading.Lock()
@@ -290,7 +327,7 @@ class BackgroundCompiler:
         if compilation.wanted:
             compilation.ended = True
             compilation.refused = reason
-            self._news.set()
+            self._wake.set()
 
     def _matcher(self, kind: str, text: str, beginning: str) -> GrammarMatcher:
         key = kind, text, beginning

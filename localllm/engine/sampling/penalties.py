@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.row import Row
-from localllm.engine.tokens import TokenLine, Tokens
+from localllm.engine.tokens import TokenBuffer, Tokens
 from localllm_backends.contract import SeenTokens
 
 
@@ -32,23 +32,23 @@ class Tallies:
         # vocabulary.
         self._counts = np.zeros(0, dtype=np.int32)
 
-    def follow(self, line: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The ids, in any order, and their counts in the window at the end of `line`.
+    def follow(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The ids, in any order, and their counts in the window at the end of `tokens`.
 
-        `line` must continue the one of the last call.
+        `tokens` must continue the one of the last call.
         """
-        first = self._first(len(line))
+        first = self._first(len(tokens))
         before = self._first(self._seen)
-        left = _words(line[before : min(first, self._seen)])
-        came = _words(line[max(first, self._seen) :])
-        self._seen = len(line)
+        left = _words(tokens[before : min(first, self._seen)])
+        entered = _words(tokens[max(first, self._seen) :])
+        self._seen = len(tokens)
         np.subtract.at(self._counts, left, 1)
         self._ids = self._ids[self._counts[self._ids] > 0]
-        missing = int(came.max(initial=-1)) + 1 - len(self._counts)
+        missing = int(entered.max(initial=-1)) + 1 - len(self._counts)
         if missing > 0:
             self._counts = np.pad(self._counts, (0, max(missing, 0)))
-        new = np.unique(came[self._counts[came] == 0])
-        np.add.at(self._counts, came, 1)
+        new = np.unique(entered[self._counts[entered] == 0])
+        np.add.at(self._counts, entered, 1)
         self._ids = np.append(self._ids, new)
         return self._ids, self._counts[self._ids]
 
@@ -78,8 +78,8 @@ def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row
     them.
     """
     if sampling.repeat_penalty != 1.0:
-        # The minimum of both is the right one, or below 1 the maximum. This avoids branches in the
-        # processor.
+        # Of the divided and the multiplied logit, the smaller one is right, or the larger one if
+        # the penalty is below 1. This avoids branches in the processor.
         divided = values / sampling.repeat_penalty
         multiplied = values * sampling.repeat_penalty
         if sampling.repeat_penalty > 1.0:
@@ -103,7 +103,7 @@ class Penalties:
     def __init__(self, sampling: Sampling, text: TokenBytes | None) -> None:
         self._sampling = sampling
         self._tallies = Tallies(sampling.repeat_last_n)
-        self._recent = TokenLine()
+        self._recent = TokenBuffer()
         ids = np.array(list(sampling.logit_bias), dtype=np.int64)
         bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self.bias = None
@@ -159,7 +159,7 @@ def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
 TokenBytes = Callable[[int], bytes]
 # Above this exponent the penalty exceeds the range of a float32, so longer repetitions need not be
 # measured.
-_MOST_LOG = 88.7228391
+_MAX_LOG = 88.7228391
 # A breaker is first searched for in this many last tokens, because most texts have one there.
 _NEAR = 24
 
@@ -170,12 +170,12 @@ def dry_penalty(sampling: Sampling, length: int) -> float:
 
     It follows llama.cpp (llama_sampler_dry_apply).
     """
-    exponent = min(length - sampling.dry_allowed_length, _most_exponent(sampling.dry_base))
+    exponent = min(length - sampling.dry_allowed_length, _max_exponent(sampling.dry_base))
     return min(sampling.dry_multiplier * sampling.dry_base**exponent, 3e38)
 
 
 def dry_repetitions(
-    sampling: Sampling, history: Sequence[int], text: TokenBytes, recent: TokenLine | None = None
+    sampling: Sampling, history: Sequence[int], text: TokenBytes, recent: TokenBuffer | None = None
 ) -> dict[int, int]:
     """The tokens that would continue a repetition, each with the length of the longest repetition.
 
@@ -188,8 +188,8 @@ def dry_repetitions(
         n = min(len(history), sampling.dry_penalty_last_n)
     if n <= allowed:
         return {}
-    tokens = (recent or TokenLine()).follow(history)[len(history) - n :]
-    most = min(n - 1, allowed + _most_exponent(sampling.dry_base))
+    tokens = (recent or TokenBuffer()).follow(history)[len(history) - n :]
+    most = min(n - 1, allowed + _max_exponent(sampling.dry_base))
     # A repetition may end anywhere except at the window's own end. Each round keeps those that are
     # one token longer.
     if most:
@@ -241,9 +241,9 @@ def _longer(tokens: Tokens, ends: NDArray[np.int64], length: int, wanted: int) -
     return ends
 
 
-def _most_exponent(base: float) -> int:
+def _max_exponent(base: float) -> int:
     if base > 1.000001:
-        return int(_MOST_LOG / math.log(base))
+        return int(_MAX_LOG / math.log(base))
     return 0
 
 

@@ -43,7 +43,7 @@ def buffer(name: str, n: int) -> Row:
     return buffers[name][:n]
 
 
-class Top:
+class GreatestLogits:
     """The greatest logits of a `row`, found from the maxima of groups.
 
     `greatest` is NaN if the row contains NaN.

@@ -19,7 +19,7 @@ from localllm.engine.sampling.constraint import AnswerConstraint
 from localllm.engine.sampling.filters import candidates, distribution, excludes, readable
 from localllm.engine.sampling.penalties import Penalties, TokenBytes
 from localllm.engine.sampling.rejection import Distribution, rejection_sample
-from localllm.engine.sampling.row import Row, Top, base_of, block_sums, buffer, weigh
+from localllm.engine.sampling.row import GreatestLogits, Row, base_of, block_sums, buffer, weigh
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 
@@ -81,6 +81,12 @@ class Sampler:
             return ()
         return self._rules.banned(length)
 
+    def _may_end_thought(self) -> bool:
+        """True if a thinking budget may force the next token: no call has ended the reasoning."""
+        if self.constraint is None:
+            return True
+        return not (self.constraint.active or self.constraint.call_ended_reasoning)
+
     def takes_argmax(self, length: int, ahead: int = 0) -> bool:
         """True if the next choice is simply the greatest logit, so the rows are not needed here.
 
@@ -114,7 +120,7 @@ class Sampler:
         uniform = following = 0.0
         if s.temperature > 0:
             uniform, following = self._next_uniforms(2)
-        reduced = self._penalties.repetitions(history)
+        dry_bias = self._penalties.repetitions(history)
         allowed = None
         if self.constraint is not None:
             allowed = self.constraint.allowed()
@@ -124,11 +130,11 @@ class Sampler:
             s.top_p,
             s.min_p,
             uniform,
-            following if reduced is None and allowed is None else None,
+            following if dry_bias is None and allowed is None else None,
             self._banned(n),
             self._penalties.seen(history),
             self._penalties.bias,
-            reduced,
+            dry_bias,
             allowed,
         )
 
@@ -159,7 +165,7 @@ class Sampler:
             return True
         if self.constraint is not None and self.constraint.active:
             # If a call may end here, the model may have to choose again.
-            return self.constraint.may_go_on_freely
+            return self.constraint.can_continue_unconstrained
         return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
 
     def _next_uniforms(self, n: int) -> Sequence[float]:
@@ -194,7 +200,7 @@ class Sampler:
         rules = self._rules
         banned = [t for t in self._banned(len(history)) if t < len(logits)]
         forced = None
-        if rules.thought is not None and not self.constrained:
+        if rules.thought is not None and self._may_end_thought():
             forced = rules.thought.forced(history)
         if not (penalties.active or banned or self.constrained or forced is not None):
             return logits
@@ -246,9 +252,9 @@ class Sampler:
         Returns that of `token`, and pairs of token and log probability for the `n` greatest and
         `also`.
         """
-        top = Top(logits)
+        top = GreatestLogits(logits)
         if not math.isfinite(top.greatest):
-            top = Top(readable(logits))
+            top = GreatestLogits(readable(logits))
         base = base_of(top.greatest)
         weights = weigh(top.row, base, 1.0, buffer("weights", len(logits)))
         log_total = base + math.log(float(block_sums(weights).sum()))

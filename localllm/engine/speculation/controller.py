@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from localllm.engine.contention import MOST_SHARE, CpuContention, Mark
+from localllm.engine.contention import MAX_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
 
@@ -47,11 +47,11 @@ class DraftCandidate:
 
 
 def choose_lengths(
-    candidates: Sequence[DraftCandidate], cost: Callable[[int], float], most_steps: float = math.inf
+    candidates: Sequence[DraftCandidate], cost: Callable[[int], float], max_steps: float = math.inf
 ) -> list[int]:
     """Choose the draft length of every decoding sequence for the next step.
 
-    `cost(rows)` is in seconds. With drafts the step may take `most_steps` times as long as
+    `cost(rows)` is in seconds. With drafts the step may take `max_steps` times as long as
     without.
 
     A sequence that drafts g tokens with survival s gets 1 + s1 + … + sg tokens from the step. With
@@ -83,7 +83,7 @@ def choose_lengths(
         if dear:
             drafting = max(c.drafting_s(g) for c, g in zip(candidates, lengths, strict=True))
         slower = (cost(n + k) + drafting) / plain
-        if slower > most_steps:
+        if slower > max_steps:
             break
         score = gain - n * math.log(slower)
         if score > best_score and min(expected) >= _FLOOR * slower:
@@ -92,7 +92,7 @@ def choose_lengths(
     return best
 
 
-def promises(
+def all_gain(
     candidates: Sequence[DraftCandidate],
     lengths: Sequence[int],
     cost: Callable[[int], float],
@@ -114,7 +114,7 @@ _PRIOR_WEIGHT = 4.0
 # Averages over about 200 guesses for the engine, and about 12 within one request.
 _SLOW_DECAY = 0.995
 _FAST_DECAY = 0.92
-_LEAST_SURVIVAL = 0.05
+_MIN_SURVIVAL = 0.05
 # The gain of drafting is averaged over about 30 steps. Three good drafts show that a copy has
 # begun.
 _GAIN_DECAY = 0.97
@@ -163,7 +163,7 @@ class HitRates:
         out = []
         for k in range(length):
             alive *= self.rate(match + k)
-            if alive < _LEAST_SURVIVAL:
+            if alive < _MIN_SURVIVAL:
                 break
             out.append(alive)
         return out
@@ -209,7 +209,7 @@ class Acceptance:
 # A draft model (or the model's own heads) that lost time is tried again after this many tokens,
 # then after twice as many, and so on.
 RETRY_TOKENS = 24
-_MOST_RETRIES = 6
+_MAX_RETRIES = 6
 
 
 @dataclass
@@ -224,13 +224,13 @@ class BackOff:
         """Record that the first `accepted` of `drafted` tokens were right."""
         self.acceptance.observe(accepted, drafted)
         if accepted < drafted:
-            self.retries = min(self.retries + 1, _MOST_RETRIES)
+            self.retries = min(self.retries + 1, _MAX_RETRIES)
         else:
             self.retries = 0
         self.retry_at = n_generated + RETRY_TOKENS * 2**self.retries
 
 
-def gain_lately() -> DecayedRatio:
+def recent_gain() -> DecayedRatio:
     """A new average of one stream's recent speedup by drafts.
 
     It is the ratio of tokens to the decode steps without drafts that would take the same time. It
@@ -244,12 +244,12 @@ def gain_lately() -> DecayedRatio:
 # From 64 rows on, llama.cpp's CPU attention reads the KV cache once for all rows. At depth 2,500 a
 # token took 9.4 ms with 64 rows and 14.3 ms with 47. The cost extrapolated from 32 rows was so
 # high that 64 rows were never tried.
-_ROWS = (1, 2, 4, 8, 16, 32, 64)
+TRIAL_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _ROUNDS = 3
 _BUDGET_S = 1.0
-# A probe is repeated only after a rest of this length, in which other programs rested too. The
-# pauses between probes grow: deep in a long conversation each row costs more than in the probe's
-# empty sequence, every time.
+# A probe is repeated only after the engine and other programs were idle for this long. The pauses
+# between probes grow: in a long conversation every row costs more than in the probe's empty
+# sequence, so repeated probes would find the same difference.
 _REST_S = 1.0
 _PAUSE_S = 5.0
 
@@ -257,7 +257,7 @@ _PAUSE_S = 5.0
 # If first uses are slow, prompts of this many tokens, twice as many, … are read as a trial. The
 # trials end once a prompt takes longer than _LONGEST_READ_S, because a new request must wait for
 # its end.
-_LEAST_READ = 16
+_MIN_READ = 16
 _LONGEST_READ_S = 0.2
 
 
@@ -265,9 +265,9 @@ class CostProbe:
     """Fills in `cost` while there are no requests.
 
     `failed` is the reason why no draft can be verified (empty: drafts can be verified). If first
-    uses are slow (`Capabilities.first_uses`), prompts of all sizes are first read twice. The first
-    pass loads the kernels, so no request has to wait for them. `reading` learns the times of the
-    second pass.
+    uses are slow (`Capabilities.slow_first_steps`), prompts of all sizes are first read twice. The
+    first pass loads the kernels, so no request has to wait for them. `reading` learns the times of
+    the second pass.
 
     Other programs slow down a step without drafts more than a step over many rows. Drafts then
     look cheaper than they are. A measurement made under such load is used only if there is no
@@ -288,16 +288,16 @@ class CostProbe:
         self._clock = clock
         self._reading = reading
         self.failed = ""
-        self._rested_s = 0.0
+        self._idle_s = 0.0
         self._ticks = self._measure()
 
-    def tick(self, rested_s: float) -> bool:
+    def tick(self, idle_s: float) -> bool:
         """Time one step of the next size on a sequence of its own. Returns True while there are
         more.
 
-        There was no request for `rested_s` seconds.
+        There was no request for `idle_s` seconds.
         """
-        self._rested_s = rested_s
+        self._idle_s = idle_s
         return next(self._ticks)
 
     def _measure(self) -> Iterator[bool]:
@@ -305,7 +305,7 @@ class CostProbe:
 
         Yields False while there is no measurement to make.
         """
-        if self._backend.capabilities.first_uses:
+        if self._backend.capabilities.slow_first_steps:
             yield from self._read_prompts()
         pause_s = _PAUSE_S
         while True:
@@ -319,7 +319,7 @@ class CostProbe:
     def _read_prompts(self) -> Iterator[bool]:
         n_batch = self._backend.info.n_batch
         most = math.inf
-        sizes = [_LEAST_READ << k for k in range((n_batch // _LEAST_READ).bit_length())]
+        sizes = [_MIN_READ << k for k in range((n_batch // _MIN_READ).bit_length())]
         for again in (False, True):
             for n_tokens in [n for n in sizes if n < most]:
                 seconds = math.inf
@@ -338,7 +338,7 @@ class CostProbe:
         If they were quiet in some rounds, only those rounds count.
         """
         most = min(self._backend.info.n_batch, self._backend.info.n_outputs)
-        sizes = [n for n in _ROWS if n <= most]
+        sizes = [n for n in TRIAL_ROWS if n <= most]
         every: dict[int, float] = {}
         quiet: dict[int, float] = {}
         spent_s = 0.0
@@ -351,7 +351,7 @@ class CostProbe:
                 times[rows] = yield from self._verified_s(rows)
                 spent_s += times[rows]
                 yield True
-            if self._others.share(began) <= MOST_SHARE:
+            if self._others.share(began) <= MAX_SHARE:
                 kept = [every, quiet]
             else:
                 kept = [every]
@@ -379,12 +379,12 @@ class CostProbe:
         while True:
             yield False
             drifted = self._cost.drifted or not quiet
-            if self._rested_s < _REST_S or not drifted or self._clock() < again_s:
+            if self._idle_s < _REST_S or not drifted or self._clock() < again_s:
                 resting = None
                 continue
             since = resting
             resting = self._others.mark()
-            if since is not None and self._others.share(since) <= MOST_SHARE:
+            if since is not None and self._others.share(since) <= MAX_SHARE:
                 return
 
     def _trial_s(self, n_tokens: int, outputs: int) -> float:

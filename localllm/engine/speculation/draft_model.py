@@ -34,19 +34,21 @@ def vocabulary_difference(target: Sequence[bytes], draft: Sequence[bytes]) -> st
     The text has token ids as numbers, and token bytes as Python literals.
     """
     if abs(len(target) - len(draft)) > _PADDING_TOKENS:
-        return f"the model has {len(target):,} tokens and the draft model {len(draft):,}"
+        return (
+            f"the model's vocabulary has {len(target):,} tokens, the draft model's {len(draft):,}"
+        )
     for i, (a, b) in enumerate(zip(target, draft, strict=False)):
         if a != b:
-            return f"token {i} is {a!r} to the model and {b!r} to the draft model"
+            return f"token {i} is {a!r} in the model's vocabulary and {b!r} in the draft model's"
     return None
 
 
 @dataclass
-class _Line:
-    """A request's sequence in the draft model. `held`: the tokens it has read, right or wrong."""
+class _DraftSequence:
+    """A request's sequence in the draft model. `read_tokens`: the tokens it has read, right or wrong."""
 
     sequence: int
-    held: list[int] = field(default_factory=list)
+    read_tokens: list[int] = field(default_factory=list)
 
 
 class DraftModel(Drafter):
@@ -58,7 +60,7 @@ class DraftModel(Drafter):
         self.backend = backend
         self.clock = clock
         self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
-        self._lines: dict[str, _Line] = {}
+        self._sequences: dict[str, _DraftSequence] = {}
         self.most = longest_draft(backend)
 
     @classmethod
@@ -76,20 +78,22 @@ class DraftModel(Drafter):
 
         The draft model can't read images, so a job with images is never ready.
         """
-        if job.images:
+        if job.media:
             return False
         try:
-            line = self._line(job)
-            behind = len(job.tokens) - len(line.held)
+            entry = self._sequence_for(job)
+            behind = len(job.tokens) - len(entry.read_tokens)
             if behind <= self.backend.info.n_batch:
                 return True
             self._step(
                 [
                     Chunk(
-                        line.sequence, job.tokens[len(line.held) :][: self.backend.info.n_batch], 0
+                        entry.sequence,
+                        job.tokens[len(entry.read_tokens) :][: self.backend.info.n_batch],
+                        0,
                     )
                 ],
-                [line],
+                [entry],
             )
         except BackendFailure:
             self.forget(job)
@@ -105,20 +109,20 @@ class DraftModel(Drafter):
         feeds: dict[str, list[int]] = {}
         jobs = {job.id: (job, length) for job, length in wanted if length > 0}
         for job, _ in jobs.values():
-            line = self._line(job)
-            feeds[job.id] = job.tokens[len(line.held) :]
+            entry = self._sequence_for(job)
+            feeds[job.id] = job.tokens[len(entry.read_tokens) :]
             drafts[job.id] = ([], [] if _draws(job) else None)
         started = self.clock()
         steps = 0
         try:
             while feeds:
                 keys = self._fitting(feeds)
-                lines = [self._lines[key] for key in keys]
+                entries = [self._sequences[key] for key in keys]
                 chunks = [
-                    Chunk(line.sequence, feeds.pop(key), 1)
-                    for line, key in zip(lines, keys, strict=True)
+                    Chunk(entry.sequence, feeds.pop(key), 1)
+                    for entry, key in zip(entries, keys, strict=True)
                 ]
-                result = self._step(chunks, lines)
+                result = self._step(chunks, entries)
                 steps += 1
                 for i, key in enumerate(keys):
                     job, length = jobs[key]
@@ -162,40 +166,44 @@ class DraftModel(Drafter):
         dists.append(dist)
         return dist.draw(sampler.uniform())
 
-    def _line(self, job: RunningRequest) -> _Line:
+    def _sequence_for(self, job: RunningRequest) -> _DraftSequence:
         """The job's sequence, truncated to the tokens it shares with the job."""
-        line = self._lines.get(job.id)
-        if line is None:
-            tokens = job.line()
+        entry = self._sequences.get(job.id)
+        if entry is None:
+            tokens = job.cache_tokens()
             source = self._pool.lookup(PromptMatch(tokens), ())
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
             need = self._pool.needs_cells(source, len(tokens) + reserve)
-            self._pool.make_room(need, live=len(self._lines) + 1, source=source)
+            self._pool.make_room(need, live=len(self._sequences) + 1, source=source)
             taken = self._pool.take(source, tokens)
             taken.at_once()
-            line = self._lines[job.id] = _Line(taken.sequence, job.tokens[: taken.held])
-        right = len(line.held)
+            entry = self._sequences[job.id] = _DraftSequence(
+                taken.sequence, job.tokens[: taken.n_tokens]
+            )
+        right = len(entry.read_tokens)
         # Only tokens of the last drafts can be wrong.
         while right and (
-            right > len(job.tokens) - 1 or line.held[right - 1] != job.tokens[right - 1]
+            right > len(job.tokens) - 1 or entry.read_tokens[right - 1] != job.tokens[right - 1]
         ):
             right -= 1
-        if right < len(line.held):
-            self.backend.truncate(line.sequence, right)
-            del line.held[right:]
-        return line
+        if right < len(entry.read_tokens):
+            self.backend.truncate(entry.sequence, right)
+            del entry.read_tokens[right:]
+        return entry
 
-    def _step(self, chunks: list[Chunk], lines: list[_Line]) -> StepResult:
+    def _step(self, chunks: list[Chunk], entries: list[_DraftSequence]) -> StepResult:
         result = self.backend.step(chunks)
-        for chunk, line in zip(chunks, lines, strict=True):
-            line.held.extend(chunk.tokens)
+        for chunk, entry in zip(chunks, entries, strict=True):
+            entry.read_tokens.extend(chunk.tokens)
         return result
 
     def forget(self, job: RunningRequest) -> None:
         """Release the sequence of a job that ended. Its KV stays in the draft model's cache."""
-        line = self._lines.pop(job.id, None)
-        if line is not None:
-            self._pool.release(line.sequence, salted(line.held, job.request.generation.salt))
+        entry = self._sequences.pop(job.id, None)
+        if entry is not None:
+            self._pool.release(
+                entry.sequence, salted(entry.read_tokens, job.request.generation.salt)
+            )
 
     def tick(self, *, busy: bool) -> bool:
         return self._pool.tick(busy=busy)

@@ -59,7 +59,7 @@ class MtpDrafter(Drafter):
             for job, length in jobs
             if job.sequence is not None
         ]
-        assert len(asked) == len(jobs), "a decoding job without a sequence"
+        assert len(asked) == len(jobs), "a decoding request has no sequence"
         started = self.clock()
         try:
             drafts = self.backend.draft(asked)

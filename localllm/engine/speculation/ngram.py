@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.speculation.controller import HitRates
-from localllm.engine.tokens import TokenLine
+from localllm.engine.tokens import TokenBuffer
 
 _SEPARATOR = -1
 # Longer matches count as this long, because they are equally reliable.
@@ -34,23 +34,23 @@ class RecentOutputs:
 
     def __init__(self, capacity_tokens: int = 16_384) -> None:
         self._capacity = capacity_tokens
-        self.line = TokenLine()
+        self.tokens = TokenBuffer()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add an answer. Makes a new TokenLine, so a pointer into the old one stays valid."""
+        """Add an answer. Makes a new TokenBuffer, so a pointer into the old one stays valid."""
         if len(tokens) >= 8:
-            known = np.concatenate([self.line.view, [*tokens, _SEPARATOR]])
-            self.line = TokenLine(known[-self._capacity :])
+            known = np.concatenate([self.tokens.view, [*tokens, _SEPARATOR]])
+            self.tokens = TokenBuffer(known[-self._capacity :])
 
 
 @dataclass
 class _Pointer:
-    """A position in a text: the next token is guessed to be `line[at]`.
+    """A position in a text: the next token is guessed to be `text[at]`.
 
     The last `match` tokens before it are equal to the request's last tokens.
     """
 
-    line: TokenLine
+    text: TokenBuffer
     at: int
     match: int
 
@@ -79,7 +79,7 @@ def longest_match(
     return int(found[-1]) + 1, length
 
 
-class Lookup:
+class PromptLookup:
     """The n-gram drafter of one request."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Lookup:
         recent: RecentOutputs,
         predicted: Sequence[int] = (),
     ) -> None:
-        self._line = TokenLine(tokens)
-        self._predicted = TokenLine(predicted)
+        self._own = TokenBuffer(tokens)
+        self._predicted = TokenBuffer(predicted)
         self._recent = recent
         self.rates = rates
         self._pointer: _Pointer | None = None
@@ -103,7 +103,7 @@ class Lookup:
         for token in tokens:
             pointer = self._valid()
             if pointer is not None:
-                hit = int(pointer.line.view[pointer.at]) == token
+                hit = int(pointer.text.view[pointer.at]) == token
                 self.rates.observe(pointer.match, hit=hit)
                 pointer.at += 1
                 # One changed word in a long copy is not enough to give up the position.
@@ -113,7 +113,7 @@ class Lookup:
                     pointer.match //= 4
                 if not pointer.match:
                     self._pointer = None
-        self._line.extend(tokens)
+        self._own.extend(tokens)
 
     def propose(self, most: int) -> tuple[list[int], int]:
         """Return at most `most` draft tokens, and the length of the match they are based on.
@@ -125,8 +125,8 @@ class Lookup:
             pointer = self._search(pointer)
         if pointer is None or most < 1:
             return [], 0
-        tokens: list[int] = pointer.line.view[pointer.at : pointer.at + most].tolist()
-        if pointer.line is self._line and tokens and len(tokens) < most:
+        tokens: list[int] = pointer.text.view[pointer.at : pointer.at + most].tolist()
+        if pointer.text is self._own and tokens and len(tokens) < most:
             # The pointer has reached the end of the request's own text, which is repeating. Repeat
             # the guess too.
             tokens = (tokens * (most // len(tokens) + 1))[:most]
@@ -137,18 +137,18 @@ class Lookup:
 
     def _valid(self) -> _Pointer | None:
         pointer = self._pointer
-        if pointer is not None and pointer.at >= len(pointer.line):
+        if pointer is not None and pointer.at >= len(pointer.text):
             self._pointer = pointer = None
         return pointer
 
     def _search(self, best: _Pointer | None) -> _Pointer | None:
-        own = self._line.view
+        own = self._own.view
         suffix = own[-_MAX_MATCH:]
-        for line in (self._line, self._predicted, self._recent.line):
-            text = line.view[-_WINDOW_TOKENS:]
+        for buffer in (self._own, self._predicted, self._recent.tokens):
+            text = buffer.view[-_WINDOW_TOKENS:]
             found = longest_match(text, suffix)
             if found is not None and found[1] > (best.match if best is not None else 1):
-                at = found[0] + len(line) - len(text)
-                best = _Pointer(line, at, found[1])
+                at = found[0] + len(buffer) - len(text)
+                best = _Pointer(buffer, at, found[1])
         self._pointer = best
         return best

@@ -17,67 +17,67 @@ from localllm.engine.speculation.controller import (
     CostProbe,
     DraftCandidate,
     HitRates,
+    all_gain,
     choose_lengths,
-    gain_lately,
-    promises,
+    recent_gain,
 )
-from localllm.engine.speculation.ngram import Lookup, RecentOutputs
+from localllm.engine.speculation.ngram import PromptLookup, RecentOutputs
 from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure
 
 # Acceptance rate of text that a grammar forces: the model nearly always follows it token by token.
 _FORCED_RATE = 0.95
-_MOST_MODEL_TOKENS = 16
-# A stream alone may get 60 tokens at once after a longer step, if that is faster overall. If other
-# streams wait for the same step, it is limited to the longer of two times: this many decode steps
-# of one stream, or _MOST_STEPS_TOGETHER decode steps of all streams. Both are steps without
-# drafts. Readers prefer an even flow of words.
-_MOST_STEPS_BESIDE_OTHERS = 2.5
-_MOST_STEPS_TOGETHER = 1.5
+_MAX_MODEL_TOKENS = 16
+# Limits of a step with drafts, in decode steps without drafts. A single stream may take a long step
+# that emits 60 tokens, if that is faster overall. If other streams share the step, it may take this
+# many steps of one stream, or _MAX_STEPS_TOGETHER steps of all streams, whichever is longer.
+# Readers prefer an even flow of words.
+_MAX_STEPS_SHARED = 2.5
+_MAX_STEPS_TOGETHER = 1.5
 # When a request ends, its client often sends the next one within milliseconds (agents do). That
 # request would wait for an entire long step. So a stream that is alone again gets longer steps
 # only gradually: the limit grows by this factor per step.
 _ALONE_AGAIN = 1.5
-# A long step is a pause for a person who reads along. Drafts from lookups must earn this pause on
-# the same stream: the stream must stay faster by this factor even if only very likely tokens
-# (_LIKELY) are accepted. Otherwise a step with them takes no longer than _MOST_STEPS_UNEARNED
-# decode steps without drafts.
+# Readers notice a long step as a pause. So a lookup draft may lengthen a step only if the drafts of
+# this stream have saved enough time: the stream must stay faster by this factor even if only very
+# likely tokens (_LIKELY) of the draft are accepted. Otherwise the step may take at most
+# _MAX_STEPS_UNPAID decode steps without drafts.
 #
 # With a limit less than two (1.75), copies were not detected if the second row was expensive and
 # further rows cheap. On one of ten random machines they ran at under half their best speed.
 #
-# The rule does not apply to text that a grammar forces, which is no guess, or to drafters that
+# The rule does not apply to text that a grammar forces, which is not a guess, or to drafters that
 # compute, which back off by themselves.
 #
 # The factor is 1.2 because very likely tokens are sometimes wrong. In 250 simulated streams of
 # random text, half of it predictable, every stream kept a gain of 9 %. With 1.15, one of 30 did
 # not.
-_EARNED_GAIN = 1.2
+_PAID_GAIN = 1.2
 _LIKELY = 0.9
-_MOST_STEPS_UNEARNED = 2.0
-# Only a long step shows that a copy has begun. A reader does not notice one long step in this
-# many: the 95th percentile of the gaps does not show it. So once in this many steps, a draft that
-# promises the gain may be tried before it is earned. Its step may take at most _MOST_STEPS_TRIED
-# decode steps without drafts.
+_MAX_STEPS_UNPAID = 2.0
+# A copy is detected only if a long step accepts many tokens. So once in this many steps, a lookup
+# draft may lengthen a step before earlier drafts have saved the time. Readers do not notice one
+# long step in this many, which is above the 95th percentile of the gaps. Such a trial step may take
+# at most _MAX_STEPS_TRIED decode steps without drafts.
 _TRIED_EVERY = 24
-_MOST_STEPS_TRIED = 8.0
+_MAX_STEPS_TRIED = 8.0
 # Such trials cost a stream at most this many decode steps without drafts, plus 1.5 % of its time.
-_MOST_STEPS_LOST = 6.0
-_LEAST_GAIN = 0.985
+_MAX_STEPS_LOST = 6.0
+_MIN_GAIN = 0.985
 # Drafters that compute cost a stream at most this many decode steps without drafts, plus 1.5 % of
 # its time. Over the first 24 tokens that is 1.15 times the time without drafts, and over
 # 200 tokens a speed of 0.97.
-_MOST_STEPS_TRIAL = 3.0
-# Steps with drafts do not measure the cost of a step without. One step in this many is made
-# without.
+_MAX_STEPS_TRIAL = 3.0
+# Steps with drafts do not measure the cost of a step without drafts. So one step in this many has no
+# drafts.
 _PLAIN_EVERY = 64
 # Length of a trial draft that measures the acceptance of a draft model (or of the model's own
 # heads).
 _TRIAL_TOKENS = 2
 # Guesses needed to judge a drafter.
-_LEAST_SEEN = 4
+_MIN_SEEN = 4
 # Salts whose recent answers are kept.
-_MOST_RECENTS = 64
+_MAX_RECENT_SALTS = 64
 
 
 def _gain_overall() -> DecayedRatio:
@@ -92,16 +92,16 @@ class _DraftState:
         `drafter`: the last drafter used.
         `stopped_at`: the length at which that drafter stopped early, unsure of the next token
             (-1: it did not).
-        `since_burst`: steps since the last one that was longer than an unearned step may be.
+        `since_long_step`: steps since the last one longer than `_MAX_STEPS_UNPAID`.
     """
 
-    lookup: Lookup
+    lookup: PromptLookup
     back_offs: dict[str, BackOff]
     drafter: str = ""
     stopped_at: int = -1
-    recent: DecayedRatio = field(default_factory=gain_lately)
+    recent: DecayedRatio = field(default_factory=recent_gain)
     overall: DecayedRatio = field(default_factory=_gain_overall)
-    since_burst: int = _TRIED_EVERY
+    since_long_step: int = _TRIED_EVERY
 
     def learn(self, tokens: int, steps: float) -> None:
         """Record a step that emitted `tokens` and took as long as `steps` decode steps without
@@ -109,28 +109,28 @@ class _DraftState:
         """
         self.recent.add(tokens, steps)
         self.overall.add(tokens, steps)
-        if steps > _MOST_STEPS_UNEARNED:
-            self.since_burst = 0
+        if steps > _MAX_STEPS_UNPAID:
+            self.since_long_step = 0
         else:
-            self.since_burst += 1
+            self.since_long_step += 1
 
-    def earned(self, tokens: int) -> float:
+    def allowed_steps(self, tokens: int) -> float:
         """The most decode steps without drafts that the next step may take if it emits `tokens`.
 
         `tokens` are those that it emits very likely. Within this time the stream stays faster by
-        `_EARNED_GAIN`, either recently or overall.
+        `_PAID_GAIN`, either recently or overall.
         """
-        return max(gain.total_for(_EARNED_GAIN, tokens) for gain in (self.recent, self.overall))
+        return max(gain.total_for(_PAID_GAIN, tokens) for gain in (self.recent, self.overall))
 
-    def tried(self) -> float:
-        """The most decode steps without drafts that an unearned trial draft may take.
+    def trial_steps(self) -> float:
+        """The most decode steps without drafts that a step with a trial draft may take.
 
-        It is 0 until _TRIED_EVERY steps after the last long step, and never more than this stream
-        may lose.
+        It is 0 until _TRIED_EVERY steps after the last long step. It is limited by the time that
+        this stream may lose.
         """
-        if self.since_burst < _TRIED_EVERY:
+        if self.since_long_step < _TRIED_EVERY:
             return 0.0
-        return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.overall.total_for(_LEAST_GAIN, 1))
+        return min(_MAX_STEPS_TRIED, _MAX_STEPS_LOST + self.overall.total_for(_MIN_GAIN, 1))
 
 
 @dataclass
@@ -161,17 +161,17 @@ class Speculator:
         }
         self._acceptance = {name: Acceptance() for name in self.drafters}
         # One per salt. Otherwise the speed of an answer would reveal the text of other users.
-        self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
+        self._recent = lru_cache(_MAX_RECENT_SALTS)(lambda salt: RecentOutputs())
         names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
         self._drafted = dict.fromkeys(names, 0)
         self._accepted = dict.fromkeys(names, 0)
         self._since_plain = 0
-        self._most_steps = math.inf
-        self._drafting_s = self._plain_s = 0.0
+        self._max_steps = math.inf
+        self._drafting_s = self._undrafted_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
         # The longest draft that can be rewound.
         self._most = longest_draft(self.backend)
-        self.off_because = "this model's memory can't take tokens back"
+        self.off_because = "this model's memory can't remove rejected draft tokens"
         if self._most:
             self.off_because = ""
         if self.mode == "off":
@@ -179,11 +179,13 @@ class Speculator:
 
     # --- before a step ----------------------------------------------------------------------------
 
-    def propose(self, running: Sequence[RunningRequest], *, hurry: bool = False) -> None:
+    def propose(
+        self, running: Sequence[RunningRequest], *, hurry: bool = False, shared: bool = False
+    ) -> None:
         """Fill in `draft` of every decoding job if drafting pays now.
 
         `hurry`: the step is between two slices of another request's prompt, so no draft may
-        lengthen it.
+        lengthen it. `shared`: requests that are not in the step wait for it.
         """
         if self.off_because:
             return
@@ -191,7 +193,7 @@ class Speculator:
         for job in decoding:
             job.draft = []
             job.draft_from = None
-        self._limit_steps(len(decoding), shared=hurry or len(running) > 1)
+        self._limit_steps(len(decoding), shared=hurry or shared or len(running) > 1)
         if hurry or not decoding or not self.cost.known:
             return
         # Drafts never take cells that are certain to be needed.
@@ -232,19 +234,19 @@ class Speculator:
         is not.
         """
         if not shared:
-            self._most_steps *= _ALONE_AGAIN
+            self._max_steps *= _ALONE_AGAIN
             return
         single = 1.0
         if self.cost.known:
             single = self.cost.seconds(1) / self.cost.seconds(max(1, n_decoding))
-        self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * single)
+        self._max_steps = max(_MAX_STEPS_TOGETHER, _MAX_STEPS_SHARED * single)
 
     def _lengths(
         self, decoding: Sequence[RunningRequest], proposals: Sequence[_Proposal]
     ) -> list[int]:
         """Choose how many tokens of each proposal to draft."""
-        most_steps = self._most_steps
-        pay = choose_lengths(proposals, self.cost.seconds, most_steps)
+        max_steps = self._max_steps
+        pay = choose_lengths(proposals, self.cost.seconds, max_steps)
         guesses = [
             (job, p, n)
             for job, p, n in zip(decoding, proposals, pay, strict=True)
@@ -254,14 +256,14 @@ class Speculator:
             return pay
         states = [self._states[job.id] for job, _, _ in guesses]
         likely = [p.likely(n) for _, p, n in guesses]
-        earned = min(state.earned(n) for state, n in zip(states, likely, strict=True))
-        earned = max(earned, _MOST_STEPS_UNEARNED)
-        tried = min(most_steps, *[state.tried() for state in states])
-        if tried > earned:
-            lengths = choose_lengths(proposals, self.cost.seconds, tried)
-            if promises(proposals, lengths, self.cost.seconds, _EARNED_GAIN):
+        allowed_steps = min(state.allowed_steps(n) for state, n in zip(states, likely, strict=True))
+        allowed_steps = max(allowed_steps, _MAX_STEPS_UNPAID)
+        trial_steps = min(max_steps, *[state.trial_steps() for state in states])
+        if trial_steps > allowed_steps:
+            lengths = choose_lengths(proposals, self.cost.seconds, trial_steps)
+            if all_gain(proposals, lengths, self.cost.seconds, _PAID_GAIN):
                 return lengths
-        return choose_lengths(proposals, self.cost.seconds, min(most_steps, earned))
+        return choose_lengths(proposals, self.cost.seconds, min(max_steps, allowed_steps))
 
     def _run_drafter(
         self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]
@@ -296,7 +298,7 @@ class Speculator:
             tokens = tokens[: constraint.acceptable(tokens)]
         forced = []
         if constraint is not None and len(tokens) < 2:
-            forced = constraint.must_come()[:most]
+            forced = constraint.forced_tokens()[:most]
         if forced:
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(forced))]
             best = _Proposal(survival, drafter="grammar", tokens=forced)
@@ -322,9 +324,9 @@ class Speculator:
         """
         if not drafter.token_s:
             return best
-        most = min(most, drafter.most, _MOST_MODEL_TOKENS)
+        most = min(most, drafter.most, _MAX_MODEL_TOKENS)
         # The longest draft that can be rejected entirely while the stream keeps its minimum speed.
-        steps = _MOST_STEPS_TRIAL + self._states[job.id].overall.total_for(_LEAST_GAIN, 1)
+        steps = _MAX_STEPS_TRIAL + self._states[job.id].overall.total_for(_MIN_GAIN, 1)
         length = next((n for n in range(most, 0, -1) if self._steps(name, n) <= steps), 0)
         survival = back_off.acceptance.survival(length)
         turn = _Proposal(survival, drafter.token_s, drafter.at_once, name)
@@ -346,7 +348,7 @@ class Speculator:
     def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
         if state is None:
-            lookup = Lookup(
+            lookup = PromptLookup(
                 job.tokens,
                 HitRates(self._rates),
                 self._recent(job.request.generation.salt),
@@ -367,9 +369,9 @@ class Speculator:
         drafter = self.drafters[name]
         shared = self._acceptance[name]
         candidate = DraftCandidate(
-            shared.survival(_MOST_MODEL_TOKENS), drafter.token_s, drafter.at_once
+            shared.survival(_MAX_MODEL_TOKENS), drafter.token_s, drafter.at_once
         )
-        return shared.average.total >= _LEAST_SEEN and not any(
+        return shared.average.total >= _MIN_SEEN and not any(
             choose_lengths([candidate], self.cost.seconds)
         )
 
@@ -417,7 +419,7 @@ class Speculator:
         if rows > sequences:
             self._since_plain += 1
             self._drafting_s += seconds
-            self._plain_s += self.cost.seconds(sequences) * tokens / sequences
+            self._undrafted_s += self.cost.seconds(sequences) * tokens / sequences
         else:
             self._since_plain = 0
 
@@ -429,18 +431,18 @@ class Speculator:
 
     # --- between requests -------------------------------------------------------------------------
 
-    def tick(self, *, busy: bool, rested_s: float = 0.0) -> bool:
+    def tick(self, *, busy: bool, idle_s: float = 0.0) -> bool:
         """Do one piece of a drafter's housekeeping, or one measurement while the engine is idle.
 
-        The engine has been idle for `rested_s` seconds. Returns True if there is more to do.
+        The engine has been idle for `idle_s` seconds. Returns True if there is more to do.
         """
         more = sum(drafter.tick(busy=busy) for drafter in self.drafters.values()) > 0
-        return more or (not busy and self._measure(rested_s))
+        return more or (not busy and self._measure(idle_s))
 
-    def _measure(self, rested_s: float) -> bool:
-        if self.off_because and not self.backend.capabilities.first_uses:
+    def _measure(self, idle_s: float) -> bool:
+        if self.off_because and not self.backend.capabilities.slow_first_steps:
             return False
-        more = self._probe.tick(rested_s)
+        more = self._probe.tick(idle_s)
         if self._probe.failed:
             self.off_because = self._probe.failed
         elif self.cost.known and not more:
@@ -464,7 +466,7 @@ class Speculator:
         plain = self.cost.seconds(1)
         gain = 1.0
         if self._drafting_s:
-            gain = self._plain_s / self._drafting_s
+            gain = self._undrafted_s / self._drafting_s
         accepted = {f"accepted_{name}_tokens": n for name, n in self._accepted.items()}
         drafted = {f"drafted_{name}_tokens": n for name, n in self._drafted.items()}
         return {

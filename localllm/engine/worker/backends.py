@@ -39,16 +39,16 @@ def for_path(path: str, preferred: str = "auto") -> BackendType:
         if not backend.accepts(path):
             known = ", ".join(f"{d.name} runs {d.files}" for d in registry.declarations())
             raise ModelFileError(
-                f"{Path(path).name!r} is not a model that the {preferred} backend runs",
-                hint=f"leave --backend at auto: the files decide ({known})",
+                f"{Path(path).name!r} is not a model for the {preferred} backend",
+                hint=f"use --backend auto, which chooses by the files ({known})",
             )
         return backend
     accepting = [b for b in registry.backends().values() if b.accepts(path)]
     if not accepting:
         known = " or ".join(d.files for d in registry.declarations())
         raise ModelFileError(
-            f"{Path(path).name!r} is nothing that an installed engine runs: {known}",
-            hint="give such a path, or a name from `localllm models list`",
+            f"{Path(path).name!r} is not a model that an installed backend supports: {known}",
+            hint="use such a path, or a name from `localllm models list`",
         )
     for backend in accepting:
         if backend.available() is None:

@@ -17,12 +17,18 @@ from typing import Any, BinaryIO, TypeVar
 from localllm.errors import (
     BackendError,
     DoesNotFitError,
+    LibraryError,
     LocalLLMError,
     ModelFileError,
     OtherMachineGoneError,
     RequestError,
 )
-from localllm_backends.contract import BackendFailure, OtherMachineError, OutOfMemoryError
+from localllm_backends.contract import (
+    BackendFailure,
+    OtherMachineError,
+    OutOfMemoryError,
+    UnusableEngineError,
+)
 
 Message = dict[str, Any]
 # How long the process may take to end after its input has ended: it may have gigabytes to write.
@@ -33,6 +39,7 @@ Loaded = TypeVar("Loaded")
 _AT_LOADING: dict[type[Exception], type[LocalLLMError]] = {
     OutOfMemoryError: DoesNotFitError,
     OtherMachineError: OtherMachineGoneError,
+    UnusableEngineError: LibraryError,
 }
 
 
@@ -58,7 +65,8 @@ class ChildPipe:
     in   the first line has the load options. Then messages follow, and those with a number "n" are
          questions. The end of the input tells the worker to close.
     out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} or
-         {"re": n, "error": {…}} for each question, and any other messages
+         {"re": n, "error": {…}} for each question, and any other messages. A message with "raw"
+         is followed by that many bytes
     """
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
@@ -98,7 +106,7 @@ class ChildPipe:
             self.send({"fatal": _error_json(error)})
             sys.exit(error.exit_code)
 
-    def hear(self, receive: Callable[[Message], None]) -> None:
+    def read_messages(self, receive: Callable[[Message], None]) -> None:
         """Call `receive` with every message until the last.
 
         If a question fails, its error is sent as the answer, because the parent waits for one.
@@ -147,7 +155,14 @@ class ChildPipe:
 
         Sets `gone` if the parent no longer reads.
         """
-        data = line.encode()
+        self._write(line.encode())
+
+    def send_raw(self, message: Message, data: bytes) -> None:
+        """Write a message, and the `data` that belong to it."""
+        head = json.dumps({**message, "raw": len(data)}, separators=(",", ":"))
+        self._write(head.encode() + b"\n" + data)
+
+    def _write(self, data: bytes) -> None:
         with self._lock:
             try:
                 self._sink.write(data)

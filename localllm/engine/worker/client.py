@@ -5,6 +5,7 @@ events.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,14 +17,17 @@ from localllm.engine.messages import (
     Finish,
     Request,
     event_from_json,
+    prompt_too_long,
 )
 from localllm.engine.worker import pipe
 from localllm.engine.worker.child_pipe import Pulse
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.supervisor import HANG_S
+from localllm.engine.worker.supervisor import HANG_S, HearKv
 from localllm.engine.worker.supervisor import EngineClient as EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadSpec, MemoryReport
+
+log = logging.getLogger("localllm.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class WorkerOptions:
         """
 
         def progress(message: dict[str, Any]) -> None:
+            _log_notice(message)
             if on_loading is not None and "loading" in message:
                 on_loading(message["loading"])
 
@@ -84,12 +89,17 @@ class WorkerClient(EngineClient):
         self._workers = workers
         self.memory = MemoryReport(**ready["memory"])
         self._streams: dict[str, Callable[[Event], None]] = {}
+        self._kv_readers: dict[str, HearKv] = {}
+        self._kv_identity: dict[str, str] = ready.get("kv_identity", {})
         process.listen(self._deliver, self._after_end)
 
-    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+    async def listen(self, request: Request, on_event: Callable[[Event], None]) -> Finish | Failure:
         if request.id in self._streams:
             said = "a request with this id is running already"
             return Failure(request.id, "invalid_request", said)
+        # Copying a million ids would stop the event loop for a second.
+        if not isinstance(request.prompt, str) and len(request.prompt) >= self.info.n_ctx:
+            return prompt_too_long(request.id, len(request.prompt), self.info.n_ctx)
         ended: asyncio.Future[Finish | Failure] = asyncio.get_running_loop().create_future()
 
         def take(event: Event) -> None:
@@ -99,7 +109,7 @@ class WorkerClient(EngineClient):
                 ended.set_result(event)
                 return
             try:
-                hear(event)
+                on_event(event)
             except Exception as e:
                 ended.set_exception(e)
 
@@ -112,6 +122,22 @@ class WorkerClient(EngineClient):
         finally:
             if self._streams.pop(request.id, None) is not None:
                 self.process.send({"op": "cancel", "id": request.id})
+
+    @property
+    def kv_identity(self) -> dict[str, str]:
+        return self._kv_identity
+
+    async def send_kv(
+        self, request: Request, on_event: Callable[[Event], None], hear_kv: HearKv
+    ) -> Finish | Failure:
+        self._kv_readers[request.id] = hear_kv
+        try:
+            return await self.listen(request, on_event)
+        finally:
+            del self._kv_readers[request.id]
+
+    def more_kv(self, request_id: str) -> None:
+        self.process.send({"op": "more", "id": request_id})
 
     @property
     def has_waiters(self) -> bool:
@@ -133,6 +159,9 @@ class WorkerClient(EngineClient):
             take(self._death(request_id))
 
     def _deliver(self, message: dict[str, Any]) -> None:
+        if "kv" in message and message["kv"] in self._kv_readers:
+            self._kv_readers[message["kv"]](message.get("data", b""))
+        _log_notice(message)
         for data in message.get("ev", ()):
             take = self._streams.get(data["id"])
             if take is not None:
@@ -149,22 +178,27 @@ class WorkerClient(EngineClient):
             return Failure(request_id, death.code, death.message, death.hint)
         # If a worker machine is lost, the process that computes on it ends.
         there = (
-            f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its "
-            "worker still running?"
+            f"parts of the model are on {', '.join(self._workers)}: check that each machine is "
+            "reachable and runs its worker"
         )
         return Failure(
             request_id,
             death.code,
             f"{death.message}; {there}",
-            "it is reloaded by the next request",
+            "the next request loads the model again",
         )
+
+
+def _log_notice(message: dict[str, Any]) -> None:
+    if "notice" in message:
+        log.warning("%s", message["notice"])
 
 
 class Host(Protocol):
     """A source of the loaded engine for a model name. It loads or reloads the model if needed."""
 
     async def engine(self) -> EngineClient:
-        """The loaded engine. Loads it on first use, and again after a crash, after a pause. Raises
+        """The loaded engine. Loads it on first use, and after a crash, following a pause. Raises
         LocalLLMError.
         """
 

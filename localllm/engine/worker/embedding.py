@@ -76,7 +76,9 @@ class EmbeddingEngine(EngineClient):
 
         An input that is too long raises ContextLengthError, or is truncated with `truncate`.
         """
-        value = await self._asked({"op": "embed", "inputs": list(inputs), "truncate": truncate})
+        value = await self._ask_worker(
+            {"op": "embed", "inputs": list(inputs), "truncate": truncate}
+        )
         return [base64.b64decode(v) for v in value["vectors"]], value["tokens"]
 
     async def rank(
@@ -88,23 +90,23 @@ class EmbeddingEngine(EngineClient):
         A pair that is too long raises ContextLengthError, or its document is truncated with
         `truncate`.
         """
-        value = await self._asked(
+        value = await self._ask_worker(
             {"op": "rank", "query": query, "documents": list(documents), "truncate": truncate}
         )
         return value["scores"], value["tokens"]
 
-    async def _asked(self, question: Message) -> Any:
+    async def _ask_worker(self, question: Message) -> Any:
         value = await self.process.ask(question)
         self.finished += 1
         self._tokens += value["tokens"]
         return value
 
-    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Failure:
+    async def listen(self, request: Request, on_event: Callable[[Event], None]) -> Failure:
         return Failure(
             request.id,
             "unsupported_parameter",
-            "an embedding model generates no text",
-            "send it to /v1/embeddings (a reranker: /v1/rerank), or name a chat model",
+            "an embedding model can't generate text",
+            "send the text to /v1/embeddings (rerankers: /v1/rerank), or use a chat model",
         )
 
     async def snapshot(self) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def serve(pipe: ChildPipe) -> None:
     def receive(message: Message) -> None:
         pipe.answer(message, _answer(embedder, message))
 
-    pipe.hear(receive)
+    pipe.read_messages(receive)
     embedder.close()
 
 
@@ -154,7 +156,7 @@ def _answer(embedder: Any, message: Message) -> Any:
 def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict[str, Any]:
     if embedder.pooling == "rank":
         raise errors.UnsupportedError(
-            "this model ranks; it makes no embeddings", hint="name an embedding model"
+            "this model is a reranker and can't make embeddings", hint="use an embedding model"
         )
     rows: list[list[int]] = []
     for i, sent in enumerate(inputs):
@@ -176,7 +178,7 @@ def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict
 def _rank(embedder: Any, query: str, documents: list[str], truncate: bool) -> dict[str, Any]:
     if embedder.pooling != "rank":
         raise errors.UnsupportedError(
-            "this model makes embeddings; it does not rank", hint="name a reranker"
+            "this is an embedding model and can't rank documents", hint="use a reranker"
         )
     rows = [
         _fitting(
@@ -205,7 +207,8 @@ def _fitting(
         return tokens
     if not truncate:
         raise errors.ContextLengthError(
-            f"{subject} {len(tokens)} tokens and the model takes {limit}", hint=hint
+            f"{subject} {len(tokens)} tokens, which is too large; the model's limit is {limit}",
+            hint=hint,
         )
     return [*tokens[: limit - 1], tokens[-1]]
 

@@ -1,7 +1,8 @@
 """The parent's end of the pipe to a worker process, with JSON lines, and the start of such
 processes.
 
-The worker's end is in child_pipe.py. The child answers questions. Its other messages go to a
+The worker's end is in child_pipe.py. A message with "raw" is followed by that many bytes, which
+become its "data". The child answers questions. Its other messages go to a
 callback, because a StreamReader and a task would cost one more turn of the event loop per token.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, cast
 from localllm import errors
 from localllm.paths import worker_log
 
-Hear = Callable[[dict[str, Any]], None]
+MessageCallback = Callable[[dict[str, Any]], None]
 # seconds. A process that was told to close is killed if it runs longer than this. It may have half
 # a gigabyte to write.
 STOP_GRACE_S = 10.0
@@ -37,15 +38,18 @@ class JsonProcess(asyncio.SubprocessProtocol):
             asyncio.get_running_loop().create_future()
         )
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_message: Hear = self._hear_first
+        self._on_message: MessageCallback = self._buffer_message
         self._on_end: Callable[[], None] = lambda: None
-        self._on_progress: Hear = lambda _: None
-        self._unheard: list[dict[str, Any]] = []
+        self._on_progress: MessageCallback = lambda _: None
+        self._buffered: list[dict[str, Any]] = []
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._closing = False
         self._hangs = ""
         self._pieces: list[bytes] = []
+        # The message whose data arrives, and the data so far.
+        self._announced: dict[str, Any] = {}
+        self._data = bytearray()
         self._process: asyncio.SubprocessTransport | None = None
 
     @classmethod
@@ -75,7 +79,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         return process
 
     async def load(
-        self, order: Mapping[str, Any], *, loads: str, on_progress: Hear | None = None
+        self, order: Mapping[str, Any], *, loads: str, on_progress: MessageCallback | None = None
     ) -> dict[str, Any]:
         """Send `order`, and wait for {"ready": …}. Other messages before that go to `on_progress`.
 
@@ -116,7 +120,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         return self._process.get_returncode()
 
     @property
-    def hears(self) -> bool:
+    def can_send(self) -> bool:
         """False once no message can be sent. A killed process stops reading before its end is
         noticed.
         """
@@ -125,15 +129,15 @@ class JsonProcess(asyncio.SubprocessProtocol):
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
 
-    def listen(self, on_message: Hear, on_end: Callable[[], None]) -> None:
+    def listen(self, on_message: MessageCallback, on_end: Callable[[], None]) -> None:
         """Set the callbacks for messages and for the end of the process.
 
         `on_message` is called with each message that is not a reply. `on_end` is called once,
         after the process has ended and all its output is read. Messages that came earlier are
         delivered at once.
         """
-        unheard = self._unheard
-        self._unheard = []
+        unheard = self._buffered
+        self._buffered = []
         for message in unheard:
             on_message(message)
         self._on_message = on_message
@@ -143,7 +147,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Queue a message for the process. Returns False if the process no longer reads."""
-        if not self.hears:
+        if not self.can_send:
             return False
         self._stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         return True
@@ -173,9 +177,11 @@ class JsonProcess(asyncio.SubprocessProtocol):
         if self._closing:
             return errors.WorkerDiedError("the model was unloaded")
         if self._hangs:
-            return errors.WorkerDiedError(f"the engine's process hung and was ended: {self._hangs}")
+            return errors.WorkerDiedError(
+                f"the engine's process hung and was stopped: {self._hangs}"
+            )
         return errors.WorkerDiedError(
-            f"the engine's process ended in mid-request ({exit_reason(self.returncode)})"
+            f"the engine's process ended during the request ({exit_reason(self.returncode)})"
         )
 
     async def close(self) -> None:
@@ -201,9 +207,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
                 signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM
             )
 
-    def _hear_first(self, message: dict[str, Any]) -> None:
+    def _buffer_message(self, message: dict[str, Any]) -> None:
         if self._first.done():
-            self._unheard.append(message)
+            self._buffered.append(message)
         elif "ready" not in message and "fatal" not in message:
             self._on_progress(message)
         else:
@@ -225,24 +231,48 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._stdin = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Handle some of its output: any number of lines, the last one possibly incomplete."""
+        """Handle some of its output."""
+        while data:
+            data = self._take_data(data) if self._announced else self._take_lines(data)
+
+    def _take_data(self, data: bytes) -> bytes:
+        """Add to the data of the announced message. Returns the output after it."""
+        left = self._announced["raw"] - len(self._data)
+        self._data += data[:left]
+        if len(data) >= left:
+            message = self._announced
+            message["data"] = bytes(self._data)
+            self._announced = {}
+            self._data.clear()
+            self._on_message(message)
+        return data[left:]
+
+    def _take_lines(self, data: bytes) -> bytes:
+        """Handle any number of lines, the last one possibly incomplete. Returns the output after a
+        line that announces data.
+        """
         lines = data.split(b"\n")
         if len(lines) == 1:
             self._pieces.append(data)
-            return
+            return b""
         lines[0] = b"".join((*self._pieces, lines[0]))
         last = lines.pop()
         self._pieces = [last] if last else []
         try:
-            for line in lines:
+            for i, line in enumerate(lines):
                 message = _parsed(line)
                 if "re" in message:
                     self._take_reply(message)
+                elif message.get("raw"):
+                    self._announced = message
+                    self._pieces = []
+                    return b"\n".join([*lines[i + 1 :], last])
                 else:
                     self._on_message(message)
         except ValueError:
             # Its output can no longer be trusted.
             self.kill()
+        return b""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the process, after all its output is read."""
@@ -284,9 +314,9 @@ def exit_reason(code: int | None) -> str:
 
 # GOMP_SPINCOUNT: by default, threads of GNU OpenMP spin for milliseconds while they wait for each
 # other. That is harmless on an idle machine, but very slow if another process needs a core.
-# Measured with SmolLM2 on two cores: with 1,000 turns, decoding alone keeps its full speed (0.93
-# of a bare loop, through HTTP). With one busy process it reaches 42 tok/s, and with the default 8.
-# With 300 turns that is 50 tok/s, but only 0.88 through HTTP. Sleeping at once costs 60 % alone.
+# Measured with SmolLM2 on two cores, through HTTP. With 1,000 turns, decoding alone has 0.93 of the
+# speed of a bare loop; with one busy process it reaches 42 tok/s (default: 8 tok/s). With 300 turns
+# it has 0.88 alone and reaches 50 tok/s. With 0 turns, decoding alone loses 60 %.
 #
 # MALLOC_ARENA_MAX: each thread that allocates gets a heap of its own, and each sliced prefill is a
 # thread. Over 1,500 mixed requests the worker grew by 10 %, and with two heaps in total by 0.2 %
@@ -343,7 +373,7 @@ async def start_ahead() -> None:
 async def take(log_path: Path | None) -> JsonProcess:
     """A text-generating worker: the one started in advance, else a new one."""
     process = _ahead.pop(log_path, None)
-    if process is not None and process.hears:
+    if process is not None and process.can_send:
         return process
     return await spawn(_WRITES_TEXT, log_path)
 

@@ -18,7 +18,14 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from localllm.engine.messages import Event, Failure, Finish, Request
 from localllm.engine.worker.child_pipe import Pulse
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.errors import BusyError, DoesNotFitError, LocalLLMError, WorkerDiedError
+from localllm.errors import (
+    BusyError,
+    DoesNotFitError,
+    LibraryError,
+    LocalLLMError,
+    UnsupportedError,
+    WorkerDiedError,
+)
 from localllm.memory.guard import Available
 from localllm_backends.contract import ModelInfo
 
@@ -35,6 +42,9 @@ _PATIENCE_S = 2.5
 E = TypeVar("E", bound="EngineClient")
 StartedE = TypeVar("StartedE", bound="EngineClient", covariant=True)
 
+# Takes the pieces of a request's KV.
+HearKv = Callable[[bytes], None]
+
 
 class Startable(Protocol[StartedE]):
     """The options of the process to supervise: WorkerOptions or EmbeddingOptions."""
@@ -50,6 +60,19 @@ class Startable(Protocol[StartedE]):
         """Start the process and load the model. `on_loading` gets the loaded share, from 0 to 1."""
 
 
+class LoadObserver(Protocol):
+    """Learns how the loads of a worker end, and may choose another llama.cpp."""
+
+    def died(self) -> bool:
+        """Called if the process ended while it loaded. Returns True if the load is to be repeated."""
+
+    def unusable(self, reason: str) -> bool:
+        """Called if llama.cpp's library can't be used. Returns True if the load is to be repeated."""
+
+    def loaded(self) -> None:
+        """Called after a load."""
+
+
 class Supervisor(Generic[E]):
     """Keeps the worker of one model running over time (a Host, client.py).
 
@@ -57,6 +80,7 @@ class Supervisor(Generic[E]):
         figure). Every load must leave the options' headroom free.
     `smaller`: returns options that need less memory, or None. It is called in a thread if a load
         runs out of memory. The options are tried once, and kept.
+    `observer`: is called in a thread after each load.
     """
 
     def __init__(
@@ -65,8 +89,10 @@ class Supervisor(Generic[E]):
         on_loading: Callable[[float], None] | None = None,
         available: Available | None = None,
         smaller: Callable[[], Startable[E] | None] | None = None,
+        observer: LoadObserver | None = None,
     ) -> None:
         self.options = options
+        self._observer = observer
         self._smaller = smaller
         self._on_loading = on_loading
         self._available = available
@@ -100,15 +126,30 @@ class Supervisor(Generic[E]):
                 self._count_crash(healthy=self._is_healthy(self._engine))
                 self._engine = None
             await self._back_off()
-            try:
-                self._engine = await self._start()
-            except WorkerDiedError:
-                self._count_crash(healthy=False)
-                raise
+            self._engine = await self._start_repeatedly()
             self.loads += 1
             self._started_s = time.monotonic()
             self._keeper = asyncio.create_task(self._keep(self._engine))
             return self._engine
+
+    async def _start_repeatedly(self) -> E:
+        """Start the process, and again as long as the observer requests it."""
+        while True:
+            try:
+                engine = await self._start()
+            except WorkerDiedError:
+                self._count_crash(healthy=False)
+                observer = self._observer
+                if observer is None or not await asyncio.to_thread(observer.died):
+                    raise
+            except LibraryError as e:
+                observer = self._observer
+                if observer is None or not await asyncio.to_thread(observer.unusable, e.message):
+                    raise
+            else:
+                if self._observer is not None:
+                    await asyncio.to_thread(self._observer.loaded)
+                return engine
 
     async def _start(self) -> E:
         try:
@@ -161,8 +202,8 @@ class Supervisor(Generic[E]):
         left_s = self._not_before_s - time.monotonic()
         if left_s > _PATIENCE_S:
             raise BusyError(
-                f"the model's process ended {self._crashes} times in a row; it is loaded again in "
-                f"{left_s:.0f} s",
+                f"the model's process ended {self._crashes} times in a row; it will be loaded "
+                f"again in {left_s:.0f} s",
                 retry_after_s=math.ceil(left_s),
             )
         await asyncio.sleep(max(0.0, left_s))
@@ -183,7 +224,7 @@ _SILENT_SHARE = 0.05
 # twice the patience.
 _TIMES_LONGEST = 100.0
 _KNOWS_AFTER_STEPS = 20
-_MOST_BETWEEN_LOOKS_S = 15.0
+_MAX_BETWEEN_LOOKS_S = 15.0
 
 
 def effort_of(pid: int) -> float:
@@ -231,15 +272,15 @@ class Watchdog:
             return ""
         if still_s > self._patience_s:
             return (
-                f"one call has lasted {pulse.busy_s:.0f} s, the last {still_s:.0f} s of it "
-                "without any work being done"
+                f"one call has lasted {pulse.busy_s:.0f} s, the last {still_s:.0f} s of "
+                "it without any progress"
             )
         known = pulse.steps >= _KNOWS_AFTER_STEPS and pulse.longest_step_s > 0
         if known and pulse.busy_s > max(
             2 * self._patience_s, _TIMES_LONGEST * pulse.longest_step_s
         ):
             return (
-                f"one call has lasted {pulse.busy_s:.0f} s, and none before it more than "
+                f"one call has lasted {pulse.busy_s:.0f} s, and no earlier call lasted more than "
                 f"{pulse.longest_step_s:.1f} s"
             )
         return ""
@@ -250,7 +291,7 @@ async def watch(engine: EngineClient, patience_s: float) -> None:
 
     `patience_s` 0: never. The process is not checked while no caller waits for it.
     """
-    between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
+    between_s = min(patience_s / 10, _MAX_BETWEEN_LOOKS_S)
     dog: Watchdog | None = None
     silent_since: float | None = None
     while engine.alive:
@@ -288,28 +329,45 @@ class EngineClient(ABC):
         facts = ready["ready"]
         self.process = process
         listed = {name: tuple(facts[name]) for name in ("eog_tokens", "control_texts")}
+        listed["adapters"] = tuple((digest, scale) for digest, scale in facts.get("adapters", ()))
         self.info = ModelInfo(**{**facts, **listed})
         self.finished = 0
 
     @property
     def alive(self) -> bool:
         """True while it accepts questions."""
-        return self.process.hears
+        return self.process.can_send
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def kv_identity(self) -> dict[str, str]:
+        """The identity of its KV (engine/cache/identity.py); {} if it sends none."""
+        return {}
+
     @abstractmethod
-    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
-        """Send a request. Calls `hear` with each event at once, except the last one, which is
+    async def listen(self, request: Request, on_event: Callable[[Event], None]) -> Finish | Failure:
+        """Send a request. Calls `on_event` with each event at once, except the last one, which is
         returned.
 
-        Cancelling this coroutine cancels the request within one engine step. An error in `hear`
+        Cancelling this coroutine cancels the request within one engine step. An error in `on_event`
         does the same, and is raised here. A prompt that is too long gives a Failure with code
         `context_length_exceeded` before any queue. A dead worker gives one with code `worker_died`
         within two seconds.
         """
+
+    async def send_kv(
+        self, request: Request, on_event: Callable[[Event], None], hear_kv: HearKv
+    ) -> Finish | Failure:
+        """Send a request with `sends_from`, as `listen` does. `hear_kv` gets its KV in pieces, and
+        an empty piece after each frame (engine/transfer/wire.py)."""
+        raise UnsupportedError("this model has no KV that another server can use")
+
+    def more_kv(self, request_id: str) -> None:
+        """Let the engine export one more block for a request of `send_kv`."""
+        raise UnsupportedError(f"{request_id} sends no KV")
 
     @abstractmethod
     async def snapshot(self) -> dict[str, Any]:
@@ -321,17 +379,17 @@ class EngineClient(ABC):
         *,
         special: bool = True,
         add_bos: bool = False,
-        images: dict[str, str] | None = None,
+        media: dict[str, str] | None = None,
     ) -> list[int]:
-        """Token ids of `text`. Markers in it are replaced by `images` (base64), whose tokens are
-        below zero.
+        """Token ids of `text`. Marks in it are replaced by `media`, whose tokens are below
+        zero.
 
         An embedding model adds its own special tokens, whatever the arguments. Raises
         ContextLengthError if the text is longer than any model accepts.
         """
         message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
-        if images:
-            message["images"] = images
+        if media:
+            message["media"] = media
         return cast("list[int]", await self.process.ask(message))
 
     async def detokenize(self, tokens: list[int]) -> str:

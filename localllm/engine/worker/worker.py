@@ -7,8 +7,9 @@ close.
 
 Messages on the pipe, in addition to those in child_pipe.py:
 
-    in   submit | cancel, and the questions tokenize | detokenize | snapshot | pulse
-    out  {"ev": [...]} per step
+    in   submit | cancel | more, and the questions tokenize | detokenize | snapshot | pulse
+    out  {"ev": [...]} per step; {"kv": id} with data, and without data after each frame of KV;
+         {"notice": text} for the owner of the server
 """
 
 from __future__ import annotations
@@ -25,25 +26,31 @@ from functools import partial
 from typing import Any
 
 from localllm.engine import EngineSettings
+from localllm.engine.adapters import kv_salt, unknown_adapters
+from localllm.engine.cache.identity import identity_of
 from localllm.engine.core import Engine
+from localllm.engine.media import MediaReader
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler, trials
 from localllm.engine.speculation import registered
 from localllm.engine.speculation.draft_model import vocabulary_difference
-from localllm.engine.tokens import Placed, Tokenizer
-from localllm.engine.vision import ImageReader
+from localllm.engine.tokens import MediaSpan, Tokenizer
+from localllm.engine.transfer.shared_prefix import tokenised
 from localllm.engine.worker import backends
 from localllm.engine.worker.child_pipe import ChildPipe, Message, Pulse, reason
+from localllm.engine.worker.kv_outlet import KvOutlet
 from localllm.errors import ContextLengthError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 from localllm_backends.registry import read_code
 from localllm_backends.token_estimate import estimated_tokens
 
 _PROGRESS_STEP = 0.02
+# seconds. Python's default is as long as one step of a small model.
+_TURN_S = 0.001
 # characters. Tokenising more takes about ten milliseconds.
 _LONG_TEXT = 2**16
 # Limit for a text in a "tokenize" question, or the context length if that is more.
-_MOST_TOKENS = 2**18
+_MAX_TOKENS = 2**18
 
 
 class Worker:
@@ -51,23 +58,29 @@ class Worker:
 
     def __init__(self, pipe: ChildPipe) -> None:
         self._pipe = pipe
+        self._outlet = KvOutlet(pipe)
         # None: the pipe has ended.
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         # When the engine's thread began its current call; None while it waits for messages.
         self._busy_since_s: float | None = None
-        # Images and long texts take as long as many steps, so they must not delay other requests.
+        # Media and long texts take as long as many steps, so they must not delay other requests.
         self._preparer = ThreadPoolExecutor(1, "preparer")
         self._preparing: set[str] = set()
-        self._image_reader: ImageReader | None = None
+        self._media_reader: MediaReader | None = None
 
     def run(self) -> None:
         engine = self._pipe.load(self._load)
         self._pipe.send(
-            {"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())}
+            {
+                "ready": asdict(engine.backend.info),
+                "memory": asdict(engine.backend.memory()),
+                "kv_identity": identity_of(engine.backend).to_json(),
+            }
         )
         self._tokenizer = Tokenizer(engine.backend)
-        if engine.backend.capabilities.vision:
-            self._image_reader = ImageReader(engine.backend)
+        capabilities = engine.backend.capabilities
+        if capabilities.vision or capabilities.audio:
+            self._media_reader = MediaReader(engine.backend)
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
         self._loop(engine)
         self._preparer.shutdown(cancel_futures=True)
@@ -94,12 +107,19 @@ class Worker:
             **options.get("engine", {}),
             make_matcher=compiler,
             grammar_trials=trials(compiler),
+            say=self._notify,
         )
-        engine = Engine(backend, settings, draft_backend=draft)
+        engine = Engine(backend, settings, draft_backend=draft, outlet=self._outlet.frame)
+        if settings.prefill_from or settings.kv_from:
+            # The engine waits up to this long for its turn while another thread receives KV.
+            sys.setswitchinterval(_TURN_S)
         # The loaded objects stay. So the garbage collector need not scan them in the middle of a
         # stream.
         gc.freeze()
         return engine
+
+    def _notify(self, text: str) -> None:
+        self._pipe.send({"notice": text})
 
     def _load_draft(
         self, path: str | None, spec: LoadSpec, backend_type: BackendType
@@ -116,8 +136,8 @@ class Worker:
         )
         if difference is not None:
             raise UnsupportedError(
-                f"the draft model can't draft for this model: {difference}",
-                hint="name a draft model of the same family, or use --draft ngram",
+                f"the draft model does not fit this model: {difference}",
+                hint="use a draft model of the same family, or use --draft ngram",
             )
         placement = Placement(gpu_layers=spec.n_gpu_layers, cards=spec.placement.cards)
         return draft_type.load(
@@ -157,8 +177,12 @@ class Worker:
 
     def _handle(self, engine: Engine, message: Message) -> list[Event]:
         op = message["op"]
+        if op == "more":
+            engine.sender.more(message["id"])
         if op == "submit":
-            return engine.submit(message["request"], message["tokens"], message.get("images", ()))
+            if message["request"].sends_from is not None:
+                self._outlet.ids.add(message["request"].id)
+            return engine.submit(message["request"], message["tokens"], message.get("media", ()))
         if op == "cancel":
             return engine.cancel(message["id"])
         if op == "snapshot":
@@ -175,7 +199,7 @@ class Worker:
     # --- the reader thread ------------------------------------------------------------------------
 
     def _read(self, engine: Engine) -> None:
-        self._pipe.hear(partial(self._receive, engine))
+        self._pipe.read_messages(partial(self._receive, engine))
         self._inbox.put(None)
         self._pipe.exit_soon()
 
@@ -230,56 +254,60 @@ class Worker:
         engine.interrupt(message["id"])
 
     def _submit(self, backend: Backend, sent: dict[str, Any]) -> None:
-        """Pass a request to the engine, with its tokens and its prepared images.
+        """Pass a request to the engine, with its tokens and its prepared media.
 
         If the request is invalid, a failure is sent as its answer.
         """
-        images: tuple[Placed, ...] = ()
+        media: tuple[MediaSpan, ...] = ()
         try:
             request = request_from_json(sent)
             prompt = request.prompt
             add_bos = request.add_bos
             salt = request.generation.salt
             _check_length(backend, prompt, backend.info.n_ctx)
-            if not sent.get("images"):
+            unknown = unknown_adapters(backend.info, request.generation.adapters)
+            if unknown:
+                raise BackendFailure(unknown)
+            if not sent.get("media"):
                 if isinstance(prompt, str):
-                    prompt = self._tokenizer.tokens(prompt, add_bos=add_bos, salt=salt)
+                    read = partial(self._tokenizer.tokens, add_bos=add_bos, salt=salt)
+                    request, prompt = tokenised(request, read)
                 elif prompt and not 0 <= min(prompt) <= max(prompt) < backend.info.n_vocab:
                     raise BackendFailure("a token is outside the vocabulary")
                 tokens = prompt
-            elif isinstance(prompt, str) and self._image_reader is not None:
-                tokens, images = self._image_reader.read(
-                    prompt, request.images, add_bos=add_bos, salt=salt
+            elif isinstance(prompt, str) and self._media_reader is not None:
+                salt = kv_salt(backend.info, request.generation.adapters, salt)
+                tokens, media = self._media_reader.read(
+                    prompt, request.media, add_bos=add_bos, salt=salt
                 )
-                # The image files are no longer needed.
-                request = replace(request, images={})
+                # The files are no longer needed.
+                request = replace(request, media={})
             else:
-                raise BackendFailure("images stand in a prompt of text, not of tokens")
+                raise BackendFailure("images and sounds need a text prompt, not token ids")
         except Exception as e:
             self._send([_failure(str(sent.get("id", "")), e)])
         else:
-            self._inbox.put(
-                {"op": "submit", "request": request, "tokens": tokens, "images": images}
-            )
+            self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "media": media})
         self._preparing.discard(str(sent.get("id", "")))
 
     def _tokens(self, backend: Backend, sent: Message) -> list[int]:
-        """The tokens of the text in a "tokenize" question, with those of its images."""
+        """The tokens of the text in a "tokenize" question, with those of its media."""
         text = sent["text"]
         add_bos = sent["add_bos"]
-        _check_length(backend, text, max(_MOST_TOKENS, backend.info.n_ctx))
-        if self._image_reader is not None and sent.get("images"):
-            return self._image_reader.read(text, sent["images"], add_bos=add_bos)[0]
+        _check_length(backend, text, max(_MAX_TOKENS, backend.info.n_ctx))
+        if self._media_reader is not None and sent.get("media"):
+            return self._media_reader.read(text, sent["media"], add_bos=add_bos)[0]
         return self._tokenizer.tokens(text, special=sent["special"], add_bos=add_bos)
 
     def _send(self, events: list[Event]) -> None:
+        events = self._outlet.taken(events)
         if events:
             self._pipe.send_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 
 
 def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
-    """Does the message have images, or more text than can be tokenised in a few milliseconds?"""
-    return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
+    """Does the message have media, or more text than can be tokenised in a few milliseconds?"""
+    return bool(sent.get("media")) or len(sent.get(text) or "") > _LONG_TEXT
 
 
 def _failure(request_id: str, error: Exception) -> Failure:
@@ -297,7 +325,7 @@ def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
     if isinstance(text, str):
         n_tokens = estimated_tokens(backend, text, most)
     if n_tokens is not None:
-        said = f"the text has about {n_tokens} tokens, and there is room for {most}"
+        said = f"the text has about {n_tokens} tokens, but the limit is {most}"
         raise ContextLengthError(said, counts=(n_tokens, most))
 
 

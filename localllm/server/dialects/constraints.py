@@ -10,7 +10,9 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from localllm.errors import RequestError
+from localllm.errors import RequestError, UnsupportedError
+from localllm.grammars.closed_objects import closed
+from localllm.grammars.json_schema import convert_schema
 from localllm.server.dialects.known import FORMS, BodyPart, Refused, Shape
 
 # ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
@@ -35,21 +37,31 @@ def only_one(**named: Constraint | None) -> Constraint | None:
 
 
 def of_schema(
-    schema: Mapping[str, Any] | str | None, where: str = "json_schema", *, strict: bool = True
+    schema: Mapping[str, Any] | str | bool | None,
+    where: str = "json_schema",
+    *,
+    strict: bool = True,
 ) -> Constraint | None:
-    """Return the constraint for a JSON schema, which may be sent as text. Raises RequestError if
-    the text is not a JSON schema."""
+    """Return the constraint for a JSON schema, which may be sent as text. Its objects are closed.
+    Raises RequestError if the text is not a JSON schema."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as e:
-            raise RequestError(f"{where} is no JSON", param=where) from e
+            raise RequestError(f"{where} is not valid JSON", param=where) from e
         if not isinstance(schema, dict | bool):
             raise RequestError(f"{where} must be a JSON schema", param=where)
     if schema is None:
         return None
-    kind = "json_schema" if strict else "loose_schema"
-    return kind, json.dumps(schema)
+    if not strict:
+        return "loose_schema", json.dumps(schema)
+    text = json.dumps(closed(schema))
+    try:
+        convert_schema(json.loads(text))  # also for an answer of no tokens
+    except UnsupportedError as e:
+        e.param = e.param or where
+        raise
+    return "json_schema", text
 
 
 def of_object(wanted: bool | None) -> Constraint | None:
@@ -72,7 +84,7 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
     if texts is None:
         return None
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{where} must be texts, one at least", param=where)
+        raise RequestError(f"{where} must be a list of at least one text", param=where)
     return "regex", "|".join(map(re.escape, texts))
 
 
@@ -87,7 +99,11 @@ def of_response_format(response_format: Any, where: str = "response_format") -> 
     if kind == "json_object":
         # llama.cpp's variant has the schema next to the type.
         schema = response_format.get("schema")
-        return of_schema(schema) if isinstance(schema, dict) else of_object(True)
+        if schema is None:
+            return of_object(True)
+        if not isinstance(schema, Mapping | bool):
+            raise RequestError(f"the schema of {where} must be an object", param=where)
+        return of_schema(schema, where)
     if kind != "json_schema":
         raise RequestError(f"{where} must be an object with a type: {FORMS.reason}", param=where)
     described = response_format.get("json_schema")
@@ -96,7 +112,7 @@ def of_response_format(response_format: Any, where: str = "response_format") -> 
     schema = described.get("schema")
     if not isinstance(schema, Mapping):
         raise RequestError(f"the schema of {where} must be an object", param=where)
-    return of_schema(schema, strict=described.get("strict") is not False)
+    return of_schema(schema, where, strict=described.get("strict") is not False)
 
 
 class StructuredFields(BodyPart):

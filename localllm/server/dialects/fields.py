@@ -10,6 +10,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    ClassVar,
     Literal,
     get_args,
     get_type_hints,
@@ -17,7 +18,7 @@ from typing import (
 
 from pydantic import AfterValidator, ConfigDict, Field, create_model
 
-from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
+from localllm.engine.messages import MAX_ADAPTERS, MAX_TOKENS, Generation, LoopLimits, Sampling
 from localllm.errors import RequestError
 from localllm.server.dialects.constraints import (
     ChoiceTexts,
@@ -33,14 +34,16 @@ from localllm.server.dialects.constraints import (
     of_schema,
     only_one,
 )
-from localllm.server.dialects.known import BodyPart
+from localllm.server.dialects.known import BodyPart, Shape, indifferent
 
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Truncation = Annotated[
     Literal["auto", "disabled"] | None,
     Field(
-        description="a conversation too long for the context: "
-        "refused (disabled), or its oldest turns left out (auto)"
+        description=(
+            "what to do if the conversation exceeds the context: disabled = reject it, auto "
+            "= omit its oldest turns"
+        )
     ),
 ]
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -66,6 +69,12 @@ StopText = Annotated[str, Field(max_length=1024)]
 
 # Scheduling priority by OpenAI's `service_tier`. Any other value has priority 0.
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
+_OTHER_TIERS = ("auto", "default", "scale", "standard_only")
+# Fields that constrain the answer, apart from `response_format`.
+_CONSTRAINTS = (
+    "grammar", "json_schema", "regex", "ebnf", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar",
+)  # fmt: skip
 
 
 class RequestBody(BodyPart):
@@ -74,7 +83,9 @@ class RequestBody(BodyPart):
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = Field(
-        None, max_length=512, description="a served model or alias; none means the first one"
+        None,
+        max_length=512,
+        description="the name or alias of a served model; default: the first one",
     )
     stream: bool | None = Field(None, description="send the answer as server-sent events")
 
@@ -82,7 +93,7 @@ class RequestBody(BodyPart):
 class LoopFields(BodyPart):
     """`repetition_detection`: ends an answer that repeats one pattern."""
 
-    max_pattern_size: int = Field(0, ge=0, le=4096, description="tokens; 0 switches it off")
+    max_pattern_size: int = Field(0, ge=0, le=4096, description="tokens; 0 turns it off")
     min_pattern_size: int = Field(0, ge=0, le=4096, description="0 means 1")
     min_count: int = Field(2, ge=2, le=MAX_TOKENS, description="times in a row")
 
@@ -92,9 +103,16 @@ class LoopFields(BodyPart):
             return None
         if self.min_pattern_size > self.max_pattern_size:
             raise RequestError(
-                "min_pattern_size is above max_pattern_size", param="repetition_detection"
+                "min_pattern_size is greater than max_pattern_size", param="repetition_detection"
             )
         return LoopLimits(self.max_pattern_size, self.min_pattern_size or 1, self.min_count)
+
+
+class LoraFields(BodyPart):
+    """An entry of `lora`: a LoRA adapter by its number, and the scale of its effect."""
+
+    id: int = Field(ge=0, lt=MAX_ADAPTERS, description="its number in GET /lora-adapters")
+    scale: float = Field(ge=-1000, le=1000, description="0: it is not applied")
 
 
 def _body_field(declared: Any) -> tuple[Any, Any]:
@@ -147,11 +165,14 @@ class GenerationFields(_SamplingNumbers):
     ) = None
     stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
     min_tokens: Count | None = Field(
-        None, description="no end of the model's own and no stop token before that"
+        None,
+        description=(
+            "minimum number of tokens: before it, the answer can't end by itself or by a stop token"
+        ),
     )
     stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None
     repetition_detection: LoopFields | None = Field(
-        None, description="ends loops: finish_reason repetition"
+        None, description='end an answer that repeats a pattern, with finish_reason "repetition"'
     )
 
     def sent_sampling(self) -> dict[str, Any]:
@@ -169,7 +190,7 @@ class GenerationFields(_SamplingNumbers):
         additional fields of `Generation`. Raises RequestError."""
         if self.min_tokens and longest is not None and self.min_tokens > longest:
             raise RequestError(
-                f"min_tokens is {self.min_tokens}, and the answer has at most {longest}",
+                f"min_tokens is {self.min_tokens}, but the answer may have at most {longest}",
                 param="min_tokens",
             )
         loops = self.repetition_detection
@@ -187,60 +208,83 @@ class GenerationFields(_SamplingNumbers):
 class SamplingFields(RequestBody, GenerationFields):
     """A body for generation with the fields of OpenAI, llama.cpp and vLLM."""
 
+    shapes: ClassVar[Shape] = {"service_tier": indifferent(*PRIORITIES, *_OTHER_TIERS)}
     logit_bias: (
         Annotated[dict[TokenId, Bias], Field(max_length=4096)]
         | Annotated[list[tuple[TokenId, Bias]], Field(max_length=4096)]
         | None
     ) = Field(
-        None, description="by token id; [[id, bias], …] and false for -100 are llama.cpp's forms"
+        None,
+        description="biases by token id; also [[id, bias], …], and false for -100, as in llama.cpp",
     )
     ignore_eos: bool | None = None
     cache_prompt: bool | None = Field(
-        None, description="false neither uses nor fills the prefix cache"
+        None, description="false: neither read nor fill the prefix cache"
     )
     cache_salt: str | None = Field(
         None,
         min_length=1,
         max_length=1024,
-        description="only requests of the same salt use each other's prefixes (vLLM)",
+        description="only requests with the same salt share cached prefixes (vLLM)",
+    )
+    lora: Annotated[list[LoraFields], Field(max_length=MAX_ADAPTERS)] | None = Field(
+        None,
+        description=(
+            "LoRA adapters of this request, as in llama.cpp; those that are not listed have scale 0. "
+            "Default, also for []: those of the model name"
+        ),
     )
     n: Choices | None = None
     service_tier: str | None = Field(
-        None, max_length=64, description="priority: before others; flex, batch: after them"
+        None,
+        max_length=64,
+        description='"priority" is served before other requests, "flex" and "batch" after them',
     )
     t_max_predict_ms: int | None = Field(
         None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none"
     )
-    grammar: GrammarSource | None = Field(None, description="a GBNF grammar the answer must match")
+    grammar: GrammarSource | None = Field(
+        None, description="a GBNF grammar that the answer must match"
+    )
     json_schema: SchemaSource | None = Field(
-        None, description="a JSON schema the answer must match"
+        None, description="a JSON schema that the answer must match"
     )
     regex: RegexSource | None = Field(
-        None, description="an expression the answer must match (SGLang)"
+        None, description="a regular expression that the answer must match (SGLang)"
     )
     ebnf: GrammarSource | None = Field(None, description="another name of grammar (SGLang)")
     structured_outputs: StructuredFields | None = Field(
-        None, description="the constraint in vLLM's words"
+        None, description="a constraint in vLLM's format"
     )
     guided_json: SchemaSource | None = Field(None, description="another name of json_schema (vLLM)")
     guided_regex: RegexSource | None = Field(None, description="another name of regex (vLLM)")
     guided_choice: ChoiceTexts | None = Field(
-        None, description="texts, of which the answer must be one (vLLM)"
+        None, description="a list of texts; the answer must be one of them (vLLM)"
     )
     guided_grammar: GrammarSource | None = Field(None, description="another name of grammar (vLLM)")
 
     def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
-        longest_ms = self.t_max_predict_ms
+        time_limit_s = None
+        if self.t_max_predict_ms:
+            time_limit_s = self.t_max_predict_ms / 1000
+        adapters = None
+        if self.lora:
+            adapters = tuple((entry.id, entry.scale) for entry in self.lora)
         return super().generation(
             default,
             longest,
             ignore_eos=bool(self.ignore_eos),
-            time_limit_s=longest_ms / 1000 if longest_ms else None,
+            time_limit_s=time_limit_s,
             cache_prompt=self.cache_prompt is not False,
             salt=self.cache_salt or "",
             priority=PRIORITIES.get(self.service_tier or "", 0),
+            adapters=adapters,
             **more,
         )
+
+    def sent_constraint(self) -> str | None:
+        """Return the name of the field that constrains the answer, apart from `response_format`."""
+        return next((name for name in _CONSTRAINTS if getattr(self, name) is not None), None)
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """Return the constraint on the answer's form, from these fields or OpenAI's

@@ -44,7 +44,13 @@ class Refused(Unused):
 def one_of(*known: str) -> Refused:
     """Return the description of a field that accepts only these values, such as an object's
     `type`."""
-    return Refused(f"it is one of {', '.join(known)}", (None, *known))
+    return Refused(f"it must be one of {', '.join(known)}", (None, *known))
+
+
+def indifferent(*known: str) -> Unused:
+    """Return the description of a field whose values change nothing here. The response names it if
+    its value is not one of `known`."""
+    return Unused(off=(None, *known))
 
 
 Shape: TypeAlias = Mapping[str, Any]
@@ -69,13 +75,11 @@ def _refused() -> dict[str, Refused]:
 
 REFUSED: Mapping[str, Refused] = _refused()
 # Fields that do not change the answer, such as billing or the slot.
-HINTS = (
-    "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
-    "service_tier", "id_slot",
-)  # fmt: skip
+HINTS = ("model", "stream", "user", "metadata", "safety_identifier", "id_slot")
 _COMMON: Shape = {
     **REFUSED,
     **dict.fromkeys(HINTS),
+    "prompt_cache_retention": indifferent("in_memory", "in-memory", "24h"),
     "store": Unused(),
     "verbosity": Unused(off=(None, "medium")),
 }
@@ -115,8 +119,17 @@ def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> It
             elif value not in fate.off:
                 if fate.reason:
                     problem = f"{place} {str(value)[:40]!r} is not supported: {fate.reason}"
+                    problem += _alternatives(fate)
                     raise UnsupportedError(problem, param=place)
                 yield where
+
+
+def _alternatives(fate: Unused) -> str:
+    """Return the values that a refused field may have, if the reason does not list them."""
+    texts = [value for value in fate.off if isinstance(value, str) and value]
+    if not texts or all(text in fate.reason for text in texts):
+        return ""
+    return f" (it may be {' or '.join(texts)})"
 
 
 def _is_read(sent: Mapping[str, Any], known: Shape) -> bool:
@@ -195,8 +208,8 @@ _TYPES_WANTED = {
 }
 _OTHER_PROBLEMS = {
     "missing": "is missing",
-    "extra_forbidden": "is no field of this object",
-    "too_short": "has {actual_length} entries; {min_length} is the least",
+    "extra_forbidden": "is not a field of this object",
+    "too_short": "has {actual_length} entries; {min_length} is the minimum",
     "too_long": "has more than {max_length} entries",
     "string_too_short": "must have {min_length} characters or more",
     "string_too_long": "must have {max_length} characters or fewer",
@@ -215,7 +228,7 @@ def problem_of(errors: Iterable[Any]) -> str:
         if kind in _TYPES_WANTED:
             wanted.append(_TYPES_WANTED[kind].format(**values))
         else:
-            return _OTHER_PROBLEMS.get(kind, "has a value that is not taken").format(**values)
+            return _OTHER_PROBLEMS.get(kind, "has a value that is not allowed").format(**values)
     return f"must be {' or '.join(dict.fromkeys(wanted))}"
 
 
@@ -250,10 +263,11 @@ def _sent_path(error: Any, body: Any) -> list[str]:
 
 # Image detail: images are read at their own size.
 _DETAIL = Unused(off=(None, "auto", "original"))
+CACHE_CONTROL = shape(type=indifferent("ephemeral"), ttl=indifferent("5m", "1h"))
 PART = shape(
-    "type", "text", "refusal", "thinking", "signature", "data", "input_audio", "video_url",
-    "file_data", "file_url", "file_id", "filename", "cache_control", "annotations", "logprobs",
-    "image", "url",
+    "type", "text", "refusal", "thinking", "signature", "data", "input_audio", "audio_url", "video_url",
+    "file_data", "file_url", "file_id", "filename", "annotations", "logprobs", "image", "url",
+    cache_control=CACHE_CONTROL,
     detail=_DETAIL,
     image_url=shape("url", detail=_DETAIL),
     file=shape("file_data", "file_id", "filename", "file_url"),
@@ -272,7 +286,8 @@ MESSAGE = shape(
 _SYNTAX = shape("definition", syntax=one_of("lark", "regex"))
 _GRAMMAR = shape(type=one_of("text", "grammar"), **_SYNTAX, grammar=_SYNTAX)
 TOOL: dict[str, Any] = shape(
-    "type", "name", "description", "parameters", "strict", "cache_control",
+    "type", "name", "description", "parameters", "strict",
+    cache_control=CACHE_CONTROL,
     format=_GRAMMAR,
     function=shape("name", "description", "parameters", "strict"),
     custom=shape("name", "description", format=_GRAMMAR),

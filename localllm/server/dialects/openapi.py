@@ -13,16 +13,16 @@ import localllm
 from localllm.server.dialects.paths import Paths
 
 _ERRORS = {
-    "400": "the request can't be honoured; the message says why",
+    "400": "the request is invalid or not supported; the message gives the reason",
     "401": "the API key is missing or wrong",
-    "403": "Host or Origin refused",
+    "403": "Host or Origin is not allowed",
     "404": "unknown model or route",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
-    "415": "the body is not sent as JSON",
-    "500": "the server or a model's worker failed; the message says as much as is safe",
-    "501": "the model can't do that at all",
-    "503": "busy or reloading; Retry-After says when to try again",
+    "415": "the body's Content-Type is not JSON",
+    "500": "the server or a model's worker failed; the message contains no confidential details",
+    "501": "the model does not support this request",
+    "503": "the server is busy or reloads a model; retry after the time in Retry-After",
 }
 # Error schemas by the beginning of a path.
 _FORMS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
@@ -41,20 +41,23 @@ _ERROR = _object(
     code=_TEXT_OR_NULL,
     param=_TEXT_OR_NULL,
     hint=_TEXT,
+    n_prompt_tokens={"type": "integer"},
+    n_ctx={"type": "integer"},
 )
 _ANTHROPIC_ERROR = _object(["type", "message"], type=_TEXT, message=_TEXT)
 _ERROR_SCHEMAS: dict[str, Any] = {
     "Error": _object(["error"], error=_ERROR),
     "OllamaError": _object(["error"], error=_TEXT),
-    "AnthropicError": _object(["type", "error"], type={"const": "error"}, error=_ANTHROPIC_ERROR),
+    "AnthropicError": _object(
+        ["type", "error"], type={"const": "error"}, error=_ANTHROPIC_ERROR, request_id=_TEXT
+    ),
 }
 
 
 def _errors_of(path: str) -> dict[str, Any]:
     """Return the error responses of a path, in OpenAI's format or in that of the path's dialect."""
-    forms = ["Error"]
-    forms += (form for start, form in _FORMS.items() if path.startswith(start))
-    schema = {"anyOf": [{"$ref": f"#/components/schemas/{form}"} for form in forms]}
+    forms = (form for start, form in _FORMS.items() if path.startswith(start))
+    schema = {"$ref": f"#/components/schemas/{next(forms, 'Error')}"}
     content = {"application/json": {"schema": schema}}
     return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}
 
@@ -63,7 +66,7 @@ def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, 
     """Return OpenAPI metadata of a route: its body, the keys of a complete answer, and the media
     type of a streamed answer."""
     assert _BODIES.setdefault(model.__name__, model) is model, (
-        f"two bodies are named {model.__name__}"
+        f"two request bodies are named {model.__name__}"
     )
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     # Without keys: an object, or a list of objects (llama.cpp's format for several choices).
@@ -78,6 +81,18 @@ def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, 
         "requestBody": {"required": True, "content": content},
         "responses": {"200": {"description": "the answer", "content": answer}},
     }
+
+
+def form_of(model: type[BaseModel], file: str, *keys: str, streams: str = "") -> dict[str, Any]:
+    """Return OpenAPI metadata of a route that takes a form: the fields of `model` and a `file`."""
+    described = body_of(model, *keys, streams=streams)
+    fields = described["requestBody"]["content"].pop("application/json")["schema"]
+    sent = _object([file], **{file: {"type": "string", "format": "binary"}})
+    described["requestBody"]["content"]["multipart/form-data"] = {
+        "schema": {"allOf": [fields, sent]}
+    }
+    described["responses"]["200"]["content"]["text/plain"] = {"schema": _TEXT}
+    return described
 
 
 _BODIES: dict[str, type[BaseModel]] = {}
@@ -124,7 +139,7 @@ def document(dialects: Iterable[Paths]) -> dict[str, Any]:
     _, definitions = models_json_schema(
         [(m, "validation") for m in _BODIES.values()], ref_template="#/components/schemas/{model}"
     )
-    about = "Language models on this machine, in the dialects editors speak."
+    about = "Language models on this machine, with the APIs that editors and agents use."
     return {
         "openapi": "3.1.0",
         "info": {"title": "localllm", "description": about, "version": localllm.__version__},

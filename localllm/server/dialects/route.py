@@ -14,25 +14,30 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from localllm.engine.messages import Generation
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import read
-from localllm.server.dialects.openapi import body_of
+from localllm.server.dialects.openapi import body_of, form_of
 from localllm.server.dialects.paths import Paths
+from localllm.server.dialects.wire import EVENTS
+from localllm.server.generation.job import GenerationJob
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import answer_headers
-from localllm.server.http.json_body import read_json, worked
-from localllm.server.http.streaming import KeptStream, unless_left
+from localllm.server.http.client_signs import SIGNS, signs_of
+from localllm.server.http.form_body import read_form
+from localllm.server.http.json_body import process_body, read_json
+from localllm.server.http.streaming import KeptStream, StreamGoneError, respond_unless_disconnected
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
 # The description of paths that count a prompt's tokens.
-COUNT = "How many tokens the prompt has"
+COUNT = "Count the tokens of the prompt"
 Fields = TypeVar("Fields", bound=RequestBody)
 
 
 # Answers a request without generating anything.
-Unwritten: TypeAlias = Callable[[Server], Awaitable[Response]]
+DirectAnswer: TypeAlias = Callable[[Server], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Route(Generic[Fields]):
 
     path: str
     fields: type[Fields]
-    translate: Callable[[Fields, ServedModel], TranslatedRequest | Unwritten]
+    translate: Callable[[Fields, ServedModel], TranslatedRequest | DirectAnswer]
     dialect: Dialect
     about: str
     keys: tuple[str, ...] = ()
@@ -61,7 +66,34 @@ def mount(paths: Paths, server: Server, *routes: Route[Any]) -> None:
         paths.answers("POST", route.path, *route.aliases, about=route.about, **described)(answer)
 
 
-def mount_whole(
+@dataclass(frozen=True, slots=True)
+class Form(Generic[Fields]):
+    """A path that generates text from a form with files. `translate` takes its texts as `fields`,
+    and its files by name. `about` is the description in the OpenAPI document."""
+
+    path: str
+    fields: type[Fields]
+    translate: Callable[[Fields, Mapping[str, bytes], ServedModel], TranslatedRequest]
+    about: str
+
+
+def mount_form(paths: Paths, server: Server, form: Form[Any]) -> None:
+    """Serve `form` under its path, and without /v1. Its streams are OpenAI's."""
+    described = form_of(form.fields, "file", "text", streams=EVENTS.media_type)
+
+    @paths.answers("POST", form.path, form.path.removeprefix("/v1"), about=form.about, **described)
+    async def answer_form(request: Request) -> Response:
+        sent = await read_form(request, server.settings)
+        fields, unknown = read(form.fields, sent.values)
+        model = await server.models.find(fields.model)
+        translated = form.translate(fields, sent.files, model)
+        translated = replace(translated, ignored=tuple(unknown))
+        if fields.stream:
+            return await server.stream(model, translated, EVENTS)
+        return await server.complete(request, model, translated)
+
+
+def mount_non_streaming(
     paths: Paths,
     server: Server,
     path: str,
@@ -75,13 +107,14 @@ def mount_whole(
     JSON. The work is cancelled if the client disconnects."""
 
     @paths.answers("POST", path, *aliases, about=about, **body_of(kind, *keys))
-    async def answer_whole(request: Request) -> Response:
-        fields, ignored = _read(kind, await read_json(request, server.settings))
+    async def answer_non_streaming(request: Request) -> Response:
+        body = await read_json(request, server.settings)
+        fields, ignored = await process_body(partial(_read, kind, body))
 
         async def work() -> Response:
             return JSONResponse(await answer(fields), headers=answer_headers(ignored))
 
-        return await unless_left(request, work())
+        return await respond_unless_disconnected(request, work())
 
 
 def mount_prompt(
@@ -90,19 +123,22 @@ def mount_prompt(
     path: str,
     route: Route[Any],
     about: str,
-    body: Callable[[str, int], Mapping[str, Any]],
+    body: Callable[[GenerationJob, int], Mapping[str, Any]],
+    aliases: tuple[str, ...] = (),
 ) -> None:
-    """Serve `path`, which takes the body of `route` but does not generate. It answers `body(prompt,
-    tokens)`."""
+    """Serve `path`, which takes the body of `route` but does not generate. It answers `body(job,
+    tokens)`, with the number of the prompt's tokens."""
+    keys = body(GenerationJob("", Generation()), 0)
 
-    @paths.answers("POST", path, about=about, **body_of(route.fields, *body("", 0)))
+    @paths.answers("POST", path, *aliases, about=about, **body_of(route.fields, *keys))
     async def prompt(request: Request) -> Response:
-        fields, unknown = read(route.fields, await read_json(request, server.settings))
+        sent = await read_json(request, server.settings)
+        fields, unknown = await process_body(partial(read, route.fields, sent))
         model = await server.models.find(fields.model)
-        translated = await worked(partial(route.translate, fields, model))
+        translated = await process_body(partial(route.translate, fields, model))
         assert isinstance(translated, TranslatedRequest)
-        text, tokens, ignored = await server.prompt(translated, model)
-        return JSONResponse(body(text, tokens), headers=answer_headers([*unknown, *ignored]))
+        job, tokens, ignored = await server.prompt(translated, model)
+        return JSONResponse(body(job, tokens), headers=answer_headers([*unknown, *ignored]))
 
 
 def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str]]:
@@ -116,17 +152,20 @@ def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str
 
 async def _answer(server: Server, route: Route[Any], request: Request) -> Response:
     dialect = route.dialect
+    SIGNS.set(signs_of(request.headers))
     body = await read_json(request, server.settings)
     key = None
     if dialect.media_type.startswith("text/event-stream"):
-        key = _key(request, body)
+        key = await process_body(partial(_key, request, body))
     if key is not None:
         stream = server.kept.find(key[0])
         if stream is not None:
             return _resumed(stream, key[1], request)
-    fields, unknown = _read(route.fields, body)
+        if _last_event(request) >= 0:
+            raise StreamGoneError("this server stores no stream with this Idempotency-Key")
+    fields, unknown = await process_body(partial(_read, route.fields, body))
     model = await server.models.find(fields.model)
-    translated = await worked(partial(route.translate, fields, model))
+    translated = await process_body(partial(route.translate, fields, model))
     if not isinstance(translated, TranslatedRequest):
         return await translated(server)
     translated = replace(translated, ignored=(*unknown, *translated.ignored))
@@ -143,7 +182,12 @@ def _resumed(stream: KeptStream, digest: bytes, request: Request) -> Response:
         raise RequestError(
             "this Idempotency-Key belongs to another request", param="Idempotency-Key"
         )
-    return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
+    return stream.answer(_last_event(request))
+
+
+def _last_event(request: Request) -> int:
+    """Return the number in Last-Event-ID, or -1. Raises RequestError."""
+    return event_number(request.headers.get("last-event-id"), "Last-Event-ID")
 
 
 def _key(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
@@ -153,7 +197,9 @@ def _key(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
     if key is None:
         return None
     if not 0 < len(key) <= 255:
-        raise RequestError("an Idempotency-Key has 1 to 255 characters", param="Idempotency-Key")
+        raise RequestError(
+            "an Idempotency-Key must have 1 to 255 characters", param="Idempotency-Key"
+        )
     content = json.dumps([request.url.path, body], sort_keys=True)
     return key, hashlib.sha256(content.encode()).digest()
 

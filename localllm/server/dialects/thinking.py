@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from localllm.conversation.repeated_calls import NOTED
 from localllm.server.dialects.constraints import Constraint
 from localllm.server.dialects.fields import (
     Budget,
@@ -24,6 +25,7 @@ from localllm.server.dialects.known import (
     BodyPart,
     Shape,
     Unused,
+    indifferent,
     shape_of,
 )
 from localllm.server.dialects.toolbox import Toolbox
@@ -33,36 +35,43 @@ from localllm.server.generation.prompt import ResponseOptions
 ParseSpecial = Annotated[
     bool | None,
     Field(
-        description="true: control tokens spelled in messages and tools are read as such; "
-        "otherwise they are text"
+        description="true: parse control tokens in messages and tools; default: treat them as text"
     ),
 ]
-Summary = Literal["auto", "concise", "detailed"]
+LoopGuard = Annotated[int, Field(ge=NOTED, le=64)]
+_SUMMARIES = ("auto", "concise", "detailed")
 
 
 class ReasoningFields(BodyPart):
     """`reasoning` of OpenAI's Responses API and of OpenRouter."""
 
+    # Every kind of summary is the full reasoning.
+    shapes: ClassVar[Shape] = dict.fromkeys(
+        ("summary", "generate_summary"), indifferent(*_SUMMARIES)
+    )
     effort: Effort | None = None
     enabled: bool | None = None
     max_tokens: Budget | None = Field(
-        None, description="tokens of reasoning at most; -1 = no limit"
+        None, description="maximum tokens of reasoning; -1 = no limit"
     )
-    exclude: bool | None = Field(None, description="true: reasoning is no part of the answer")
-    summary: Summary | None = Field(
-        None, description="the reasoning comes as summary parts; nothing is left out of it"
+    exclude: bool | None = Field(None, description="true: omit the reasoning from the answer")
+    summary: str | None = Field(
+        None,
+        description=(
+            "auto, concise or detailed: return the reasoning as summary parts; it is "
+            "complete, not shortened"
+        ),
     )
-    generate_summary: Summary | None = Field(None, description="the older name of summary")
+    generate_summary: str | None = Field(None, description="the former name of summary")
 
 
 class ThinkingSwitch(BodyPart):
     """`thinking` of Anthropic, DeepSeek and GLM."""
 
+    shapes: ClassVar[Shape] = {"display": indifferent("summarized", "omitted")}
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: Count | None = None
-    display: Literal["summarized", "omitted"] | None = Field(
-        None, description="omitted: reasoning is no part of the answer"
-    )
+    display: str | None = Field(None, description="omitted: omit the reasoning from the answer")
 
 
 # For dialects without summaries of reasoning.
@@ -83,18 +92,18 @@ class ThinkingFields(RequestBody):
         "reasoning": REASONING,
     }
     reasoning: ReasoningFields | None = Field(
-        None, description="`effort`, and `max_tokens` of reasoning at most"
+        None, description="`effort`; `max_tokens`: maximum tokens of reasoning"
     )
     reasoning_effort: Effort | None = None
     thinking: ThinkingSwitch | None = None
     think: bool | Literal["none", "low", "medium", "high", "max"] | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool | None = Field(
-        None, description="false: reasoning is no part of the answer"
+        None, description="false: omit the reasoning from the answer"
     )
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_budget: Budget | None = Field(
-        None, description="tokens of reasoning at most; -1 = no limit"
+        None, description="maximum tokens of reasoning; -1 = no limit"
     )
     thinking_token_budget: Budget | None = Field(
         None, description="another name of thinking_budget (vLLM)"
@@ -106,17 +115,49 @@ class ThinkingFields(RequestBody):
         None, description="another name of thinking_budget (llama.cpp)"
     )
     parse_special: ParseSpecial = None
+    loop_guard: LoopGuard | Annotated[bool, Field(strict=True)] | None = Field(
+        None,
+        description=(
+            "after so many equal calls in a row with equal results (true: 3), "
+            "the answer can't call tools"
+        ),
+    )
 
     def thinking_tokens(self) -> int | None:
         """Return the reasoning budget from the first field that was sent. None means no limit."""
-        return first_limit(
-            self.reasoning.max_tokens if self.reasoning else None,
-            self.thinking.budget_tokens if self.thinking else None,
-            self.thinking_budget,
-            self.thinking_token_budget,
-            self.thinking_budget_tokens,
-            self.reasoning_budget_tokens,
-        )
+        return first_limit(*self._budgets().values())
+
+    def _budgets(self) -> dict[str, int | None]:
+        return {
+            "reasoning.max_tokens": self.reasoning.max_tokens if self.reasoning else None,
+            "thinking.budget_tokens": self.thinking.budget_tokens if self.thinking else None,
+            "thinking_budget": self.thinking_budget,
+            "thinking_token_budget": self.thinking_token_budget,
+            "thinking_budget_tokens": self.thinking_budget_tokens,
+            "reasoning_budget_tokens": self.reasoning_budget_tokens,
+        }
+
+    def budget_fields(self) -> list[str]:
+        """Return the names of the fields that limit the reasoning."""
+        return [name for name, sent in self._budgets().items() if sent is not None and sent >= 0]
+
+    def constraint_field(self) -> str:
+        """Return the name of the field that constrains the answer."""
+        return "response_format"
+
+    def effort_fields(self) -> list[str]:
+        """Return the names of the fields that set the reasoning effort or switch it on or off. The
+        template's variables are not among them."""
+        asked = self.reasoning or ReasoningFields.model_validate({})
+        sent = {
+            "thinking.type": self.thinking and self.thinking.type,
+            "think": self.think,
+            "enable_thinking": self.enable_thinking,
+            "reasoning.enabled": asked.enabled,
+            "reasoning_effort": self.reasoning_effort,
+            "reasoning.effort": asked.effort,
+        }
+        return [name for name, value in sent.items() if value is not None]
 
     def effort(self) -> str | None:
         """Return the reasoning effort: "none" if any switch is off, else the level that was sent,
@@ -145,7 +186,8 @@ class ThinkingFields(RequestBody):
     def summarises(self) -> str | None:
         """Return the requested kind of reasoning summary, or None."""
         asked = self.reasoning or ReasoningFields.model_validate({})
-        return asked.summary or asked.generate_summary
+        sent = (asked.summary, asked.generate_summary)
+        return next((kind for kind in sent if kind in _SUMMARIES), None)
 
     def response_options(
         self, toolbox: Toolbox, choice: Any, grammar: Constraint | None, **more: Any
@@ -153,7 +195,7 @@ class ThinkingFields(RequestBody):
         """Return the options of the answer, with the tools that `choice` (OpenAI's `tool_choice`)
         allows. Raises RequestError."""
         tools, chosen = toolbox.chosen(choice)
-        hides = self._hiding()
+        hides = self._fields_hiding_reasoning()
         summarised = ["reasoning.summary"] if self.summarises() else []
         return ResponseOptions(
             tools=tools,
@@ -162,12 +204,22 @@ class ThinkingFields(RequestBody):
             effort=self.effort(),
             template_kwargs=self.chat_template_kwargs,
             parse_special=bool(self.parse_special),
+            loop_guard=self._guarded_calls(),
             hides_reasoning=bool(hides),
             of_reasoning=(*hides, *summarised),
+            effort_fields=tuple(self.effort_fields()),
+            budget_fields=tuple(self.budget_fields()),
+            grammar_field=self.constraint_field(),
             **more,
         )
 
-    def _hiding(self) -> list[str]:
+    def _guarded_calls(self) -> int | None:
+        """Return the number of equal calls that ends a loop, or None."""
+        if self.loop_guard is True:
+            return NOTED
+        return self.loop_guard or None
+
+    def _fields_hiding_reasoning(self) -> list[str]:
         """Return the names of the fields that ask for an answer without reasoning."""
         hides = []
         if self.reasoning and self.reasoning.exclude:
@@ -182,4 +234,11 @@ class ThinkingFields(RequestBody):
 class ReasonedFields(ThinkingFields, SamplingFields):
     """Body of a chat with the sampling fields at top level."""
 
-    shapes: ClassVar[Shape] = {**ThinkingFields.shapes, "response_format": FORM}
+    shapes: ClassVar[Shape] = {
+        **ThinkingFields.shapes,
+        **SamplingFields.shapes,
+        "response_format": FORM,
+    }
+
+    def constraint_field(self) -> str:
+        return self.sent_constraint() or super().constraint_field()

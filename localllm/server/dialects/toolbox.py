@@ -18,7 +18,7 @@ from localllm.conversation.tools.regular import regular
 from localllm.errors import RequestError
 
 INPUT = "input"
-"""The one argument of a custom tool."""
+"""The name of a custom tool's only argument."""
 _BETWEEN = "__"
 
 
@@ -139,8 +139,11 @@ def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str
     constrains the string. Otherwise the path of `format` is added to `skipped`."""
     tool = _inner(tool, "custom")
     wanted = tool.get("format")
-    shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}
-    held = dict(shown)
+    shown: dict[str, Any] = {
+        "type": "string",
+        "description": "the complete input of the tool as text",
+    }
+    described = dict(shown)
     if isinstance(wanted, Mapping) and wanted.get("type") == "grammar":
         grammar = _inner(wanted, "grammar")
         syntax = grammar.get("syntax")
@@ -154,13 +157,13 @@ def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str
         if pattern is None:
             skipped.append(f"tools.{tool.get('name')}.format")
         else:
-            held["pattern"] = f"^(?:{pattern})$"
+            described["pattern"] = f"^(?:{pattern})$"
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
         "parameters": _of_one(shown),
     }
-    return {"type": "function", "function": function, "call_schema": _of_one(held)}
+    return {"type": "function", "function": function, "call_schema": _of_one(described)}
 
 
 def _of_one(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,18 +12,20 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field
 
+from localllm.conversation.messages import flatten
+from localllm.engine.messages import MAX_TOKENS
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import BodyPart
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import mount_whole
+from localllm.server.dialects.route import mount_non_streaming
 from localllm.server.http.accounts import caller
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
-MOST_INPUTS = 2048
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
+MAX_INPUTS = 2048
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> ServedModel:
@@ -36,26 +38,67 @@ def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> 
     model = models.resolve(name)
     if getattr(model.facts, fact):
         return model
-    problem = "it does not rank texts" if ranks else "it makes no embeddings"
+    problem = "it is not a reranker" if ranks else "it is not an embedding model"
     kind = "a reranker" if ranks else "an embedding model"
-    hint = f"serve {kind} beside it: `localllm serve MODEL --also OTHER_MODEL`"
+    hint = f"serve {kind} in addition: `localllm serve MODEL --also OTHER_MODEL`"
     if able:
-        hint = f"name {kind}: {', '.join(m.name for m in able)}"
+        hint = f"use {kind}: {', '.join(m.name for m in able)}"
     raise UnsupportedError(f"{model.name} {_task(model)}; {problem}", hint=hint, param="model")
 
 
 def _task(model: ServedModel) -> str:
     if model.facts.ranks:
-        return "ranks"
+        return "is a reranker"
     if model.facts.embeds:
-        return "embeds"
+        return "is an embedding model"
     return "generates text"
+
+
+class EmbeddedPrompt(BodyPart):
+    """An input as an object of llama.cpp's server: its text, or its parts."""
+
+    prompt_string: str | None = None
+    content: list[dict[str, Any]] | None = Field(None, max_length=MAX_INPUTS)
+
+    def text(self) -> str:
+        """Return the text. Raises RequestError."""
+        if self.content is not None:
+            return flatten(self.content, "input.content")
+        if self.prompt_string is None:
+            raise RequestError("an input needs prompt_string or content", param="input")
+        return self.prompt_string
+
+
+TokenIds = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Pieces = Annotated[list[TokenIds | str], Field(min_length=1)]
+Inputs = (
+    str
+    | EmbeddedPrompt
+    | Annotated[
+        list[TokenIds | str | Pieces | EmbeddedPrompt], Field(min_length=1, max_length=1 << 20)
+    ]
+)
+
+
+def each_input(sent: Any) -> list[str | list[int | str]]:
+    """Return the inputs as a list. Token ids in `sent` make it one input. Raises RequestError."""
+    if isinstance(sent, list) and not any(isinstance(piece, int) for piece in sent):
+        if len(sent) > MAX_INPUTS:
+            raise RequestError(f"input has more than {MAX_INPUTS} entries", param="input")
+        return [each_input(one)[0] for one in sent] if _is_nested(sent) else sent
+    if isinstance(sent, EmbeddedPrompt):
+        return [sent.text()]
+    return [sent]
+
+
+def _is_nested(sent: Sequence[Any]) -> bool:
+    return any(not isinstance(one, str) for one in sent)
 
 
 async def embed(
     server: Server,
     name: str | None,
-    inputs: Sequence[str | list[int]],
+    inputs: Sequence[str | list[int | str]],
     *,
     truncate: bool = False,
     keep_s: float | None = None,
@@ -73,9 +116,21 @@ async def embed(
         if not inputs:
             return model.name, [], 0
         engine = cast(EmbeddingEngine, await model.engine())
-        rows, n_tokens = await engine.embed(inputs, truncate=truncate)
+        plain = [await _without_texts(engine, one) for one in inputs]
+        rows, n_tokens = await engine.embed(plain, truncate=truncate)
+        server.totals.add_embedding(n_tokens)
         caller().charge(n_tokens, 0, 0)
     return model.name, rows, n_tokens
+
+
+async def _without_texts(engine: EmbeddingEngine, sent: str | list[int | str]) -> str | list[int]:
+    """Return an input as a text or token ids. Texts among token ids become tokens."""
+    if isinstance(sent, str):
+        return sent
+    ids: list[int] = []
+    for piece in sent:
+        ids += await engine.tokenize(piece) if isinstance(piece, str) else [piece]
+    return ids
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:
@@ -85,7 +140,7 @@ def cut(row: bytes, dimensions: int | None) -> bytes:
         return row
     if 4 * dimensions > len(row):
         raise RequestError(
-            f"dimensions: this model's vectors have {len(row) // 4}", param="dimensions"
+            f"dimensions: the maximum of this model is {len(row) // 4}", param="dimensions"
         )
     short = numbers(row[: 4 * dimensions])
     length = math.sqrt(sum(x * x for x in short)) or 1.0
@@ -100,7 +155,7 @@ class _Document(BodyPart):
     text: str
 
 
-Documents = Annotated[list[str | _Document], Field(min_length=1, max_length=MOST_INPUTS)]
+Documents = Annotated[list[str | _Document], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 def as_text(document: str | _Document) -> str:
@@ -113,14 +168,16 @@ class RerankFields(RequestBody):
     query: str
     documents: Documents | None = None
     texts: Texts | None = Field(
-        None, description="the same, answered as text-embeddings-inference does"
+        None, description="as `documents`; the reply has the format of text-embeddings-inference"
     )
     top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        None, description="the best so many; default: all"
+        None, description="number of best documents to return; default: all"
     )
     return_documents: bool | None = None
     return_text: bool | None = None
-    truncate: bool | None = Field(None, description="cut what is too long instead of refusing it")
+    truncate: bool | None = Field(
+        None, description="truncate inputs that are too long instead of rejecting them"
+    )
 
 
 def routes(server: Server) -> Paths:
@@ -151,13 +208,13 @@ def routes(server: Server) -> Paths:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"model": model.name, "object": "list", "usage": usage, "results": results}
 
-    mount_whole(
+    mount_non_streaming(
         paths,
         server,
         "/v1/rerank",
         RerankFields,
         rerank,
-        "Rank documents by how well they answer a query",
+        "Rank documents by their relevance to a query",
         ("results",),
         ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"),
     )

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
+import localllm
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.fields import RequestBody
-from localllm.server.generation.job import ReplyUsage
+from localllm.server.dialects.known import BodyPart
+from localllm.server.generation.job import PrefillProgress, ReplyUsage
 from localllm.server.serving import Dialect
 
 # The standard library's fastest string encoder. It is called once per token.
 quote = json.encoder.encode_basestring_ascii
 
+# As llama.cpp's server: b and the build.
+FINGERPRINT = f"b{localllm.__version__}-localllm"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
-def comment(said: object) -> bytes:
+def comment(text: object) -> bytes:
     """Return an SSE comment, for keep-alives with progress and for facts that are known only after
     the headers were sent. It has no blank line after it and so belongs to the next event, because
     older decoders fail on a block with only a comment."""
-    return f": {said}\n".encode()
+    return f": {text}\n".encode()
 
 
 def frame_error(error: LocalLLMError) -> bytes:
@@ -44,6 +49,7 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
         "cache_n": usage.cached_tokens,
         "prompt_n": fresh,
         "prompt_ms": timings.prefill_s * 1e3,
+        "prompt_per_token_ms": _per_token_ms(fresh, timings.prefill_s),
         "prompt_per_second": _per_second(fresh, timings.prefill_s),
     }
     body["draft_n"] = usage.accepted_draft_tokens + usage.rejected_draft_tokens
@@ -53,8 +59,85 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
     body["predicted_ms"] = timings.decode_s * 1e3
     # The first token is part of prefill.
     decoded = max(0, usage.completion_tokens - 1)
+    body["predicted_per_token_ms"] = _per_token_ms(decoded, timings.decode_s)
     body["predicted_per_second"] = _per_second(decoded, timings.decode_s)
     return body
+
+
+class LiveTelemetry:
+    """llama.cpp's `prompt_progress` and `timings` of a stream that has not ended, measured here.
+
+    `per_token`: the client wants `timings` with each piece of text. `of_prompt`: it wants
+    `prompt_progress` events."""
+
+    def __init__(self, progress: PrefillProgress, *, per_token: bool, of_prompt: bool) -> None:
+        self._progress = progress
+        self._per_token = per_token
+        self._of_prompt = of_prompt
+        self._reported = -1
+        self._begun_s = time.monotonic()
+        self._first_token_s: float | None = None
+
+    def prefill_reports(self) -> list[dict[str, int]]:
+        """Return the new values of `prompt_progress`. The first one counts only cached tokens."""
+        if not self._of_prompt:
+            return []
+        now = self._progress
+        counts = [now.cached, now.done] if self._reported < 0 else [now.done]
+        return [self._report(n) for n in counts if n > self._reported]
+
+    def last_reports(self) -> list[dict[str, int]]:
+        """Return the values of `prompt_progress` that are missing before the first token."""
+        if not self._of_prompt or self._reported >= self._progress.total:
+            return []
+        return [*self.prefill_reports(), *self._rest()]
+
+    def _rest(self) -> list[dict[str, int]]:
+        total = self._progress.total
+        return [self._report(total)] if total > self._reported else []
+
+    def _report(self, processed: int) -> dict[str, int]:
+        self._reported = processed
+        time_ms = int((time.monotonic() - self._begun_s) * 1e3)
+        now = self._progress
+        return {
+            "total": now.total, "cache": now.cached, "processed": processed, "time_ms": time_ms
+        }  # fmt: skip
+
+    def timings(self) -> dict[str, Any] | None:
+        """Return `timings` so far, or None if the client does not want them."""
+        now_s = time.monotonic()
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        if not self._per_token:
+            return None
+        now = self._progress
+        usage = ReplyUsage(now.total, now.written, now.cached)
+        prefill_s = self._first_token_s - self._begun_s
+        return timings_body(usage, Timings(0.0, prefill_s, now_s - self._first_token_s, prefill_s))
+
+
+class TelemetryFields(BodyPart):
+    """llama.cpp's fields for the progress of an answer."""
+
+    timings_per_token: bool | None = Field(
+        None, description="`timings` in every chunk of a stream (llama.cpp)"
+    )
+    return_progress: bool | None = Field(
+        None, description="chunks of a stream with `prompt_progress` (llama.cpp)"
+    )
+
+    def telemetry(self, progress: PrefillProgress) -> LiveTelemetry:
+        """Return the telemetry that the client wants in its stream."""
+        return LiveTelemetry(
+            progress,
+            per_token=bool(self.timings_per_token),
+            of_prompt=bool(self.return_progress),
+        )
+
+
+def _per_token_ms(tokens: int, duration_s: float) -> float:
+    return duration_s * 1e3 / tokens if tokens else 0.0
 
 
 def _per_second(tokens: int, duration_s: float) -> float:
@@ -79,7 +162,7 @@ class PageFields(RequestBody):
 
     limit: int = Field(20, ge=1, le=1000)
     order: Literal["asc", "desc"] = "desc"
-    after: str | None = Field(None, description="an item's id: the page begins behind it")
+    after: str | None = Field(None, description="the id of an item; the page starts after it")
     after_id: str | None = None
     before_id: str | None = None
 

@@ -12,20 +12,25 @@ from itertools import takewhile
 from typing import Any, TypeAlias
 
 from localllm.conversation.compaction import MessageCost, compact
-from localllm.conversation.images import prepare_images
+from localllm.conversation.context_edits import ContextEdit
+from localllm.conversation.images import prepare_media
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
+from localllm.conversation.repeated_calls import RepeatedCall, repeated_call
 from localllm.conversation.template import ChatTemplate, TemplateError
+from localllm.conversation.tools.prompt import Choice
 from localllm.engine.messages import Generation
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError
+from localllm.server.generation.editing import Edited, edited
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import (
-    UNHEARD,
     Prompt,
     ResponseOptions,
     build_prompt,
     wants_bos,
 )
+from localllm.server.generation.shared_beginning import shared_beginning
+from localllm.server.http.kv_servers import kv_servers
 from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
@@ -37,10 +42,12 @@ _ANSWER_SHARE = 4
 # the prompt fits.
 _TIGHTER = 0.75
 _TRIES = 8
-MOST_COUNTS = 65_536
+MAX_COUNTS = 65_536
 # Tokens around each message (role, markers), if they can't be measured from the template.
 _FRAME_TOKENS = 8
 _PROBE = "zqx"
+# Variables of chat templates that switch the reasoning off. They work without the template too.
+_SWITCHES = ("chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking")
 
 Messages = Sequence[Mapping[str, Any]]
 KeptCounts: TypeAlias = RecentlyUsed[bytes, int]
@@ -82,7 +89,7 @@ async def count_tokens(
     text that exceeds the engine's limit, the number is approximate."""
     images = {mark: file for mark, file in files.items() if mark in text}
     try:
-        return len(await engine.tokenize(text, add_bos=add_bos, images=images or None))
+        return len(await engine.tokenize(text, add_bos=add_bos, media=images or None))
     except ContextLengthError as e:
         if e.counts is None:
             raise
@@ -125,8 +132,8 @@ async def fit_to_context(
             break
     if size >= n_ctx:
         raise ContextLengthError(
-            f"the conversation has {whole} tokens, and {size} when the {len(kept.dropped)} "
-            f"messages that may be left out are; the served context is {n_ctx}",
+            f"the conversation has {whole} tokens, and {size} without the {len(kept.dropped)} "
+            f"messages that may be omitted; the served context is {n_ctx}",
             hint="shorten the system prompt, the tools or the newest turn, "
             "or serve with a larger --context",
             param="messages",
@@ -188,14 +195,15 @@ def _keeps_reasoning(template: ChatTemplate) -> bool:
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation and how to answer it. `messages` come from `conversation.messages.normalise`.
-    `compaction`: the oldest turns may be left out if the conversation does not fit. `omitted` names
-    attachments that could not be read."""
+    `compaction`: the oldest turns may be left out if the conversation does not fit. `edits` leave out
+    old results and reasoning. `omitted` names attachments that could not be read."""
 
     messages: Sequence[Mapping[str, Any]]
     generation: Generation
     options: ResponseOptions = field(default_factory=ResponseOptions)
     n: int = 1
     compaction: bool = False
+    edits: tuple[ContextEdit, ...] | None = None
     omitted: tuple[str, ...] = ()
 
 
@@ -207,16 +215,26 @@ async def chat_job(
     kept_counts: KeptCounts,
 ) -> GenerationJob:
     """Render the conversation with the model's chat template. Raises RequestError."""
-    attached = prepare_images(chat.messages, vision=engine.info.vision)
+    attached = prepare_media(chat.messages, vision=engine.info.vision)
     messages, normalised = without_changing_lines(cache.restore(attached.messages))
+    repeated = repeated_call(messages)
+    chat = replace(chat, options=_guarded(chat.options, repeated))
     template = model.template(engine.info)
     controls = control_texts(engine.info.control_texts)
 
     async def render(remaining: Messages) -> Prompt:
         return await build_prompt(template, remaining, chat.options, engine.tokenize, controls)
 
+    counts = TokenCounts(engine, attached.files, kept_counts)
+    changes: Edited | None = None
+    if chat.edits is not None:
+
+        async def prompt_tokens(remaining: Messages) -> int:
+            return await counts.of_prompt((await render(remaining)).text)
+
+        changes = await edited(messages, chat.edits, prompt_tokens)
+        messages = [dict(message) for message in changes.messages]
     if chat.compaction:
-        counts = TokenCounts(engine, attached.files, kept_counts)
         prompt, compacted = await fit_to_context(
             counts, template, messages, render, chat.generation.max_tokens
         )
@@ -224,23 +242,53 @@ async def chat_job(
         prompt = await render(messages)
         compacted = ""
     generation, ignored = _reasoning(chat, prompt, template)
+
+    async def render_text(remaining: Messages) -> str:
+        return (await render(remaining)).text
+
+    shared = await shared_beginning(prompt.text, messages, render_text, kv_servers())
     asked = None
     if prompt.answer.reply.think is not None:
         asked = chat.messages[-1]["content"]
     images = {mark: file for mark, file in attached.files.items() if mark in prompt.text}
-    return GenerationJob(
+    job = GenerationJob(
         prompt=prompt.text,
         generation=generation,
         answer=prompt.answer,
         add_bos=wants_bos(engine.info, prompt.text),
         n=chat.n,
-        images=images,
+        media=images,
         ignored=(*ignored, *attached.ignored, *chat.omitted),
         normalised=normalised,
         compacted=compacted,
+        repeated=repeated,
         asked=asked,
         hides_reasoning=chat.options.hides_reasoning,
+        shared=shared,
     )
+    if changes is None:
+        return job
+    return replace(job, applied=changes.applied, original_tokens=changes.original_tokens)
+
+
+async def instructions_of(chat: ChatRequest, model: ServedModel, engine: EngineClient) -> str:
+    """The beginning that all prompts of this client share: system messages and tools, up to the text
+    of the first question. Raises RequestError."""
+    head, _ = without_changing_lines([*takewhile(_is_system, chat.messages)])
+    probe = [*head, {"role": "user", "content": _PROBE}]
+    controls = control_texts(engine.info.control_texts)
+    template = model.template(engine.info)
+    prompt = await build_prompt(template, probe, chat.options, engine.tokenize, controls)
+    return prompt.text.partition(_PROBE)[0]
+
+
+def _guarded(options: ResponseOptions, repeated: RepeatedCall | None) -> ResponseOptions:
+    """The options without permission to call tools, if the guard ends the loop of calls. The prompt
+    still lists the tools, so its beginning stays in the cache."""
+    guard = options.loop_guard
+    if guard is None or repeated is None or repeated.times < guard or options.choice.mode != "auto":
+        return options
+    return replace(options, choice=Choice("none"), shows_tools=True)
 
 
 def _reasoning(
@@ -253,16 +301,15 @@ def _reasoning(
     ignored = prompt.ignored
     reply = prompt.answer.reply
     if reply.think is None:
-        budget: tuple[str, ...] = ()
-        if generation.thinking_tokens is not None:
-            budget = ("thinking_budget",)
         return replace(generation, thinking_tokens=None), (
             *ignored,
-            *budget,
+            *chat.options.budget_fields,
             *chat.options.of_reasoning,
         )
-    off = chat.options.effort == "none"
-    if not off or not (reply.thinking or "enable_thinking" not in template.source):
+    if chat.options.effort != "none":
         return generation, ignored
-    heard = tuple(name for name in ignored if name != UNHEARD)
-    return replace(generation, thinking_tokens=0), heard
+    honoured = (*chat.options.effort_fields, *_SWITCHES)
+    ignored = tuple(name for name in ignored if name not in honoured)
+    if reply.thinking or "enable_thinking" not in template.source:
+        generation = replace(generation, thinking_tokens=0)
+    return generation, ignored

@@ -13,13 +13,22 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText
+from localllm.conversation.reply import (
+    CallArguments,
+    CallStart,
+    Content,
+    Delta,
+    ReasoningText,
+    ReplyFormat,
+)
 from localllm.conversation.reply_parser import ReplyParser
+from localllm.conversation.tools.readers import JsonEnd
 from localllm.engine.messages import (
     Constraint,
     Event,
     Failure,
     Finish,
+    HiddenSpan,
     Prefill,
     Queued,
     Reasoning,
@@ -30,6 +39,7 @@ from localllm.engine.messages import (
 )
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import by_code
+from localllm.grammars.markers import NOT_QUOTED
 from localllm.server.generation.job import (
     AnswerPlan,
     CollectedCall,
@@ -146,6 +156,9 @@ async def run(
         cache_miss=usages[0].cache_miss,
         reasoning_tokens=sum(u.reasoning_tokens for u in usages),
     )
+    if usages[0].fetched_tokens:
+        fetched_tokens = sum(u.fetched_tokens for u in prompts)
+        spent = replace(spent, fetched_tokens=fetched_tokens, fetched_from=usages[0].fetched_from)
     reply = Reply(choices, spent, choices[0].outcome.timings)
     writer.end(reply)
     return reply
@@ -169,12 +182,11 @@ async def _choice(
     if generation.max_tokens == 0:  # only the prompt is computed
         answer = replace(answer, grammar=None, prefix="", calls={})
     constraint = _constraint(answer)
-    # The forced beginning of a call is put into the prompt, or after the reasoning.
     prompt = job.prompt
     prefix = ""
-    if isinstance(prompt, str) and not (constraint is not None and constraint.lead):
-        prefix = answer.prefix
-        prompt += prefix
+    if isinstance(prompt, str):
+        prompt = begun_prompt(prompt, answer)
+        prefix = prompt[len(job.prompt) :]
     request = Request(
         secrets.token_hex(12),
         prompt,
@@ -183,7 +195,9 @@ async def _choice(
         add_bos=job.add_bos,
         render_control=answer.control,
         thinking=_thinking_limit(answer, generation.thinking_tokens),
-        images=job.images,
+        media=job.media,
+        hidden=_hidden_spans(answer.reply) if generation.stop else (),
+        shared=job.shared,
     )
     stream = _ChoiceStream(job, choice, writer, progress)
     if prefix:
@@ -192,6 +206,15 @@ async def _choice(
     if isinstance(end, Failure):
         raise by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
     return stream.finish(end)
+
+
+def begun_prompt(prompt: str, answer: AnswerPlan) -> str:
+    """The prompt with the forced beginning of a call. If the prompt opens the reasoning, the call
+    begins after the reasoning instead."""
+    constraint = _constraint(answer)
+    if constraint is not None and constraint.lead:
+        return prompt
+    return prompt + answer.prefix
 
 
 def _constraint(answer: AnswerPlan) -> Constraint | None:
@@ -207,7 +230,11 @@ def _constraint(answer: AnswerPlan) -> Constraint | None:
         reasoning = Reasoning(*reply.think, reply.thinking, may_call=reply.calls_in_reasoning)
     if answer.calls:
         triggers = {
-            text: replace(trigger, again=trigger.again and reply.parallel)
+            text: replace(
+                trigger,
+                again=trigger.again and reply.parallel,
+                preceded_by=trigger.preceded_by or (NOT_QUOTED if reply.quotable else ""),
+            )
             for text, trigger in answer.calls.items()
         }
         return Constraint(triggers=triggers, reasoning=None if reply.drops else reasoning)
@@ -228,6 +255,41 @@ def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | N
     # Formats that mark every part need no text between the parts.
     between = "" if answer.reply.drops else _AFTER_REASONING
     return ThinkingLimit(tokens, opening, closing, between, opened=answer.reply.thinking)
+
+
+def _hidden_spans(reply: ReplyFormat) -> tuple[HiddenSpan, ...]:
+    """The reasoning and the structure of the format. Stop texts apply only to the answer."""
+    spans: list[HiddenSpan] = []
+    if reply.think is not None:
+        opening, closing = reply.think
+        marks_all = bool(reply.drops)
+        spans.append(
+            HiddenSpan(
+                opening,
+                closing,
+                first=not marks_all,
+                opened=reply.thinking,
+                interruptible=marks_all,
+            )
+        )
+    for drop in reply.drops:
+        opening, closing = drop if isinstance(drop, tuple) else (drop, "")
+        spans.append(HiddenSpan(str(opening), closing))
+    if reply.lead:
+        # The prompt ends with the beginning of the first marker.
+        spans += [
+            replace(span, opening=span.opening.removeprefix(reply.lead).lstrip(), first=True)
+            for span in spans
+            if span.opening.startswith(reply.lead) and span.opening != reply.lead
+        ]
+    return tuple(spans)
+
+
+def _is_half(arguments: str, cut: bool) -> bool:
+    """True if a call's arguments ended too early. Complete arguments may be invalid JSON, too."""
+    if _is_json(arguments):
+        return False
+    return cut or JsonEnd().feed(arguments) < 0
 
 
 def _is_json(text: str) -> bool:
@@ -282,6 +344,7 @@ class _ChoiceStream:
             progress.done = event.done
             progress.total = event.total
             progress.cached = event.cached
+            self._writer.prefill()
         elif isinstance(event, Queued):
             progress = self._progress
             progress.ahead = event.ahead
@@ -294,20 +357,20 @@ class _ChoiceStream:
         if end.stop in self._job.answer.marks and end.stop not in self._job.generation.stop:
             # The stop string is the turn end of this format, not one of the client's stop strings.
             end = replace(end, stop=None)
-        calls = self._collected.begun_calls
-        half_call = False
+        calls = self._collected.started_calls
+        incomplete_call = False
         if self._parser is not None:
             # A client's stop string or a limit may cut off a call within its arguments.
             cut = end.reason != "stop" or end.stop is not None
             self._emit(self._parser.close(cut), ())
-            half_call = cut and bool(calls) and not _is_json(calls[-1].arguments)
+            incomplete_call = bool(calls) and _is_half(calls[-1].arguments, cut)
         reason: Reason = "stop"
-        if len(calls) > half_call:
+        if len(calls) > incomplete_call:
             reason = "tool_calls"
         if end.reason == "length" or end.reason == "repetition":
             reason = end.reason
         usage = ReplyUsage(**asdict(end.usage), reasoning_tokens=self._reasoned)
-        self._collected.outcome = Outcome(reason, usage, end.timings, end.stop, half_call)
+        self._collected.outcome = Outcome(reason, usage, end.timings, end.stop, incomplete_call)
         return self._collected
 
     def _show(self, text: str) -> None:
@@ -330,10 +393,10 @@ class _ChoiceStream:
                 if not self._job.hides_reasoning:
                     writer.reasoning(choice, delta.text)
             elif isinstance(delta, CallStart):
-                collected.begun_calls.append(CollectedCall(delta.name))
+                collected.started_calls.append(CollectedCall(delta.name))
                 writer.call_start(choice, delta.index, delta.name)
             elif isinstance(delta, CallArguments):
-                collected.begun_calls[delta.index].pieces.append(delta.text)
+                collected.started_calls[delta.index].pieces.append(delta.text)
                 writer.call_arguments(choice, delta.index, delta.text)
         if self._parser is not None and self._parser.in_call:
             self._tokens.clear()

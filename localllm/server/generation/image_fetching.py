@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.addresses import address_kind
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError
+from localllm.server.http.accounts import caller
 from localllm.server.http.recent import RecentlyUsed
 from localllm.server.http.settings import is_address, is_loopback
 from localllm.server.http.sockets import trusted_certificates
@@ -24,13 +25,13 @@ from localllm.server.http.sockets import trusted_certificates
 if TYPE_CHECKING:
     import httpx
 
-MOST_BYTES = 20 * 10**6
+MAX_BYTES = 20 * 10**6
 # The same limit as for a request body.
-MOST_REQUEST_BYTES = 32 * 2**20
-MOST_IMAGES = 64
+MAX_REQUEST_BYTES = 32 * 2**20
+MAX_IMAGES = 64
 _MAX_REDIRECTS = 3
 _CONNECT_S = 5.0
-_WHOLE_S = 20.0
+_TIME_LIMIT_S = 20.0
 # A conversation sends the URLs of its images again with every turn.
 _CACHE_TTL_S = 600.0
 _CACHE_BYTES = 64 * 2**20
@@ -45,7 +46,7 @@ class _FetchBudget:
     """The images and bytes that one request may still fetch."""
 
     images: int
-    n_bytes: int = MOST_REQUEST_BYTES
+    n_bytes: int = MAX_REQUEST_BYTES
 
 
 def _image_bytes(cached: tuple[bytes, float]) -> int:
@@ -62,13 +63,13 @@ def _fetching_slots() -> asyncio.Semaphore:
 
 @dataclass
 class ImageFetcher:
-    """Fetches images from `hosts` (name, port), only with https. `whole_s`: time limit for one
-    image in seconds. `most_images`: limit per request."""
+    """Fetches images from `hosts` (name, port), only with https. `time_limit_s`: time limit for one
+    image in seconds. `max_images`: limit per request."""
 
     hosts: Collection[tuple[str, int]] = ()
-    whole_s: float = _WHOLE_S
-    most_images: int = MOST_IMAGES
-    # Images by URL, with the time when each expires.
+    time_limit_s: float = _TIME_LIMIT_S
+    max_images: int = MAX_IMAGES
+    # Images by the caller's scope and URL, with the time when each expires.
     _cache: RecentlyUsed[str, tuple[bytes, float]] = field(default_factory=_no_images)
     _slots: asyncio.Semaphore = field(default_factory=_fetching_slots)
 
@@ -78,7 +79,7 @@ class ImageFetcher:
         addresses = sorted({image.address for image in images if image.address})
         if not addresses or not self.hosts:
             return messages
-        budget = _FetchBudget(self.most_images)
+        budget = _FetchBudget(self.max_images)
         answers = await asyncio.gather(*(self._fetch(address, budget) for address in addresses))
         return [_with(message, dict(zip(addresses, answers, strict=True))) for message in messages]
 
@@ -90,23 +91,25 @@ class ImageFetcher:
         try:
             if not self._allowed(httpx.URL(address)):
                 return None
-            cached = self._cache.get(address)
+            # Otherwise the time would tell whether another key has sent the same address.
+            entry = f"{caller().cache_scope}\n{address}"
+            cached = self._cache.get(entry)
             if cached is not None and time.monotonic() < cached[1]:
                 return cached[0]
             budget.images -= 1
             if budget.images < 0:
-                return f"{self.most_images} images of a request are fetched at most"
-            async with self._slots, asyncio.timeout(self.whole_s):
+                return f"{self.max_images} images per request are fetched"
+            async with self._slots, asyncio.timeout(self.time_limit_s):
                 data = await self._follow(httpx.URL(address), budget)
         except httpx.InvalidURL:
             return None
         except RequestError as e:
             return e.message
         except TimeoutError:
-            return f"the image could not be fetched within {self.whole_s:.0f} seconds"
+            return f"the image could not be fetched within {self.time_limit_s:.0f} seconds"
         except (httpx.HTTPError, OSError) as e:
             return f"the image could not be fetched: {type(e).__name__}"
-        return self._cache.put(address, (data, time.monotonic() + _CACHE_TTL_S))[0]
+        return self._cache.put(entry, (data, time.monotonic() + _CACHE_TTL_S))[0]
 
     def _allowed(self, url: httpx.URL) -> bool:
         """True if the host is allowed. Raises RequestError for an allowed host without https."""
@@ -114,7 +117,7 @@ class ImageFetcher:
         if url.scheme == "https" and named and not url.userinfo:
             return True
         if url.scheme == "http" and any(url.host.lower() == name for name, _ in self.hosts):
-            raise RequestError("images are fetched by https alone")
+            raise RequestError("images are fetched only over https")
         return False
 
     async def _follow(self, url: httpx.URL, budget: _FetchBudget) -> bytes:
@@ -133,8 +136,8 @@ class ImageFetcher:
                 url = url.join(there)
                 if not self._allowed(url):
                     raise RequestError(
-                        "the image's host sends to another one that was not named, "
-                        "which is not followed"
+                        "the image's host redirects to a host that is not "
+                        "allowed (--allow-image-hosts)"
                     )
         raise RequestError(f"the image's host redirected more than {_MAX_REDIRECTS} times")
 
@@ -187,16 +190,16 @@ async def _read(answer: httpx.Response, budget: _FetchBudget) -> bytes | str:
     if answer.has_redirect_location:
         return str(answer.headers["location"])
     if answer.status_code != 200:
-        raise RequestError(f"the image's host answers with {answer.status_code}")
+        raise RequestError(f"the image's host answered with status {answer.status_code}")
     data = bytearray()
     async for piece in answer.aiter_raw():
         data += piece
         budget.n_bytes -= len(piece)
-        if len(data) > MOST_BYTES:
-            raise RequestError(f"the image has more than {MOST_BYTES} bytes")
+        if len(data) > MAX_BYTES:
+            raise RequestError(f"the image has more than {MAX_BYTES} bytes")
         if budget.n_bytes < 0:
             raise RequestError(
-                f"the images at addresses have more than {MOST_REQUEST_BYTES} bytes together"
+                f"the images of this request have more than {MAX_REQUEST_BYTES} bytes together"
             )
     return bytes(data)
 
@@ -207,7 +210,7 @@ async def _addresses(host: str, port: int) -> list[str]:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:
-        raise RequestError("the image's host is not known here") from e
+        raise RequestError("the image's host name can't be resolved") from e
     ips = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     meant = {"public", "loopback"} if is_loopback(host) else {"public"}
     if is_address(host):
@@ -215,5 +218,5 @@ async def _addresses(host: str, port: int) -> list[str]:
     else:
         inner = {address_kind(ip) for ip in ips} - meant
     if inner:
-        raise RequestError(f"the image's host leads to a {min(inner)} address, which is refused")
+        raise RequestError(f"the image's host has a {min(inner)} address, which is not allowed")
     return ips

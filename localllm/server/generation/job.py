@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from localllm.conversation.context_edits import AppliedEdit
+from localllm.conversation.repeated_calls import RepeatedCall
 from localllm.conversation.reply import ReplyFormat
 from localllm.conversation.tools.base import GrammarTrigger
-from localllm.engine.messages import Generation, Timings, TokenLogprob, Usage
-from localllm.server.http.asgi import new_id
+from localllm.engine.messages import Generation, SharedPrefix, Timings, TokenLogprob, Usage
+from localllm.server.http.asgi import header_text, new_id
 
 _MAX_NOTE_CHARS = 500
 
@@ -52,9 +54,13 @@ class GenerationJob:
     - `ignored`: names of fields without effect on this model.
     - `normalised`: volatile text that was removed from the prompt.
     - `compacted`: how much of the conversation was left out.
+    - `repeated`: a call that the newest rounds of the conversation repeat.
+    - `applied`: the context edits that changed the conversation. `original_tokens`: the prompt's
+      tokens before them, if the client sent edits.
     - `asked`: the turn to answer, if its reasoning goes to the reasoning cache.
     - `hides_reasoning`: the reasoning goes only to that cache.
     - `reports_tokens`: the writer gets the ids of all tokens.
+    - `shared`: the beginning of the prompt that other servers may have read.
     """
 
     prompt: str | list[int]
@@ -66,14 +72,28 @@ class GenerationJob:
     ignored: tuple[str, ...] = ()
     normalised: tuple[str, ...] = ()
     compacted: str = ""
+    repeated: RepeatedCall | None = None
+    applied: tuple[AppliedEdit, ...] = ()
+    original_tokens: int = 0
     asked: str | None = None
     hides_reasoning: bool = False
     reports_tokens: bool = False
-    images: dict[str, str] = field(default_factory=dict)
+    media: dict[str, str] = field(default_factory=dict)
+    shared: SharedPrefix | None = None
 
     @property
     def choices(self) -> int:
         return self.n * (1 + len(self.also))
+
+    @property
+    def notes(self) -> list[str]:
+        """Facts about the conversation, which streams send as comments."""
+        notes = []
+        if self.compacted:
+            notes.append(f"compacted {self.compacted}")
+        if self.repeated is not None:
+            notes.append(header_text(f"identical calls {self.repeated}"))
+        return notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +104,26 @@ class ReplyUsage(Usage):
 
     @property
     def cache_note(self) -> str:
-        """Prefix cache hits and the reason for misses, as one line of ASCII that fits into a
+        """Prefix cache hits, the reason for misses, and the server that read the rest, as one line of ASCII that fits into a
         header."""
-        said = f"{self.cached_tokens}/{self.prompt_tokens} tokens"
+        note = f"{self.cached_tokens}/{self.prompt_tokens} tokens"
         if self.cache_miss:
-            said += f"; {self.cache_miss}"
-        return "".join(c if " " <= c <= "~" else "?" for c in said)[:_MAX_NOTE_CHARS]
+            note += f"; {self.cache_miss}"
+        if self.fetched_tokens:
+            note += f"; {self.fetched_tokens} tokens were read by {self.fetched_from}"
+        return "".join(c if " " <= c <= "~" else "?" for c in note)[:_MAX_NOTE_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one choice ended. `half_call`: the last call was cut off, so its arguments are not valid
-    JSON."""
+    """How one choice ended. `incomplete_call`: the last call was cut off, so its arguments are not
+    valid JSON."""
 
     reason: Reason
     usage: ReplyUsage
     timings: Timings
     stop: str | None = None
-    half_call: bool = False
+    incomplete_call: bool = False
 
 
 class ReplyWriter:
@@ -113,6 +135,9 @@ class ReplyWriter:
 
     def start(self) -> None:
         """The engine has accepted the request."""
+
+    def prefill(self) -> None:
+        """More of the prompt was computed, see the job's PrefillProgress."""
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """More of the answer."""
@@ -178,12 +203,12 @@ class CollectedCall:
 
 @dataclass
 class CollectedChoice:
-    """One choice; `outcome` is set when it has finished. The last of `begun_calls` may be cut off
+    """One choice; `outcome` is set when it has finished. The last of `started_calls` may be cut off
     within its arguments."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
-    begun_calls: list[CollectedCall] = field(default_factory=list)
+    started_calls: list[CollectedCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     outcome: Outcome = field(init=False)
@@ -198,9 +223,9 @@ class CollectedChoice:
 
     @property
     def calls(self) -> list[CollectedCall]:
-        if self.outcome.half_call:
-            return self.begun_calls[:-1]
-        return self.begun_calls
+        if self.outcome.incomplete_call:
+            return self.started_calls[:-1]
+        return self.started_calls
 
 
 @dataclass(frozen=True, slots=True)

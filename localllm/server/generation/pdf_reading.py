@@ -14,6 +14,7 @@ from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.pdf import Pdf
 from localllm.errors import UnsupportedError
 from localllm.server.generation.chat import ChatRequest
+from localllm.server.http.accounts import caller
 from localllm.server.http.recent import RecentlyUsed
 
 # Child processes that run at the same time, one core each.
@@ -39,9 +40,9 @@ class PdfReader:
     _cache: RecentlyUsed[tuple[bytes, bool], Pdf] = field(default_factory=_empty_cache)
     _slots: asyncio.Semaphore = field(default_factory=_free_slots)
 
-    async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:
-        """`chat` with its PDFs as text. If the model has vision (`sees`), pages without text become
-        images.
+    async def read(self, chat: ChatRequest, *, vision: bool) -> ChatRequest:
+        """`chat` with its PDFs as text. If the model has vision (`vision`), pages without text
+        become images.
 
         Raises UnsupportedError if a PDF in the newest turn can't be read. In earlier turns a note
         replaces it.
@@ -54,13 +55,15 @@ class PdfReader:
             for attached in plain.pop("pdfs", ()):
                 left -= 1
                 if left >= 0:
-                    found = await self._pdf(attached, sees=sees)
+                    found = await self._pdf(attached, vision=vision)
                 else:
-                    found = Pdf(problem=f"{_MAX_PDFS} PDFs are the most")
+                    found = Pdf(problem=f"{_MAX_PDFS} PDFs are the limit")
                 if found.problem and attached.asked:
-                    said = f"{attached.where}: {found.problem}"
+                    problem = f"{attached.where}: {found.problem}"
                     raise UnsupportedError(
-                        said, param=attached.where, hint="send its text, or images of its pages"
+                        problem,
+                        param=attached.where,
+                        hint="send the text of the PDF, or images of its pages",
                     )
                 if found.problem:
                     omitted.append(f"messages.{attached.kind}")
@@ -68,8 +71,10 @@ class PdfReader:
             messages.append(plain)
         return replace(chat, messages=messages, omitted=(*chat.omitted, *dict.fromkeys(omitted)))
 
-    async def _pdf(self, attached: AttachedPdf, *, sees: bool) -> Pdf:
-        key = hashlib.sha256(attached.data).digest(), sees
+    async def _pdf(self, attached: AttachedPdf, *, vision: bool) -> Pdf:
+        # Otherwise the time would tell whether another key has sent the same file.
+        scope = caller().cache_scope.encode()
+        key = hashlib.sha256(scope + b"\0" + attached.data).digest(), vision
         known = self._cache.get(key)
         if known is not None:
             return known
@@ -77,7 +82,7 @@ class PdfReader:
             return Pdf(problem=pdf.MISSING)
         async with self._slots:
             return self._cache.put(
-                key, await asyncio.to_thread(pdf.read, attached.data, pictures=sees)
+                key, await asyncio.to_thread(pdf.read, attached.data, pictures=vision)
             )
 
 

@@ -27,16 +27,14 @@ from localllm.engine.messages import Generation
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.generation.job import AnswerPlan, GenerationJob
-from localllm.server.http.json_body import worked
+from localllm.server.http.json_body import process_body
 from localllm_backends.contract import ModelInfo
 from localllm_backends.control_text import ControlTexts, without_marks
 
 # Template variables that a client may not set.
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 # Fields of a message that are not copied into the prompt.
-_NO_TEXT = ("role", "images", "pdfs")
-# Name of the ignored option if the template has no control for reasoning.
-UNHEARD = "reasoning_effort"
+_NO_TEXT = ("role", "images", "sounds", "pdfs")
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
 # Shares of the context, after the answer's part is subtracted. The text before the cursor is more
@@ -50,16 +48,23 @@ class ResponseOptions:
     """How a client wants the answer: the `tools` that may or must be called, a constraint
     (`grammar`), the reasoning `effort`, and variables of the chat template.
 
+    - `shows_tools`: the prompt lists the tools even if no tool may be called, so it begins like the
+      other prompts of the conversation.
+    - `loop_guard`: after so many equal calls in a row, no call may be made; None: no limit.
     - `continues`: a final assistant message is the beginning of the answer, not an earlier answer.
     - `parse_special`: control tokens spelled in messages and tools are parsed. Otherwise they are
       text.
     - `hides_reasoning`: the reasoning is left out of the answer.
     - `of_reasoning`: fields without effect on a model without reasoning.
+    - `effort_fields`, `budget_fields` and `grammar_field`: the client's fields that set the effort,
+      the limit on the reasoning, and the constraint. They are named if they have no effect.
     """
 
     tools: Sequence[Tool] = ()
     choice: Choice = field(default_factory=lambda: Choice("none"))
     parallel: bool = True
+    shows_tools: bool = False
+    loop_guard: int | None = None
     grammar: tuple[str, str] | None = None
     effort: str | None = None
     template_kwargs: Mapping[str, Any] | None = None
@@ -67,6 +72,9 @@ class ResponseOptions:
     parse_special: bool = False
     hides_reasoning: bool = False
     of_reasoning: tuple[str, ...] = ()
+    effort_fields: tuple[str, ...] = ()
+    budget_fields: tuple[str, ...] = ()
+    grammar_field: str = "response_format"
 
     @property
     def offered(self) -> list[Tool]:
@@ -105,7 +113,7 @@ async def build_prompt(
         ids = await tokenize(_style(template).markers[0])
         marker = ids[0] if len(ids) == 1 else None
     controls = None if options.parse_special else controls
-    return await worked(
+    return await process_body(
         partial(_build, template, messages, options, marker, controls), takes_ms=True
     )
 
@@ -126,16 +134,17 @@ def _build(
 ) -> Prompt:
     tools = options.offered
     style = _style(template)
-    if tools and template.knows_tools and tool_formats.has_unknown_notation(template.source):
+    if tools and template.knows_tools and tool_formats.has_unknown_format(template.source):
         raise UnsupportedError(
-            "this model's chat template asks for tool calls in a notation that can't be read here: "
-            "they would come as plain text",
+            "this model's chat template uses a tool-call format that this server does not "
+            "support: calls would arrive as plain text",
             hint="send tool_choice none, or use another model for tools",
             param="tools",
         )
     kwargs, ignored = _variables(template, options)
     continues = options.continues and unfinished(messages)
-    text, begun = _rendered(template, messages, tools, kwargs, controls, continues=continues)
+    shown = options.tools if options.shows_tools else tools
+    text, begun = _rendered(template, messages, shown, kwargs, controls, continues=continues)
     think = tool_formats.reasoning_markers(template.source, style)
     if continues:
         text, thinking = _continued(text, begun, think)
@@ -152,7 +161,7 @@ def _build(
         enforced, not_enforced = constrainable(tools)
         ignored += not_enforced
         if options.choice.mode == "required" and options.grammar is not None:
-            ignored += ("response_format",)  # the call is the answer
+            ignored += (options.grammar_field,)  # the call is the answer
         answer = _with_tools(
             replace(options, tools=enforced), tools, style, template.source, reply, marker_id
         )
@@ -240,7 +249,8 @@ def _variables(
     elif "enable_thinking" in template.source:
         kwargs.setdefault("enable_thinking", options.effort != "none")
     else:
-        return kwargs, (*unknown, UNHEARD)  # the template has no control for reasoning
+        # The template has no control for reasoning.
+        return kwargs, (*unknown, *options.effort_fields)
     return kwargs, unknown
 
 
@@ -319,7 +329,8 @@ def _with_tools(
         call_markers=list(readers),
         new_reader=lambda first, marker: readers[marker](first, marker, offered),
         parallel=parallel,
-        calls_in_reasoning=style.calls_in_reasoning,
+        # Before a grammar the reasoning must end first, so a call within it does not count.
+        calls_in_reasoning=style.calls_in_reasoning and grammar is None,
         quotable=not style.control,
     )
     return AnswerPlan(reply, grammar, prefix, calls, style.control or own.control)
@@ -373,8 +384,10 @@ async def fim_prompt(
     fim = engine.info.fim_tokens
     if not {"pre", "suf", "mid"} <= set(fim):
         raise UnsupportedError(
-            "this model has no fill-in-the-middle tokens: it can't honour a suffix",
-            hint="name one that has: `localllm recommend --for autocomplete` lists some",
+            "this model has no fill-in-the-middle tokens, so it does not support a suffix",
+            hint=(
+                "use a model with such tokens: `localllm recommend --for autocomplete` lists some"
+            ),
             param="suffix",
         )
     window = engine.info.n_ctx - min(answer_tokens or 256, engine.info.n_ctx // 2)
@@ -383,10 +396,14 @@ async def fim_prompt(
     begun = []
     if middle:
         begun = await engine.tokenize(middle, special=False)
-    room = max(0, window - 8 - len(begun))
-    keep_after = min(len(after), max(int(room * _SUFFIX_SHARE), room - len(before)))
-    keep_before = min(len(before), max(int(room * _PREFIX_SHARE), room - keep_after))
-    keep_after = min(keep_after, room - keep_before)
+    budget_tokens = max(0, window - 8 - len(begun))
+    keep_after = min(
+        len(after), max(int(budget_tokens * _SUFFIX_SHARE), budget_tokens - len(before))
+    )
+    keep_before = min(
+        len(before), max(int(budget_tokens * _PREFIX_SHARE), budget_tokens - keep_after)
+    )
+    keep_after = min(keep_after, budget_tokens - keep_before)
     cut = [
         fim["pre"],
         *before[len(before) - keep_before :],
@@ -395,12 +412,14 @@ async def fim_prompt(
         fim["mid"],
         *begun,
     ]
-    context = await _files(engine, extra, room - keep_before - keep_after)
+    context = await _files(engine, extra, budget_tokens - keep_before - keep_after)
     bos = engine.info.bos_token
     return [*([bos] if engine.info.adds_bos and bos is not None else []), *context, *cut]
 
 
-async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: int) -> list[int]:
+async def _files(
+    engine: EngineClient, extra: Sequence[tuple[str, str]], budget_tokens: int
+) -> list[int]:
     """The tokens of other files. If there is not enough room, the first files are left out."""
     fim = engine.info.fim_tokens
     parts: list[list[int]] = []
@@ -410,13 +429,13 @@ async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: i
             part = [fim["sep"], *body]
         else:
             part = [*await engine.tokenize("\n\n--- "), *body]
-        if len(part) > room:
+        if len(part) > budget_tokens:
             break
-        room -= len(part)
+        budget_tokens -= len(part)
         parts.append(part)
     context = [*chain.from_iterable(reversed(parts))]
     if context and "sep" in fim:
         current = await engine.tokenize("filename\n", special=False)
-        if room > len(current) + 1:
+        if budget_tokens > len(current) + 1:
             context = [*context, fim["sep"], *current]
     return context

@@ -23,8 +23,8 @@ _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests. The time when one of them ends is
 # unknown.
 _PARALLEL_RETRY_S = 1
-# Limit of the callers for which `PerCaller` and `Accounts.on_behalf` keep state.
-_MOST_CALLERS = 256
+# Limit of the callers for which `PerCaller` and `Accounts.delegated_account` keep state.
+_MAX_CALLERS = 256
 _DELEGATED = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32}|-) ([01])")
 T = TypeVar("T")
 
@@ -46,8 +46,9 @@ class NamedKey:
     """A key with its holder's name. Only the SHA-256 of the key is stored.
 
     Keys with the same `share_cache` share prefixes in the cache. An `admin` key has the rights of
-    the key without a name. A limit of None means no limit. The token limit counts prompt and
-    completion tokens, without the tokens found in the prefix cache."""
+    the key without a name. A `kv` key may read the KV of prompts (POST /v1/kv). A limit of None
+    means no limit. The token limit counts prompt and completion tokens, without the tokens found in
+    the prefix cache."""
 
     name: str
     digest: bytes = field(default=b"", repr=False)
@@ -56,6 +57,7 @@ class NamedKey:
     parallel: int | None = None
     share_cache: str = ""
     admin: bool = False
+    kv: bool = False
 
 
 def digest_of(key: bytes) -> bytes:
@@ -114,6 +116,7 @@ class Account:
         self.used = KeyUsage()
         self.active = 0
         self.admin = key.admin or not key.name
+        self.kv = key.kv
         self.cache_scope = ""
         if key.share_cache:
             self.cache_scope = f"group {key.share_cache}"
@@ -135,18 +138,32 @@ class Account:
         finally:
             self.active -= 1
 
+    @contextmanager
+    def small_request(self) -> Iterator[None]:
+        """Context of a request without generation. It counts only for the requests a minute.
+        Raises RateLimitError on entry."""
+        self._check("requests")
+        self._take("requests", 1)
+        yield
+
     def _admit(self) -> None:
         if self.parallel is not None and self.active >= self.parallel:
             self._refuse(
-                f"{self.name} has {self.active} requests running, and may have {self.parallel}",
+                f"{self.name} has {self.active} requests running, and its limit is {self.parallel}",
                 _PARALLEL_RETRY_S,
             )
-        for what, bucket in self._buckets.items():
-            wait_s = bucket.wait_s(1.0)
-            if wait_s > 0:
-                self._refuse(f"{self.name} may have {bucket.size:g} {what} a minute", wait_s)
+        for what in self._buckets:
+            self._check(what)
         self._take("requests", 1)
         self.used.requests += 1
+
+    def _check(self, what: str) -> None:
+        bucket = self._buckets.get(what)
+        if bucket is None:
+            return
+        wait_s = bucket.wait_s(1.0)
+        if wait_s > 0:
+            self._refuse(f"{self.name} has a limit of {bucket.size:g} {what} per minute", wait_s)
 
     def _take(self, what: str, amount: int) -> None:
         if what in self._buckets:
@@ -199,7 +216,7 @@ class PerCaller(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._of: RecentlyUsed[str, T] = RecentlyUsed(_MOST_CALLERS)
+        self._of: RecentlyUsed[str, T] = RecentlyUsed(_MAX_CALLERS)
 
     def current(self) -> T:
         """Return the object of the current caller."""
@@ -219,7 +236,7 @@ class Accounts:
         if owner_key is not None:
             digest = digest_of(owner_key.encode())
             self._keys.append((digest, Account(NamedKey("", digest))))
-        self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
+        self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MAX_CALLERS)
 
     def of(self, sent: bytes) -> Account | None:
         """Return the account of a key, or None. The key is compared with every known key in
@@ -231,7 +248,7 @@ class Accounts:
                 found = account
         return found
 
-    def on_behalf(self, account: Account, sent: bytes) -> Account:
+    def delegated_account(self, account: Account, sent: bytes) -> Account:
         """Return the account of the caller for whom the admin `account` forwards a request (see
         `delegation`). Raises AuthError."""
         found = _DELEGATED.fullmatch(sent)

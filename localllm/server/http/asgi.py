@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -17,8 +18,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # ASGI scope key of the request's `Connection`. Absent if the request did not come through a
 # socket.
 CONNECTION = "localllm.connection"
+# Figures of the current request's answer, for the log (None: not logged).
+LOGGED: ContextVar[list[str] | None] = ContextVar("logged", default=None)
 IGNORED = "x-localllm-ignored"
-# Sent for a request with a seed: how far the result can be repeated.
+# Response header for a request with a seed: how far its result is repeatable.
 SEEDED = "x-localllm-seed"
 # The server that answered a proxied request.
 RAN_ON = "x-localllm-ran-on"
@@ -33,12 +36,19 @@ def new_id(kind: str) -> str:
 
 
 def request_id() -> dict[str, str]:
-    return {"x-request-id": "req_" + secrets.token_hex(8)}
+    """Return the headers with the id of a request, under the names of OpenAI and Anthropic."""
+    new = "req_" + secrets.token_hex(8)
+    return {"x-request-id": new, "request-id": new}
 
 
 def answer_headers(ignored: Sequence[str]) -> dict[str, str]:
     """Return the headers of every answer: its id, and the names of fields without effect."""
     return {**request_id(), **ignored_header(ignored)}
+
+
+def header_text(text: str) -> str:
+    """Return `text` as a header's value: printable ASCII of limited length."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text)[:_MAX_CHARS]
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:

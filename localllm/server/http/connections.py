@@ -3,9 +3,9 @@
 A connection is a stranger until one of its requests has passed the gate. Strangers get few
 connections and short deadlines; known connections get the rest. If there are too many strangers,
 the oldest one is closed when a new one connects, so that any number of strangers cannot lock
-out others. Strangers from this machine have their own share. An idle known connection is closed if
-a newly admitted one needs its place. A request is refused only if all known connections are
-busy."""
+out others. Strangers from this machine have their own share. A TLS handshake is a stranger too. An
+idle known connection is closed if a newly admitted one needs its place. A request is refused only
+if all known connections are busy, or all those that its key may have."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import quote
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from localllm.errors import BusyError
+from localllm.server.http.accounts import Account, RateLimitError
 from localllm.server.http.asgi import CONNECTION, App, Receive, Scope, Send
+from localllm.server.http.peer_user import is_own_user
 from localllm.server.http.settings import ServerSettings, is_loopback
 
 _LOOK_S = 1.0
@@ -36,6 +39,8 @@ _FRESH_S = 1.0
 # strangers from other machines get one share each. The rest is for other files and for connections
 # that are closing.
 _SHARES = 6
+# A named key may have this part of the known connections.
+_KEY_PART = 4
 _WANTED_DESCRIPTORS = 4096
 
 
@@ -47,13 +52,15 @@ class Connections:
     def __init__(self, settings: ServerSettings, descriptors: int) -> None:
         self.settings = settings
         self._most = min(settings.max_connections, descriptors // _SHARES)
-        self._most_strangers = min(settings.max_unknown_connections, self._most)
+        self._most_of_key = max(1, self._most // _KEY_PART)
+        self._max_unknown = min(settings.max_unknown_connections, self._most)
         self._open: dict[Connection, None] = {}
 
     def add(self, new: Connection) -> None:
         """Add `new` as a stranger. Close another stranger if there are too many."""
+        self._open.pop(new, None)  # after its handshake
         strangers = [c for c in self._open if not c.known and c.local == new.local]
-        if len(strangers) >= self._most_strangers:
+        if len(strangers) >= self._max_unknown:
             aged_s = new.loop.time() - _FRESH_S
             full = len(strangers) >= self._most
             oldest = next((c for c in strangers if full or c.resting or c.since_s < aged_s), None)
@@ -61,19 +68,24 @@ class Connections:
                 oldest.end()
         self._open[new] = None
 
-    def admit(self, connection: Connection) -> bool:
-        """Make a connection known after its request passed the gate. Return False if all known
-        connections are busy."""
-        if connection.known:
-            return True
-        known = [c for c in self._open if c.known]
-        if len(known) >= self._most:
-            idle = next((c for c in known if c.resting), None)
-            if idle is None:
-                return False
-            idle.end()
-        connection.known = True
-        return True
+    def admit(self, connection: Connection, account: Account) -> None:
+        """Make a connection known as that of `account` after its request passed the gate.
+
+        Raises RateLimitError if all connections of a named key are busy, and BusyError if all known
+        connections are."""
+        if connection.account is account:
+            return
+        if account.name:
+            own = [c for c in self._open if c.account is account]
+            if len(own) >= self._most_of_key and not _one_ended(own):
+                raise RateLimitError(
+                    f"{account.name} has {len(own)} connections, and that is its limit"
+                )
+        if not connection.known:
+            known = [c for c in self._open if c.known]
+            if len(known) >= self._most and not _one_ended(known):
+                raise BusyError("this server has reached its limit of connections")
+        connection.account = account
 
     def touch(self, connection: Connection) -> None:
         """Record an answer. The known connection that has been idle the longest is closed first."""
@@ -82,6 +94,14 @@ class Connections:
 
     def remove(self, connection: Connection) -> None:
         self._open.pop(connection, None)
+
+
+def _one_ended(connections: Iterable[Connection]) -> bool:
+    """End the first idle connection. Return False if all are busy."""
+    idle = next((c for c in connections if c.resting), None)
+    if idle is not None:
+        idle.end()
+    return idle is not None
 
 
 class Connection(H11Protocol):
@@ -96,7 +116,7 @@ class Connection(H11Protocol):
     send: Send
     probes: list[Callable[[], None]]
     local = True
-    known = False
+    account: Account | None = None
     since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = True
@@ -110,9 +130,15 @@ class Connection(H11Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.local = self.client is None or is_loopback(self.client[0])
-        self.since_s = self.loop.time()
         self.app = partial(self._answer, self.app)
+        self.began(transport)
+
+    def began(self, transport: Any) -> None:
+        """Count the connection as a stranger. It must send its headers, or end its handshake, in
+        time."""
+        peer = transport.get_extra_info("peername")
+        self.local = not peer or isinstance(peer, str) or is_loopback(peer[0])
+        self.since_s = self.loop.time()
         self.all.add(self)
         self._close_in(self.all.settings.header_timeout_s)
 
@@ -126,6 +152,20 @@ class Connection(H11Protocol):
         # uvicorn would log the whole stack.
         with contextlib.suppress(asyncio.CancelledError):
             await app(scope, receive, send)
+
+    @property
+    def known(self) -> bool:
+        """Whether one of its requests has passed the gate."""
+        return self.account is not None
+
+    @cached_property
+    def of_own_user(self) -> bool:
+        """Whether the client runs as this process's user."""
+        sock = self.transport.get_extra_info("socket")
+        try:
+            return sock is not None and is_own_user(sock)
+        except OSError:  # the connection is closed, or the system reports no users
+            return False
 
     @property
     def resting(self) -> bool:
@@ -224,9 +264,13 @@ class Connection(H11Protocol):
                 self._close_in(self.all.settings.idle_unknown_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.lost()
+        super().connection_lost(exc)
+
+    def lost(self) -> None:
+        """Count the connection no longer."""
         self._stop_deadline()
         self.all.remove(self)
-        super().connection_lost(exc)
 
     def _close_in(self, seconds: float) -> None:
         self._stop_deadline()

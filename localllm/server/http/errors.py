@@ -11,12 +11,13 @@ from starlette.responses import JSONResponse
 
 from localllm.errors import (
     AuthError,
+    BusyError,
     ContextLengthError,
     LocalLLMError,
     NotFoundError,
     RequestError,
 )
-from localllm.server.http.asgi import Scope
+from localllm.server.http.asgi import Scope, request_id
 
 log = logging.getLogger("localllm.server")
 
@@ -44,7 +45,7 @@ class EncodingError(
     RequestError,
     code="unsupported_encoding",
     http_status=415,
-    default_hint="send it plain, or with Content-Encoding: gzip or deflate",
+    default_hint="send it uncompressed, or with Content-Encoding: gzip or deflate",
 ):
     """The server does not decode this Content-Encoding."""
 
@@ -59,6 +60,12 @@ class SlowBodyError(RequestError, code="request_timeout", http_status=408):
 
 class RouteNotFoundError(NotFoundError, code="route_not_found"):
     """The server has no such path."""
+
+
+def stopping() -> BusyError:
+    """Return the error for requests that the end of the server cuts off. Clients send a request
+    again if the text has the status or the code of a busy server."""
+    return BusyError("503 server_busy: the server is stopping", hint="send the request again later")
 
 
 class MethodError(RequestError, code="method_not_allowed", http_status=405):
@@ -78,15 +85,24 @@ _ERROR_TYPES = {
 }
 
 
+# LM Studio's own API, and Lemonade's copy of OpenAI's.
+_OTHER_BASE_PATHS = ("/api/v0", "/api/v1")
+
+
 def envelope(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
     """Return the body of `error` in the format that the client expects. The path decides, because a
     request may be refused before it reaches a route."""
     path = scope["path"]
     if path.startswith("/v1/messages") or speaks_anthropic(scope):
         return anthropic_envelope(error)
-    if path.startswith("/api/"):
+    if path.startswith("/api/") and not is_another_server_s(path):
         return ollama_envelope(error)
     return error.to_openai()
+
+
+def is_another_server_s(path: str) -> bool:
+    """Return whether `path` is below LM Studio's or Lemonade's base path. Ollama has none there."""
+    return path.startswith(_OTHER_BASE_PATHS)
 
 
 def speaks_anthropic(scope: Scope) -> bool:
@@ -129,9 +145,11 @@ def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:
 
 def refusal(error: LocalLLMError, scope: Scope) -> JSONResponse:
     """Return the response for `error`, in the format of the path."""
-    return JSONResponse(
-        envelope(error, scope), status_code=error.http_status, headers=_headers_of(error)
-    )
+    headers = {**request_id(), **_headers_of(error)}
+    body = envelope(error, scope)
+    if body.get("type") == "error":  # Anthropic's SDKs read the id from the body too
+        body["request_id"] = headers["request-id"]
+    return JSONResponse(body, status_code=error.http_status, headers=headers)
 
 
 def _headers_of(error: LocalLLMError) -> dict[str, str]:

@@ -7,17 +7,18 @@ them. These checks apply:
   could point here is refused, with or without a key.
 - An Origin must be allowed. A request without one must not be cross-site (Sec-Fetch-Site).
 - A body must be declared as JSON. A web page can't send that without a preflight.
+- Without keys, only clients of this process's user are answered (peer_user.py).
 - Keys are compared in constant time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from functools import lru_cache
 
 from starlette.responses import Response
 
-from localllm.errors import AuthError, BusyError, RequestError
+from localllm.errors import AuthError, RequestError
 from localllm.server.http.accounts import CALLER, DELEGATION, NOBODY, Account, Accounts
 from localllm.server.http.asgi import CONNECTION, App, Message, Receive, Scope, Send
 from localllm.server.http.errors import (
@@ -26,7 +27,10 @@ from localllm.server.http.errors import (
     MediaTypeError,
     for_client,
     refusal,
+    stopping,
 )
+from localllm.server.http.kv_servers import HEADER as KV_SERVERS
+from localllm.server.http.kv_servers import note_kv_servers
 from localllm.server.http.settings import (
     ServerSettings,
     below_localhost,
@@ -51,11 +55,12 @@ _APP_NAMES = ("tauri.localhost", "wails.localhost")
 # Need no key: they only show that a server is running.
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
+_FORM_PATHS = ("/v1/audio/", "/audio/")
 _FORM = b"application/x-www-form-urlencoded"
 _CORS = {
     "access-control-expose-headers": "x-localllm-ignored, x-localllm-cache, x-localllm-compacted, "
-    "x-localllm-normalised, x-localllm-ran-on, x-localllm-seed, x-request-id, retry-after, "
-    "www-authenticate",
+    "x-localllm-identical-calls, x-localllm-normalised, x-localllm-priority, x-localllm-ran-on, "
+    "x-localllm-seed, x-request-id, request-id, retry-after, www-authenticate",
     "vary": "Origin",
 }
 _ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch-site")
@@ -77,27 +82,30 @@ class SecurityGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the server is configured for HTTP only
             return
-        repeated = _repeated(scope["headers"])
+        malformed = _malformed(scope["headers"])
         # Refusals need these headers too. Without them, a browser reports a failed connection to
         # the page instead of the response.
-        cors = [] if repeated else self._cors_headers(_origin(dict(scope["headers"])))
+        more = self._cors_headers(_origin(dict(scope["headers"])))
+        if malformed:
+            # A proxy and this server could disagree on the end of this request.
+            more = [(b"connection", b"close")]
         started = False
 
         async def sending(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), *cors]
+                headers = (*message.get("headers", ()), *more)
+                message["headers"] = [(_usual_case(name), value) for name, value in headers]
             await send(message)
 
         try:
-            if repeated:
-                raise RequestError(f"the request repeats the header {repeated}")
+            if malformed:
+                raise RequestError(malformed)
             await self._checked(scope, receive, sending)
         except asyncio.CancelledError:
             if not started:  # the server is stopping
-                stopping = BusyError("the server is stopping", hint="send the request again later")
-                await refusal(stopping, scope)(scope, receive, sending)
+                await refusal(stopping(), scope)(scope, receive, sending)
             raise
         except Exception as e:
             failure = for_client(e)
@@ -113,14 +121,15 @@ class SecurityGate:
         self._check_host(headers.get(b"host"))
         self._check_origin(origin, headers)
         if method == "OPTIONS":
-            await _preflight(origin, headers)(scope, receive, send)
+            await _preflight(origin, headers, scope["path"])(scope, receive, send)
             return
         account = self._admitted(scope, headers)
-        self._check_body(method, headers)
+        self._check_body(method, scope["path"], headers)
         if scope["path"].endswith("/"):
             scope["path"] = scope["path"].rstrip("/") or "/"
         CALLER.set(account)
-        with account.request() if method == "POST" else nullcontext():
+        note_kv_servers(headers.get(KV_SERVERS.encode()))
+        with account.request() if method == "POST" else account.small_request():
             await self.app(scope, receive, send)
 
     def _cors_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
@@ -132,14 +141,22 @@ class SecurityGate:
 
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account:
         """Return the account of the request, after its connection got a place. Raises
-        KeyRequiredError or BusyError."""
+        KeyRequiredError, AuthError, BusyError or RateLimitError."""
         if scope["path"] in _OPEN_PATHS:
             return NOBODY
-        account = self._caller(headers)
+        account = self._account_of(headers)
         connection = scope.get(CONNECTION)
-        if connection is not None and not connection.all.admit(connection):
-            raise BusyError("this server has as many connections as it takes")
-        return account
+        if self.settings.checks_user and connection is not None and not connection.of_own_user:
+            raise AuthError(
+                "another user of this machine started this server",
+                hint="ask its user for a key (--api-key), or to start it with --allow-users",
+            )
+        if connection is not None:
+            connection.all.admit(connection, account)
+        delegated = headers.get(DELEGATION.encode())
+        if delegated is None or not self.settings.keyed:
+            return account
+        return self._accounts.delegated_account(account, delegated)
 
     def _check_host(self, value: bytes | None) -> None:
         if value is None:
@@ -153,8 +170,8 @@ class SecurityGate:
         if served_with_key(name):
             if self.settings.keyed:
                 return
-            hint += "; with a key (--api-key) it needs no allowing"
-        raise AuthError("this Host is not a name of this server", hint=hint)
+            hint += "; with a key (--api-key), any name is allowed"
+        raise AuthError("the Host header does not name this server", hint=hint)
 
     def _origin_allowed(self, origin: str) -> bool:
         named = origin.rstrip("/") in self._origins or "*" in self._origins
@@ -169,7 +186,7 @@ class SecurityGate:
         known = is_loopback(name) or rest in _APP_NAMES
         return known or (self.settings.keyed and below_localhost(name))
 
-    def _caller(self, headers: dict[bytes, bytes]) -> Account:
+    def _account_of(self, headers: dict[bytes, bytes]) -> Account:
         """Return the account of the key. Raises KeyRequiredError."""
         if not self.settings.keyed:
             return NOBODY
@@ -180,10 +197,7 @@ class SecurityGate:
         account = self._accounts.of(key.strip())
         if account is None:
             raise KeyRequiredError("the API key is missing or wrong")
-        delegated = headers.get(DELEGATION.encode())
-        if delegated is None:
-            return account
-        return self._accounts.on_behalf(account, delegated)
+        return account
 
     def _check_origin(self, origin: str, headers: dict[bytes, bytes]) -> None:
         if origin and not self._origin_allowed(origin):
@@ -191,55 +205,73 @@ class SecurityGate:
                 "this origin may not use this server", hint="allow it: --allow-origin ORIGIN"
             )
         if not origin and headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site":
-            raise AuthError("a page of another site may not use this server")
+            raise AuthError("a web page of another site may not use this server")
 
-    def _check_body(self, method: str, headers: dict[bytes, bytes]) -> None:
+    def _check_body(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         if method not in _BODY_METHODS:
             return
-        if not _taken_as_json(headers):
-            raise MediaTypeError("the body must be sent as Content-Type: application/json")
+        wanted = "application/json"
+        accepted = _accepted_as_json(headers)
+        if path.startswith(_FORM_PATHS):
+            # Pages of other origins are refused already.
+            wanted = "multipart/form-data"
+            accepted = _kind(headers) == wanted.encode()
+        if not accepted:
+            raise MediaTypeError(f"the body must be sent as Content-Type: {wanted}")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLargeError(f"the body is larger than {self.settings.max_body_bytes} bytes")
+
+
+@lru_cache(maxsize=256)
+def _usual_case(name: bytes) -> bytes:
+    """Return a header's name as most servers write it. Some programs compare names by case."""
+    return name.title()
 
 
 def _origin(headers: Mapping[bytes, bytes]) -> str:
     return headers.get(b"origin", b"").decode("latin-1").lower()
 
 
-def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the first header that was sent twice but may be sent only once, or ""."""
+def _malformed(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the reason why the request can be understood in two ways, or ""."""
     names = [name for name, _ in headers]
     for name in _ONE_ONLY:
         if names.count(name) > 1:
-            return name.decode("latin-1")
+            return f"the request repeats the header {name.decode('latin-1')}"
+    if b"transfer-encoding" in names and b"content-length" in names:  # RFC 9112 6.1
+        return "the request has both Content-Length and Transfer-Encoding"
     return ""
 
 
-def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
+def _accepted_as_json(headers: dict[bytes, bytes]) -> bool:
     """Return whether a body may be read as JSON.
 
     Some programs send no type (LiteLLM's Ollama client), or the type of a form (`curl -d`). Such
     bodies are accepted only without the headers that browsers add for pages. An empty body without
     a type is always accepted."""
-    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    kind = _kind(headers)
     if kind == b"application/json" or kind.endswith(b"+json"):
         return True
     if kind not in (b"", _FORM):
         return False
-    if not any(_is_of_page(name) for name in headers):
+    if not any(_is_browser_header(name) for name in headers):
         return True
     length = headers.get(b"content-length")
     empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
     return kind == b"" and empty
 
 
-def _is_of_page(name: bytes) -> bool:
+def _kind(headers: dict[bytes, bytes]) -> bytes:
+    return headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+
+
+def _is_browser_header(name: bytes) -> bool:
     """Return whether only browsers send this header."""
     return name in (b"origin", b"referer") or name.startswith(b"sec-fetch-")
 
 
-def _preflight(origin: str, asked: Mapping[bytes, bytes]) -> Response:
+def _preflight(origin: str, asked: Mapping[bytes, bytes], path: str) -> Response:
     """Return the answer to OPTIONS: the methods and headers that a page of `origin` may send.
     Without an origin, only the methods."""
     allowed = {"allow": "GET, HEAD, POST, DELETE, OPTIONS"}
@@ -253,4 +285,6 @@ def _preflight(origin: str, asked: Mapping[bytes, bytes]) -> Response:
         }
         if asked.get(b"access-control-request-private-network") == b"true":
             allowed["access-control-allow-private-network"] = "true"
-    return Response(status_code=204, headers=allowed)
+    # On its own paths, llama.cpp's server answers 200.
+    is_llamacpp = not path.startswith(("/v1/", "/api/"))
+    return Response(status_code=200 if is_llamacpp else 204, headers=allowed)

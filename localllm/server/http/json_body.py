@@ -25,7 +25,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 # A gzip body may have several members (RFC 1952, 2.2). A member can be as short as 20 bytes, and
 # zlib copies the input that remains after it. These two limits bound the work for 32 MiB of
 # members.
-_MOST_MEMBERS = 10_000
+_MAX_MEMBERS = 10_000
 _PACKED_PIECE_BYTES = 2**16
 # Longer pieces would block the event loop.
 _PIECE_BYTES = _PIECE_CHARS = 2**18
@@ -37,8 +37,8 @@ _LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
 # A body is parsed and validated without interruption, so these limits bound the time. A body of
 # 32 MiB could hold a hundred times as many. Real conversations with tools have thousands. A prompt
 # of token ids has as many values as tokens.
-_MOST_CONTAINERS = 50_000
-_MOST_VALUES = 1_000_000
+_MAX_CONTAINERS = 50_000
+_MAX_VALUES = 1_000_000
 # `_PLAIN` matches JSON text up to the next string. `_QUOTED` matches complete escapes and other
 # characters up to the end of a string.
 _PLAIN = re.compile(r'[^"]*("?)')
@@ -63,12 +63,12 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
         return body
     unpacked = bytearray()
     packed = memoryview(body)
-    for _ in range(_MOST_MEMBERS):
+    for _ in range(_MAX_MEMBERS):
         try:
             packed = _unpack_member(packed, wbits, unpacked, limit_bytes)
         except zlib.error:
             raise RequestError(
-                f"the body is not what its Content-Encoding says ({encoding})"
+                f"the body does not match its Content-Encoding ({encoding})"
             ) from None
         except EOFError:
             raise RequestError(f"the {encoding} body is truncated") from None
@@ -76,7 +76,7 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
             return bytes(unpacked)
         if not body.startswith(_GZIP_MAGIC):
             raise RequestError(f"the {encoding} body has more data after its end")
-    raise BodyTooLargeError(f"the body has more than {_MOST_MEMBERS:,} gzip members")
+    raise BodyTooLargeError(f"the body has more than {_MAX_MEMBERS:,} gzip members")
 
 
 def _unpack_member(
@@ -96,7 +96,7 @@ def _unpack_member(
         packed = packed[len(given) - left :]
         unpacked += piece
         if len(unpacked) > limit_bytes:
-            raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
+            raise BodyTooLargeError(f"the decompressed body has more than {limit_bytes} bytes")
     return packed
 
 
@@ -114,7 +114,7 @@ def _window_bits(body: bytes, encoding: str) -> int | None:
         header = int.from_bytes(body[:2], "big")
         is_zlib = len(body) >= 2 and header >> 8 & 0x0F == 8 and header % 31 == 0
         return _GZIP_OR_ZLIB if is_zlib else _RAW
-    raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
+    raise EncodingError(f"this server does not support the Content-Encoding {encoding!r}")
 
 
 class BadJsonError(RequestError, code="invalid_json"):
@@ -127,6 +127,26 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
     return (await read_body(request, settings))[1]
 
 
+async def read_json_list(request: Request, settings: ServerSettings) -> list[Any]:
+    """Return the JSON array of the request's body, which must be small. Raises RequestError."""
+    with _BodyMemory(settings.max_bodies_bytes) as held:
+        body = await _received(request, settings, held)
+        limit_bytes = min(_SMALL_BYTES, settings.max_body_bytes)
+        value = _value(unpack(body, request.headers.get("content-encoding", ""), limit_bytes))
+    if not isinstance(value, list):
+        raise BadJsonError("the body must be a JSON array")
+    return value
+
+
+async def read_raw(request: Request, settings: ServerSettings) -> bytes:
+    """Return the bytes of a body that is no JSON, within the limits of size and time. Raises
+    RequestError."""
+    with _BodyMemory(settings.max_bodies_bytes) as held:
+        body = await _received(request, settings, held)
+    _LARGE.set(len(body) > _SMALL_BYTES)
+    return body
+
+
 async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
     """Return the bytes of the request's body and its JSON object, as `read_json` does. Raises
     RequestError."""
@@ -135,7 +155,7 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
         return known
     encoding = request.headers.get("content-encoding", "")
     small = min(_SMALL_BYTES, settings.max_body_bytes)
-    with _Held(settings.max_bodies_bytes) as held:
+    with _BodyMemory(settings.max_bodies_bytes) as held:
         body = await _received(request, settings, held)
         if len(body) <= small:
             with contextlib.suppress(BodyTooLargeError):
@@ -150,7 +170,7 @@ def _read(body: bytes, encoding: str, limit_bytes: int) -> JsonBody:
     return raw, parse(raw)
 
 
-async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
+async def process_body(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
     """Return the result of `work`, which processes the body of the current request.
 
     It runs in a thread if `takes_ms` is set, and in a thread for large bodies if the body was
@@ -164,39 +184,40 @@ async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
     return work()
 
 
-class _Held:
+class _BodyMemory:
     """Counts the bytes of one large body while it arrives and waits to be read. All large bodies
-    together may hold `most_bytes`.
+    together may hold `max_bytes`.
 
     Small bodies are not counted, so large ones cannot block them. Only the event loop may use
     it."""
 
     all_bytes = 0
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._bytes = 0
 
-    def __enter__(self) -> _Held:
+    def __enter__(self) -> _BodyMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _Held.all_bytes -= self._bytes
+        _BodyMemory.all_bytes -= self._bytes
 
     def grow(self, size: int) -> None:
         """Record that the body has `size` bytes now. Raises BusyError."""
         if size <= _SMALL_BYTES:
             return
         more = size - self._bytes
-        if more and _Held.all_bytes + more > self._most_bytes:
+        if more and _BodyMemory.all_bytes + more > self._max_bytes:
             raise BusyError(
-                f"large bodies that are being read hold {_Held.all_bytes // 2**20} MiB already"
+                "the large request bodies in progress already hold "
+                f"{_BodyMemory.all_bytes // 2**20} MiB"
             )
-        _Held.all_bytes += more
+        _BodyMemory.all_bytes += more
         self._bytes += more
 
 
-async def _received(request: Request, settings: ServerSettings, held: _Held) -> bytes:
+async def _received(request: Request, settings: ServerSettings, held: _BodyMemory) -> bytes:
     """Return the bytes of the body, which must arrive at the minimum rate. Raises
     BodyTooLargeError, SlowBodyError and BusyError."""
     pieces: list[bytes] = []
@@ -215,7 +236,7 @@ async def _received(request: Request, settings: ServerSettings, held: _Held) -> 
                 limit.reschedule(latest_s + size / settings.min_body_bytes_s)
     except TimeoutError as e:
         raise SlowBodyError(
-            f"{size} bytes of the body came within "
+            f"{size} bytes of the body arrived within "
             f"{settings.body_timeout_s + size / settings.min_body_bytes_s:.0f} seconds",
             hint=f"send it at {settings.min_body_bytes_s // 1000} kB/s or more",
         ) from e
@@ -228,7 +249,7 @@ def _check_counts(text: str) -> None:
     Brackets and commas inside strings don't count. Strings are parsed only if the simple count is
     over a limit."""
     brackets = text.count("[") + text.count("{")
-    if brackets <= _MOST_CONTAINERS and brackets + text.count(",") <= _MOST_VALUES:
+    if brackets <= _MAX_CONTAINERS and brackets + text.count(",") <= _MAX_VALUES:
         return
     containers = values = strings = 0
     quoted = False
@@ -241,11 +262,11 @@ def _check_counts(text: str) -> None:
             containers += opened
             values += opened + found[0].count(",")
             strings += bool(found[1])
-        if containers > _MOST_CONTAINERS:
-            raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
+        if containers > _MAX_CONTAINERS:
+            raise BadJsonError(f"the body holds more than {_MAX_CONTAINERS:,} lists and objects")
         # An object has two strings for each comma.
-        if max(values, strings / 2) > _MOST_VALUES:
-            raise BodyTooLargeError(f"the body holds more than {_MOST_VALUES:,} values")
+        if max(values, strings / 2) > _MAX_VALUES:
+            raise BodyTooLargeError(f"the body holds more than {_MAX_VALUES:,} values")
         quoted ^= bool(found[1])
         at = found.end()
         pattern = _QUOTED if quoted else _PLAIN
@@ -254,7 +275,15 @@ def _check_counts(text: str) -> None:
 
 def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
     """Return the JSON object in `body`. Raises BadJsonError, and BodyTooLargeError for too many
-    values.
+    values."""
+    value = _value(body, max_depth)
+    if not isinstance(value, dict):
+        raise BadJsonError("the body must be a JSON object")
+    return value
+
+
+def _value(body: bytes, max_depth: int = 96) -> Any:
+    """Return the JSON value in `body`. Raises the same errors as `parse`.
 
     Lone surrogates become U+FFFD, so that the result can be encoded as UTF-8. Editors produce them
     when they cut text within a character."""
@@ -270,14 +299,13 @@ def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
         ) from e
     except (ValueError, RecursionError) as e:
         raise BadJsonError(
-            "the body is not JSON this server can read: a number is too long or nesting too deep"
+            "the body is not JSON that this server can parse: a number is too long, or "
+            "the nesting is too deep"
         ) from e
-    if not isinstance(value, dict):
-        raise BadJsonError("the body must be a JSON object")
     if body.count(b"[") + body.count(b"{") > max_depth:
         _check_depth(value, max_depth, max_depth)
     if b"\\ud" in body or b"\\uD" in body or b"\xed" in body:
-        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+        return _without_surrogates(value)
     return value
 
 
@@ -286,7 +314,7 @@ def _check_depth(value: Any, levels: int, max_depth: int) -> None:
     if not isinstance(value, dict | list):
         return
     if not levels:
-        raise BadJsonError(f"the body nests deeper than {max_depth} levels")
+        raise BadJsonError(f"the body is nested deeper than {max_depth} levels")
     if isinstance(value, dict):
         value = value.values()
     for inner in value:

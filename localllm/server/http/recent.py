@@ -10,15 +10,15 @@ Value = TypeVar("Value")
 
 
 class RecentlyUsed(Generic[Key, Value]):
-    """Entries by key: at most `most` entries, with a total `size_of` of at most `most_size`.
+    """Entries by key: at most `most` entries, with a total `size_of` of at most `max_size`.
 
     The least recently used entry is dropped first. The newest entry stays, whatever its size."""
 
     def __init__(
-        self, most: int, most_size: int = 0, size_of: Callable[[Value], int] | None = None
+        self, most: int, max_size: int = 0, size_of: Callable[[Value], int] | None = None
     ) -> None:
         self._most = most
-        self._most_size = most_size
+        self._max_size = max_size
         self._size_of = size_of
         self._entries: dict[Key, Value] = {}
 
@@ -41,7 +41,7 @@ class RecentlyUsed(Generic[Key, Value]):
             return True
         if self._size_of is None:
             return False
-        return sum(map(self._size_of, self._entries.values())) > self._most_size
+        return sum(map(self._size_of, self._entries.values())) > self._max_size
 
     def pop(self, key: Key) -> None:
         """Remove the entry, which must exist."""

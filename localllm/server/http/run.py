@@ -17,6 +17,7 @@ from localllm.errors import LocalLLMError
 from localllm.server.http.asgi import App
 from localllm.server.http.connections import Connection, Connections, free_descriptors
 from localllm.server.http.settings import ServerSettings
+from localllm.server.http.tls_connections import TlsConnection, tls_context
 
 GRACE_S = 5
 _TURN_S = 0.001
@@ -31,6 +32,25 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _protocol(settings: ServerSettings, descriptors: int) -> type[Connection]:
+    """Return the protocol of a server's connections, which it counts together."""
+    shared: dict[str, Any] = {"all": Connections(settings, descriptors)}
+    if settings.tls is None:
+        return type("Counted", (Connection,), shared)
+    shared["context"] = tls_context(settings.tls)
+    return type("CountedTls", (TlsConnection,), shared)
+
+
+async def _close_late(server: uvicorn.Server) -> None:
+    """Close connections that were accepted while `server` ended. It no longer knows of them."""
+    # Their tasks begin in the first of these turns, and their transports are ready in the second.
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for connection in [*server.server_state.connections]:
+        connection.transport.abort()
+    await asyncio.sleep(0)
+
+
 async def serve_on(
     app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False
 ) -> None:
@@ -40,12 +60,9 @@ async def serve_on(
     sys.setswitchinterval(_TURN_S)
     descriptors = free_descriptors()
 
-    class Counted(Connection):
-        all = Connections(settings, descriptors)
-
     config = uvicorn.Config(
         app,
-        http=Counted,
+        http=_protocol(settings, descriptors),
         backlog=max(1, min(_WAITING, descriptors // 20)),
         ws="none",
         lifespan="off",
@@ -57,9 +74,6 @@ async def serve_on(
         timeout_keep_alive=math.ceil(settings.idle_timeout_s + settings.idle_unknown_timeout_s),
         server_header=False,
     )
-    if settings.tls is not None:
-        config.ssl_certfile = settings.tls.certificate
-        config.ssl_keyfile = settings.tls.key
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=list(socks)))
     try:
@@ -71,5 +85,6 @@ async def serve_on(
     finally:
         for sock in socks:
             sock.close()
+        await _close_late(server)
     if not server.started:
         raise LocalLLMError("the HTTP server did not start")

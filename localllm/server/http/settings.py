@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from localllm.errors import UsageError
 from localllm.server.http.accounts import NamedKey
+from localllm.server.http.peer_user import reports_users
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 # The host's name inside containers of Docker and Podman.
@@ -74,9 +75,9 @@ def allowed_host(text: str) -> str:
     name = host_name(text)
     if name == "*":
         raise UsageError(
-            "--allow-host *: with every name allowed any web page could reach this server by "
-            "pointing its own name here",
-            hint="allow the names one by one; an IP address as Host needs nothing but the key",
+            "--allow-host * is not allowed: any web page could reach this server by "
+            "pointing its own name to it",
+            hint="allow the names one by one; an IP address as Host needs only the key",
         )
     if "/" in text or not (is_address(name) or _NAME.fullmatch(name)):
         raise UsageError(f"--allow-host {text!r} must be a host's name", hint="such as nas.lan")
@@ -94,7 +95,10 @@ def image_host(text: str) -> tuple[str, int]:
     if not is_port or not (is_address(name) or _NAME.fullmatch(name)):
         raise UsageError(
             f"--allow-image-hosts {text!r} must be a host's name, or name:port",
-            hint="such as images.example; every host is named in full, and https is the only way",
+            hint=(
+                "for example images.example; name each host in full, without "
+                "a scheme (https is used)"
+            ),
         )
     return name, int(port)
 
@@ -149,7 +153,9 @@ class ServerSettings:
     503.
     `max_unknown_connections`: limit of other connections, counted separately for this machine and
     for others.
-    `keeps_awake`: keep a desktop from idle sleep while requests run."""
+    `allow_plain`: KV may be sent unencrypted to other machines.
+    `keeps_awake`: keep a desktop from idle sleep while requests run.
+    `allow_users`: without a key, answer every user of this machine on loopback."""
 
     host: str = "127.0.0.1"
     port: int = 11535
@@ -159,6 +165,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     image_hosts: tuple[tuple[str, int], ...] = ()
     generated_key: bool = False
+    allow_users: bool = False
     unix_socket: str | None = None
     tls: TlsFiles | None = None
     max_body_bytes: int = 32 * 2**20
@@ -173,6 +180,7 @@ class ServerSettings:
     idle_unknown_timeout_s: float = 5.0
     max_connections: int = 512
     keeps_awake: bool = False
+    allow_plain: bool = False
     max_unknown_connections: int = 64
 
     @property
@@ -180,27 +188,40 @@ class ServerSettings:
         """Whether requests need a key."""
         return self.api_key is not None or bool(self.keys)
 
+    @property
+    def checks_user(self) -> bool:
+        """Whether only clients of this process's user are answered. With a key or a Unix socket,
+        the check is not necessary."""
+        return not (self.keyed or self.allow_users or self.unix_socket is not None)
+
+    def _lacks_key(self) -> bool:
+        """Return whether a key must be generated."""
+        if self.keyed or self.unix_socket is not None:
+            return False
+        return not is_loopback(self.host) or (self.checks_user and not reports_users())
+
     def secured(self) -> ServerSettings:
-        """Return these settings after checks. If other machines can reach the address and there is
-        no key, a key is generated.
+        """Return these settings after checks. A key is generated if there is none and other
+        machines can reach the address, or other users of this machine that the system does not
+        report.
 
         Raises UsageError for an empty key, for limits of 0, and for hosts and origins that can't be
         allowed."""
         if self.api_key is not None and not self.api_key.strip():
-            raise UsageError("the API key is empty", hint="leave --api-key out, or give it a value")
+            raise UsageError("the API key is empty", hint="omit --api-key, or give it a value")
         for name in CONNECTION_LIMITS:
             if getattr(self, name) <= 0:
                 raise UsageError(
-                    f"{name} must be more than 0: nobody would be served",
-                    hint="leave it out for its default",
+                    f"{name} must be greater than 0",
+                    hint="omit it to use the default",
                 )
         if self.tls is not None and self.unix_socket is not None:
             raise UsageError(
-                "a Unix socket has no TLS: it does not leave this machine",
+                "a Unix socket does not support TLS: its data does not leave this machine",
                 hint="leave --tls-cert out",
             )
         checked = replace(self, generated_key=False)
-        if not self.keyed and self.unix_socket is None and not is_loopback(self.host):
+        if self._lacks_key():
             checked = replace(self, generated_key=True, api_key=secrets.token_urlsafe(24))
         hosts = [allowed_host(name) for name in self.allowed_hosts]
         origins = [allowed_origin(name, keyed=checked.keyed) for name in self.allowed_origins]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from localllm import paths
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.http.settings import TlsFiles
 
@@ -81,7 +82,7 @@ def bind_unix(path: Path) -> socket.socket:
 
     Raises PortInUseError, or UsageError if `path` can't be a socket."""
     if not hasattr(socket, "AF_UNIX"):
-        raise UsageError("this system has no Unix sockets", hint="listen on a port: --port")
+        raise UsageError("this system has no Unix sockets", hint="use a port: --port")
     _make_room(path)
     sock = socket.socket(socket.AF_UNIX)
     old = os.umask(0o177)
@@ -115,7 +116,8 @@ def _make_room(path: Path) -> None:
         raise PortInUseError(f"another program listens on the socket {path.name}")
     if answer != errno.ECONNREFUSED:
         raise UsageError(
-            f"{path.name} is a socket of another kind, or not ours: {os.strerror(answer)}"
+            f"{path.name} can't be tested (another type of socket, or no "
+            f"permission): {os.strerror(answer)}"
         )
     if there.st_uid != os.geteuid():
         raise UsageError(
@@ -141,11 +143,11 @@ def inherited() -> list[socket.socket]:
             listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         except OSError as e:
             raise UsageError(
-                f"LISTEN_FDS names descriptor {descriptor}, which is no socket: {e.strerror}"
+                f"LISTEN_FDS names descriptor {descriptor}, which is not a socket: {e.strerror}"
             ) from e
         if not listens or sock.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
             raise UsageError(
-                f"LISTEN_FDS names descriptor {descriptor}, which is no socket that listens"
+                f"LISTEN_FDS names descriptor {descriptor}, which is not a listening socket"
             )
         sock.set_inheritable(False)
         found.append(sock)
@@ -169,10 +171,10 @@ def check_tls(files: TlsFiles) -> None:
     key = files.key or files.certificate
     for name, path in (("--tls-cert", files.certificate), ("--tls-key", key)):
         try:
-            pem = path.read_bytes()
+            pem = paths.file_bytes(path)
         except OSError as e:
             raise UsageError(f"{name} {path} can't be read: {e.strerror or e}") from e
-    hint = "both are files as certbot, mkcert or openssl write them"
+    hint = "both must be PEM files, such as those of certbot, mkcert or openssl"
     try:
         # An empty password prevents a prompt.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -181,10 +183,10 @@ def check_tls(files: TlsFiles) -> None:
         if e.reason == "KEY_VALUES_MISMATCH":
             why = f"the private key in {key} does not belong to the certificate in {files.certificate}"
         elif b"ENCRYPTED" in pem:
-            why = f"the private key in {key} is encrypted, and nobody is there to type its password"
-            hint = "write one without a password: openssl pkey -in KEY -out PLAIN_KEY"
+            why = f"the private key in {key} is encrypted, and a server can't ask for its password"
+            hint = "write a key without a password: openssl pkey -in KEY -out PLAIN_KEY"
         elif files.key is None and b"PRIVATE KEY-----" not in pem:
-            why = f"there is no private key in {key}: name its file with --tls-key"
+            why = f"{key} contains no private key: name the key's file with --tls-key"
         else:
             why = (
                 f"{files.certificate} and {key} are not a certificate and its key as PEM text "

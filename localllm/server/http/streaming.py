@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError, NotFoundError
-from localllm.server.http.accounts import caller
+from localllm.server.http.accounts import Account, caller
 from localllm.server.http.asgi import CONNECTION, Receive, Scope, Send
-from localllm.server.http.errors import for_client, refusal
+from localllm.server.http.errors import for_client, refusal, stopping
 from localllm.server.http.settings import ServerSettings
 
 Result = TypeVar("Result")
@@ -117,7 +117,7 @@ class StreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outbox = Outbox()
         producer = asyncio.create_task(run_into(self._produce, outbox))
-        watcher = asyncio.create_task(_cancel_when_gone(receive, producer))
+        watcher = asyncio.create_task(_cancel_task_on_disconnect(receive, producer))
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(outbox.wait(), self._settings.grace_s)
@@ -159,9 +159,7 @@ class StreamResponse(Response):
             await self._send_last(send, outbox.error)
         except asyncio.CancelledError:
             # The server is stopping. The client must not take this for the end of the answer.
-            await self._send_last(
-                send, BusyError("the server is stopping", hint="send the request again later")
-            )
+            await self._send_last(send, stopping())
             raise
         finally:
             ticker.cancel()
@@ -222,11 +220,13 @@ async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s:
         seen = outbox.writes
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def cancel_on_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, Result]
+) -> Result | None:
     """Return the result of `work`. If the client disconnects first, cancel `work` and return
     None."""
     task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_cancel_when_gone(receive, task))
+    watcher = asyncio.create_task(_cancel_task_on_disconnect(receive, task))
     try:
         await asyncio.wait({task})
         if task.cancelled():
@@ -236,13 +236,15 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         await _end(task, watcher)
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+async def respond_unless_disconnected(
+    request: Request, work: Coroutine[Any, Any, Response]
+) -> Response:
     """Return the response that `work` makes. If the client disconnects first, return an empty
     response, which is never sent."""
-    return await unless_gone(request.receive, work) or Response(status_code=499)
+    return await cancel_on_disconnect(request.receive, work) or Response(status_code=499)
 
 
-async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
+async def _cancel_task_on_disconnect(receive: Receive, task: asyncio.Task[Any]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     task.cancel()
@@ -254,16 +256,18 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Limit of kept streams, and limit of bytes for each; the newest bytes are kept.
-_MOST_STREAMS = 32
-_MOST_BYTES = 2 * 2**20
+# Limit of one caller's kept streams, and limit of bytes for each; the newest bytes are kept.
+_MAX_STREAMS = 32
+_MAX_BYTES = 2 * 2**20
+# Limit of one caller's streams that run without a reader. The engine is shared with them.
+_MAX_UNREAD = 4
 
 
 class StreamGoneError(
     NotFoundError,
     code="stream_gone",
     default_hint=(
-        "send the request again; streams begun with an Idempotency-Key can be joined for a while"
+        "send the request again; a stream with an Idempotency-Key can be resumed for some time"
     ),
 ):
     """The stream can't be joined at the event that the client wants."""
@@ -298,7 +302,7 @@ class KeptStream(Outbox):
             self._bytes += len(numbered)
             for reader in self.readers:
                 reader.write(numbered)
-        while self._bytes > _MOST_BYTES and len(self._blocks) > 1:
+        while self._bytes > _MAX_BYTES and len(self._blocks) > 1:
             self._bytes -= len(self._blocks.popleft())
             self._first += 1
 
@@ -327,7 +331,8 @@ class KeptStream(Outbox):
             self.readers.remove(outbox)
             if not self.readers:
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(self._kept.longest_gone_s, self.drop)
+                self._timer = loop.call_later(self._kept.max_disconnected_s, self.drop)
+                self._kept.limit_unread(self.account)
         if self.error is not None:
             raise self.error
 
@@ -342,8 +347,8 @@ class KeptStream(Outbox):
 class KeptStreams:
     """All kept streams, by caller and name. A name is a key or the id of a response."""
 
-    def __init__(self, longest_gone_s: float) -> None:
-        self.longest_gone_s = longest_gone_s
+    def __init__(self, max_disconnected_s: float) -> None:
+        self.max_disconnected_s = max_disconnected_s
         self._streams: dict[tuple[str, str], KeptStream] = {}
 
     def find(self, name: str) -> KeptStream | None:
@@ -354,23 +359,33 @@ class KeptStreams:
         """Return a new stream under each of `names`. `produce` writes it, whether or not a client
         reads it.
 
-        If the caller already has as many unread running streams as its limit of parallel requests,
-        the oldest of them is dropped. If too many streams are kept, the oldest unread one is
-        dropped. Raises BusyError if all kept streams have readers."""
-        every = list(dict.fromkeys(self._streams.values()))
-        left = [stream for stream in every if not stream.readers]
-        mine = [stream for stream in left if stream.account is caller() and not stream.closed]
-        if len(every) >= _MOST_STREAMS and not left:
-            raise BusyError(
-                f"{len(every)} streams are kept already", hint="send it without Idempotency-Key"
-            )
-        if len(mine) >= (caller().parallel or _MOST_STREAMS):
-            mine[0].drop()
-        elif len(every) >= _MOST_STREAMS:
-            left[0].drop()
+        If the caller already has as many streams as it may have, its oldest unread one is dropped.
+        Raises BusyError if all of them have readers."""
+        self.limit_unread(caller(), more=1)
+        every = self._of(caller())
+        if len(every) >= _MAX_STREAMS:
+            left = next((stream for stream in every if not stream.readers), None)
+            if left is None:
+                raise BusyError(
+                    f"{len(every)} streams are already stored, which is the limit",
+                    hint="send it without Idempotency-Key",
+                )
+            left.drop()
         made = KeptStream(self, asked, produce)
         self._streams |= {(caller().name, name): made for name in names if name}
         return made
+
+    def limit_unread(self, account: Account, more: int = 0) -> None:
+        """Drop the oldest of the account's running streams without a reader until `more` fit."""
+        most = min(account.parallel or _MAX_UNREAD, _MAX_UNREAD) - more
+        unread = [s for s in self._of(account) if not (s.readers or s.closed)]
+        for stream in unread[: max(0, len(unread) - most)]:
+            stream.drop()
+
+    def _of(self, account: Account) -> list[KeptStream]:
+        """Return the account's streams, the oldest first."""
+        mine = [s for (name, _), s in self._streams.items() if name == account.name]
+        return list(dict.fromkeys(mine))
 
     def forget(self, stream: KeptStream) -> None:
         self._streams = {

@@ -76,7 +76,7 @@ class ModelRouter:
             return model.called(alias)
         return model
 
-    def elsewhere(self) -> Sequence[RemoteModel]:
+    def remote_models(self) -> Sequence[RemoteModel]:
         """The models of upstreams whose names no local model has."""
         if self.upstreams is None:
             return []
@@ -87,17 +87,17 @@ class ModelRouter:
             if not (self._names.named(remote.name) or installed.named(remote.name))
         ]
 
-    def named_here(self, typed: str) -> Sequence[ServedModel]:
+    def local_models_named(self, typed: str) -> Sequence[ServedModel]:
         """The local models with this name.
 
         It never reads the disk, because it is called for each request for an upstream's model.
         """
         return self._names.named(typed) or self._installed_names().named(typed)
 
-    def named_elsewhere(self, typed: str) -> RemoteModel | None:
+    def remote_model_named(self, typed: str) -> RemoteModel | None:
         """The upstream's model with this name, or None if a local model has the name."""
         rules: dict[Rule, Callable[[str], Sequence[ServedModel | RemoteModel]]] = {
-            Rule.SERVED: self.named_here
+            Rule.SERVED: self.local_models_named
         }
         if self.upstreams is not None:
             rules[Rule.UPSTREAM] = self.upstreams.named
@@ -157,7 +157,7 @@ class ModelRouter:
 
     def _match(self, name: str) -> NameMatch[ServedModel]:
         rules: dict[Rule, Callable[[str], Sequence[ServedModel]]] = {
-            Rule.SERVED: self.named_here,
+            Rule.SERVED: self.local_models_named,
             Rule.PATTERN: self._by_pattern,
         }
         if self._installed_models is not None:
@@ -177,7 +177,7 @@ class ModelRouter:
         return self._names.by_pattern(typed) or self._installed_names().by_pattern(typed)
 
     def _found_more(self) -> bool:
-        return self._installed_models is not None and self._installed_models.look_again()
+        return self._installed_models is not None and self._installed_models.rescan()
 
     def _unknown(self, name: str) -> ModelNotFoundError:
         names = [m.name for m in self.list()]
@@ -191,12 +191,12 @@ class ModelRouter:
         if near:
             hint = f"did you mean {' or '.join(near)}?"
         else:
-            hint = "GET /v1/models lists them"
+            hint = "GET /v1/models lists all models"
         listed = ", ".join(names[:_MAX_LISTED])
         if len(names) > _MAX_LISTED:
             listed += f" and {len(names) - _MAX_LISTED} more"
         return ModelNotFoundError(
-            f"no model {name[:100]!r} here; served: {listed}", hint=hint, param="model"
+            f"this server has no model {name[:100]!r}; served: {listed}", hint=hint, param="model"
         )
 
     @property

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from localllm.engine.messages import Sampling
+from localllm.engine.messages import Generation, Sampling
 from localllm.engine.worker.client import EngineClient, Host
 from localllm.model_names import Rules
 from localllm.server.models.worker import ModelMetadata, ModelWorker, PlannedModel
@@ -30,11 +30,13 @@ class ModelDefaults:
     - `sampling`: overrides of the model's sampling.
     - `system`: a system prompt for conversations without one.
     - `thinking_tokens`: the reasoning budget in tokens (None: no limit).
+    - `adapters`: the LoRA adapters, as (number, scale) (None: the worker's own).
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
     thinking_tokens: int | None = None
+    adapters: tuple[tuple[int, float], ...] | None = None
 
 
 class ServedModel:
@@ -78,6 +80,13 @@ class ServedModel:
             return self.sampling
         return replace(unthinking, **self.defaults.sampling)
 
+    def adapters_for(self, generation: Generation) -> Generation:
+        """`generation` with the LoRA adapters of this name, unless it has its own."""
+        for adapters in (generation.adapters, self.defaults.adapters, self.worker.adapters):
+            if adapters is not None:
+                return replace(generation, adapters=adapters)
+        return generation
+
     @property
     def facts(self) -> ModelMetadata:
         """The model's metadata, known before it is loaded."""
@@ -100,31 +109,42 @@ class ServedModel:
         most = self.facts.physics.get("max_context") or 0
         served = self.served_n_ctx or 0
         if most > served:
-            return f"shorten it, or serve with a larger --context: up to {most} fits here"
+            return (
+                f"shorten it, or serve with a larger --context: up to {most} fits on this machine"
+            )
         if most:
-            return "shorten it: no larger --context fits here"
+            return "shorten it: no larger --context fits on this machine"
         return ""
 
     @property
+    def supports_audio(self) -> bool:
+        """Whether the model reads sounds, as far as that is known."""
+        if self.info is not None:
+            return self.info.audio_rate_hz > 0
+        return bool(self.facts.details.get("audio"))
+
+    @property
     def capabilities(self) -> list[str]:
-        """Ollama's capabilities: completion, tools, vision, thinking, insert; or embedding; or
+        """Ollama's capabilities: completion, tools, vision, audio, thinking, insert; or embedding; or
         rerank.
 
-        vision, thinking and insert are known only after the model is loaded.
+        vision, audio, thinking and insert are known only after the model is loaded.
         """
         if self.facts.embeds:
             return ["embedding"]
         if self.facts.ranks:
             return ["rerank"]
         # Imported late, as below: planning does not need it.
-        from localllm.conversation.tools import has_unknown_notation, reasoning_markers
+        from localllm.conversation.tools import has_unknown_format, reasoning_markers
 
         found = ["completion"]
-        if self.info is None or not has_unknown_notation(self.info.chat_template or ""):
+        if self.info is None or not has_unknown_format(self.info.chat_template or ""):
             found.append("tools")
         if self.info is not None:
             if self.info.vision:
                 found.append("vision")
+            if self.supports_audio:
+                found.append("audio")
             if reasoning_markers(self.info.chat_template or "") is not None:
                 found.append("thinking")
             if {"pre", "suf", "mid"} <= set(self.info.fim_tokens):
@@ -135,16 +155,17 @@ class ServedModel:
         """The model's chat template, compiled once."""
         # Imported late: Jinja loads while the first model loads.
         from localllm.conversation.template import ChatTemplate
-        from localllm.conversation.tools import has_unknown_notation
+        from localllm.conversation.tools import has_unknown_format
 
         source = info.chat_template or ""
         if source not in self._templates:
             self._templates[source] = ChatTemplate(
                 source, bos_text=info.bos_text, eos_text=info.eos_text
             )
-            if has_unknown_notation(source):
+            if has_unknown_format(source):
                 log.warning(
-                    "%s writes tool calls in a notation that can't be read here: tools are refused",
+                    "%s uses a tool-call format that this server does not support: "
+                    "requests with tools are refused",
                     self.name,
                 )
         return self._templates[source]
@@ -184,7 +205,7 @@ class InstalledModels(Protocol):
         """The rules for names of installed models: INSTALLED, PART and CATALOG. They read the
         disk."""
 
-    def look_again(self) -> bool:
+    def rescan(self) -> bool:
         """Scan the disk for new models. Returns False if the last scan was just now."""
 
 

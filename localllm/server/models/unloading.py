@@ -32,12 +32,12 @@ class KeepAlive:
         the server's owner may pin a model.
         """
         self._stop(model)
-        if math.isinf(seconds) and model.owners_idle_s == 0:
+        if math.isinf(seconds) and model.default_idle_s == 0:
             model.idle_s = 0.0
         elif math.isinf(seconds):
             model.idle_s = math.inf
         else:
-            model.idle_s = seconds or model.owners_idle_s
+            model.idle_s = seconds or model.default_idle_s
             self._waiting[model.name] = asyncio.create_task(self._unload_after(model, seconds))
 
     async def unload(self, model: ModelWorker) -> None:

@@ -18,7 +18,7 @@ from localllm.engine.worker.client import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
 from localllm.formatting import gb
 from localllm.memory.verdict import has_room
-from localllm_backends.contract import ModelInfo
+from localllm_backends.contract import LoraAdapter, ModelInfo
 
 log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10
@@ -65,8 +65,8 @@ class ModelAdmission:
             needs_bytes = model.facts.needs_bytes
             if not has_room(needs_bytes, self.limit_bytes):
                 raise DoesNotFitError(
-                    f"{model.name} needs {gb(needs_bytes, 2)}, and models may take "
-                    f"{gb(self.limit_bytes, 2)} here",
+                    f"{model.name} needs {gb(needs_bytes, 2)}, but the limit for models is "
+                    f"{gb(self.limit_bytes, 2)}",
                     hint="serve it with a smaller --context, or a smaller quant",
                 )
             while not await self.fits(model):
@@ -119,6 +119,7 @@ class ModelMetadata:
     - `details`: facts for model lists (quant, bytes, licence …).
     - `embeds`, `ranks`: True for an embedding model, for a reranker.
     - `needs_bytes`: planned memory.
+    - `adapters`: the LoRA adapters that are loaded with it.
     - `physics`: bytes per token and this machine's rates (planner/serialise.py).
     """
 
@@ -129,6 +130,7 @@ class ModelMetadata:
     embeds: bool = False
     ranks: bool = False
     needs_bytes: int = 0
+    adapters: tuple[LoraAdapter, ...] = ()
     physics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -159,7 +161,7 @@ class UnplannedHost:
     """The Host of a model before its first plan."""
 
     async def engine(self) -> EngineClient:
-        raise LocalLLMError("the model was not planned")
+        raise LocalLLMError("the model has no plan")
 
     async def close(self) -> None:
         """There is no engine to close."""
@@ -183,7 +185,7 @@ class ModelWorker:
     ) -> None:
         self.name = name
         self.idle_s = idle_s
-        self.owners_idle_s = idle_s
+        self.default_idle_s = idle_s
         self.host = planned.host
         self.facts = planned.facts
         self._loading = planned.loading
@@ -194,6 +196,9 @@ class ModelWorker:
         self.failure: LocalLLMError | None = None
         # A sentence for users about how the model runs.
         self.notice = ""
+        # The LoRA adapters of requests that do not choose any, as (number, scale). None: with the
+        # scales with which they are loaded.
+        self.adapters: tuple[tuple[int, float], ...] | None = None
         self.in_use = 0
         self.last_used_s = 0.0
         self._plan = plan
@@ -347,9 +352,9 @@ class ModelWorker:
         A request that arrives meanwhile waits for the Host, which loads again after it has closed.
         """
         if self.in_use:
-            raise BusyError(f"{self.name} answers {self.in_use} requests")
+            raise BusyError(f"{self.name} is answering {self.in_use} requests")
         self.loaded = False
-        self.idle_s = self.owners_idle_s
+        self.idle_s = self.default_idle_s
         async with self._lock:
             await self.host.close()
             self._planned_s = _NEVER

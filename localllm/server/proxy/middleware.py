@@ -63,7 +63,7 @@ class ProxyMiddleware:
             await self.app(scope, receive, send)
             return
         outgoing = self._outgoing(scope, model, body)
-        handed_on = self._http.hand_on(outgoing, scope, send)
+        handed_on = self._http.relay(outgoing, scope, send)
         await until_disconnect(receive, handed_on, outgoing.meter)
 
     async def _remote_model(self, name: object) -> RemoteModel | None:
@@ -90,9 +90,9 @@ class ProxyMiddleware:
 
     def _outgoing(self, scope: Scope, model: RemoteModel, body: JsonBody) -> ProxyRequest:
         raw, value = body
-        if value["model"] != model.theirs:
+        if value["model"] != model.upstream_name:
             raw = json.dumps(
-                {**value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")
+                {**value, "model": model.upstream_name}, ensure_ascii=False, separators=(",", ":")
             ).encode()
         upstream = model.upstream
         return ProxyRequest(
@@ -113,7 +113,7 @@ class ProxyMiddleware:
                 return
             self._listed_s = now
             listing = (
-                self._http.models(u.base_url.rstrip("/") + "/models", u.key)
+                self._http.models(u.name, u.base_url.rstrip("/") + "/models", u.key)
                 for u in self.upstreams.all
             )
             for upstream, entries in zip(

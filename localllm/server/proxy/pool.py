@@ -1,10 +1,13 @@
 """The front of a pool: passes each request to one of several localllm servers, and loads no model.
 
 The turns of a conversation go to one server, which has their cache. The server is chosen by hashing
-the beginning of the conversation (rendezvous hashing). There is no state, so a restarted or a
-second front makes the same choice. Other requests go to the server with the fewest running
-requests. If a server can't serve a request, the next one gets it, unless part of an answer was
-already sent.
+the beginning of the conversation (rendezvous hashing). If that server is crowded or fails, the next
+choice is the server of the system prompt and tools, which many conversations have in common. The
+chosen server copies the KV of that part from there (`kv_holders`), so a pool reads it once.
+
+There is no state, so a restarted or a second front makes the same choice. Other requests go to the
+server with the fewest running requests. If a server can't serve a request, the next one gets it,
+unless part of an answer was already sent.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +31,7 @@ from localllm.server.http.accounts import Accounts, caller, used_lines
 from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.gate import SecurityGate
 from localllm.server.http.json_body import read_body
+from localllm.server.http.kv_servers import MOST_SERVERS
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.relay import (
@@ -46,6 +53,7 @@ _NOT_FOUND = 404
 _STORED_PATH = re.compile(r"/(v1/)?responses/resp_")
 # The length of a prompt's beginning, in characters or token ids.
 _HEAD = 512
+_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass
@@ -71,27 +79,77 @@ def conversation_key(body: Mapping[str, Any]) -> bytes | None:
     head = sent[:_HEAD]
     if isinstance(sent, list) and isinstance(sent[0], dict):
         roles = (message.get("role") for message in sent)
-        said = (i for i, role in enumerate(roles) if role not in ("system", "developer"))
+        said = (i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES)
         head = sent[: next(said, 0) + 1]
     elif isinstance(sent, list) and "prompt" not in body:
         return None  # texts for embeddings
     return json.dumps([body.get("model"), head]).encode()
 
 
-def by_preference(nodes: Sequence[PoolNode], key: bytes | None, now_s: float) -> list[PoolNode]:
-    """The order in which `nodes` are tried for a conversation with that `key`."""
-    least = min(node.active for node in nodes)
+def system_key(body: Mapping[str, Any]) -> bytes | None:
+    """The part that different conversations have in common, in any dialect: model, system prompt
+    and tools. None without both."""
+    messages = body.get("messages") or body.get("input")
+    head = []
+    if isinstance(messages, list):
+        for message in messages:
+            if not isinstance(message, dict) or message.get("role") not in _SYSTEM_ROLES:
+                break
+            head.append(message)
+    parts = [body.get(name) for name in ("system", "instructions", "tools")]
+    if not head and not any(parts):
+        return None
+    return json.dumps([body.get("model"), *parts, head]).encode()
 
-    def rank(node: PoolNode) -> tuple[bool, int, bytes]:
+
+def by_preference(
+    nodes: Sequence[PoolNode], key: bytes | None, now_s: float, system: bytes | None = None
+) -> list[PoolNode]:
+    """The order in which `nodes` are tried for a conversation with that `key`.
+
+    The second choice is the server of the conversation's `system` part, because it is the most
+    likely to have that part in its cache.
+    """
+    least = min(node.active for node in nodes)
+    chosen: list[PoolNode] = []
+    for part in (key, system):
+        if part is not None:
+            chosen.append(min(nodes, key=partial(_weight, part)))
+
+    def rank(node: PoolNode) -> tuple[bool, int, int, bytes]:
         failed = now_s - node.failed_s < _FAILED_S
         if key is None:
-            return failed, node.active, b""
+            return failed, node.active, 0, b""
         crowding = 0
         if node.active > least + _CROWDED:
             crowding = node.active
-        return failed, crowding, blake2b(key + node.name.encode()).digest()
+        place = len(chosen)
+        if node in chosen:
+            place = chosen.index(node)
+        return failed, crowding, place, _weight(key, node)
 
     return sorted(nodes, key=rank)
+
+
+def kv_holders(
+    nodes: Sequence[PoolNode], system: bytes | None, asking: PoolNode, now_s: float
+) -> list[str]:
+    """Names (host:port) of the servers that `asking` asks for the KV of the `system` part.
+
+    All servers have the same order, and each asks only those before it. So the first one reads the
+    part, and the next one does if the first one fails.
+    """
+    if system is None:
+        return []
+    working = [node for node in nodes if now_s - node.failed_s >= _FAILED_S]
+    order = sorted(working, key=partial(_weight, system))
+    before = takewhile(lambda node: node is not asking, order)
+    return [urlsplit(node.url).netloc for node in before][:MOST_SERVERS]
+
+
+def _weight(key: bytes, node: PoolNode) -> bytes:
+    """The weight of a server for a key (rendezvous hashing). The lowest one is chosen."""
+    return blake2b(key + node.name.encode()).digest()
 
 
 class PoolFront:
@@ -129,32 +187,34 @@ class PoolFront:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = b""
-        key = None
+        key = system = None
         meter = UsageMeter()
         stored = _STORED_PATH.match(scope["path"]) is not None
         if scope["method"] == "POST":
             raw, body = await read_body(Request(scope, receive), self._settings)
             key = conversation_key(body)
+            system = system_key(body)
             meter = meter_for(scope["path"], body)
             stored = stored or bool(body.get("previous_response_id"))
         refused: tuple[int, ...] = _REFUSED
         if stored:
             refused = (*_REFUSED, _NOT_FOUND)
-        nodes = by_preference(self.nodes, key, time.monotonic())
+        nodes = by_preference(self.nodes, key, time.monotonic(), system)
 
         async def ask() -> bool:
             for node in nodes:
-                outgoing = self._outgoing(scope, node, raw, meter)
+                holders = kv_holders(self.nodes, system, node, time.monotonic())
+                outgoing = replace(self._outgoing(scope, node, raw, meter), kv_servers=holders)
                 node.active += 1
                 try:
                     passed = () if node is nodes[-1] else refused
-                    if await self.http.hand_on(outgoing, scope, send, passed):
+                    if await self.http.relay(outgoing, scope, send, passed):
                         return True
                 except UpstreamError:
                     node.failed_s = time.monotonic()
                 finally:
                     node.active -= 1
-            raise BusyError("no server of this pool answers", hint="see whether they run")
+            raise BusyError("no server of this pool answered", hint="check that the servers run")
 
         await until_disconnect(receive, ask(), meter)
 
@@ -165,7 +225,7 @@ class PoolFront:
         # The path as sent: an unquoted path could contain a question mark.
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         if not path.startswith("/"):
-            raise RequestError("the path of a request begins with a slash")
+            raise RequestError("the path of a request must begin with a slash")
         url = node.url + path
         if query:
             url += f"?{query}"

@@ -8,6 +8,7 @@ CPU with aiohttp and 104 with httpx (8 streams at the same time).
 from __future__ import annotations
 
 import json
+import logging
 import ssl
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,14 +19,18 @@ import aiohttp
 from yarl import URL
 
 from localllm.errors import LocalLLMError
+from localllm.foreign_json import MOST_BYTES, MalformedError, check_plain, parse
 from localllm.server.http.accounts import delegation
 from localllm.server.http.asgi import CONNECTION, RAN_ON, Receive, Scope, Send
+from localllm.server.http.kv_servers import HEADER as KV_SERVERS
 from localllm.server.http.sockets import trusted_certificates
-from localllm.server.http.streaming import unless_gone
+from localllm.server.http.streaming import cancel_on_disconnect
+from localllm.server.proxy.model_list import listed
 from localllm.server.proxy.usage_meter import UsageMeter
 
+_log = logging.getLogger(__name__)
 _CONNECT_S = 5.0
-_MOST_CONNECTIONS = 512
+_MAX_CONNECTIONS = 512
 _MAX_BODY_BYTES = 256 * 2**20
 # Shorter than servers keep an unused connection (uvicorn, vLLM and llama.cpp: 5 s). A request on a
 # connection that is just being closed is lost.
@@ -37,7 +42,7 @@ class UpstreamError(
     code="upstream_failed",
     http_status=502,
     exit_code=6,
-    default_hint="see whether that server runs; GET /v1/models says which model is where",
+    default_hint="check that the server runs; GET /v1/models lists the server of each model",
 ):
     """An upstream server can't be reached, or broke the connection."""
 
@@ -46,8 +51,9 @@ class UpstreamError(
 class ProxyRequest:
     """One request to the server called `name`, sent with its `key`.
 
-    `silence_s` is the read timeout. `meter` counts the answer's tokens. `whose` is the delegation
-    header, which names the caller by a pseudonym. It is sent only with a `key`.
+    `silence_s` is the read timeout. `meter` counts the answer's tokens. `delegation_headers` is the
+    delegation header, which names the caller by a pseudonym. It is sent only with a `key`.
+    `kv_servers`: servers (host:port) from which the KV of the system prompt can be copied.
     """
 
     name: str
@@ -58,7 +64,8 @@ class ProxyRequest:
     accept: str = "*/*"
     method: str = "POST"
     meter: UsageMeter = field(default_factory=UsageMeter)
-    whose: Mapping[str, str] = field(default_factory=delegation)
+    delegation_headers: Mapping[str, str] = field(default_factory=delegation)
+    kv_servers: Sequence[str] = ()
 
     def headers(self) -> dict[str, str]:
         """The headers to send. Accept is the only header of the client among them."""
@@ -68,7 +75,9 @@ class ProxyRequest:
             "accept-encoding": "identity",
         }
         if self.key:
-            headers |= {"authorization": f"Bearer {self.key}", **self.whose}
+            headers |= {"authorization": f"Bearer {self.key}", **self.delegation_headers}
+        if self.kv_servers:
+            headers[KV_SERVERS] = ",".join(self.kv_servers)
         return headers
 
 
@@ -104,15 +113,15 @@ class UpstreamClient:
         try:
             if 300 <= answer.status < 400:
                 raise UpstreamError(
-                    f"the server {outgoing.name} sends requests on to another address, "
-                    "which is not followed",
-                    hint="name the address itself in the settings",
+                    f"the server {outgoing.name} redirected to another address, and "
+                    "redirects are not followed",
+                    hint="enter the final address in the settings",
                 )
             yield answer
         finally:
             answer.close()
 
-    async def hand_on(
+    async def relay(
         self, outgoing: ProxyRequest, scope: Scope, send: Send, refused: Collection[int] = ()
     ) -> bool:
         """Send the request and relay the answer; a stream is relayed piece by piece.
@@ -138,26 +147,29 @@ class UpstreamClient:
             await send({"type": "http.response.body", "body": body})
             return True
 
-    async def models(self, url: str, key: str | None) -> Sequence[Mapping[str, object]]:
-        """The `data` of GET `url` (a server's /v1/models), or an empty list for any other
-        answer."""
-        outgoing = ProxyRequest("", url, b"", key, _CONNECT_S, method="GET", whose={})
+    async def models(self, name: str, url: str, key: str | None) -> Sequence[Mapping[str, object]]:
+        """The models in the answer to GET `url` (a server's /v1/models), as strict JSON.
+
+        Empty if there is no usable answer. The log gives the reason.
+        """
+        outgoing = ProxyRequest(
+            name, url, b"", key, _CONNECT_S, method="GET", delegation_headers={}
+        )
         try:
             async with self.open(outgoing) as answer:
-                answered = json.loads(await read_body(answer, outgoing))
-        except (UpstreamError, ValueError):
-            return []
-        if not isinstance(answered, dict) or not isinstance(answered.get("data"), list):
-            return []
-        return [entry for entry in answered["data"] if isinstance(entry, dict)]
+                check_plain(answer.headers.get("content-encoding"))
+                return listed(parse(await read_body(answer, outgoing, MOST_BYTES)))
+        except UpstreamError as e:
+            _log.warning(f"the models of the upstream {name} are not known: {e.message}")
+        except MalformedError as e:
+            _log.warning(f"the list of models of the upstream {name} can't be used: {e.message}")
+        return []
 
     def _open_session(self) -> aiohttp.ClientSession:
         """The session. aiohttp requires a running loop to create it."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=_MOST_CONNECTIONS, keepalive_timeout=_UNUSED_S
-                ),
+                connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, keepalive_timeout=_UNUSED_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 skip_auto_headers=("user-agent", "content-type"),
@@ -169,15 +181,17 @@ class UpstreamClient:
             await self._session.close()
 
 
-async def read_body(answer: aiohttp.ClientResponse, outgoing: ProxyRequest) -> bytes:
+async def read_body(
+    answer: aiohttp.ClientResponse, outgoing: ProxyRequest, most_bytes: int = _MAX_BODY_BYTES
+) -> bytes:
     """The body of an answer in one piece. Raises UpstreamError."""
     body = bytearray()
     try:
         async for piece in answer.content.iter_any():
             body += piece
-            if len(body) > _MAX_BODY_BYTES:
+            if len(body) > most_bytes:
                 raise UpstreamError(
-                    f"the answer of {outgoing.name} is larger than {_MAX_BODY_BYTES} bytes"
+                    f"the answer of {outgoing.name} is larger than {most_bytes} bytes"
                 )
     except (aiohttp.ClientError, TimeoutError) as e:
         raise upstream_error(outgoing, e) from e
@@ -198,9 +212,11 @@ def upstream_error(outgoing: ProxyRequest, error: Exception) -> UpstreamError:
         return UpstreamError(f"the server {outgoing.name}, which runs this model, can't be reached")
     if isinstance(error, TimeoutError):
         return UpstreamError(
-            f"the server {outgoing.name} said nothing for {outgoing.silence_s:.0f} seconds"
+            f"the server {outgoing.name} sent no data for {outgoing.silence_s:.0f} seconds"
         )
-    return UpstreamError(f"the server {outgoing.name} broke off ({type(error).__name__})")
+    return UpstreamError(
+        f"the server {outgoing.name} ended the connection early ({type(error).__name__})"
+    )
 
 
 # Response headers that are relayed: body format, request ids, rate limits.
@@ -253,7 +269,7 @@ async def until_disconnect(
     """
     left = True
     try:
-        left = await unless_gone(receive, work) is None
+        left = await cancel_on_disconnect(receive, work) is None
     except Exception:
         left = False
         raise

@@ -80,10 +80,12 @@ class Upstream:
                 if d in self.speaks and p.startswith(("/v1/", "/api/"))
             )
             raise UnsupportedError(
-                f"this model runs on the upstream {self.name}, and requests to {path} are not "
-                "handed on to it",
-                hint=f"it is reached by {', '.join(can)}; `speaks` in [[upstream]] names more, "
-                "where it has them",
+                f"this model runs on the upstream {self.name}, which does "
+                f"not get requests to {path}",
+                hint=(
+                    f"use a path that it supports: {', '.join(can)}; if it supports more, add "
+                    "them to `speaks` in [[upstream]]"
+                ),
                 param="model",
             )
         root = self.base_url.rstrip("/")
@@ -96,12 +98,13 @@ class Upstream:
 class RemoteModel:
     """A model on an upstream.
 
-    `name` is our name for it, `theirs` its name there, and `facts` its entry in that server's list.
+    `name` is our name for it, `upstream_name` its name there, and `facts` its entry in that
+    server's list.
     """
 
     name: str
     upstream: Upstream
-    theirs: str
+    upstream_name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

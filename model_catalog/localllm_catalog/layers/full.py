@@ -70,15 +70,15 @@ class Full(Mixer):
         return self.n_kv_heads * self.head_dim_k, self.n_kv_heads * self.head_dim_v
 
     @property
-    def quantised_apart(self) -> tuple[int, ...]:
+    def quantised_separately(self) -> tuple[int, ...]:
         return self.head_dim_k, self.head_dim_v
 
     def heads(self, n_heads: int) -> int:
         return self.n_heads or n_heads
 
-    def flops(self, n_heads: int, depth: float, beside: float = 0.0) -> float:
+    def flops(self, n_heads: int, depth: float, tokens_outside: float = 0.0) -> float:
         widths = self.head_dim_k + self.head_dim_v
-        return 2 * self.heads(n_heads) * widths * self.seen(depth, beside)
+        return 2 * self.heads(n_heads) * widths * self.seen(depth, tokens_outside)
 
     def output_width(self, n_heads: int) -> int:
         return self.heads(n_heads) * self.head_dim_v

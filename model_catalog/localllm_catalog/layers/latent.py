@@ -51,13 +51,13 @@ class Latent(Mixer):
         return self.mla_rank + self.mla_rope_dim, 0
 
     @property
-    def quantised_apart(self) -> tuple[int, ...]:
+    def quantised_separately(self) -> tuple[int, ...]:
         return self.mla_rank, self.mla_rope_dim
 
     def heads(self, n_heads: int) -> int:
         return self.n_heads or n_heads
 
-    def flops(self, n_heads: int, depth: float, beside: float = 0.0) -> float:
+    def flops(self, n_heads: int, depth: float, tokens_outside: float = 0.0) -> float:
         return 2 * self.heads(n_heads) * (2 * self.mla_rank + self.mla_rope_dim) * depth
 
     def output_width(self, n_heads: int) -> int:

@@ -144,7 +144,7 @@ class Mixer:
         return sum(self.row)
 
     @property
-    def quantised_apart(self) -> tuple[int, ...]:
+    def quantised_separately(self) -> tuple[int, ...]:
         """Widths that MLX quantises separately (for example one head's keys and values)."""
         return ()
 
@@ -179,10 +179,10 @@ class Mixer:
 
     # --- reading and arithmetic ---
 
-    def seen(self, depth: float, beside: float = 0.0) -> float:
+    def seen(self, depth: float, tokens_outside: float = 0.0) -> float:
         """Return how many tokens attention over `depth` earlier tokens computes.
 
-        `beside` counts tokens outside a window that are computed all the same.
+        `tokens_outside` counts tokens outside a window that are computed anyway.
         """
         return depth
 
@@ -194,7 +194,7 @@ class Mixer:
         """Return its query heads. The default is the model's `n_heads`."""
         return n_heads
 
-    def flops(self, n_heads: int, depth: float, beside: float = 0.0) -> float:
+    def flops(self, n_heads: int, depth: float, tokens_outside: float = 0.0) -> float:
         """Return the FLOPs of one token's attention over `depth` earlier tokens (QK and PV, 2 for
         each multiply-add)."""
         return 0.0
@@ -281,7 +281,7 @@ def _precedence(kind: type[Mixer]) -> int:
     return kind.precedence
 
 
-def _asked(after: type[Mixer] | None) -> Iterator[type[Mixer]]:
+def _kinds_in_order(after: type[Mixer] | None) -> Iterator[type[Mixer]]:
     """Yield the kinds in the order in which they try to read a layer; only those after `after`."""
     start = 0 if after is None else KINDS.index(after) + 1
     yield from KINDS[start:]
@@ -306,31 +306,33 @@ def knows(architecture: str) -> bool:
 
 
 def from_gguf(layer: GgufLayer, after: type[Mixer] | None = None) -> Mixer:
-    """Return the mixer of a GGUF file's layer, from the first kind (after `after`) that accepts it."""
-    for kind in _asked(after):
+    """Return the mixer of a GGUF file's layer, from the first kind (after `after`) that accepts
+    it."""
+    for kind in _kinds_in_order(after):
         found = kind.from_gguf(layer)
         if found is not None:
             return found
-    raise BadHeaderError(f"layer {layer.index} is of no known kind", "a newer localllm may know it")
+    raise BadHeaderError(f"layer {layer.index} has an unknown kind", "a newer localllm may know it")
 
 
 def from_table(layer: TableLayer, after: type[Mixer] | None = None) -> Mixer:
     """Return the mixer of a family file's layer, from the first kind (after `after`) that accepts
     it."""
-    for kind in _asked(after):
+    for kind in _kinds_in_order(after):
         found = kind.from_table(layer)
         if found is not None:
             return found
-    raise BadCatalogError(f"{layer.word!r} is not a kind of layer", _known())
+    raise BadCatalogError(f"{layer.word!r} is not a layer kind", _known())
 
 
 def from_row(row: Mapping[str, Any], after: type[Mixer] | None = None) -> Mixer:
-    """Return the mixer of a `layer_list` row, from the first kind (after `after`) that accepts it."""
-    for kind in _asked(after):
+    """Return the mixer of a `layer_list` row, from the first kind (after `after`) that accepts
+    it."""
+    for kind in _kinds_in_order(after):
         found = kind.from_row(row)
         if found is not None:
             return found
-    raise BadCatalogError(f"{row['kind']!r} is not a kind of layer", _known())
+    raise BadCatalogError(f"{row['kind']!r} is not a layer kind", _known())
 
 
 def read_config(listed: list[str], config: Config, table: dict[str, Any]) -> list[str]:
@@ -392,8 +394,8 @@ class Wrapper(Mixer):
         return self.of.row
 
     @property
-    def quantised_apart(self) -> tuple[int, ...]:
-        return self.of.quantised_apart
+    def quantised_separately(self) -> tuple[int, ...]:
+        return self.of.quantised_separately
 
     @property
     def state_floats(self) -> int:
@@ -403,14 +405,14 @@ class Wrapper(Mixer):
     def index_width(self) -> int:
         return self.of.index_width
 
-    def seen(self, depth: float, beside: float = 0.0) -> float:
-        return self.of.seen(depth, beside)
+    def seen(self, depth: float, tokens_outside: float = 0.0) -> float:
+        return self.of.seen(depth, tokens_outside)
 
     def heads(self, n_heads: int) -> int:
         return self.of.heads(n_heads)
 
-    def flops(self, n_heads: int, depth: float, beside: float = 0.0) -> float:
-        return self.of.flops(n_heads, depth, beside)
+    def flops(self, n_heads: int, depth: float, tokens_outside: float = 0.0) -> float:
+        return self.of.flops(n_heads, depth, tokens_outside)
 
     def output_width(self, n_heads: int) -> int:
         return self.of.output_width(n_heads)
@@ -428,9 +430,9 @@ class Wrapper(Mixer):
         return self.of.describe(cells, n_sequences)
 
     def overridden(self, config: Config) -> Mixer:
-        return self.around(self.of.overridden(config))
+        return self.with_mixer(self.of.overridden(config))
 
-    def around(self, of: Mixer) -> Self:
+    def with_mixer(self, of: Mixer) -> Self:
         """Return this wrapper around another mixer."""
         return replace(self, of=of)
 

@@ -31,7 +31,7 @@ class Shared(Wrapper):
         return 0
 
     @property
-    def quantised_apart(self) -> tuple[int, ...]:
+    def quantised_separately(self) -> tuple[int, ...]:
         return ()
 
     def n_params(self, widths: Widths) -> int:

@@ -85,10 +85,10 @@ class Sliding(Full):
         n_cells = self.window * layout.n_sequences + layout.n_batch
         return min(layout.n_ctx, layout.padded(n_cells))
 
-    def seen(self, depth: float, beside: float = 0.0) -> float:
+    def seen(self, depth: float, tokens_outside: float = 0.0) -> float:
         if not self.window:
             return depth
-        return min(depth, self.window + beside)
+        return min(depth, self.window + tokens_outside)
 
     def describe(self, cells: int, n_sequences: int) -> str:
         return f"sliding {self.window:,}, {self.heads_in_words}, {cells:,} cells"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_cpp import llama_cpp
 
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run, settle
@@ -27,6 +26,7 @@ from localllm.planner.types import RunSettings
 from localllm.settings import Settings
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
+from localllm_backends.llamacpp.native import start_native
 from localllm_catalog import gguf
 from localllm_catalog.from_gguf import model_from_gguf
 from models import tiny_drafters, tiny_mtp
@@ -305,13 +305,13 @@ def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
 def test_a_model_without_heads_is_refused_before_anything_is_loaded(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UnsupportedError, match="has no draft heads"):
+    with pytest.raises(UnsupportedError, match="has no MTP heads"):
         load_plan_named(str(tiny_model), Settings({"draft": "mtp"}))
     with pytest.raises(SystemExit) as ended:
         localllm(["serve", str(tiny_model), "--draft", "mtp"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "has no draft heads" in said
+    assert "has no MTP heads" in said
     assert "use --draft auto" in said
 
 
@@ -385,11 +385,12 @@ def test_a_companion_is_of_use_at_once_after_a_restart(
     settle(engine)
     engine.close()
     read: list[int] = []
-    decode = llama_cpp.llama_decode
+    llama = start_native()
+    decode = llama.llama_decode
 
     def counted(context: int, batch: Any) -> int:
         # The drafter has one or two layers, the model three.
-        if llama_cpp.llama_model_n_layer(llama_cpp.llama_get_model(context)) < 3:
+        if llama.llama_model_n_layer(llama.llama_get_model(context)) < 3:
             read.append(int(batch.n_tokens))
         return int(decode(context, batch))
 
@@ -398,7 +399,7 @@ def test_a_companion_is_of_use_at_once_after_a_restart(
     for restarted in (True, False):
         engine = drafting(path, companion=drafter, disk=tmp_path / "kept" if restarted else None)
         with monkeypatch.context() as patch:
-            patch.setattr(llama_cpp, "llama_decode", counted)
+            patch.setattr(llama, "llama_decode", counted)
             read.clear()
             answer = run(engine, request_for("b", asked, 1, GREEDY, ignore_eos=True))
             assert (answer.finish("b").usage.cached_tokens >= 512) is restarted

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.speculation.controller import HitRates
-from localllm.engine.speculation.ngram import Lookup, RecentOutputs, longest_match
-from localllm.engine.tokens import TokenLine
+from localllm.engine.speculation.ngram import PromptLookup, RecentOutputs, longest_match
+from localllm.engine.tokens import TokenBuffer
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
 def lookup(
     tokens: list[int], recent: RecentOutputs | None = None, predicted: list[int] | None = None
-) -> Lookup:
-    return Lookup(tokens, HitRates(), recent or RecentOutputs(), predicted or [])
+) -> PromptLookup:
+    return PromptLookup(tokens, HitRates(), recent or RecentOutputs(), predicted or [])
 
 
 @given(TOKENS, TOKENS, st.integers(1, 8))
@@ -34,7 +34,7 @@ def test_longest_match_equals_a_plain_search(hay: list[int], suffix: list[int], 
 
 @given(st.lists(TOKENS, max_size=8))
 def test_a_token_line_is_a_list(parts: list[list[int]]) -> None:
-    line, plain = TokenLine(), []
+    line, plain = TokenBuffer(), []
     for part in parts:
         line.extend(part)
         plain += part
@@ -83,7 +83,7 @@ def test_recent_answers_are_bounded() -> None:
     recent = RecentOutputs(capacity_tokens=50)
     for i in range(20):
         recent.add(list(range(i * 100, i * 100 + 30)))
-    assert len(recent.line) <= 50
+    assert len(recent.tokens) <= 50
 
 
 def test_nothing_seen_nothing_proposed() -> None:
@@ -111,7 +111,7 @@ def test_acceptance_is_learnt_without_drafting() -> None:
     out."""
     rates = HitRates()
     text = list(range(100, 160))
-    drafter = Lookup([*text, 7, *text[:10]], rates, RecentOutputs())
+    drafter = PromptLookup([*text, 7, *text[:10]], rates, RecentOutputs())
     before = rates.rate(10)
     for token in text[10:16]:
         drafter.propose(1)

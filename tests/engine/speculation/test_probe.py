@@ -47,8 +47,8 @@ class Machine(ScriptedBackend):
         )
 
 
-def tick_all(probe: CostProbe, rested_s: float = 0.0) -> None:
-    while probe.tick(rested_s):
+def tick_all(probe: CostProbe, idle_s: float = 0.0) -> None:
+    while probe.tick(idle_s):
         pass
 
 
@@ -65,21 +65,21 @@ def test_beside_others_it_is_made_at_once_and_again_when_they_are_quiet() -> Non
     steps = machine.made
     for _ in range(10):
         machine.wait(2.0)
-        tick_all(probe, rested_s=20.0)
+        tick_all(probe, idle_s=20.0)
     assert machine.made == steps, "not while they compute"
     machine.beside = 0.0
     for _ in range(4):
         machine.wait(2.0)
-        tick_all(probe, rested_s=0.5)
+        tick_all(probe, idle_s=0.5)
     assert machine.made == steps, "not while somebody may ask again"
     for _ in range(3):
         machine.wait(2.0)
-        tick_all(probe, rested_s=20.0)
+        tick_all(probe, idle_s=20.0)
     assert of_eight(cost) == pytest.approx(3.8)
     steps = machine.made
     for _ in range(100):
         machine.wait(2.0)
-        tick_all(probe, rested_s=20.0)
+        tick_all(probe, idle_s=20.0)
     assert machine.made == steps, "what is known is not measured again"
 
 
@@ -92,7 +92,7 @@ def test_what_strays_from_the_probe_is_measured_ever_more_rarely() -> None:
         cost.observe(8, PLAIN_S * 8.0)  # deep in a conversation it is so
         steps = machine.made
         machine.wait(2.0)
-        tick_all(probe, rested_s=20.0)
+        tick_all(probe, idle_s=20.0)
         if machine.made > steps:
             began.append(machine.now)
     assert 3 <= len(began) <= 8, began
@@ -110,5 +110,5 @@ def test_a_machine_that_turns_busy_does_not_unlearn() -> None:
     machine.wait(2.0)
     assert probe.tick(20.0), "quiet until now"
     machine.beside = 0.5
-    tick_all(probe, rested_s=20.0)
+    tick_all(probe, idle_s=20.0)
     assert of_eight(cost) > 4.5

@@ -56,6 +56,25 @@ def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
     assert engine.snapshot()["accepted_ngram_tokens"] == usage.accepted_draft_tokens
 
 
+def test_of_a_prediction_no_more_is_read_than_an_answer_can_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megabytes of it stopped the engine for a minute."""
+    backend = ScriptedBackend(n_ctx=64)
+    most = 0
+    tokenize = backend.tokenize
+
+    def counted(text: str, **options: bool) -> list[int]:
+        nonlocal most
+        most = max(most, len(text))
+        return tokenize(text, **options)
+
+    monkeypatch.setattr(backend, "tokenize", counted)
+    request = request_for("a", "say it", 2, GREEDY, prediction="ab " * 100_000)
+    run(engine_of(backend), request).finish("a")
+    assert 0 < most <= 8 * 64
+
+
 @pytest.mark.parametrize("memory", [("any", 0, True), ("bounded", 8, False)])
 def test_mixes_with_wrong_predictions_equal_plain_runs(memory: tuple[str, int, bool]) -> None:
     rewind, rewind_tokens, segments = memory
@@ -139,7 +158,7 @@ def test_memory_that_cannot_go_back_says_so() -> None:
     text = plain("tell", 20)
     outcome = run(engine, request_for("a", "tell", 20, GREEDY, prediction=text))
     assert outcome.text["a"] == text
-    assert "can't take tokens back" in str(engine.snapshot()["speculation"])
+    assert "can't remove rejected draft tokens" in str(engine.snapshot()["speculation"])
 
 
 def test_drafts_never_park_or_end_a_request_for_want_of_cells() -> None:

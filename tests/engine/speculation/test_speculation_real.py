@@ -143,7 +143,7 @@ def test_a_recurrent_model_without_snapshots_says_why_it_does_not_draft(tmp_path
         llamacpp.load(LoadSpec(str(tiny_gguf.write_hybrid(tmp_path / "m.gguf")), n_ctx=256)),
         EngineSettings(draft="auto"),
     )
-    assert "can't take tokens back" in str(engine.snapshot()["speculation"])
+    assert "can't remove rejected draft tokens" in str(engine.snapshot()["speculation"])
 
 
 def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(few_layers: Path) -> None:
@@ -210,6 +210,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_loading(
     options = WorkerOptions(
         LoadSpec(str(smollm2), n_ctx=512), engine={"draft": "auto"}, draft_path=str(tiny_model)
     )
-    with pytest.raises(LocalLLMError, match="49,152 tokens and the draft model") as refused:
+    with pytest.raises(LocalLLMError, match="49,152 tokens, the draft model's") as refused:
         asyncio.run(_through_a_worker(options))
     assert "same family" in refused.value.hint

@@ -11,28 +11,33 @@ from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.physics import AnswerSpeed
+from localllm_tui.control.repetition import RepetitionGuard
 from localllm_tui.control.session import Session
 from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerTimings,
     AnswerUsage,
+    IdenticalCalls,
     MessagesLeftOut,
     PromptProgress,
     StreamEvent,
     TextDelta,
+    ToolCall,
     ToolResult,
+    ToolStarted,
     WaitNote,
 )
 from localllm_tui.control.terminal import printable
 
-# While it streams an answer is written this often; a kill -9 loses no more.
+# A streaming answer is written this often, so a kill -9 loses at most this much.
 SAVE_EVERY_S = 0.5
-# A failed write may have waited for a lock: the next one comes after this many times as long.
+# A failed write may have waited for a lock. The next write comes after this multiple of that wait.
 WAIT_SHARE = 5.0
 
-# Less than this is prefilled again with every question: the end of the last answer, what the
-# template changes.
+# Every question prefills up to this many tokens again: the end of the last answer, and the parts
+# that the template changes.
 REREAD_TOKENS = 64
+STOPPED_CALL = "stopped before its result"
 REREAD_SHARE = 0.25
 
 
@@ -42,11 +47,15 @@ class AnswerDisplay(Protocol):
     def feed(self, text: str = "", reasoning: str = "") -> None:
         """Show a piece of the answer or of the thinking."""
 
-    def progress(self, what: str) -> None:
-        """Say what happens before the first piece; "" when it is over."""
+    def progress(self, text: str) -> None:
+        """Show the progress before the first text ("": none any more)."""
+
+    def tool_started(self, name: str) -> None:
+        """Show that a tool runs. Only the full screen can switch tools on."""
+        return
 
     def tool(self, ran: Mapping[str, Any]) -> None:
-        """Show a tool's call and what came of it, as it is kept; tools are switched on on a screen alone."""
+        """Show a tool call and its result."""
         return
 
     def end(self, note: str) -> None:
@@ -54,7 +63,7 @@ class AnswerDisplay(Protocol):
 
 
 class AnswerStream:
-    """An answer while it comes, shown and counted; `reason` is its finish reason."""
+    """An answer while it streams, shown and counted. `reason` is its finish reason."""
 
     def __init__(self) -> None:
         self.meter = AnswerMeter()
@@ -63,27 +72,43 @@ class AnswerStream:
         self.timings: AnswerTimings | None = None
         self._cache_miss = ""
         self._tools: list[dict[str, Any]] = []
+        self._running: ToolCall | None = None
 
     def speed(self, used_before: int) -> AnswerSpeed:
         """Its speed: the server's timings once it is complete, until then the rate at which tokens
         arrive."""
         meter = self.meter
         if self.timings is not None and meter.usage is not None:
-            return AnswerSpeed(meter.usage, self.timings, self._cache_miss)
+            speed = AnswerSpeed(meter.usage, self.timings, self._cache_miss)
+            return replace(speed, ttft_s=meter.ttft_s, took_s=meter.took_s)
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
-        return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
+        if meter.usage is not None:
+            usage = meter.usage
+        return AnswerSpeed(
+            usage,
+            live=meter.tok_s,
+            coming=not self.closed,
+            ttft_s=meter.ttft_s,
+            took_s=meter.took_s,
+        )
 
     async def run(self, stream: AsyncGenerator[StreamEvent, None], shown: AnswerDisplay) -> None:
         """Read all of `stream`. However it ends (errors and cancellations are raised again), the
-        answer is closed."""
+        answer is closed. An answer that repeats itself is ended."""
+        guard = RepetitionGuard()
         try:
             async with aclosing(stream) as events:
                 async for event in events:
                     self._take(event, shown)
+                    if isinstance(event, TextDelta) and guard.loops(event.text or event.reasoning):
+                        self.reason = "repetition"
+                        break
         except LocalLLMError:
             self.reason = "error"
             raise
         finally:
+            if self._running is not None:  # the call may have had its effects
+                shown.tool(self._record(ToolResult(self._running, STOPPED_CALL, allowed=True)))
             self.close()
 
     def add(self, text: str = "", reasoning: str = "") -> None:
@@ -92,6 +117,14 @@ class AnswerStream:
     def close(self) -> None:
         """End it, once; for callers that do not wait for `run`."""
         self.closed = True
+
+    def _record(self, result: ToolResult) -> Mapping[str, Any]:
+        """Keep a tool call with the answer."""
+        ran: dict[str, Any] = {"name": result.call.name, "arguments": result.call.arguments}
+        ran["result"] = result.result
+        ran["allowed"] = result.allowed
+        self._tools.append(ran)
+        return ran
 
     def _take(self, event: StreamEvent, shown: AnswerDisplay) -> None:
         first = self.meter.tokens == 0
@@ -102,21 +135,24 @@ class AnswerStream:
             shown.feed(event.text, event.reasoning)
             self.add(event.text, event.reasoning)
         elif isinstance(event, PromptProgress):
-            said = self.meter.reading(event.done, event.total)
+            reading = self.meter.reading(event.done, event.total)
             if first:
-                shown.progress(said)
+                shown.progress(reading)
         elif isinstance(event, WaitNote):
             if first or self._tools:
                 shown.progress(printable(event.note) + "…")
         elif isinstance(event, MessagesLeftOut):
             self.meter.left_out = event.messages
-        elif isinstance(event, ToolResult):
-            ran: dict[str, Any] = {"name": event.call.name, "arguments": event.call.arguments}
-            ran["result"] = event.result
-            ran["allowed"] = event.allowed
-            self._tools.append(ran)
+        elif isinstance(event, IdenticalCalls):
+            self.meter.identical_calls = f"{event.name} {event.times} times"
+        elif isinstance(event, ToolStarted):
+            self._running = event.call
             shown.progress("")
-            shown.tool(ran)
+            shown.tool_started(event.call.name)
+        elif isinstance(event, ToolResult):
+            self._running = None
+            shown.progress("")
+            shown.tool(self._record(event))
         elif isinstance(event, AnswerDone):
             self.meter.usage = event.usage
             self.reason = event.reason
@@ -128,7 +164,7 @@ class PendingAnswer(AnswerStream):
     """An answer that is written to disk while it streams. The first write, and any change of
     another version, happens with its first text.
 
-    `unsaved`: the disk does not have all of it; the answer continues all the same. `refused`: the
+    `unsaved`: the disk does not have all of it; the answer continues anyway. `refused`: the
     error of the last write.
     """
 
@@ -150,20 +186,20 @@ class PendingAnswer(AnswerStream):
         Raises UsageError if there is no question, or if no answer can be continued.
         """
         super().__init__()
-        begun = _to_go_on_with(session, to) if continues else None
+        begun = _continuation_of(session, to) if continues else None
         question: StoredMessage | None = begun or to or session.last_question
         if question is not None and question.role == "assistant":
             question = session.all_turns.get(question.parent_id, begun)
         if question is None:
             raise UsageError(
-                "there is no question before this answer", hint="ask one, and it is answered"
+                "there is no question before this answer", hint="type a question and press Enter"
             )
         self.session = session
         self.question = question
         self._begun = begun
         self.model = model or session.model
         self.continues = continues
-        # More of an answer is written in its place, unless the conversation has gone on from it.
+        # The continued answer replaces the old one, unless later turns follow the old one.
         self._stored: StoredMessage | None = None
         if begun is not None and not session.has_followers(begun):
             self._stored = begun
@@ -172,7 +208,7 @@ class PendingAnswer(AnswerStream):
         self.reasoning = so_far.reasoning or ""
         self._grown = self.unsaved = False
         self.refused: LocalLLMError | None = None
-        self._meta: dict[str, Any] | None = None  # what is known at its end
+        self._meta: dict[str, Any] | None = None  # the facts known at its end
         self._next_save_s = float("-inf")
         self._known_tokens = session.used_tokens
 
@@ -206,13 +242,16 @@ class PendingAnswer(AnswerStream):
             return
         super().close()
         meta = self.meter.meta()
-        if self.meter.usage is None:  # stopped before the server counted: what the screen showed
+        if (
+            self.meter.usage is None
+        ):  # stopped before the server's count: keep the figures of the screen
             meta["prompt_tokens"] = self.meter.prompt_tokens or self.session.used_tokens
             meta["completion_tokens"] = self.meter.tokens
             meta["estimated"] = True
         meta |= self._reread()
         if self._tools:
             meta["tools"] = self._tools
+            self._grown = True  # the calls are kept, also without a text
         meta["finish_reason"] = self.reason
         with suppress(LocalLLMError):
             self.finish(meta)
@@ -245,7 +284,7 @@ class PendingAnswer(AnswerStream):
         more: dict[str, Any] = {"reasoning": self.reasoning, "meta": meta}
         more["complete"] = self._meta is not None
         if self._stored is not None:
-            with suppress(NotFoundError):  # another window removed it: it becomes a new turn
+            with suppress(NotFoundError):  # another window removed it, so it becomes a new turn
                 return self.session.rewrite(replace(self._stored, content=self.text, **more))
         parent = self.question.id
         if self._begun is not None:
@@ -254,9 +293,9 @@ class PendingAnswer(AnswerStream):
 
     def _reread(self) -> dict[str, Any]:
         """Tokens that were prefilled again although the prefix cache should have had them, and the
-        reason; empty unless they are many."""
+        reason; empty unless they are many, and if the server reports no cached tokens."""
         usage = self.meter.usage
-        if usage is None:
+        if usage is None or usage.cached is None:
             return {}
         again = min(self._known_tokens, usage.prompt) - usage.cached
         if again < max(REREAD_TOKENS, REREAD_SHARE * usage.prompt):
@@ -264,12 +303,14 @@ class PendingAnswer(AnswerStream):
         return {"reread_tokens": again, "reread_why": self._cache_miss}
 
 
-def _to_go_on_with(session: Session, turn: StoredMessage | None) -> StoredMessage:
+def _continuation_of(session: Session, turn: StoredMessage | None) -> StoredMessage:
     turn = turn or next(reversed(session.turns), None)
     if turn is None:
-        raise UsageError("nothing was asked yet", hint="type a question and press Enter")
+        raise UsageError("there is no question yet", hint="type a question and press Enter")
     if turn.role != "assistant" or not turn.content.strip():
-        raise UsageError("there is no answer to go on with", hint="/retry asks for one")
+        raise UsageError(
+            "there is no answer to continue", hint="/retry asks the last question again"
+        )
     if not Session.unfinished(turn):
-        raise UsageError("the last answer is complete", hint="/retry asks for another")
+        raise UsageError("the last answer is complete", hint="/retry asks for another answer")
     return turn

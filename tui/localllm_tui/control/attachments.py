@@ -1,5 +1,5 @@
-"""Attachments of a question: text files, PDFs and images, how they are written in its text, and
-their tokens."""
+"""Attachments of a question: text files, PDFs, images and sounds, how they are written in its text,
+and their tokens."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from localllm.conversation import pdf
+from localllm import paths
+from localllm.conversation import pdf, sounds
 from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, UsageError
 
 # No tokenizer in use averages more bytes than this over a text; the server counts exactly, this
 # only refuses early.
 MAX_BYTES_PER_TOKEN = 8
-# Beyond any context served today.
+# Larger than any context served today.
 MAX_BYTES = 16_000_000
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """(name, text) of a UTF-8 file or a PDF, for which it may take seconds; of an image its data
-    URL. Raises UsageError."""
+    """(name, text) of a UTF-8 file or a PDF, for which it may take seconds; of an image or a
+    sound its data URL. Raises UsageError."""
     path = path.expanduser()
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise UsageError(
-                f"{path.name} is {size:,} bytes, and at most {MAX_BYTES:,} can be attached"
+                f"{path.name} is {size:,} bytes, but at most {MAX_BYTES:,} can be attached"
             )
-        data = path.read_bytes()
+        data = paths.file_bytes(path, MAX_BYTES)
     except OSError as e:
         raise UsageError(f"{path} can't be read: {e.strerror or e}") from e
     url = data_url(data)
@@ -52,12 +53,14 @@ def read_text(path: Path) -> tuple[str, str]:
             hint="convert it first, for example with iconv",
         ) from e
     if "\0" in text:
-        raise UsageError(f"{path.name} is a binary file, and models read text and images")
+        raise UsageError(
+            f"{path.name} is a binary file, but models read only text, images and sounds"
+        )
     return path.name, text
 
 
-# More are no question; and each is a line in the list of what goes along.
-MOST_OF_A_FOLDER = 200
+# More files make no sensible question, and each is a line in the list of attachments.
+MAX_OF_A_FOLDER = 200
 
 
 def read_files(path: Path) -> tuple[list[tuple[str, str]], int]:
@@ -70,9 +73,9 @@ def read_files(path: Path) -> tuple[list[tuple[str, str]], int]:
     if not folder.is_dir():
         return [read_text(folder)], 0
     names = files_below(folder)
-    if len(names) > MOST_OF_A_FOLDER:
+    if len(names) > MAX_OF_A_FOLDER:
         raise UsageError(
-            f"{folder} has {len(names):,} files, and at most {MOST_OF_A_FOLDER} can go along",
+            f"{folder} has {len(names):,} files, but at most {MAX_OF_A_FOLDER} can be attached",
             hint="attach a folder within it",
         )
     size = sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
@@ -85,12 +88,12 @@ def read_files(path: Path) -> tuple[list[tuple[str, str]], int]:
     for name in names:
         with suppress(UsageError):
             text = read_text(folder / name)[1]
-            if not is_image(text):
+            if not is_media(text):
                 texts.append((f"{folder.name}/{name}", text))
     if not texts:
         raise UsageError(
             f"{folder} has no text files",
-            hint="what git ignores, hidden files and binaries are left out",
+            hint="hidden files, binaries and files that git ignores are skipped",
         )
     return texts, len(names) - len(texts)
 
@@ -116,17 +119,17 @@ def _text_of_pdf(name: str, data: bytes) -> str:
     return "\n\n".join(pages)
 
 
-def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
-    """Refuse files that can't fit in a context of `n_ctx` tokens whatever the tokenizer. Raises
+def check_fits_context(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
+    """Refuse files that can't fit in a context of `n_ctx` tokens with any tokenizer. Raises
     ContextLengthError."""
-    # The tokens of an image depend on the model, so the server counts them.
-    size = sum(len(text.encode()) for _, text in attached if not is_image(text))
+    # The tokens of media depend on the model, so the server counts them.
+    size = sum(len(text.encode()) for _, text in attached if not is_media(text))
     if n_ctx is None or size <= n_ctx * MAX_BYTES_PER_TOKEN:
         return
     names = ", ".join(name for name, _ in attached)
     raise ContextLengthError(
         f"{names}: {size:,} bytes can't fit in a context of {n_ctx:,} tokens "
-        f"(at most {n_ctx * MAX_BYTES_PER_TOKEN:,} bytes could)",
+        f"(at most {n_ctx * MAX_BYTES_PER_TOKEN:,} bytes fit)",
         hint="attach a part, or start the chat with a larger --context",
     )
 
@@ -135,26 +138,46 @@ _IMAGE = re.compile(
     rb"(?P<png>\x89PNG\r\n\x1a\n)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8[79]a)|(?P<webp>RIFF.{4}WEBP)",
     re.DOTALL,
 )
-_MARKED = re.compile(r"!\[([^\]\n]*)\]\((data:image/[a-z]+;base64,[A-Za-z0-9+/=]+)\)\n*")
+_MARKED = re.compile(
+    r"!\[([^\]\n]*)\]\((data:(?:image|audio)/[a-z0-9]+;base64,[A-Za-z0-9+/=]+)\)\n*"
+)
 
 
 def data_url(data: bytes) -> str:
-    """The file as a data: URL if it is an image that servers read; else ""."""
+    """The file as a data: URL if it is an image or a sound that servers read; else ""."""
     image = _IMAGE.match(data)
-    if image is None:
+    if image is not None:
+        kind = f"image/{image.lastgroup}"
+    elif sounds.kind_of(data):
+        kind = f"audio/{sounds.kind_of(data)}"
+    else:
         return ""
-    return f"data:image/{image.lastgroup};base64,{base64.b64encode(data).decode()}"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def is_image(text: str) -> bool:
-    """Whether an attachment is an image's data: URL."""
-    return text.startswith("data:image/")
+def is_media(text: str) -> bool:
+    """True if an attachment is the data: URL of an image or a sound."""
+    return text.startswith("data:image/") or is_sound(text)
+
+
+def is_sound(text: str) -> bool:
+    """True if an attachment is the data: URL of a sound."""
+    return text.startswith("data:audio/")
+
+
+def sound_length(url: str) -> str:
+    """The length of a sound as minutes and seconds; "" if its file does not tell."""
+    length_s = sounds.length_s(base64.b64decode(url.partition(",")[2]))
+    if length_s is None:
+        return ""
+    minutes, seconds = divmod(round(length_s), 60)
+    return f"{minutes}:{seconds:02d}"
 
 
 def as_sent(
     messages: Sequence[Mapping[str, Any]], *, items: bool = False
 ) -> list[Mapping[str, Any]]:
-    """`messages` with the images in questions as parts, as /v1/chat/completions reads them
+    """`messages` with the images and sounds in questions as parts, as /v1/chat/completions reads them
     (`items`: /v1/responses)."""
     return [_in_parts(m, items=items) for m in messages]
 
@@ -163,13 +186,17 @@ def _in_parts(message: Mapping[str, Any], *, items: bool) -> Mapping[str, Any]:
     content = message.get("content")
     if message.get("role") != "user" or not isinstance(content, str) or not _MARKED.search(content):
         return message
-    *marked, rest = _MARKED.split(content)  # a text, a name and an image by turns
+    *marked, rest = _MARKED.split(content)  # a text, a name and a medium in turn
     parts: list[dict[str, Any]] = []
     kind = "input_text" if items else "text"
     for text, url in zip(marked[::3], marked[2::3], strict=True):
         if text.strip("\n"):
             parts.append({"type": kind, "text": text.strip("\n")})
-        if items:
+        if is_sound(url):
+            head, _, data = url.partition(",")
+            form = head.partition("/")[2].partition(";")[0]
+            parts.append({"type": "input_audio", "input_audio": {"data": data, "format": form}})
+        elif items:
             parts.append({"type": "input_image", "image_url": url})
         else:
             parts.append({"type": "image_url", "image_url": {"url": url}})
@@ -186,11 +213,14 @@ def typed_in(question: StoredMessage) -> str:
 def code_blocks(markdown: str) -> list[str]:
     """The contents of the fenced code blocks in `markdown`, in order; an unclosed last one
     counts."""
-    from markdown_it import MarkdownIt  # as answers are drawn: the numbers on screen are these
+    from markdown_it import (
+        MarkdownIt,
+    )  # parsed like drawn answers, so that the numbers on the screen match
 
+    drawn = re.sub("\r(?!\n)", "", markdown)  # the screen shows no line break there
     return [
         found.content.rstrip("\n")
-        for found in MarkdownIt("gfm-like").parse(markdown)
+        for found in MarkdownIt("gfm-like").parse(drawn)
         if found.type == "fence"
     ]
 
@@ -208,9 +238,9 @@ def code_block(markdown: str, number: int | None, whose: str) -> tuple[str, str]
 
 
 def fenced(name: str, body: str) -> str:
-    """A file's text as a named Markdown code block, its fence longer than any inside; an image as a
+    """A file's text as a named Markdown code block, its fence longer than any inside; media as a
     Markdown image."""
-    if is_image(body):
+    if is_media(body):
         return f"![{re.sub(r'[^-_.0-9A-Za-z ]', '_', name)}]({body})"
     longest = max((len(run) for run in re.findall(r"`{3,}", body)), default=2)
     fence = "`" * (longest + 1)
@@ -219,7 +249,8 @@ def fenced(name: str, body: str) -> str:
 
 
 def with_files(text: str, attached: Sequence[tuple[str, str]], files: str = "") -> str:
-    """A question as sent: `files` (already fenced) and the `attached` ones come before the text."""
+    """Return a question as it is sent: `files` (already fenced), the `attached` files, then the
+    text."""
     parts = [files] if files else []
     parts += [fenced(name, body) for name, body in attached]
     return "\n\n".join([*parts, text])
@@ -235,7 +266,7 @@ def files_of(turn: StoredMessage) -> tuple[str, list[str]]:
 
 
 # More names than this are not read.
-MOST_FILES = 20_000
+MAX_FILES = 20_000
 _GIT_WITHIN_S = 2.0
 
 
@@ -251,13 +282,13 @@ def files_below(folder: Path) -> list[str]:
             check=True,
         )
         names = [os.fsdecode(name) for name in known.stdout.split(b"\0") if name]
-        return sorted(names[:MOST_FILES])
+        return sorted(names[:MAX_FILES])
     except (OSError, subprocess.SubprocessError):
-        return sorted(islice(_walk(folder), MOST_FILES))
+        return sorted(islice(_walk(folder), MAX_FILES))
 
 
 def files_and_folders(folder: Path) -> list[str]:
-    """The files below `folder`, and the folders that hold them, with a slash at the end."""
+    """Return the files below `folder`, and their folders with a slash at the end."""
     names = files_below(folder)
     folders: set[Path] = set().union(*(Path(name).parents for name in names)) - {Path()}
     return sorted([*names, *(f"{folder.as_posix()}/" for folder in folders)])
@@ -268,14 +299,14 @@ def names_like(typed: str, names: list[str]) -> list[str]:
     the shorter before the longer."""
     if not typed:
         return names
-    whole = []
+    complete_match = []
     scattered = []
     for name in names:
         if typed.lower() in name.lower():
-            whole.append(name)
+            complete_match.append(name)
         elif _has_letters(name.lower(), typed.lower()):
             scattered.append(name)
-    return sorted(whole, key=len) + sorted(scattered, key=len)
+    return sorted(complete_match, key=len) + sorted(scattered, key=len)
 
 
 def _has_letters(name: str, typed: str) -> bool:
@@ -307,9 +338,9 @@ def dropped_files(pasted: str) -> list[Path]:
         return []
     if not text.startswith(("/", "~", "'", '"', "file://")):
         return []
-    whole = _path(text)
-    if whole is not None:
-        return [whole]
+    complete_match = _path(text)
+    if complete_match is not None:
+        return [complete_match]
     try:
         parts = shlex.split(text)
     except ValueError:

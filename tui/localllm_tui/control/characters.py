@@ -25,7 +25,7 @@ def after(text: str, at: int) -> int:
 
 
 def _characters(text: str, start: int) -> list[tuple[int, int]]:
-    import regex  # who types ASCII needs no tables of Unicode
+    import regex  # ASCII input needs no Unicode tables
 
     return [
         found.span()

@@ -1,4 +1,4 @@
-"""The chat without its looks: one conversation, who answers it, and what is asked, streamed,
+"""The chat without a user interface: one conversation, its model, and requests that are streamed,
 stopped, counted and warned of."""
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from functools import partial
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control import titles, wording
+from localllm_tui.control import prepared_summary, titles, wording
 from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.face import Face
-from localllm_tui.control.interfaces import EngineProgress, PlanList, PlanRequest, ToolSpec
+from localllm_tui.control.interfaces import (
+    ChatEngine,
+    EngineProgress,
+    PlanList,
+    PlanRequest,
+    ToolSpec,
+)
 from localllm_tui.control.meter import check_fits
 from localllm_tui.control.model_list import FirstRun, Pulls
 from localllm_tui.control.physics import AnswerSpeed
@@ -25,16 +31,16 @@ from localllm_tui.control.stream_events import StreamEvent, ToolCall
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
 
-CONTEXT_WARNING = 0.9
-# How often one looks whether the engine is loaded.
+CONTEXT_WARNING = 0.85
+# Interval of the checks whether the engine is loaded.
 LOOK_S = 0.2
-# Ctrl+C leaves when it is pressed twice within this.
+# Ctrl+C quits if it is pressed twice within this time.
 QUIT_WITHIN_S = 2.0
 # The server knows how the model performs after an answer or two.
 NOTICE_ASKS = 8
 # Long enough that the user is not about to ask, short enough that titles exist when the list of
 # conversations is opened.
-TITLE_AFTER_S = 20.0
+IDLE_AFTER_S = 20.0
 
 
 class ChatController:
@@ -42,8 +48,8 @@ class ChatController:
 
     `listed`: the server's entry for the model. `attached`: files for the next question. `editing`:
     the turn that gets another version. `queued`: a question that waits for the answer to end.
-    `titles_after_s`: seconds without activity until a title is generated (None: never). `plans`:
-    the plans made so far.
+    `idle_after_s`: seconds without activity until a title or a summary is generated (None: never).
+    `plans`: the plans made so far. `prepared`: a summary that was made in a quiet moment.
     """
 
     def __init__(self, options: ChatOptions, face: Face) -> None:
@@ -58,21 +64,24 @@ class ChatController:
         self.attached: list[tuple[str, str]] = list(options.attached)
         self.listed = ListedModel(options.model)
         self.tools = ToolBox(options.tools)
-        self.runs_commands = False  # True after the user has allowed it
+        self.runs_commands = False  # True after the user's permission
         self.editing: StoredMessage | None = None
         self.queued = ""
+        self.recent: dict[str, str] = {}  # the ids of the conversations that are listed, by number
         self.stream: PendingAnswer | None = None
         self.left = False
-        self.titles_after_s: float | None = TITLE_AFTER_S
+        self.idle_after_s: float | None = IDLE_AFTER_S
         self.busy()
         self.plans: dict[PlanRequest, PlanList] = {}
         self.pulls: Pulls | None = None
         self.first_run: FirstRun | None = None
+        self._next_model = ""
         if options.model_service is not None:
             self.pulls = Pulls(options.model_service)
             if options.first_run:
                 self.first_run = FirstRun(options.model, self.pulls)
-        self._shown: AnswerDisplay | None = None  # of the newest answer
+        self.prepared = prepared_summary.PreparedSummary()
+        self._shown: AnswerDisplay | None = None  # time of the newest answer
         self._running: asyncio.Task[None] | None = None
         self._save_failed = self._warned_full = False
         self._last_error: LocalLLMError | None = None
@@ -82,7 +91,7 @@ class ChatController:
 
     @property
     def answering(self) -> bool:
-        """Whether an answer is on its way, or being drawn to its end."""
+        """True if an answer is on its way, or being drawn to its end."""
         return self._running is not None
 
     @property
@@ -99,6 +108,12 @@ class ChatController:
             return self.stream.speed(self.session.used_tokens)
         return None
 
+    def recent_of(self, text: str) -> str:
+        """The id of the recent conversation with this number; "" if none is listed."""
+        if self.session.turns:
+            return ""
+        return self.recent.get(text, "")
+
     @property
     def compacts(self) -> bool:
         return self.client.compacts or self.session.compacts
@@ -110,16 +125,16 @@ class ChatController:
             return self.client.engine.progress().words(one_line(self.model))
         return ""
 
-    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
+    async def show_error(self, error: LocalLLMError, next_steps: str = "") -> None:
         self._last_error = error
-        await self.face.trouble(error, next_steps)
+        await self.face.show_error(error, next_steps)
 
-    async def reporting(self, what: Awaitable[object]) -> None:
-        """Await `what`, and show its error if it fails."""
+    async def reporting(self, work: Awaitable[object]) -> None:
+        """Await `work`, and show its error if it fails."""
         try:
-            await what
+            await work
         except LocalLLMError as e:
-            await self.trouble(e)
+            await self.show_error(e)
 
     # -- questions and answers ---------------------------------------------------------------------
 
@@ -135,23 +150,26 @@ class ChatController:
                     self.client,
                     self.model,
                     self.listed.n_ctx,
-                    partial(self.would_send, text),
+                    partial(self.messages_for, text),
                     compacts=self.compacts,
                 )
                 turn = self.session.ask(text, self.attached, instead=editing)
                 self.attached = []
             self.editing = None
-            await self.face.show_asked(turn, edited=editing is not None)
+            await self.face.show_question(turn, edited=editing is not None)
         except LocalLLMError as e:
-            await self.trouble(e, "What you typed is still in the input.")
+            await self.show_error(e, "What you typed is still in the input.")
             return
         if turn.role == "user":
             await self._note_other_window()
             await self._start_answer(PendingAnswer(self.session))
 
-    def would_send(self, text: str, alone: bool = False) -> list[dict[str, str]]:
-        """The messages if this were asked now; `alone`: without the earlier turns."""
-        return self.session.would_send(text, self.attached, instead=self.editing, alone=alone)
+    def messages_for(self, text: str, without_history: bool = False) -> list[dict[str, str]]:
+        """Return the messages of a request with this question. `without_history` omits the earlier
+        turns."""
+        return self.session.messages_for(
+            text, self.attached, instead=self.editing, without_history=without_history
+        )
 
     async def answer_again(
         self, to: StoredMessage | None = None, *, continues: bool = False, model: str = ""
@@ -175,7 +193,7 @@ class ChatController:
         streaming = self.streaming
         if running is None:
             return False
-        if streaming is not None:  # else only the drawing is left
+        if streaming is not None:  # otherwise only drawing remains
             running.cancel()
         await asyncio.wait([running])
         return streaming is not None
@@ -190,11 +208,11 @@ class ChatController:
         self.stream = stream
         shown.progress("waiting for the first token…")
         self._running = asyncio.create_task(self._answer(stream, shown))
-        # let the task begin: one that is cancelled before does not run its clean-up either
+        # let the task begin: a task cancelled before its start would not run its clean-up
         await asyncio.sleep(0)
-        self.face.run_beside(self.answered, "answer")
+        self.face.run_in_background(self.answered, "answer")
         if not self.compacts:  # with compaction the server may send less
-            self.face.run_beside(partial(self._count_prompt, stream), "prompt")
+            self.face.run_in_background(partial(self._count_prompt, stream), "prompt")
         self.face.changed()
 
     async def _count_prompt(self, stream: PendingAnswer) -> None:
@@ -216,7 +234,10 @@ class ChatController:
         )
 
     async def _approve(self, call: ToolCall, spec: ToolSpec) -> bool:
-        return await self.face.approve(*approval_texts(call, spec))
+        answer = await self.face.approve(*approval_texts(call, spec), tool=True)
+        if answer == "always":
+            self.tools.allow(spec)
+        return bool(answer)
 
     async def _answer(self, stream: PendingAnswer, shown: AnswerDisplay) -> None:
         """Stream one answer; however it ends, the face shows how."""
@@ -230,7 +251,7 @@ class ChatController:
             pass
         try:
             stream.close()
-            self._tell_of_disk()
+            self._report_disk()
             if not self.left:
                 await self._end_answer(shown, stream, error)
         finally:
@@ -249,9 +270,11 @@ class ChatController:
         if error is not None:
             if stream.turn is None:
                 self.session.fail_question()
-            alone = self.compacts or not self.session.sent_turns
-            steps = wording.next_steps(error, kept=stream.turn is not None, alone=alone)
-            await self.trouble(error, steps)
+            without_history = self.compacts or not self.session.sent_turns
+            steps = wording.next_steps(
+                error, kept=stream.turn is not None, without_history=without_history
+            )
+            await self.show_error(error, steps)
         elif self.face.full_screen:
             await self._ask_notice()
         await self._warn_of_full_context()
@@ -261,9 +284,9 @@ class ChatController:
         write fails again."""
         if self.stream is not None:
             self.stream.save()
-        self._tell_of_disk()
+        self._report_disk()
 
-    def _tell_of_disk(self) -> None:
+    def _report_disk(self) -> None:
         """Notify once if the newest answer can't be written, which does not end it, and once it is
         on disk."""
         stream = self.stream
@@ -280,7 +303,7 @@ class ChatController:
             )
         elif self._save_failed and stream.closed and not stream.unsaved:
             self._save_failed = False
-            self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
+            self.face.notify("the answer is now saved", title="saved", timeout=4, markup=False)
             if stream.turn is not None and self._shown is not None:
                 self.face.show_place(self._shown, stream.turn)
 
@@ -288,18 +311,16 @@ class ChatController:
         session = self.session
         note = ""
         if session.copied:
-            note = wording.CONTINUED_ELSEWHERE
-        elif session.beside:
-            note = wording.CONTINUED_BESIDE
-        session.copied = session.beside = False
+            note = wording.CONTINUED_IN_COPY
+        elif session.changed_elsewhere:
+            note = wording.CHANGED_ELSEWHERE
+        session.copied = session.changed_elsewhere = False
         if note:
             await self.face.show_note(note)
 
     async def _ask_notice(self) -> None:
-        """Read the model's entry again.
-
-        Some of it is known only after the model is loaded. A notice about its performance comes
-        after an answer or two.
+        """Read the model's entry again. The server knows some of it only after the model is loaded.
+        A notice about its performance comes after an answer or two.
         """
         if not self._notice_asks:
             return
@@ -348,6 +369,12 @@ class ChatController:
         self.listed = listed
         self.face.changed(recount=True)
 
+    async def use_engine(self, engine: ChatEngine) -> None:
+        """Use another engine from now on, and load its model."""
+        await self.client.move_to(engine)
+        self.use_model(ListedModel(engine.model))
+        self.begin()
+
     async def learn(self) -> None:
         """Ask the server what it says of the model. Raises LocalLLMError."""
         self.listed = await self.client.listed(self.model)
@@ -358,7 +385,7 @@ class ChatController:
         is loaded."""
         if self.client.engine is not None and not self.client.ready:
             self.client.engine.start()
-        self.face.run_beside(self._learn_once_loaded, "models")
+        self.face.run_in_background(self._learn_once_loaded, "models")
 
     async def _learn_once_loaded(self) -> None:
         while not self.client.ready:
@@ -367,9 +394,9 @@ class ChatController:
         ended = EngineProgress()
         if self.client.engine is not None:
             ended = self.client.engine.progress()
-        # a waiting answer reports it by itself
+        # a waiting answer reports the error itself
         if ended.error not in (None, self._last_error) and not self.answering:
-            await self.trouble(ended.error, wording.NOT_LOADED)
+            await self.show_error(ended.error, wording.NOT_LOADED)
         if not ended.down:
             await self.reporting(self.learn())
 
@@ -377,31 +404,56 @@ class ChatController:
 
     def tick(self) -> None:
         """Do the regular work, a few times a second: save, report downloads and the engine,
-        generate a title in a quiet moment."""
+        generate a title or a summary in a quiet moment."""
         self._report_downloads()
         if self.stream is not None:
             self.stream.save_if_due()
-        self._tell_of_disk()
+        self._report_disk()
         if self.streaming is not None:
             self.busy()
             return
-        if self.titles_after_s is None or self.quiet_s < self.titles_after_s:
+        if self.idle_after_s is None or self.quiet_s < self.idle_after_s:
             return
         if titles.wanted(self.session):
             self.busy()
             generate = partial(titles.generate, self.client, self.model, self.session)
-            self.face.run_beside(generate, "title")
+            self.face.run_in_background(generate, "idle")
+        elif self._wants_summary:
+            self.busy()
+            self.face.run_in_background(self._prepare_summary, "idle")
+
+    @property
+    def _wants_summary(self) -> bool:
+        if not self._warned_full or self.compacts:
+            return False
+        return prepared_summary.wanted(self.client, self.session, self.prepared)
+
+    async def _prepare_summary(self) -> None:
+        self.prepared = await prepared_summary.prepare(
+            self.client, self.model, self.session, self.listed.n_ctx
+        )
 
     def _report_downloads(self) -> None:
         if self.pulls is None:
             return
         for pull in self.pulls.newly_ended():
+            if pull.goes_on:
+                self._next_model = pull.name
             self.face.notify(
                 pull.words() + pull.next_steps,
                 severity="error" if pull.error else "information",
                 timeout=8,
                 markup=False,
             )
+
+    def take_next_model(self) -> str:
+        """The model that the chat goes on with, once: its download has ended, and no answer runs; ""
+        without one."""
+        if self.answering:
+            return ""
+        name = self._next_model
+        self._next_model = ""
+        return name
 
     def busy(self) -> None:
         """Something is typed or answered."""
@@ -413,8 +465,7 @@ class ChatController:
         return time.monotonic() - self._quiet_since_s
 
     async def leave(self) -> None:
-        """End the chat: save the answer so far and stop downloads, which resume when asked for
-        again."""
+        """End the chat: save the answer so far and stop downloads, which can be resumed later."""
         if self.left:
             return
         if not self.face.full_screen:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from localllm.conversation.history import History
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.interfaces import ModelService, ToolHost
+from localllm_tui.control.interfaces import ChatEngine, ModelService, ToolHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class ChatOptions:
     `model_service`: lists other models that could be run.
     `first_run`: the model is the bundled starter, and no other is installed.
     `tools`: programs that offer tools. They are off until the user enables them.
+    `thinking`: how the model's thinking is shown at first.
+    `own`: makes the chat's own engine for a model (None: the chat uses it already).
     """
 
     client: ChatClient
@@ -32,3 +36,5 @@ class ChatOptions:
     model_service: ModelService | None = None
     first_run: bool = False
     tools: tuple[ToolHost, ...] = ()
+    thinking: Literal["shown", "folded", "off"] = "folded"
+    own: Callable[[str], ChatEngine] | None = None

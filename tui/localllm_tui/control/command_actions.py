@@ -11,10 +11,10 @@ from localllm.conversation.history import StoredMessage
 from localllm.errors import UsageError
 from localllm_tui.control import import_export, sampling, shell
 from localllm_tui.control.attachments import (
-    check_room,
+    check_fits_context,
     code_block,
     fenced,
-    is_image,
+    is_media,
     read_files,
     read_text,
     typed_in,
@@ -22,8 +22,11 @@ from localllm_tui.control.attachments import (
 )
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.client import ListedModel
+from localllm_tui.control.compaction import summarise
 from localllm_tui.control.formatting import how_many, title_of
+from localllm_tui.control.html_page import to_html
 from localllm_tui.control.import_export import to_json, to_markdown
+from localllm_tui.control.prompts import Prompts
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line
 
@@ -35,7 +38,7 @@ async def new(chat: ChatController, _: str) -> None:
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
         await chat.face.show_note(
-            "the system prompt is kept, and shown at the top: /system - removes it"
+            "the system prompt is set and shown at the top; /system - removes it"
         )
 
 
@@ -49,7 +52,8 @@ async def resume_last(chat: ChatController, _: str) -> None:
     found = [c for c in chat.history.list(limit=2) if c.id != chat.session.id]
     if not found:
         raise UsageError(
-            "there is no earlier conversation", hint="this one is kept as soon as you ask something"
+            "there is no earlier conversation",
+            hint="this conversation is saved with its first question",
         )
     await resume(chat, found[0].id)
 
@@ -67,7 +71,7 @@ async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
 
 
 async def retry(chat: ChatController, name: str) -> None:
-    """Answer the last question again, by the model of this name ("": the one in use); the earlier
+    """Answer the last question again with the named model ("": the current one). The earlier
     answer remains as another version."""
     if name:
         await _model_named(chat, name)
@@ -75,18 +79,18 @@ async def retry(chat: ChatController, name: str) -> None:
     await chat.answer_again(model=name)
 
 
-async def on_last(what: str, chat: ChatController, _: str = "") -> None:
+async def on_last(text: str, chat: ChatController, _: str = "") -> None:
     """Do the action of a turn's key: "edit" on the last question, "version" one back from the last
     answer, others on the last turn."""
     await chat.stop_answer()
     session = chat.session
-    if what == "edit" or not session.turns:
+    if text == "edit" or not session.turns:
         turn = session.last_question
-    elif what == "version" and session.last_answer is not None:
+    elif text == "version" and session.last_answer is not None:
         turn = session.last_answer
     else:
         turn = session.turns[-1]
-    await run_on_turn(chat, what, turn, -1)
+    await run_on_turn(chat, text, turn, -1)
 
 
 async def drop(chat: ChatController, _: str) -> None:
@@ -97,27 +101,31 @@ async def drop(chat: ChatController, _: str) -> None:
 
 
 async def compact(chat: ChatController, argument: str) -> None:
-    """Allow context compaction, or forbid it again; a question that did not fit is asked again."""
-    if argument not in ("", "off"):
-        raise UsageError(f"/compact {argument} is not known", hint="use /compact or /compact off")
-    chat.session.set_compacts(not argument)
-    if argument and chat.client.compacts:
+    """Replace the earlier messages by a summary, which keeps what `argument` names; "off" undoes
+    this. If the last question did not fit, ask it again without the oldest messages."""
+    if argument != "off" and chat.session.turns and not chat.session.unanswered:
+
+        async def work() -> None:
+            await chat.reporting(summarise(chat, argument))
+
+        await chat.face.show_note("the model writes a summary…")
+        chat.face.run_in_background(work, "compaction")
+        return
+    chat.session.set_compacts(argument != "off")
+    if argument == "off" and chat.client.compacts:
         await chat.face.show_note(
-            "a conversation that does not fit the context is an error again; but the setting "
+            "a conversation that does not fit the context is an error again, unless the setting "
             "`compaction` is auto"
         )
-    elif argument:
-        await chat.face.show_note("a conversation that does not fit the context is an error again")
-    elif not chat.answering and chat.session.turns[-1].role == "user":
-        await retry(chat, "")
-    else:
+    elif argument == "off":
         await chat.face.show_note(
-            "once the conversation does not fit, its oldest messages are left out of what the "
-            "model gets; all of it stays here and on disk"
+            "the model gets all messages again, and a conversation that does not fit is an error"
         )
+    elif not chat.answering:
+        await retry(chat, "")
 
 
-async def copy(chat: ChatController, what: str) -> None:
+async def copy(chat: ChatController, text: str) -> None:
     answer = ""
     if chat.session.last_answer is not None:
         answer = chat.session.last_answer.content
@@ -125,24 +133,27 @@ async def copy(chat: ChatController, what: str) -> None:
         answer = chat.streaming.text
     if not answer:
         raise UsageError("there is no answer to copy yet")
-    kind, _, number = what.partition(" ")
+    kind, _, number = text.partition(" ")
     if kind == "":
         chat.face.copy(answer, "the answer")
         return
     if kind != "code" or (number and not number.strip().isdigit()):
-        raise UsageError(f"/copy {what} is not known", hint="use /copy, /copy code or /copy code 2")
+        raise UsageError(f"/copy {text} is unknown", hint="use /copy, /copy code or /copy code 2")
     chat.face.copy(*code_block(answer, int(number) if number else None, "the last answer"))
 
 
+_WRITERS = {".json": to_json, ".html": to_html, ".htm": to_html}
+
+
 async def save(chat: ChatController, name: str, mode: str = "x") -> None:
-    """Write the conversation to a file, as JSON if the name ends in .json, else as Markdown.
+    """Write the conversation to a file: as JSON or HTML if its name ends so, else as Markdown.
 
     `mode`: "x" creates a new file, "w" overwrites an existing one.
     """
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()
-    written_as = to_json if path.suffix.lower() == ".json" else to_markdown
+    written_as = _WRITERS.get(path.suffix.lower(), to_markdown)
     text = written_as(chat.session)
     try:
         with path.open(mode, encoding="utf-8") as f:
@@ -156,7 +167,7 @@ async def save(chat: ChatController, name: str, mode: str = "x") -> None:
 
 async def title(chat: ChatController, text: str) -> None:
     if chat.session.id is None:
-        raise UsageError("a conversation has a title once something was asked")
+        raise UsageError("a conversation gets its title with the first question")
     if text:
         chat.session.rename(title_of(text))
     await chat.face.show_note(f"title: {chat.session.title}")
@@ -166,8 +177,51 @@ async def import_from(chat: ChatController, name: str) -> None:
     """Import the conversation of a file, and open it."""
     if not name:
         raise UsageError("/import needs a file name", hint="for example /import chat.json")
-    await resume(chat, import_export.store(chat.history, Path(name), chat.model))
-    await chat.face.show_note(f"read from {name}; /list has it too")
+    imported = import_export.import_file(chat.history, Path(name), chat.model)
+    await resume(chat, imported.ids[0])
+    await chat.face.show_note(imported.note(Path(name)))
+
+
+async def save_prompt(chat: ChatController, text: str) -> None:
+    """Save a prompt: "NAME TEXT", or the last question as NAME."""
+    name, _, prompt = text.partition(" ")
+    if not name:
+        raise UsageError(
+            "/save-prompt needs a name",
+            hint="for example /save-prompt review Look for bugs in this",
+        )
+    _prompts(chat).save(name, prompt.strip() or typed_in(chat.session.last_question))
+    await chat.face.show_note(f"saved: /prompt {name} puts it into the input")
+
+
+async def use_prompt(chat: ChatController, text: str) -> None:
+    """Put a prompt into the input, and the text after its name below it; without a name, list the
+    prompts."""
+    name, _, more = text.partition(" ")
+    if name:
+        parts = [_prompts(chat).text(name), more.strip()]
+        await chat.face.write("\n\n".join(part for part in parts if part))
+        return
+    names = _prompts(chat).names()
+    note = "there is no saved prompt; /save-prompt NAME TEXT saves one"
+    if names:
+        note = f"prompts: {', '.join(names)}"
+    await chat.face.show_note(note)
+
+
+def _prompts(chat: ChatController) -> Prompts:
+    return Prompts(chat.history.path.parent / "prompts")
+
+
+async def own(chat: ChatController, _: str) -> None:
+    """Load the model in this chat instead of using a server. The conversation continues."""
+    if chat.options.own is None:
+        raise UsageError("this chat uses its own engine already")
+    await chat.stop_answer()
+    await chat.use_engine(await asyncio.to_thread(chat.options.own, chat.model))
+    await chat.face.show_note(
+        f"{one_line(chat.model)} is loaded in this chat; /retry asks the last question again"
+    )
 
 
 async def attach(chat: ChatController, name: str) -> None:
@@ -175,7 +229,7 @@ async def attach(chat: ChatController, name: str) -> None:
     if not name:
         raise UsageError(
             "/attach needs a file name",
-            hint="for example /attach notes.txt; /attach - takes all back",
+            hint="for example /attach notes.txt; /attach - removes all",
         )
     if name == "-":
         chat.attached = []
@@ -184,38 +238,38 @@ async def attach(chat: ChatController, name: str) -> None:
         await _attach_folder(chat, Path(name))
         return
     name, text = await asyncio.to_thread(read_text, Path(name))
-    if is_image(text):
-        asked = [{"role": "user", "content": fenced(name, text)}]
-        _, why_not = await chat.client.counted(chat.model, asked)
+    if is_media(text):
+        question = [{"role": "user", "content": fenced(name, text)}]
+        _, why_not = await chat.client.counted(chat.model, question)
         if why_not:
             raise UsageError(
-                f"{one_line(name)} can't go along: {why_not}",
-                hint="another model may read it: /model",
+                f"{one_line(name)} can't be attached: {why_not}",
+                hint="another model may support it: /model",
             )
     await attach_text(chat, name, text)
 
 
 async def _attach_folder(chat: ChatController, folder: Path) -> None:
     files, left_out = await asyncio.to_thread(read_files, folder)
-    check_room([*chat.attached, *files], chat.listed.n_ctx)
-    asked = [{"role": "user", "content": with_files("", files)}]
-    tokens = await chat.client.count(chat.model, asked)
+    check_fits_context([*chat.attached, *files], chat.listed.n_ctx)
+    question = [{"role": "user", "content": with_files("", files)}]
+    tokens = await chat.client.count(chat.model, question)
     for name, text in files:
         chat.attach(name, text)
-    note = f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along"
+    note = f"{one_line(str(folder))}: attached {how_many(len(files), 'file')}"
     if tokens is not None:
         note += f", {tokens:,} tokens"
     if left_out:
-        note += f"; {left_out} that are no text stay"
-    await chat.face.show_note(f"{note}; /attach - takes them back")
+        note += f"; {left_out} are skipped, because they are not text"
+    await chat.face.show_note(f"{note}; /attach - removes them")
 
 
 async def attach_text(chat: ChatController, name: str, text: str) -> None:
-    """Attach a text to the next question. Raises ContextLengthError for one that can't fit."""
-    check_room([*chat.attached, (name, text)], chat.listed.n_ctx)
+    """Attach a text to the next question. Raises ContextLengthError if it can't fit."""
+    check_fits_context([*chat.attached, (name, text)], chat.listed.n_ctx)
     chat.attach(name, text)
-    if not chat.face.full_screen:  # whose frame lists the files
-        await chat.face.show_note(f"attached {one_line(name)}: it goes with the next question")
+    if not chat.face.full_screen:  # the input's frame lists the files
+        await chat.face.show_note(f"attached {one_line(name)}: it is sent with the next question")
 
 
 async def system(chat: ChatController, text: str) -> None:
@@ -227,8 +281,8 @@ async def system(chat: ChatController, text: str) -> None:
         note = f"system prompt: {chat.session.system}"
     if text and chat.session.turns:
         note += (
-            "\nIt stands before everything that was said, so all of it "
-            f"({chat.session.used_tokens:,} tokens) is read again for the next answer"
+            "\nIt comes before all messages, so the whole conversation "
+            f"({chat.session.used_tokens:,} tokens) is prefilled again for the next answer"
         )
     await chat.face.show_note(note)
 
@@ -237,7 +291,7 @@ async def model(chat: ChatController, name: str) -> None:
     if name:
         chat.use_model(await _model_named(chat, name))
         await chat.face.show_note(
-            f"{name} answers from here on; where it is not in memory yet, the next question loads it"
+            f"{name} answers from now on; the next question loads it if necessary"
         )
         return
     lines = ["models on this server:"]
@@ -262,21 +316,21 @@ async def _model_named(chat: ChatController, name: str) -> ListedModel:
 
 
 async def run_shell(chat: ChatController, command: str) -> None:
-    """Attach the output of a shell command to the next question, and show it; asks before the first
+    """Attach a shell command's output to the next question, and show it. Asks before the first
     command of a chat."""
     if not command:
         raise UsageError("/run needs a command", hint="for example !git diff")
     if not chat.runs_commands and not await chat.face.approve(
-        "a command is to run here; the next ones are not asked about", command
+        "run this command? Later commands run without a question", command
     ):
         await chat.face.show_note(f"not run: {one_line(command)}")
         return
     chat.runs_commands = True
-    said = await shell.output_of(command)
+    output = await shell.output_of(command)
     name = f"$ {one_line(command)}"
-    _, _, block = fenced(name, said).partition("\n")
+    _, _, block = fenced(name, output).partition("\n")
     await chat.face.show_note(block, markdown=True)
-    await attach_text(chat, name, said)
+    await attach_text(chat, name, output)
 
 
 async def set_sampling(chat: ChatController, text: str) -> None:
@@ -285,16 +339,16 @@ async def set_sampling(chat: ChatController, text: str) -> None:
     listed = await chat.client.listed(chat.model)
     now = sampling.words(listed.sampling, chat.client.sampling) or "the model's own"
     await chat.face.show_note(
-        f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back"
+        f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - resets all"
     )
 
 
-async def switch_tools(chat: ChatController, what: str) -> None:
+async def switch_tools(chat: ChatController, text: str) -> None:
     """Switch tools on or off, and list them."""
-    word, _, name = what.partition(" ")
+    word, _, name = text.partition(" ")
     if word not in ("", "on", "off"):
         raise UsageError(
-            f"/tools {what} is not known",
+            f"/tools {text} is unknown",
             hint="use /tools, /tools on, /tools on NAME or /tools off",
         )
     if word == "off":
@@ -303,7 +357,7 @@ async def switch_tools(chat: ChatController, what: str) -> None:
         await chat.tools.switch_on(name.strip())
     note = chat.tools.overview()
     if chat.tools.on:
-        note += "\nEach call waits for your yes, with its arguments shown"
+        note += "\nEach call shows its arguments and needs your approval"
     elif chat.tools.hosts:
         note += "\n/tools on starts them"
     await chat.face.show_note(note)
@@ -314,34 +368,32 @@ async def leave(chat: ChatController, _: str) -> None:
 
 
 async def run_on_turn(
-    chat: ChatController, what: str, turn: StoredMessage, argument: int = 0
+    chat: ChatController, text: str, turn: StoredMessage, argument: int = 0
 ) -> None:
-    """Do the action `what` of a key on `turn`. Raises LocalLLMError if it can't be done."""
-    if what == "copy":
+    """Do the action `text` of a key on `turn`. Raises LocalLLMError if it can't be done."""
+    if text == "copy":
         chat.face.copy(typed_in(turn), "the question" if turn.role == "user" else "the answer")
         return
-    if what == "code":
+    if text == "code":
         chat.face.copy(*code_block(turn.content, argument, "this turn"))
         return
     stopped = await chat.stop_answer()
-    if what == "edit":
+    if text == "edit":
         chat.edit(turn)
-    elif what in ("again", "more"):
-        await chat.answer_again(turn, continues=what == "more")
-    elif what == "remove":
+    elif text in ("again", "more"):
+        await chat.answer_again(turn, continues=text == "more")
+    elif text == "remove":
         chat.session.remove(turn)
         await chat.face.redraw()
-    elif what == "version":
+    elif text == "version":
         chat.session.other_version(turn, argument)
         await chat.face.redraw()
-    elif what == "branch":
+    elif text == "branch":
         own = chat.session.branch_off(turn)
         await chat.open(own)
         await chat.face.show_note(
-            f"a conversation of its own from here on: {own.title}; /list has both"
+            f"this is now a separate conversation: {own.title}; /list shows both"
         )
-    # these keys are for looking around: stopping an answer is a side effect
-    if stopped and what in ("version", "branch"):
-        await chat.face.show_note(
-            "the answer that was being written was stopped; g at its turn goes on with it"
-        )
+    # these keys only show other turns, so stopping an answer is a side effect that needs a note
+    if stopped and text in ("version", "branch"):
+        await chat.face.show_note("the running answer was stopped; g at its turn continues it")

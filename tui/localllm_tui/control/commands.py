@@ -13,6 +13,7 @@ from typing import TypeAlias
 from localllm.errors import UsageError
 from localllm_tui.control import command_actions as actions
 from localllm_tui.control.chat import ChatController
+from localllm_tui.control.comparison import compare
 from localllm_tui.control.keys import (
     APP,
     CHAT,
@@ -66,7 +67,7 @@ class Command:
 
     @property
     def needs_argument(self) -> bool:
-        """Whether the command requires its argument."""
+        """True if the command requires its argument."""
         return bool(self.argument) and not self.argument.startswith("[")
 
 
@@ -77,7 +78,7 @@ async def _help(chat: ChatController, _: str) -> None:
 _CONVERSATIONS = (
     Command("new", actions.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", None, "the panel of conversations: search them, open one at a turn", "[WORDS]",
+        "list", None, "open the list of conversations: search them, open one at a turn", "[WORDS]",
         "Find a conversation", ("history", "chats"), screen="picker:open_conversations",
         keys="ctrl+o",
     ),
@@ -87,44 +88,50 @@ _CONVERSATIONS = (
     ),
     Command(
         "continue", actions.resume_last,
-        "go on with a stopped answer; else open the last conversation", "",
+        "continue a stopped answer; else open the last conversation", "",
         "Continue", ("resume",)
     ),
 )  # fmt: skip
 _TURNS = (
     Command(
         "retry", actions.retry,
-        "answer the last question again, by another model if one is named", "[MODEL]",
+        "answer the last question again, optionally with another model", "[MODEL]",
         "Retry the last answer", ("regenerate",)
     ),
     Command(
-        "more", partial(actions.on_last, "more"), "go on with an answer that was stopped or cut",
-        palette="Go on with the answer"
+        "more", partial(actions.on_last, "more"), "continue an answer that was stopped or cut",
+        palette="Continue the answer"
     ),
+)  # fmt: skip
+_VERSIONS = (
     Command(
         "earlier", partial(actions.on_last, "version"),
-        "show the version before of the last answer",
-        palette="Show the earlier version of the answer",
+        "show the previous version of the last answer",
+        palette="Show the previous version of the answer",
+    ),
+    Command(
+        "compare", compare, "show two versions of the last answer side by side", "[NUMBER]",
+        "Compare two answers", screen="dialogs:open_comparison",
     ),
     Command(
         "edit", partial(actions.on_last, "edit"),
-        "change the last question; the old one stays beside it",
+        "change the last question; the old version is kept",
         palette="Edit the last question"
     ),
     Command(
         "branch", partial(actions.on_last, "branch"),
-        "go on in a conversation of its own, with all that was said",
+        "continue in a separate conversation with the same messages",
         palette="Branch here"
     ),
 )  # fmt: skip
 _TEXTS = (
     Command(
-        "drop", actions.drop, "remove the last question, where it has no answer",
+        "drop", actions.drop, "remove the last question if it has no answer",
         palette="Remove the last question"
     ),
     Command(
-        "compact", actions.compact, "leave out the oldest messages once not all fit the context",
-        "[off]", "Compact the conversation",
+        "compact", actions.compact, "have the model sum up the messages and use that as context",
+        "[WHAT]", "Compact the conversation",
     ),
     Command(
         "copy", actions.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]",
@@ -132,31 +139,37 @@ _TEXTS = (
     ),
     Command(
         "save", actions.save,
-        "write the conversation to a file: Markdown or JSON (/save! overwrites)",
-        "FILE.md|.json", insist=partial(actions.save, mode="w")
+        "write the conversation to a file: Markdown, HTML or JSON (/save! overwrites)",
+        "FILE.md|.html|.json", insist=partial(actions.save, mode="w")
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
     Command(
-        "import", actions.import_from, "read a conversation that /save wrote as JSON", "FILE"
+        "import", actions.import_from,
+        "import conversations from JSON: of /save, ChatGPT or Open WebUI", "FILE"
     ),
 )  # fmt: skip
 _QUESTION = (
     Command(
         "attach", actions.attach,
-        "send a file or a folder along with the next question (- takes back)", "FILE"
+        "attach a file or a folder to the next question (- removes it)", "FILE"
     ),
     Command(
         "run", actions.run_shell,
-        "send what a command prints along with the next question; !COMMAND does too", "COMMAND",
-        screen="beside:run_beside",
+        "attach a command's output to the next question, like !COMMAND", "COMMAND",
+        screen="background_work:run_in_background",
+    ),
+    Command("prompt", actions.use_prompt, "use a saved prompt, or list them", "[NAME]"),
+    Command(
+        "save-prompt", actions.save_prompt,
+        "save a prompt under a name: a text, or the last question", "NAME [TEXT]"
     ),
     Command(
-        "asked", None, "search what was asked before, in any conversation, and ask it again",
-        "[WORDS]", "Earlier questions", screen="picking:open_asked", plain=False, keys="ctrl+r",
+        "asked", None, "search earlier questions of all conversations and ask one again",
+        "[WORDS]", "Earlier questions", screen="picking:open_questions", plain=False, keys="ctrl+r",
     ),
     Command(
         "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor",
-        screen="beside:open_editor", plain=False, keys="ctrl+g",
+        screen="background_work:open_editor", plain=False, keys="ctrl+g",
     ),
 )  # fmt: skip
 _MODEL = (
@@ -169,31 +182,37 @@ _MODEL = (
         "Show the models"
     ),
     Command(
+        "own", actions.own, "load the model in this chat instead of using the server",
+        palette="Load the model in this chat"
+    ),
+    Command(
         "tools", actions.switch_tools,
-        "let the model ask for tools of the programs in config.toml; each call needs your yes",
+        "let the model call tools of the programs in config.toml; each call needs your approval",
         "[on [NAME]|off]", "Tools", plain=False,
     ),
     Command(
-        "sampling", actions.set_sampling, "how answers are drawn: temperature, top_p, seed …",
+        "sampling", actions.set_sampling, "show or set the sampling: temperature, top_p, seed …",
         "[NAME VALUE]", "Sampling"
     ),
 )  # fmt: skip
 _SCREENS = (
     Command(
-        "models", None, "what would fit this machine, what is on its disk; pull, use and remove",
+        "models", None, "show models that fit and installed models; pull, use and remove them",
         "", "Models", screen="models:open_models", plain=False, keys="f4",
     ),
     Command(
-        "glass", None, "show or hide what a token costs and where the time went", "",
-        "What a token costs", screen="dialogs:open_glass", plain=False, keys="f3",
+        "glass", None, "show or hide the cost of a token and where the time went", "",
+        "Cost of a token", screen="dialogs:open_glass", plain=False, keys="f3",
     ),
     Command(
         "help", _help, "show all commands and keys", "", "Keys and commands", ("?",),
         screen="dialogs:open_help", keys="f1",
     ),
-    Command("quit", actions.leave, "leave; everything is kept", aliases=("exit", "q")),
+    Command("quit", actions.leave, "quit; everything is saved", aliases=("exit", "q")),
 )  # fmt: skip
-COMMANDS = (*_CONVERSATIONS, *_TURNS, *_TEXTS, *_QUESTION, *_MODEL, *_SCREENS)
+COMMANDS = (
+    *_CONVERSATIONS, *_TURNS, *_VERSIONS, *_TEXTS, *_QUESTION, *_MODEL, *_SCREENS,
+)  # fmt: skip
 _NAMES: dict[str, Command] = {}
 for _command in COMMANDS:
     for _name in (_command.name, *_command.aliases):
@@ -208,11 +227,11 @@ def _key_of(command: Command) -> Key:
 
 ALL_KEYS = (*KEYS, *(_key_of(command) for command in COMMANDS if command.keys))
 
-# A word, so that a path like /etc/hosts is a question and not a command.
+# Only one word, so that a path like /etc/hosts is a question and not a command.
 _COMMAND = re.compile(r"/([a-z?-]+!?)(?:[ \t]+(.*))?$", re.DOTALL | re.IGNORECASE)
 
 
-# A word at once: "! dear" and "!?" are no commands.
+# The command starts right after the "!": "! dear" and "!?" are not commands.
 _SHELL = re.compile(r"![^\s!?.]")
 
 
@@ -240,6 +259,8 @@ async def submit(chat: ChatController, text: str) -> None:
     elif chat.answering:
         chat.queued = text  # sent when the answer in progress ends
         chat.face.changed()
+    elif chat.recent_of(text):
+        await actions.resume(chat, chat.recent_of(text))
     elif text or chat.attached:
         await chat.send(question(text))
 
@@ -287,7 +308,7 @@ def offered(typed: str) -> list[Command]:
     return first + [c for c in found if c not in first]
 
 
-# A title, and keys or commands with what each does.
+# A title, and rows of a key or command with its effect.
 HelpSection: TypeAlias = tuple[str, Sequence[tuple[str, str]]]
 
 
@@ -316,4 +337,4 @@ def _key_section(title: str, *owners: str) -> HelpSection:
 def section_text(section: HelpSection) -> str:
     title, entries = section
     width = max(len(how) for how, _ in entries)
-    return "\n".join([title, *(f"  {how.ljust(width)}  {what}" for how, what in entries)])
+    return "\n".join([title, *(f"  {how.ljust(width)}  {help_text}" for how, help_text in entries)])

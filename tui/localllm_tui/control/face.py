@@ -1,14 +1,17 @@
-"""What a chat asks of whatever shows it: the screen, the lines, the page above a terminal's
-input."""
+"""The interface of the chat's user interfaces: the full screen, the line chat and the inline
+chat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
+
+# The answer to an approval; "" rejects the action.
+Allowed: TypeAlias = Literal["", "once", "always"]
 
 
 class Face(Protocol):
@@ -24,7 +27,7 @@ class Face(Protocol):
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         """Show what is no part of the conversation."""
 
-    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
+    async def show_error(self, error: LocalLLMError, next_steps: str = "") -> None:
         """Show an error; `next_steps`: what the user can do now."""
 
     def notify(
@@ -39,7 +42,7 @@ class Face(Protocol):
         """Show a short message that is no part of the conversation."""
 
     def changed(self, *, recount: bool = False) -> None:
-        """Something about the chat is different; `recount`: what was counted of the conversation no
+        """Redraw after a change of the chat. With `recount`, the token count of the conversation is no
         longer holds."""
         return
 
@@ -50,12 +53,13 @@ class Face(Protocol):
     async def redraw(self) -> None:
         """Show the branch that the session shows now."""
 
-    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
+    async def show_question(self, turn: StoredMessage, *, edited: bool) -> None:
         """Show a new question; `edited`: the turn is another version of an earlier one."""
         return
 
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
-        """Make what shows an answer as it comes; `again`: in place of what follows its question."""
+        """Create the view of a streaming answer. With `again`, it replaces the turns after its
+        question."""
 
     async def end_answer(
         self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
@@ -70,17 +74,24 @@ class Face(Protocol):
         """Submit a question that waited for the answer, if it is still what is typed."""
         return
 
-    async def approve(self, about: str, *said: str) -> bool:
-        """Ask the user whether what is `said` may be done; `about` names it."""
+    async def approve(self, about: str, *said: str, tool: bool = False) -> Allowed:
+        """Ask the user to approve the action described by `said`; `about` is its title.
+
+        `tool`: the user may allow all later calls of this tool ("always").
+        """
 
     def edit(self, turn: StoredMessage) -> None:
         """Let the user change the text of `turn`."""
 
-    def copy(self, text: str, what: str) -> None:
+    async def write(self, text: str) -> None:
+        """Put `text` into the input."""
+
+    def copy(self, text: str, label: str) -> None:
         """Put `text` on the clipboard, and show a message about it."""
 
-    def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
-        """Run `what` in parallel with the conversation, replacing earlier work of the same `group`.
+    def run_in_background(self, label: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
+        """Run `label` in parallel with the conversation, replacing earlier work of the same
+        `group`.
 
         Only a face with a full screen needs to implement this.
         """

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from functools import partial
+
 from rich.cells import cell_len
 
 BAR_CELLS = 10
 TITLE_CHARS = 60
 _EIGHTHS = "▏▎▍▌▋▊▉"
+_GAP = " · "
+# Enough for combining characters and joined emoji, which take no cells of their own.
+_CHARS_PER_CELL = 16
 
 
 def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
@@ -26,25 +32,34 @@ def elide(text: str, cells: int) -> str:
     """`text` in at most `cells` terminal cells, with … in place of the rest."""
     if cell_len(text) <= cells:
         return text
-    while text and cell_len(text) > cells - 1:
-        text = text[:-1]
-    if cells > 0:
-        return text + "…"
-    return ""
+    if cells <= 0:
+        return ""
+    begin = text[: _CHARS_PER_CELL * (cells + 1)]
+    fits = bisect_right(range(len(begin)), cells - 1, key=partial(_cells_of_first, begin))
+    return begin[: max(0, fits - 1)] + "…"
+
+
+def _cells_of_first(text: str, n: int) -> int:
+    return cell_len(text[:n])
 
 
 def fitted(hints: str, cells: int) -> str:
     """Hints in at most `cells` terminal cells: those before the last go first, whole."""
-    parts = hints.split(" · ")
-    while len(parts) > 1 and cell_len(" · ".join(parts)) > cells:
-        del parts[-2]
-    return elide(" · ".join(parts), cells)
+    *parts, last = hints.split(_GAP)
+    free = cells - cell_len(last)
+    kept: list[str] = []
+    for part in parts:
+        free -= cell_len(part + _GAP)
+        if free < 0:
+            break
+        kept.append(part)
+    return elide(_GAP.join([*kept, last]), cells)
 
 
 def in_lines(hints: str, cells: int) -> str:
-    """Hints in lines of at most `cells` terminal cells, each of them whole."""
+    """Format hints in lines of at most `cells` terminal cells, without splitting a hint."""
     lines: list[str] = []
-    for hint in hints.split(" · "):
+    for hint in hints.split(_GAP):
         if lines and cell_len(f"{lines[-1]} · {hint}") <= cells:
             lines[-1] += f" · {hint}"
         else:
@@ -64,11 +79,11 @@ def ago(seconds: float) -> str:
     return f"{minutes // (24 * 60)} days ago"
 
 
-def how_many(n: int, what: str) -> str:
+def how_many(n: int, noun: str) -> str:
     """ "1 message", "2 messages"."""
     if n == 1:
-        return f"{n} {what}"
-    return f"{n} {what}s"
+        return f"{n} {noun}"
+    return f"{n} {noun}s"
 
 
 def title_of(text: str) -> str:

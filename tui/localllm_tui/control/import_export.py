@@ -1,15 +1,22 @@
-"""Conversations as files: Markdown and JSON out, the JSON in."""
+"""Conversations as files: Markdown and JSON out; the JSON, and exports of other programs, in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from localllm import paths
+from localllm.conversation import stored_rows
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
+from localllm.foreign_json import JsonPart, MalformedError, parse
+from localllm_tui.control import foreign_exports
+from localllm_tui.control.foreign_exports import ForeignConversation
+from localllm_tui.control.formatting import how_many
 from localllm_tui.control.session import Session
 
 FORMAT = "localllm-conversation"
@@ -17,7 +24,7 @@ FORMAT_VERSION = 1
 
 
 def to_json(session: Session) -> str:
-    """All branches, as `store` takes them back."""
+    """Return all branches in the format that `import_file` reads."""
     turns = sorted([*session.all_turns.values(), *session.systems], key=attrgetter("id"))
     conversation = {
         "format": FORMAT,
@@ -94,47 +101,118 @@ def _folded(title: str, *parts: str) -> str:
     return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])
 
 
-_ROLES = ("system", "user", "assistant")
-_KNOWN = "known is the JSON of /save"
+_MOST_BYTES = 256 << 20
+_MOST_VALUES = 20_000_000
+# The most names of unreadable parts in a note.
+_NAMED = 3
+_KNOWN = (
+    "JSON files of /save, conversations.json of ChatGPT and exports of Open WebUI can be imported"
+)
 
 
-def store(history: History, path: Path, model: str) -> str:
-    """Store the conversation of a file in the history as a new one. Returns its id.
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The ids of the imported conversations, newest first, and the parts that can't be read."""
+
+    ids: list[str]
+    skipped: list[str]
+
+    def note(self, path: Path) -> str:
+        """What was imported from `path`, in a line."""
+        text = f"imported {how_many(len(self.ids), 'conversation')} from {path}; /list shows them"
+        if len(self.ids) == 1:
+            text = f"imported from {path}; /list shows it too"
+        if not self.skipped:
+            return text
+        named = "; ".join(self.skipped[:_NAMED])
+        more = len(self.skipped) - _NAMED
+        if more > 0:
+            named += f"; and {more:,} more"
+        return f"{text}\nleft out, because it can't be read: {named}"
+
+
+def import_file(history: History, path: Path, model: str) -> Imported:
+    """Store the conversations of a file in the history: one of /save, or an export of another
+    program.
 
     `model`: the model if the file does not name one. Raises UsageError if the file can't be read or
     contains no conversation.
     """
     try:
-        found = json.loads(path.expanduser().read_text(encoding="utf-8-sig"))
-    except OSError as e:
-        raise UsageError(f"{path} can't be read: {e.strerror or e}") from e
-    except ValueError as e:
-        raise UsageError(f"{path} is not JSON: {e}", hint=_KNOWN) from e
+        found = parse(_contents(path), most_chars=_MOST_BYTES, most_values=_MOST_VALUES)
+    except MalformedError as e:
+        raise UsageError(f"{path} is not a conversation: {e.message}", hint=_KNOWN) from e
+    read = [*foreign_exports.conversations(found)]
+    if not read:
+        return Imported([_store(history, found, path, model)], [])
+    skipped: list[str] = []
+    stored: list[tuple[float, str]] = []
+    for one in read:
+        if isinstance(one, str):
+            skipped.append(one)
+            continue
+        skipped += one.skipped
+        if one.turns:
+            latest_s = max(turn.created_s for turn in one.turns)
+            stored.append((latest_s, _store_foreign(history, one, model)))
+    if not stored:
+        reason = skipped[0] if skipped else "no message has text"
+        raise UsageError(f"{path} has no conversation: {reason}", hint=_KNOWN)
+    return Imported([conv_id for _, conv_id in sorted(stored, reverse=True)], skipped)
+
+
+def _store_foreign(history: History, found: ForeignConversation, model: str) -> str:
+    conv_id = history.create(found.title, found.model or model)
+    places = history.add(conv_id, found.turns)
+    if places.get(found.head):
+        history.set_head(conv_id, places[found.head])
+    return conv_id
+
+
+def _store(history: History, found: JsonPart, path: Path, model: str) -> str:
+    """Store the conversation of a file of /save. Returns its id."""
     try:
-        if found["format"] != FORMAT or int(found["version"]) > FORMAT_VERSION:
-            raise ValueError(f"{found['format']} of version {found['version']}")
-        turns = [_turn(message) for message in found["messages"]]
-        head = int(found.get("head") or 0)
-        title = str(found.get("title") or "Untitled")
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise UsageError(f"{path} is no conversation ({type(e).__name__}: {e})", hint=_KNOWN) from e
-    conv_id = history.create(title, str(found.get("model") or model))
+        version = found.get("version").count()
+        if found.get("format").text() != FORMAT or version is None or version > FORMAT_VERSION:
+            raise MalformedError(f"its format is not {FORMAT} of version {FORMAT_VERSION}")
+        turns = [_turn(message) for message in found.get("messages").items()]
+        head = found.get("head").count() or 0
+        title = found.get("title").text() or "Untitled"
+        model = found.get("model").text() or model
+    except MalformedError as e:
+        raise UsageError(f"{path} is not a conversation: {e.message}", hint=_KNOWN) from e
+    conv_id = history.create(title, model)
     places = history.add(conv_id, turns)
     if places.get(head):
         history.set_head(conv_id, places[head])
     return conv_id
 
 
-def _turn(message: Mapping[str, Any]) -> StoredMessage:
-    if message["role"] not in _ROLES:
-        raise ValueError(f"a message has the role {message['role']!r}")
+def _contents(path: Path) -> bytes:
+    """The bytes of a file. Raises UsageError if it can't be read or is too large."""
+    file = path.expanduser()
+    try:
+        return paths.file_bytes(file, _MOST_BYTES)
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise UsageError(f"{path} can't be read: {reason}", hint=_KNOWN) from e
+
+
+def _turn(message: JsonPart) -> StoredMessage:
+    role = message.get("role")
+    if role.value not in stored_rows.ROLES:
+        raise role.wrong(" or ".join(stored_rows.ROLES))
+    number = message.get("id").count()
+    if number is None:
+        raise message.get("id").wrong("a number")
+    complete = message.get("complete").value
     return StoredMessage(
-        int(message["id"]),
-        message["role"],
-        str(message["content"]),
-        message.get("reasoning"),
-        dict(message.get("meta") or {}),
-        bool(message.get("complete", True)),
-        float(message.get("created_s") or 0),
-        int(message.get("parent") or 0),
+        number,
+        role.text(),
+        message.get("content").text(),
+        message.get("reasoning").text() or None,
+        stored_rows.meta(message.get("meta").cleaned()),
+        complete is None or bool(complete),
+        stored_rows.number(message.get("created_s").value),
+        message.get("parent").count() or 0,
     )

@@ -15,13 +15,13 @@ PURPOSE_WORDS = {
     "autocomplete": "autocomplete",
     "long": "long documents",
 }
-# Tokens; 0 is the purpose's own.
+# Tokens; 0 means the purpose's default.
 CONTEXTS = (0, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
-# GB; 0 is what the machine has.
+# GB; 0 means the machine's memory.
 MEMORIES_GB = (0, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-# Seconds until an answer begins; 0 is however long.
+# Seconds until an answer starts; 0 means no limit.
 WAITS_S = (0, 1, 2, 5, 10, 30, 60)
-# In addition to this machine; any other can be typed.
+# Machines offered in addition to this one; any other can be typed.
 MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 128GB", "DGX Spark")
 
 
@@ -99,7 +99,7 @@ class PullProgress:
     left_s: float | None = None
 
 
-def unheard(_: object) -> None:
+def ignore_part(_: object) -> None:
     """Ignore the parts of an answer: a callback of callers that wait for all of it."""
 
 
@@ -108,24 +108,25 @@ class ModelService(Protocol):
     raise LocalLLMError."""
 
     def plan(
-        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = ignore_part
     ) -> PlanList:
-        """All models that fit; `on_choice` gets each as it is planned, before any is ranked."""
+        """Return all models that fit. `on_choice` receives each planned model before the
+        ranking."""
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         """The arithmetic of one plan, line by line."""
 
     def on_disk(self) -> Sequence[InstalledModel]:
-        """All installed models, those of other programs too."""
+        """Return all installed models, including those of other programs."""
 
     def fit(self, model: InstalledModel) -> str:
         """Memory and speed of loading it here, in a sentence."""
 
     def remove(self, model: InstalledModel) -> int:
-        """Remove its files; returns the bytes freed."""
+        """Remove the model's files. Returns the freed bytes."""
 
-    def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
-        """Download a model, resuming an earlier try; returns its name here. An exception of `told`
+    def pull(self, ref: str, on_progress: Callable[[PullProgress], None]) -> str:
+        """Download a model, resuming an earlier try; returns its name here. An exception of `on_progress`
         ends it."""
 
 
@@ -170,6 +171,10 @@ class ChatEngine(Protocol):
     def where(self) -> str:
         """Its address in short form, for display; "" for the chat's own engine."""
 
+    @property
+    def ours(self) -> bool:
+        """True if it is the user's own `localllm serve`, or the chat's own engine."""
+
     def start(self) -> None:
         """Begin to load, in a thread; once is enough."""
 
@@ -177,7 +182,7 @@ class ChatEngine(Protocol):
 
 
 def is_here(engine: ChatEngine) -> bool:
-    """Whether the engine runs on this machine."""
+    """True if the engine runs on this machine."""
     host = urlsplit(engine.base_url).hostname or ""
     return bool(engine.unix_socket) or host in ("localhost", "::1") or host.startswith("127.")
 

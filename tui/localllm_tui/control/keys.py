@@ -14,7 +14,7 @@ from localllm.errors import UsageError
 # The user's current activity, which decides the key hints.
 KeyContext: TypeAlias = Literal[
     "writing", "editing", "answering", "choosing", "finding", "selecting", "found", "help",
-    "filing", "asked", "commands", "models", "on disk", "approving",
+    "filing", "asked", "commands", "models", "on disk", "approving", "approving a tool",
 ]  # fmt: skip
 
 
@@ -81,13 +81,13 @@ def label_of(keys: str) -> str:
 
 
 def remap(table: Mapping[str, object], keys_of_all: Sequence[Key]) -> None:
-    """Take keys from config.toml's table: names as `Key.id` has them. Raises UsageError for an
-    unknown name, for a key that is no text, and for a key with two actions in one place."""
+    """Apply the table [chat_keys] of config.toml, whose names are `Key.id`s. Raises UsageError for
+    an unknown name, for a value that is not text, and for a key with two actions in one place."""
     known = [*dict.fromkeys(key.id for key in keys_of_all if key.id)]
     for name, keys in table.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`localllm config keys` lists them"
+            closest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {closest[0]}?" if closest else "`localllm config keys` lists them"
             raise UsageError(f"[chat_keys] of config.toml has an unknown name: {name}", hint=hint)
         if not isinstance(keys, str) or not keys.strip():
             raise UsageError(
@@ -128,27 +128,27 @@ APPROVAL = "approval"
 _WRITING = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
-        hints={"writing": "sends", "commands": "runs",
-        "editing": "asks again, the old version is kept"},
+        hints={"writing": "sends", "commands": "runs", "filing": "attaches",
+        "editing": "asks again; the old version is kept"},
     ),
     Key(
         COMPOSER, "ctrl+j,shift+enter,alt+enter,ctrl+enter", "Ctrl+J, Shift+Enter", "newline",
-        "new line (Shift+Enter where the terminal tells it apart)",
+        "new line (Shift+Enter if the terminal reports it)",
         hints={"writing": "new line"},
     ),
     Key(COMPOSER, "up", "↑↓, Up, Down", "earlier", "in an empty input: earlier questions", caught=True,
-    hints={"commands": "chooses"}),
+    hints={"commands": "chooses", "filing": "chooses"}),
     Key(COMPOSER, "down", "Down", "later", caught=True),
 )  # fmt: skip
 _INPUT = (
     Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y",
-    help="take back what was typed or pasted; bring it again"),
+    help="undo and redo of typing and pasting"),
     Key(COMPOSER, "pageup", "PageUp, PageDown", "screen.scroll_transcript(-1)", "scroll the conversation"),
     Key(COMPOSER, "pagedown", "PageDown", "screen.scroll_transcript(1)"),
     Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True,
     hints={"commands": "completes"}),
-    Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along",
-    caught=True),
+    Key(COMPOSER, "at", "@", help="at the beginning of a word: a file to attach"),
+    Key(COMPOSER, "escape", "Esc", "close_list", caught=True, hints={"filing": "closes"}),
 )  # fmt: skip
 _CHAT = (
     Key(
@@ -164,7 +164,7 @@ _CHAT = (
 )  # fmt: skip
 _FIRST_RUN = (
     Key(CHAT, "f5", "F5, F6, F7", "pull(1)",
-    "on the first run: pull one of the models named, then use it", priority=True),
+    "on the first run: pull one of the listed models, then go on with it", priority=True),
     Key(CHAT, "f6", "F6", "pull(2)", priority=True),
     Key(CHAT, "f7", "F7", "pull(3)", priority=True),
 )  # fmt: skip
@@ -175,40 +175,40 @@ _APP = (
         priority=True
     ),
     Key(APP, "ctrl+d", "Ctrl+D", "end_of_input", "in an empty input: quit", priority=True),
-    Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; what was typed is kept for next time",
+    Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; the draft is kept for next time",
     priority=True),
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),
 )  # fmt: skip
 _SELECTING = (
     Key(
-        TURN, "up", "Up, Down", "select(-1)", "the turn before, the turn after"
+        TURN, "up", "Up, Down", "select(-1)", "the previous turn, the next turn"
     ),
     Key(TURN, "down", "Down", "select(1)"),
     Key(
-        TURN, "n", "N", "screen.turn('found', 1)", "after Ctrl+F: the next hit; Shift+N: the one before",
+        TURN, "n", "N", "screen.turn('found', 1)", "after Ctrl+F: the next hit; Shift+N: the previous one",
         hints={"found": "next"},
     ),
     Key(TURN, "N", "Shift+N", "screen.turn('found', -1)", hints={"found": "the one before"}),
 )  # fmt: skip
 _ANSWERS = (
     Key(
-        TURN, "e,enter", "E", "screen.turn('edit')", "change it, beside what there is",
+        TURN, "e,enter", "E", "screen.turn('edit')", "change it; the old version is kept",
         hints={"selecting": "edit"}
     ),
     Key(TURN, "r", "R", "screen.turn('again')", "another answer", hints={"selecting": "again"}),
-    Key(TURN, "g", "G", "screen.turn('more')", "go on with a stopped answer"),
+    Key(TURN, "g", "G", "screen.turn('more')", "continue a stopped answer"),
     Key(TURN, "c", "C", "screen.turn('copy')", "copy it",
     hints={"selecting": "copy", "found": "copy"}),
 )  # fmt: skip
 _COPYING = (
-    Key(TURN, "1", "1 to 9", "screen.turn('code', 1)", "copy its code block of that number"),
+    Key(TURN, "1", "1 to 9", "screen.turn('code', 1)", "copy its code block with that number"),
     *(Key(TURN, str(n), str(n), f"screen.turn('code', {n})") for n in range(2, 10)),
     Key(
-        TURN, "b", "B", "screen.turn('branch')", "a conversation of its own up to here",
+        TURN, "b", "B", "screen.turn('branch')", "a separate conversation up to here",
         hints={"selecting": "branch"}
     ),
     Key(
-        TURN, "d,delete", "D", "screen.turn('remove')", "twice: remove it, and what follows it",
+        TURN, "d,delete", "D", "screen.turn('remove')", "twice: remove it and the turns after it",
         hints={"selecting": "delete"},
     ),
 )  # fmt: skip
@@ -218,13 +218,15 @@ _VERSIONS = (
         hints={"selecting": "version"}
     ),
     Key(TURN, "right", "Right", "screen.turn('version', 1)"),
-    Key(TURN, "t", "T", "screen.turn('thinking')", "show or hide its thinking"),
+    Key(TURN, "t", "T", "screen.turn('thinking')", "show or hide its thinking and tool results"),
     Key(TURN, "escape,q,i", "Esc", "unselect",
     hints={"selecting": "back", "found": "back"}),
 )  # fmt: skip
 _APPROVING = (
-    Key(APPROVAL, "y", "Y", "yes", hints={"approving": "runs it"}),
-    Key(APPROVAL, "n,escape,q", "N", "no", hints={"approving": "does not"}),
+    Key(APPROVAL, "y", "Y", "yes", hints={"approving": "runs it", "approving a tool": "runs it"}),
+    Key(APPROVAL, "a", "A", "always", hints={"approving a tool": "always, until /tools off"}),
+    Key(APPROVAL, "n,escape,q", "N", "no",
+    hints={"approving": "does not", "approving a tool": "does not"}),
 )  # fmt: skip
 _PLANNING = (
     Key(MODELS, "enter", "Enter",
@@ -236,26 +238,26 @@ _PLANNING = (
     ),
     Key(MODELS, "right_square_bracket,right", "Right", "step('context', 1)"),
     Key(MODELS, "p", "P", "next('purpose')", "the next purpose (Tab goes to every slider)"),
-    Key(MODELS, "t", "T", "next('wait')", "how long one may wait for an answer"),
+    Key(MODELS, "t", "T", "next('wait')", "the longest wait for an answer"),
 )  # fmt: skip
 _MACHINE = (
-    Key(MODELS, "g", "G", "next('memory')", "plan as if there were so much memory"),
+    Key(MODELS, "g", "G", "next('memory')", "plan with another memory size"),
     Key(MODELS, "m", "M", "ask('machine')", "another machine, by its name",
     hints={"models": "machine"}),
     Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={"models": "why"}),
     Key(
-        MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
+        MODELS, "d", "D", "disk", "the installed models and their owners",
         hints={"models": "disk", "on disk": "plans"},
     ),
 )  # fmt: skip
 _MODELS = (
-    Key(MODELS, "f,slash", "F", "ask('filter')", "only models with these words",
+    Key(MODELS, "f,slash", "F", "ask('filter')", "show only models with these words",
     hints={"models": "filter"}),
-    Key(MODELS, "o", "O", "sort", "another order: best, speed, memory",
+    Key(MODELS, "o", "O", "sort", "sort by best, speed or memory",
     hints={"models": "sort"}),
-    Key(MODELS, "s", "S", "stop", "stop a download; pulling again goes on where it was"),
+    Key(MODELS, "s", "S", "stop", "stop a download; pulling again continues it"),
     Key(
-        MODELS, "delete,ctrl+x", "Delete", "remove", "on this disk, twice: remove a model's files",
+        MODELS, "delete,ctrl+x", "Delete", "remove", "in the list of installed models, twice: remove a model's files",
         hints={"on disk": "removes"},
     ),
     Key(MODELS, "escape,q", "Esc", "close",
@@ -268,10 +270,10 @@ _SLIDERS = (
 _PANELS = (
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={"help": "closes"}),
     Key(FILES, "enter", "Enter",
-    hints={"filing": "sends it along", "asked": "brings it back"}),
+    hints={"asked": "brings it back"}),
     Key(FILES, "up", "↑↓, Up, Down", hints={"asked": "newer, older"}),
     Key(FILES, "escape", "Esc", "close",
-    hints={"filing": "closes", "asked": "closes"}),
+    hints={"asked": "closes"}),
 )  # fmt: skip
 _PICKING = (
     Key(PICKER, "enter", "Enter",

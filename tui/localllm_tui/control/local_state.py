@@ -10,19 +10,18 @@ from pathlib import Path
 
 from localllm import paths
 
-# More windows than this share the last place.
+# Further windows share the last place.
 _WINDOWS = 64
 
 
 class Drafts:
-    """Drafts under `folder`, by conversation id (None: the one that has not begun).
+    """Drafts under `folder`, by conversation id (None: a new conversation).
 
-    Windows open at the same time have their own drafts: each takes the first free place, and holds
-    it by a lock until `close` or the end of its process. Drafts of a closed window go to the next
-    one. A disk that refuses is
-    ignored: losing a draft must never stop the chat. Nor may saving slow a key: replacing a file
-    may take a tenth of a second while an engine writes its cache, so a thread writes, and only the
-    newest text.
+    Windows open at the same time have their own drafts: each window locks the first free file until
+    `close` or the end of its process. Drafts of a closed window go to the next one. A disk that
+    refuses is ignored: losing a draft must never stop the chat. Nor may saving slow a key:
+    replacing a file may take a tenth of a second while an engine writes its cache, so a thread
+    writes, and only the newest text.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,10 +31,10 @@ class Drafts:
         self._place = 1
         self._held: sqlite3.Connection | None = None
         for place in range(1, _WINDOWS + 1):
-            held = self._take(place)
-            if held is not None:
+            taken = self._take(place)
+            if taken is not None:
                 self._place = place
-                self._held = held
+                self._held = taken
                 break
 
     def load(self, conv_id: str | None) -> str:
@@ -44,7 +43,7 @@ class Drafts:
         try:
             if not file.exists():
                 self._inherit(conv_id, file)
-            return file.read_text(encoding="utf-8")
+            return paths.file_text(file)
         except (OSError, UnicodeDecodeError):
             return ""
 
@@ -83,11 +82,11 @@ class Drafts:
             left = self._file(conv_id, place)
             if place == self._place or not left.exists():
                 continue
-            held = self._take(place)
-            if held is not None:
+            taken = self._take(place)
+            if taken is not None:
                 with suppress(OSError):
                     os.replace(left, file)
-                held.close()
+                taken.close()
                 return
 
     def _take(self, place: int) -> sqlite3.Connection | None:
@@ -95,9 +94,9 @@ class Drafts:
         every system. None if another window has the place, or if the disk fails."""
         with ExitStack() as opened, suppress(OSError, sqlite3.Error):
             locks = paths.private_dir(self.folder.with_name(self.folder.name + ".open"))
-            held = sqlite3.connect(locks / str(place), timeout=0, isolation_level=None)
-            opened.callback(held.close)
-            held.execute("BEGIN EXCLUSIVE")
+            taken = sqlite3.connect(locks / str(place), timeout=0, isolation_level=None)
+            opened.callback(taken.close)
+            taken.execute("BEGIN EXCLUSIVE")
             opened.pop_all()
-            return held
+            return taken
         return None

@@ -14,9 +14,11 @@ from rich.cells import cell_len
 from localllm.errors import ContextLengthError, UsageError
 from localllm.formatting import byte_size, span
 from localllm_tui.control.attachments import (
-    check_room,
-    is_image,
+    check_fits_context,
+    is_media,
+    is_sound,
     read_files,
+    sound_length,
     with_files,
 )
 from localllm_tui.control.client import ChatClient
@@ -37,10 +39,12 @@ class AnswerMeter:
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._deltas = 0
-        # when the first progress came, and the tokens it told
+        # the time and the tokens of the first progress report
         self._reading: tuple[float, int] | None = None
         self.prompt_tokens = 0
         self.left_out = 0  # messages that the server left out to make the conversation fit
+        # The tool that was called repeatedly with the same result, and how often.
+        self.identical_calls = ""
         self.usage: AnswerUsage | None = None
 
     def delta(self) -> None:
@@ -55,15 +59,18 @@ class AnswerMeter:
         self.prompt_tokens = total
         now = self._now()
         if self._reading is None:
-            self._reading = (now, done)  # the cache had these tokens: they were not read
+            self._reading = (
+                now,
+                done,
+            )  # these tokens came from the cache, so they were not prefilled
         begun_s, begun = self._reading
-        said = f"reading the prompt… {done:,} of {total:,} tokens"
+        words = f"reading the prompt… {done:,} of {total:,} tokens"
         took_s = now - begun_s
         if done <= begun or took_s <= 0:
-            return said
+            return words
         rate = (done - begun) / took_s
         left_s = (total - done) / rate
-        return f"{said} · {rate:,.0f} tok/s · {span(took_s)}, {span(left_s)} left"
+        return f"{words} · {rate:,.0f} tok/s · {span(took_s)}, {span(left_s)} left"
 
     @property
     def took_s(self) -> float:
@@ -72,7 +79,7 @@ class AnswerMeter:
 
     @property
     def tokens(self) -> int:
-        if self.usage:
+        if self.usage and self.usage.completion:
             return self.usage.completion
         return self._deltas
 
@@ -96,7 +103,9 @@ class AnswerMeter:
     @property
     def used(self) -> int:
         """Context in use: the prompt (once its length is known) and the generated tokens."""
-        prompt = self.usage.prompt if self.usage else self.prompt_tokens
+        prompt = self.prompt_tokens
+        if self.usage and self.usage.prompt:
+            prompt = self.usage.prompt
         if prompt:
             return prompt + self.tokens
         return 0
@@ -106,14 +115,17 @@ class AnswerMeter:
         meta: dict[str, Any] = {}
         if self.left_out:
             meta["left_out"] = self.left_out
+        if self.identical_calls:
+            meta["identical_calls"] = self.identical_calls
         if self.ttft_s is not None:
             meta["ttft_s"] = round(self.ttft_s, 4)
         if self.tok_s is not None:
             meta["tok_s"] = round(self.tok_s, 2)
         if self.used:
-            usage = self.usage or AnswerUsage(self.prompt_tokens, self._deltas)
-            meta |= {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}
-            if self.usage:
+            usage = self.usage or AnswerUsage(self.prompt_tokens)
+            prompt = usage.prompt or self.prompt_tokens
+            meta |= {"prompt_tokens": prompt, "completion_tokens": self.tokens}
+            if usage.cached is not None:
                 meta["cached_tokens"] = usage.cached
         return meta
 
@@ -127,12 +139,12 @@ def status_text(
     model = one_line(model)
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
         parts = [*_figures(used, n_ctx, meta, words, cells)]
-        room = width - sum(cell_len(part) + len(_GAP) for part in parts)
-        if room >= min(cell_len(model), least):
-            return _GAP.join([elide(model, room), *parts])
-    while parts and room < 8:
-        room += cell_len(parts.pop()) + len(_GAP)
-    return elide(_GAP.join([elide(model, max(room, 1)), *parts]), width)
+        model_width = width - sum(cell_len(part) + len(_GAP) for part in parts)
+        if model_width >= min(cell_len(model), least):
+            return _GAP.join([elide(model, model_width), *parts])
+    while parts and model_width < 8:
+        model_width += cell_len(parts.pop()) + len(_GAP)
+    return elide(_GAP.join([elide(model, max(model_width, 1)), *parts]), width)
 
 
 # The names of the figures: in words, and short ones for a narrow line.
@@ -147,12 +159,12 @@ def _figures(
     if "tok_s" in meta:
         yield f"{meta['tok_s']:.1f} tok/s"
     if n_ctx:
-        said = f"{context} {used:,}/{n_ctx:,}"
+        figure = f"{context} {used:,}/{n_ctx:,}"
         if bar_cells:
-            said += f" {bar(used, n_ctx, bar_cells)}"
+            figure += f" {bar(used, n_ctx, bar_cells)}"
         if words:
-            said += f" {min(999, round(100 * used / n_ctx))}%"
-        yield said
+            figure += f" {min(999, round(100 * used / n_ctx))}%"
+        yield figure
     elif used:
         yield f"{context} {used:,}"
     if "ttft_s" in meta:
@@ -168,48 +180,48 @@ def cost_words(tokens: int | None, n_ctx: int | None) -> str:
     if tokens is None:
         return ""
     if n_ctx is None:
-        return f"{tokens:,} tokens in all"
+        return f"{tokens:,} tokens in total"
     if tokens >= n_ctx:
         return f"{tokens:,} of {n_ctx:,} tokens: too long"
-    return f"{tokens:,} of {n_ctx:,} tokens in all"
+    return f"{tokens:,} of {n_ctx:,} tokens in total"
 
 
 async def check_fits(
     client: ChatClient,
     model: str,
     n_ctx: int | None,
-    would_send: Callable[[bool], Sequence[Mapping[str, str]]],
+    messages_for: Callable[[bool], Sequence[Mapping[str, str]]],
     *,
     compacts: bool,
 ) -> None:
     """Raise ContextLengthError before a question is sent that the server would reject for its
     length.
 
-    The user can then change it. `would_send` returns the messages to send. With True it omits
+    The user can then change it. `messages_for` returns the messages to send. With True it omits
     earlier turns, which the server may do with `compacts`. If the server can't count tokens, the
     check is skipped.
     """
     if n_ctx is None:
         return
-    messages = would_send(compacts)
+    messages = messages_for(compacts)
     if sum(len(m["content"].encode("utf-8", "replace")) for m in messages) < n_ctx // 2:
-        return  # a token is a byte at least, and no template doubles a conversation
+        return  # a token has at least one byte, and no template doubles a conversation
     tokens = await client.count(model, messages)
     if tokens is None or tokens < n_ctx:
         return
     question_tokens: int | None = tokens
     if not compacts:
-        question_tokens = await client.count(model, would_send(True))
+        question_tokens = await client.count(model, messages_for(True))
     if question_tokens is not None and question_tokens >= n_ctx:
         raise ContextLengthError(
-            f"this question alone is {question_tokens:,} tokens, and the context is {n_ctx:,}: "
-            "it was not sent",
+            f"it was not sent: the question alone has {question_tokens:,} tokens, but the "
+            f"context has {n_ctx:,}",
             hint="shorten it, or start the chat with a larger --context",
         )
     raise ContextLengthError(
-        f"with what was said before, this is {tokens:,} tokens, and the context is {n_ctx:,}: "
-        "it was not sent",
-        hint="shorten it, or let the oldest messages be left out: Ctrl+P, Compact the conversation",
+        f"it was not sent: with the earlier messages it has {tokens:,} tokens, but the context "
+        f"has {n_ctx:,}",
+        hint="shorten it, or replace the earlier messages by a summary: Ctrl+P, Compact the conversation",
     )
 
 
@@ -221,20 +233,25 @@ async def file_cost(
     fit with any tokenizer."""
     try:
         files, _ = await asyncio.to_thread(read_files, path)
-        check_room(files, n_ctx)
+        check_fits_context(files, n_ctx)
     except ContextLengthError:
         return f"too long: {byte_size(sum(len(text.encode()) for _, text in files))}", False
     except UsageError as e:
-        said = e.message
+        words = e.message
         for begun in (f"{path.name} is ", f"{path} has ", f"{path} ", "a "):
-            said = said.removeprefix(begun)
-        return said.split(",")[0].split(" (")[0], False
-    asked = [{"role": "user", "content": with_files("", files)}]
-    tokens, why_not = await client.counted(model, asked)
-    if why_not and is_image(files[0][1]):
+            words = words.removeprefix(begun)
+        return words.split(",")[0].split(" (")[0], False
+    question = [{"role": "user", "content": with_files("", files)}]
+    tokens, why_not = await client.counted(model, question)
+    attachment = files[0][1]
+    if why_not and is_media(attachment):
         return why_not.rpartition(": ")[2], False
+    length = ""
+    if is_sound(attachment):
+        length = await asyncio.to_thread(sound_length, attachment)
     if tokens is None:
-        return "", True
+        return length, True
     if n_ctx is None or tokens < n_ctx:
-        return f"{tokens:,} tokens", True
+        cost = f"{tokens:,} tokens"
+        return f"{length}, {cost}" if length else cost, True
     return f"too long: {tokens:,} tokens", False

@@ -40,6 +40,7 @@ class Pull:
     error: LocalLLMError | None = None
     ended: bool = False
     announced: bool = False  # its end
+    goes_on: bool = False  # the chat goes on with this model when it is installed
     stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -49,21 +50,21 @@ class Pull:
     @property
     def next_steps(self) -> str:
         """The next steps after it has ended."""
-        if self.done:
+        if self.done and not self.goes_on:
             return f": /model {self.name} uses it"
         if self.error is not None:
-            return "; /models goes on"
+            return "; /models resumes it"
         return ""
 
     def words(self) -> str:
         if self.done:
-            return f"{self.ref} is here"
+            return f"{self.ref} is installed"
         if self.error is not None:
             return f"{self.ref}: {self.error.message}"
         now = self.now
         if self.ended:
             at = byte_size(now.done_bytes)
-            return f"{self.ref} stopped at {at}: pulling it again goes on there"
+            return f"{self.ref} stopped at {at}: pulling it again continues from there"
         words = f"{now.phase} {self.ref}"
         if now.total_bytes:
             share = now.done_bytes / now.total_bytes
@@ -86,7 +87,7 @@ class Pulls(dict[str, Pull]):
         return [p for p in self.values() if not p.ended]
 
     def newly_ended(self) -> list[Pull]:
-        """Those that have ended since this was asked last."""
+        """Return the downloads that ended since the last call."""
         ended = [p for p in self.values() if p.ended and not p.announced]
         for pull in ended:
             pull.announced = True
@@ -125,7 +126,7 @@ class Pulls(dict[str, Pull]):
     def _run(self, pull: Pull) -> None:
         def report(progress: PullProgress) -> None:
             if pull.stopping.is_set():
-                raise asyncio.CancelledError  # no error that a retry is for
+                raise asyncio.CancelledError  # a retry can't fix this error
             pull.now = progress
 
         try:
@@ -141,8 +142,8 @@ class Pulls(dict[str, Pull]):
             pull.ended = True
 
 
-_MOST_NAME = 34
-_LEAST_NAME = 8
+_MAX_NAME = 34
+_MIN_NAME = 8
 _FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
 
 
@@ -177,7 +178,7 @@ PLAN_COLUMNS = (
     Column("of usable", 10, 92),
     Column("context", 8, 92),
     Column("tok/s", 9, 0),
-    Column("wait", 8, 50),
+    Column("answer in", 9, 50),
 )
 DISK_COLUMNS = (Column("quant", 10, 0), Column("size", 8, 0), Column(" kept by", 18, 60))
 
@@ -195,7 +196,7 @@ def plan_texts(choice: PlanChoice) -> dict[str, str]:
         "of usable": bar(needed, max(1, limit)),
         "context": context_words(plan["n_ctx"]),
         "tok/s": f"{_rate(speed['low'])}–{_rate(speed['high'])}",
-        "wait": span(choice.wait_s),
+        "answer in": span(choice.wait_s),
     }
 
 
@@ -213,7 +214,7 @@ def list_line(columns: Sequence[Column], width: int, name: str, texts: Mapping[s
     the heads of the columns."""
     shown = [column for column in columns if width >= column.from_width]
     taken = sum(column.cells + 1 for column in shown)
-    cells = 2 + min(_MOST_NAME, max(_LEAST_NAME, width - 2 - taken))
+    cells = 2 + min(_MAX_NAME, max(_MIN_NAME, width - 2 - taken))
     name = elide(name, cells)
     line = name + " " * (cells - cell_len(name))
     for column in shown:
@@ -222,7 +223,13 @@ def list_line(columns: Sequence[Column], width: int, name: str, texts: Mapping[s
 
 
 def _points(plan: Mapping[str, Any]) -> str:
-    return str(round(plan["quality"]["points"]))  # never "-0"
+    """The quality in points, or a word: nobody needs to decode a negative figure or a guess."""
+    quality = plan["quality"]
+    if not quality.get("rated", True):
+        return "unrated"
+    if round(quality["points"]) < 0:
+        return "weak"
+    return str(round(quality["points"]))  # never "-0"
 
 
 # Orders of the plans: the planner's own, the fastest first, the smallest first.
@@ -261,9 +268,9 @@ def plan_details(
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> Iterator[str]:
     """The lines about a model's files on this disk."""
-    kept = f"kept by {model.owner}; not removed from here"
+    kept = f"owned by {model.owner}; it can't be removed here"
     if model.ours:
-        kept = f"kept by {model.owner}; Delete twice removes them"
+        kept = f"owned by {model.owner}; Delete twice removes them"
     for line in (fit, model.path, kept):
         yield from textwrap.wrap(printable(line), max(20, width))
 
@@ -277,14 +284,25 @@ def _rate(tok_s: float) -> str:
 FIRST_RUN_KEYS = ("F5", "F6", "F7")
 _ALL_MODELS = "  F4  all models, with what each needs and why"
 STARTER = (
-    "This is the starter model: 135 million parameters in 98 MB, bundled so that there is "
-    "something to talk to at once. "
-    "It shows how everything works, and is a toy: it often gets things wrong."
+    "This is the starter model: 135 million parameters in 98 MB, bundled for a first chat "
+    "without a download. It is a toy that shows how everything works, and it is often wrong."
 )
 
 
-_OFFERED = "Worth having on this machine; one key pulls one, while you chat on:"
-_GUESSED = "By an assumed speed (`localllm device --measure` finds it). One key pulls one:"
+_OFFERED = (
+    "Models for this machine. One key downloads one while you chat; the chat then goes on with it:"
+)
+_GUESSED = (
+    "Models for this machine, if its memory is as fast as assumed (`localllm device --measure` "
+    "measures it). One key downloads one while you chat; the chat then goes on with it:"
+)
+# The connection for which a download's time is given: 50 Mbit/s.
+_LINK_BYTES_S = 6_250_000
+
+
+def _is_unmeasured(choice: PlanChoice) -> bool:
+    """True if the quality of a model is a rank that was guessed by its size."""
+    return not choice.plan["quality"].get("rated", True)
 
 
 @dataclass(slots=True)
@@ -308,12 +326,13 @@ class FirstRun:
 
     @property
     def best(self) -> list[PlanChoice]:
-        """The best plans that are not the starter, one for each key."""
+        """The best plans that are not the starter, one for each key: measured models first."""
         larger = []
         for choice in self.choices or ():
             model = choice.ref.partition(":")[0]
             if not self.starter.startswith(model):
                 larger.append(choice)
+        larger.sort(key=_is_unmeasured)  # the order is otherwise kept
         return larger[: len(FIRST_RUN_KEYS)]
 
     def lines(self) -> list[str]:
@@ -332,8 +351,12 @@ class FirstRun:
         pull = self.pulls.get(choice.ref)
         if pull is None:
             speed = choice.plan["decode_tok_s"]
-            size = byte_size(choice.plan["variant"]["bytes"])
-            return f"{choice.title}: {size}, {speed['low']:.0f} to {speed['high']:.0f} tok/s"
+            size_bytes = choice.plan["variant"]["bytes"]
+            minutes = max(1, round(size_bytes / _LINK_BYTES_S / 60))
+            return (
+                f"{choice.title}: {byte_size(size_bytes)} ({minutes:,} min at 50 Mbit/s), "
+                f"{speed['low']:.0f} to {speed['high']:.0f} tok/s"
+            )
         if pull.done:
-            return f"{choice.plan['name']} is here: {key} uses it"
+            return f"{choice.plan['name']} is installed: {key} uses it"
         return pull.words()

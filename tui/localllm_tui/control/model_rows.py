@@ -33,7 +33,7 @@ class ModelRow:
         return all(word in text for word in words)
 
 
-_NOTHING_YET = PlanList("", (), complete=False)
+_NO_PLANS = PlanList("", (), complete=False)
 
 
 @dataclass(slots=True)
@@ -42,19 +42,20 @@ class ModelRows:
 
     pulls: Pulls
     current: str = ""
-    planned: PlanList = _NOTHING_YET
+    planned: PlanList = _NO_PLANS
     disk: Sequence[InstalledModel] | None = None
     shows_disk: bool = False
     order: str = "best"
 
     @property
     def of_files(self) -> bool:
-        """Whether the rows are files on this disk: asked for, or all that is known yet."""
+        """True if the rows are installed models: by the user's choice, or because nothing is
+        planned yet."""
         return self.shows_disk or not (self.planned.complete or self.planned.choices)
 
     @property
     def ordered(self) -> list[PlanChoice]:
-        """The model in use first, then in the order that was asked for."""
+        """Return the model in use first, then the others in the chosen order."""
         return sorted([*self.planned.choices, *self.planned.too_slow], key=self._place)
 
     def _place(self, choice: PlanChoice) -> tuple[bool, bool, float]:
@@ -92,7 +93,7 @@ class ModelRows:
         return model.name != self.current
 
     def _plan_rows(self, width: int) -> Iterator[ModelRow]:
-        # another quant, or a model that others beat: no plan has it
+        # another quant, or a model that others beat, is in no plan
         used = next((m for m in self.disk or () if m.name == self.current), None)
         if used is not None and not any(self._in_use(o) for o in self.ordered):
             texts = {"quant": used.quant, "memory": byte_size(used.size_bytes)}
@@ -118,21 +119,33 @@ class ModelRows:
         if self.shows_disk:
             return self._disk_summary()
         if self.of_files:
-            return f"{self._disk_summary()} · planning what else fits …"
+            return f"{self._disk_summary()} · planning other models …"
         planned = self.planned
         if not planned.complete:
             return f"{len(planned.choices)} fit so far · planning the others …"
         counts = [f"{len(planned.choices)} fit"]
         counts += [f"{n} {why}" for why, n in planned.left_out.items()]
         if planned.too_slow:
-            counts.append(f"{len(planned.too_slow)} answer too late")
-        said = f"{', '.join(counts)} · {planned.machine}"
+            counts.append(f"{len(planned.too_slow)} answer too slowly")
+        summary = f"{', '.join(counts)} · {planned.machine}"
         if self.order == "best":
-            return said
-        return f"by {self.order} · {said}"
+            return summary
+        return f"by {self.order} · {summary}"
 
     def _disk_summary(self) -> str:
         if self.disk is None:
             return "looking …"
         size = sum(model.size_bytes for model in self.disk)
         return f"{len(self.disk)} on this disk, {byte_size(size)}"
+
+
+def wait_words(seconds: int) -> str:
+    return f"at most {seconds} s" if seconds else "any time"
+
+
+def machine_words(machine: str) -> str:
+    return machine or "this one"
+
+
+def memory_words(size_gb: int) -> str:
+    return f"{size_gb} GB" if size_gb else "as it has"

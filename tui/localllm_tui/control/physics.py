@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.foreign_json import JsonPart, MalformedError
 from localllm.formatting import gb, mb
 from localllm_tui.control.formatting import bar
 from localllm_tui.control.stream_events import (
@@ -37,26 +38,11 @@ class ModelPhysics:
     bandwidth_basis: str = ""
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
+    def of(cls, answer: Mapping[str, Any]) -> ModelPhysics | None:
         """Parse the server's JSON; None if it is missing or different."""
         try:
-            weights = said["weights"]
-            plan = said["decode_tok_s"]
-            points = tuple((int(depth), int(read)) for depth, read in said["kv_read_bytes"])
-            planned = (float(plan["value"]), float(plan["low"]), float(plan["high"]))
-            return cls(
-                float(said["bandwidth_gbps"]),
-                int(weights["dense_bytes"]),
-                int(weights["routed_bytes"]),
-                points,
-                planned,
-                str(said.get("kv_type", "")),
-                str(said.get("quant", "")),
-                said.get("memory") or {},
-                float(said.get("power", 1.0)),
-                str(said.get("bandwidth_basis", "")),
-            )
-        except (KeyError, TypeError, ValueError):
+            return _physics(JsonPart(answer, "physics"))
+        except MalformedError:
             return None
 
     def kv_bytes(self, depth: float) -> float:
@@ -77,18 +63,56 @@ class ModelPhysics:
         return self.bandwidth_gbps * 1e9 / max(1.0, self.token_bytes(depth))
 
 
+def _physics(said: JsonPart) -> ModelPhysics:
+    """Raises MalformedError if a required figure is missing."""
+    weights = said.get("weights")
+    plan = said.get("decode_tok_s")
+    points = tuple(_point(pair) for pair in said.get("kv_read_bytes").items())
+    planned = (_required(plan, "value"), _required(plan, "low"), _required(plan, "high"))
+    power = said.get("power").number()
+    return ModelPhysics(
+        _required(said, "bandwidth_gbps"),
+        int(_required(weights, "dense_bytes")),
+        int(_required(weights, "routed_bytes")),
+        points,
+        planned,
+        said.get("kv_type").text(),
+        said.get("quant").text(),
+        said.get("memory").members(),
+        1.0 if power is None else power,
+        said.get("bandwidth_basis").text(),
+    )
+
+
+def _point(pair: JsonPart) -> tuple[int, int]:
+    depth, read, *rest = [*(part.count() for part in pair.items()), None, None]
+    if depth is None or read is None or len(rest) != 2:
+        raise pair.wrong("a pair of counts")
+    return depth, read
+
+
+def _required(table: JsonPart, name: str) -> float:
+    found = table.get(name).number()
+    if found is None or found < 0:
+        raise table.get(name).wrong("a figure")
+    return float(found)
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerSpeed:
     """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as
     they arrive, None: measured).
 
-    `coming`: it is still streaming. For a stopped answer the server sends no timings."""
+    `coming`: it is still streaming. For a stopped answer the server sends no timings. `ttft_s` and
+    `took_s` are by the chat's clock: until the first token, and until the last."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
     cache_miss: str = ""
     live: float | None = None
     coming: bool = False
+    ttft_s: float | None = None
+    took_s: float | None = None
 
     @property
     def depth(self) -> float:
@@ -149,16 +173,36 @@ def panel_lines(
     """The panel's lines; `loading`: how far the model is that will have figures."""
     if loading:
         return textwrap.wrap(
-            f"Still {printable(loading)}: what a token costs is known then.", PANEL_WIDTH
+            f"Still {printable(loading)}. The cost of a token is known after that.", PANEL_WIDTH
         )
     if physics is None:
-        return ["This server does not say what", "a token costs it."]
+        return [*_by_our_clock(speed), "This server does not report", "the cost of a token."]
     speed = speed or AnswerSpeed()
     blocks = [_answer(physics, speed), _bandwidth(physics, speed), _token(physics, speed)]
     blocks += [_prompt(speed), _time(speed), _memory(physics.memory)]
     texts = ["\n".join(lines) for lines in blocks]
     joined = "\n\n".join(text for text in texts if text)
     return [line[:PANEL_WIDTH] for line in joined.split("\n")]
+
+
+def _by_our_clock(speed: AnswerSpeed | None) -> Iterator[str]:
+    """An answer of a server that sends no figures of its machine: only measured and reported
+    figures."""
+    if speed is None or speed.ttft_s is None:
+        return
+    yield "THIS ANSWER, by the chat's clock"
+    if speed.tok_s is not None:
+        yield f"  speed        {speed.tok_s:>8.1f} tok/s"
+    yield f"  first token  {speed.ttft_s:>8.2f} s"
+    if speed.took_s is not None:
+        name = "so far" if speed.coming else "whole answer"
+        yield f"  {name:<12} {speed.took_s:>8.2f} s"
+    yield ""
+    if speed.usage.prompt and not speed.coming:
+        yield f"PROMPT {speed.usage.prompt:,} tokens"
+        if speed.usage.cached is not None:
+            yield f"  {speed.usage.cached:,} from cache"
+        yield ""
 
 
 def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
@@ -179,10 +223,10 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
     yield f"  planned  {planned:>8.1f}  ({low:.0f} to {high:.0f})"
     as_planned = rate is None or low <= rate <= high
     if physics.bandwidth_basis == "assumed" and not as_planned:
-        yield "  the plan assumes a bandwidth:"
-        yield "  `localllm device --measure` finds it"
+        yield "  the plan's bandwidth is assumed:"
+        yield "  `localllm device --measure` measures it"
     if physics.power < 1:
-        yield f"  paced to {physics.power:>8.0%} of the time"
+        yield f"  power    {physics.power:>8.0%} of the time"
 
 
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
@@ -194,7 +238,7 @@ def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> Iterator[str]:
     else:
         digits = 0 if achieved >= 10 else 1
         yield f"BANDWIDTH {achieved:.{digits}f} of {roof:,.{digits}f} GB/s: {achieved / roof:.0%}"
-        used_mbps = round(min(achieved, roof) * 1e3)  # drafts and caches may go beyond the roof
+        used_mbps = round(min(achieved, roof) * 1e3)  # drafts and caches may exceed the roof
         yield f"  {bar(used_mbps, max(1, round(roof * 1e3)), PANEL_WIDTH - 2)}"
     yield f"  roof     {physics.limit_tok_s(speed.depth):>8.1f} tok/s undrafted"
 
@@ -218,22 +262,25 @@ def _prompt(speed: AnswerSpeed) -> Iterator[str]:
     usage = speed.usage
     if speed.live is not None or speed.coming or not usage.prompt:
         return
-    yield f"PROMPT {usage.cached:,} of {usage.prompt:,} from cache"
-    yield f"  {bar(usage.cached, usage.prompt, PANEL_WIDTH - 2)}"
+    if usage.cached is None:
+        yield f"PROMPT {usage.prompt:,} tokens"
+    else:
+        yield f"PROMPT {usage.cached:,} of {usage.prompt:,} from cache"
+        yield f"  {bar(usage.cached, usage.prompt, PANEL_WIDTH - 2)}"
     if took.prefill_s > 0 and took.prefilled > 1:
         yield f"  the rest at {took.prefilled / took.prefill_s:,.0f} tok/s"
     if speed.cache_miss:
-        said = printable(f"not more: {speed.cache_miss}")
-        yield textwrap.fill(said, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")
+        note = printable(f"not more: {speed.cache_miss}")
+        yield textwrap.fill(note, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")
 
 
 def _time(speed: AnswerSpeed) -> Iterator[str]:
     took = speed.timings
     yield "TIME"
     if speed.live is not None and not speed.coming:
-        yield "  not told of a stopped answer"
+        yield "  not known for a stopped answer"
     elif speed.coming or not speed.usage.prompt:
-        yield "  told once the answer is complete"
+        yield "  known when the answer is complete"
     else:
         drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
         yield f"  queued   {took.queued_s:>7.2f} s  {drawn[0]}"
@@ -244,12 +291,15 @@ def _time(speed: AnswerSpeed) -> Iterator[str]:
 
 
 def _memory(needs: Mapping[str, Any]) -> Iterator[str]:
-    total = float(needs.get("total_bytes") or 0)
-    limit = float(needs.get("limit_bytes") or 0)
+    def size(name: str) -> float:
+        return max(0.0, JsonPart(needs).get(name).number() or 0.0)
+
+    total = size("total_bytes")
+    limit = size("limit_bytes")
     if not total:
         return
-    weights = float(needs.get("weights_bytes") or 0)
-    kv = float(needs.get("kv_bytes") or 0)
+    weights = size("weights_bytes")
+    kv = size("kv_bytes")
     if limit:
         yield f"MEMORY {memory_size(total)} of {memory_size(limit)}"
         yield f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.errors import UsageError
 
-# What /sampling sets, with the least and the most of each.
+# The parameters of /sampling with their minimum and maximum.
 _KNOWN: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -18,7 +18,12 @@ _KNOWN: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
 }
 _INTEGERS = ("top_k", "seed", "max_tokens")
-_HEAT = ((0.0, "always the likeliest word"), (0.35, "steady"), (0.75, "balanced"), (1.1, "varied"))
+_HEAT = (
+    (0.0, "always the most likely token"),
+    (0.35, "steady"),
+    (0.75, "balanced"),
+    (1.1, "varied"),
+)
 
 
 def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
@@ -27,21 +32,21 @@ def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     Returns "" if there are no settings.
     """
     now = {**own, **chosen}
-    said = []
+    parts = []
     heat = now.get("temperature")
     if isinstance(heat, (int, float)):
         how = next((words for most, words in _HEAT if heat <= most), "wild")
-        said.append(f"{how} (temperature {heat:g})")
-    said += [
+        parts.append(f"{how} (temperature {heat:g})")
+    parts += [
         f"{name} {chosen[name]:g}"
         for name in ("top_p", "top_k", "min_p", "repeat_penalty")
         if name in chosen
     ]
     if "seed" in chosen:
-        said.append(f"repeatable (seed {chosen['seed']})")
+        parts.append(f"repeatable (seed {chosen['seed']})")
     if "max_tokens" in chosen:
-        said.append(f"at most {chosen['max_tokens']:,} tokens")
-    return ", ".join(said)
+        parts.append(f"at most {chosen['max_tokens']:,} tokens")
+    return ", ".join(parts)
 
 
 def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
     name, _, value = text.replace("=", " ").partition(" ")
     if name not in _KNOWN:
         raise UsageError(
-            f"/sampling {name} is not known", hint=f"one of: {', '.join(_KNOWN)}; - takes all back"
+            f"/sampling {name} is unknown", hint=f"one of: {', '.join(_KNOWN)}; - resets all"
         )
     least, most = _KNOWN[name]
     try:
@@ -62,6 +67,6 @@ def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
             raise ValueError
     except ValueError:
         raise UsageError(
-            f"{name} is a number from {least:g} to {most:g}, not {value.strip()!r}"
+            f"{name} must be a number from {least:g} to {most:g}, not {value.strip()!r}"
         ) from None
     return {**chosen, name: number}

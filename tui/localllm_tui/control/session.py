@@ -10,9 +10,24 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.conversation.history import History, HistoryError, StoredMessage, TurnGoneError
+from localllm.conversation.summary import Summary
 from localllm.errors import NotFoundError, UsageError
 from localllm_tui.control.attachments import files_of, typed_in, with_files
 from localllm_tui.control.formatting import title_of
+
+# Members of a turn's metadata that belong to compaction.
+_OF_COMPACTION = {"compact", "summary", "summary_tokens"}
+
+
+def after_summary(
+    turns: Sequence[StoredMessage],
+) -> tuple[Summary | None, Sequence[StoredMessage]]:
+    """The newest summary, and the turns after the turn that has it; without a summary, all turns."""
+    for i in range(len(turns) - 1, -1, -1):
+        summary = Summary.from_json(turns[i].meta.get("summary", ""))
+        if summary is not None:
+            return summary, turns[i + 1 :]
+    return None, turns
 
 
 class Session:
@@ -36,7 +51,7 @@ class Session:
         self.model = model
         self.now = now
         self.copied = False  # continued in a copy, because another window removed the parent turn
-        self.beside = False  # another window has added turns since these were read
+        self.changed_elsewhere = False  # another window has added turns since these were read
         self._system = system or ""
         self._forget()
         if conv_id is not None:
@@ -49,14 +64,16 @@ class Session:
 
     def _forget(self) -> None:
         """Become an empty conversation."""
-        self.id: str | None = None  # in the history; None before anything was said
+        self.id: str | None = None  # in the history; None before the first message
         self.title = ""
         self.titled = 0  # who made the title: ConversationSummary
         self._empty()
 
     def _empty(self) -> None:
         self.all_turns: dict[int, StoredMessage] = {}
-        self._after: dict[int, list[int]] = {}  # the versions of what follows a turn, oldest first
+        self._after: dict[
+            int, list[int]
+        ] = {}  # the next turns of each turn, by parent, oldest version first
         self.turns: list[StoredMessage] = []
         self.systems: list[StoredMessage] = []
 
@@ -104,8 +121,11 @@ class Session:
 
     @property
     def used_tokens(self) -> int:
-        """Context in use after the last answer whose tokens the server counted (0: no such answer)."""
+        """Context in use after the last answer whose tokens the server counted (0: no such
+        answer)."""
         for turn in reversed(self.turns):
+            if "summary_tokens" in turn.meta:
+                return int(turn.meta["summary_tokens"])
             if turn.role == "assistant" and "prompt_tokens" in turn.meta:
                 prompt = int(turn.meta["prompt_tokens"] or 0)
                 return prompt + int(turn.meta.get("completion_tokens") or 0)
@@ -113,7 +133,7 @@ class Session:
 
     @property
     def counted(self) -> bool:
-        """Whether `used_tokens` is what the server counted for all that would be sent now."""
+        """True if `used_tokens` is the server's count of all messages that would be sent now."""
         turns = self.sent_turns
         if not turns:
             return True
@@ -127,15 +147,15 @@ class Session:
 
     @property
     def compacts(self) -> bool:
-        """Whether compaction is on: then a request that is too long is sent without the oldest
+        """True if compaction is on. A request that is too long is then sent without the oldest
         messages. They remain in the conversation."""
         return any(t.meta.get("compact") for t in self.all_turns.values())
 
     def set_compacts(self, on: bool) -> None:
-        """Allow or forbid compaction in this conversation. Raises UsageError if there is no
-        question yet."""
-        for turn in [t for t in self.all_turns.values() if t.meta.get("compact")]:
-            meta = {k: v for k, v in turn.meta.items() if k != "compact"}
+        """Allow or forbid compaction in this conversation; to forbid it also forgets the summaries.
+        Raises UsageError if there is no question yet."""
+        for turn in [t for t in self.all_turns.values() if _OF_COMPACTION & t.meta.keys()]:
+            meta = {k: v for k, v in turn.meta.items() if k not in _OF_COMPACTION}
             self.rewrite(replace(turn, meta=meta))
         if on:
             first = next((t for t in self.turns if t.role == "user"), None) or self.last_question
@@ -194,7 +214,7 @@ class Session:
         question."""
         old = self.last_question
         if not self.unanswered:
-            raise UsageError("the last question was answered", hint="/edit asks it differently")
+            raise UsageError("the last question has an answer", hint="/edit changes it")
         self.remove(old)
 
     def remove(self, turn: StoredMessage) -> None:
@@ -220,7 +240,7 @@ class Session:
         old = self.last_question
         if self.unanswered:
             failed = replace(old, meta={**old.meta, "failed": True})
-            self._remember(failed)  # what is sent next must not wait for the disk
+            self._remember(failed)  # the next request must not wait for the disk
             with suppress(HistoryError):
                 self.rewrite(failed)
 
@@ -235,13 +255,16 @@ class Session:
         roles. Failed questions are left out, so that one that is too long does not affect later
         ones.
         """
-        turns = self.sent_turns
+        turns: Sequence[StoredMessage] = self.sent_turns
         if last is not None:
             before = self._before(instead or last)
             turns = [*(t for t in turns if t.id in before), last]
         messages: list[dict[str, str]] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
+        summary, turns = after_summary(turns)
+        if summary is not None:
+            messages.append({"role": "user", "content": summary.message()})
         for turn in turns:
             if not turn.content.strip():
                 continue
@@ -257,23 +280,23 @@ class Session:
             del ids[ids.index(turn.id) :]
         return set(ids)
 
-    def would_send(
+    def messages_for(
         self,
         text: str,
         attached: Sequence[tuple[str, str]] = (),
         *,
         instead: StoredMessage | None = None,
-        alone: bool = False,
+        without_history: bool = False,
     ) -> list[dict[str, str]]:
         """The messages of a request with this question; `instead`: as a version of this question;
-        `alone`: without the earlier turns."""
+        `without_history`: without the earlier turns."""
         files = ""
         if instead is not None:
             files, _ = files_of(instead)
-        asked = StoredMessage(0, "user", with_files(text, attached, files))
-        if alone and self.turns:
-            return self.context(asked, self.turns[0])
-        return self.context(asked, instead)
+        question = StoredMessage(0, "user", with_files(text, attached, files))
+        if without_history and self.turns:
+            return self.context(question, self.turns[0])
+        return self.context(question, instead)
 
     @property
     def sent_turns(self) -> list[StoredMessage]:
@@ -288,8 +311,7 @@ class Session:
 
     @staticmethod
     def unfinished(turn: StoredMessage) -> bool:
-        """Whether a turn is an answer that did not come to its end by itself, or was changed
-        since."""
+        """True if a turn is an answer that was interrupted, or that the user changed."""
         if turn.role != "assistant" or not turn.content.strip():
             return False
         stopped_itself = turn.complete and turn.meta.get("finish_reason") == "stop"
@@ -313,7 +335,8 @@ class Session:
         return versions.index(turn.id) + 1, len(versions)
 
     def branch_off(self, turn: StoredMessage) -> Session:
-        """A new conversation with all turns up to `turn`; this one stays as it is."""
+        """Return a new conversation with all turns up to `turn`. This conversation does not
+        change."""
         upto = self._before(turn) | {turn.id}
         conv_id = self.history.create(self._branch_title(), self.model)
         self.history.add(conv_id, [*self.systems[-1:], *(t for t in self.turns if t.id in upto)])
@@ -323,7 +346,7 @@ class Session:
         return copy
 
     def _branch_title(self) -> str:
-        """A title for a branch that no other conversation has."""
+        """Return a title for a branch that differs from all other titles."""
         taken = {c.title for c in self.history.list(self.title, limit=1000)}
         title = f"{self.title} (branch)"
         n = 1
@@ -342,20 +365,20 @@ class Session:
     @property
     def last_question(self) -> StoredMessage:
         """The newest question. Raises UsageError if there is no question."""
-        asked = next((t for t in reversed(self.turns) if t.role == "user"), None)
-        if asked is None:
-            raise UsageError("nothing was asked yet", hint="type a question and press Enter")
-        return asked
+        question = next((t for t in reversed(self.turns) if t.role == "user"), None)
+        if question is None:
+            raise UsageError("there is no question yet", hint="type a question and press Enter")
+        return question
 
     # -- the tree of turns -------------------------------------------------------------------------
 
     def versions(self, turn: StoredMessage) -> list[StoredMessage]:
-        """The versions of a turn, itself among them, oldest first."""
-        beside = (self.all_turns[n] for n in self._after[turn.parent_id])
-        return [one for one in beside if one.role == turn.role]
+        """Return all versions of a turn, including the turn itself, oldest first."""
+        siblings = (self.all_turns[n] for n in self._after[turn.parent_id])
+        return [one for one in siblings if one.role == turn.role]
 
     def has_followers(self, turn: StoredMessage) -> bool:
-        """Whether any turn follows `turn`, on any branch."""
+        """True if any turn follows `turn`, on any branch."""
         return bool(self._after.get(turn.id))
 
     def show(self, turn_id: int) -> None:
@@ -389,7 +412,7 @@ class Session:
         self.all_turns[n] = turn
         known.append(n)
         if set(self.history.versions(self.id, parent, role)) - set(known):
-            self.beside = True
+            self.changed_elsewhere = True
             self._read(self.id, head=n)
         else:
             self._show_branch(n)
@@ -405,7 +428,7 @@ class Session:
         return places
 
     def rewrite(self, turn: StoredMessage) -> StoredMessage:
-        """Write a changed turn in its place. Raises NotFoundError if another window removed it."""
+        """Write a changed turn. Raises NotFoundError if another window removed it."""
         self.history.update_partial(
             turn.id, turn.content, reasoning=turn.reasoning, meta=turn.meta, complete=turn.complete
         )

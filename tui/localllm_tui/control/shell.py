@@ -13,10 +13,10 @@ from localllm.errors import UsageError
 from localllm_tui.control.terminal import printable
 
 WITHIN_S = 60.0
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 _ENDS_WITHIN_S = 2.0
 _CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-# Programs that would wait for a person, or draw, do neither.
+# Variables that keep programs from waiting for input or drawing.
 _QUIET = {
     "TERM": "dumb",
     "NO_COLOR": "1",
@@ -45,14 +45,14 @@ async def output_of(command: str, within_s: float = WITHIN_S) -> str:
     except (OSError, ValueError) as e:
         raise UsageError(f"the command can't be run: {e}") from e
     assert process.stdout is not None
-    said = bytearray()
+    output = bytearray()
     note = ""
     try:
         async with asyncio.timeout(within_s):
-            while not process.stdout.at_eof() and len(said) <= MOST_BYTES:
-                said += await process.stdout.read(65536)
-            if len(said) > MOST_BYTES:
-                note = f"cut after {MOST_BYTES:,} bytes"
+            while not process.stdout.at_eof() and len(output) <= MAX_BYTES:
+                output += await process.stdout.read(65536)
+            if len(output) > MAX_BYTES:
+                note = f"cut after {MAX_BYTES:,} bytes"
             else:
                 code = await process.wait()
                 note = f"ended with {code}" if code else ""
@@ -60,9 +60,9 @@ async def output_of(command: str, within_s: float = WITHIN_S) -> str:
         note = f"stopped after {within_s:g} s"
     finally:
         _end(process)
-        with suppress(TimeoutError):  # one that left the group may hold the pipe
+        with suppress(TimeoutError):  # a process that left the group may keep the pipe open
             await asyncio.wait_for(process.communicate(), _ENDS_WITHIN_S)
-    text = said[:MOST_BYTES].decode("utf-8", "replace").replace("\r\n", "\n")
+    text = output[:MAX_BYTES].decode("utf-8", "replace").replace("\r\n", "\n")
     text = printable(_CODES.sub("", text)).rstrip()
     if note:
         return f"{text}\n[{note}]" if text else f"[{note}]"

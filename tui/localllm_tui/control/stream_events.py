@@ -8,12 +8,15 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:
-    """Tokens of one request as the server counted them; `cached` prompt tokens came from the prefix
-    cache."""
+    """Tokens of one request as the server counted them (0: not reported).
+
+    `cached`: the prompt tokens that came from the prefix cache; None if the server does not report
+    them.
+    """
 
     prompt: int = 0
     completion: int = 0
-    cached: int = 0
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,15 @@ class MessagesLeftOut:
     """The conversation did not fit: the server left out this many of its oldest messages."""
 
     messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class IdenticalCalls:
+    """The model called the tool `name` so many `times` in a row with the same arguments and the same
+    result."""
+
+    name: str
+    times: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolStarted:
+    """A tool call is allowed and runs."""
+
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
 class ToolResult:
     """A tool call with its result, or why it did not run."""
 
@@ -94,5 +113,13 @@ class ToolResult:
 
 
 StreamEvent: TypeAlias = (
-    TextDelta | PromptProgress | WaitNote | MessagesLeftOut | ToolCall | ToolResult | AnswerDone
+    TextDelta
+    | PromptProgress
+    | WaitNote
+    | MessagesLeftOut
+    | IdenticalCalls
+    | ToolCall
+    | ToolStarted
+    | ToolResult
+    | AnswerDone
 )

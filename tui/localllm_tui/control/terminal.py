@@ -15,12 +15,19 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from localllm.foreign_json import well_formed
 from localllm.plain_output import raw_write
+from localllm_tui.control.formatting import how_many
 
 # C0 (but tab and newline), DEL and C1: a model's text could otherwise move the cursor or write the
 # clipboard. Marks that turn the direction of writing reach beyond the text they are in, over the
 # line of the screen.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Characters without a shape that a copy keeps: zero-width spaces, marks of direction, tags. The
+# joiners of emoji and of Indic and Persian words are not among them.
+_UNSEEN = re.compile(
+    "[\u00ad\u061c\u180e\u200b\u200e\u200f\u2060-\u2064\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 _BREAKS = re.compile("\r\n|[\u2028\u2029]")
 
 # OSC 52, which Textual sends, is not understood by every terminal (Apple's is one): the system's
@@ -47,8 +54,24 @@ def keyboard() -> int | None:
 
 
 def printable(text: str) -> str:
-    """`text` without the control characters a terminal would obey."""
-    return _CONTROLS.sub("", _BREAKS.sub("\n", text))
+    """`text` without the control characters a terminal would obey, and well-formed."""
+    return well_formed(_CONTROLS.sub("", _BREAKS.sub("\n", text)))
+
+
+def copyable(text: str) -> tuple[str, str]:
+    """`text` for the clipboard, and a note for the user; "" if it is all on the screen.
+
+    Control characters are left out: a shell into which the text is pasted would obey them.
+    """
+    clean = printable(text)
+    left_out = len(text.replace("\r\n", "\n")) - len(clean)
+    unseen = len(_UNSEEN.findall(clean))
+    notes = []
+    if left_out:
+        notes.append(f"without {how_many(left_out, 'control character')}")
+    if unseen:
+        notes.append(f"with {how_many(unseen, 'invisible character')}")
+    return clean, ", ".join(notes)
 
 
 def one_line(text: str) -> str:
@@ -60,7 +83,7 @@ def copy_with_tool(text: str) -> bool:
     """Put `text` on the clipboard with a program of the system. Returns False if that fails."""
     for command in _CLIPBOARD_TOOLS:
         with suppress(OSError, subprocess.SubprocessError):
-            # one that is not here is an OSError
+            # a missing program raises OSError
             subprocess.run(
                 command,
                 input=text.encode(),
@@ -79,16 +102,16 @@ def notice(text: str) -> str:
     They are the bell, a notification (OSC 9 of iTerm2, which other terminals adopted), and a new
     window title. The previous title is saved first (XTWINOPS 22).
     """
-    said = one_line(text)
-    return f"\a\x1b]9;{said}\x1b\\\x1b[22;2t\x1b]2;{said}\x1b\\"
+    line = one_line(text)
+    return f"\a\x1b]9;{line}\x1b\\\x1b[22;2t\x1b]2;{line}\x1b\\"
 
 
-NOTICE_SEEN = "\x1b[23;2t"  # the title from before (XTWINOPS 23)
+NOTICE_SEEN = "\x1b[23;2t"  # restores the saved title (XTWINOPS 23)
 
 _BACKGROUND = re.compile(
     r"\x1b\]11;rgba?:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)[^\x07\x1b]*(?:\x07|\x1b\\)"
 )
-# The terminal's answers, and keys that are no letters; and a letter followed by Backspace.
+# Matches the terminal's answers, keys that are not letters, and a letter followed by Backspace.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[P\]].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
 _ERASED = re.compile("[^\x08\x7f][\x08\x7f]")
 _ATTRIBUTES = re.compile(r"\x1b\[\?[\d;]*c")
@@ -120,7 +143,7 @@ class TerminalQuestion:
 
     def __init__(self, question: str) -> None:
         self._fd = -1
-        self._said = b""
+        self._unread = b""
         with suppress(ImportError, OSError, ValueError, AttributeError):
             import termios
             import tty
@@ -148,7 +171,7 @@ class TerminalQuestion:
                     ready, _, _ = select.select([self._fd], [], [], left_s)
                     if not ready:
                         break
-                    self._said += os.read(self._fd, 4096)
+                    self._unread += os.read(self._fd, 4096)
             finally:
                 termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
                 self._fd = -1
@@ -161,7 +184,7 @@ class TerminalQuestion:
 
     @property
     def _text(self) -> str:
-        return self._said.decode("utf-8", "replace")
+        return self._unread.decode("utf-8", "replace")
 
 
 def reflows_lines() -> tuple[bool, str]:
@@ -171,8 +194,8 @@ def reflows_lines() -> tuple[bool, str]:
     xterm truncates the lines instead. The keys were typed while the terminal was asked for its
     version (XTVERSION).
     """
-    said, typed = TerminalQuestion("\x1b[>q").answer()
-    found = _VERSION.search(said)
+    answer, typed = TerminalQuestion("\x1b[>q").answer()
+    found = _VERSION.search(answer)
     if found is not None:
         return not found.group(1).lower().startswith("xterm"), typed
     return any(os.environ.get(name) for name in _REFLOWING) and "STY" not in os.environ, typed
@@ -183,10 +206,10 @@ def ask_background() -> TerminalQuestion:
     return TerminalQuestion("\x1b]11;?\x07")
 
 
-def is_light(said: str) -> bool:
-    """Whether the answer to OSC 11 in `said` is a light colour (its luma is over a half); False if
-    there is no answer."""
-    found = _BACKGROUND.search(said)
+def is_light(answer: str) -> bool:
+    """True if the answer to OSC 11 in `answer` is a light colour (its luma is over a half); False
+    if there is no answer."""
+    found = _BACKGROUND.search(answer)
     if found is None:
         return False
     red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
@@ -223,8 +246,8 @@ def on_signals(
         with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(getattr(signal, name), end, getattr(signal, name))
     with suppress(AttributeError, ValueError):
-        # Not in the handler: the main thread may hold a lock of the screen's. Later: a closed
-        # window's SIGHUP comes with a SIGCONT.
+        # Not in the handler, because the main thread may hold a lock of the screen. Later, because
+        # a closed window's SIGHUP comes with a SIGCONT.
         _wake_only_from_sleep(awake)
 
 

@@ -18,16 +18,16 @@ _ASK = (
     "Give this conversation a title of two to six words. "
     "Answer with the title alone, without quotes."
 )
-_MOST_TOKENS = 24
-_MOST_WORDS = 6
+_MAX_TOKENS = 24
+_MAX_WORDS = 6
 # Shorter words ("of", "the", "in") are common to all conversations.
-_LEAST_LETTERS = 4
+_MIN_LETTERS = 4
 # Letters at a word's beginning that are compared: "rivers" matches "river".
 _COMPARED_LETTERS = 5
 
 
 def wanted(session: Session) -> bool:
-    """Whether to generate a title: there is an answer, and the title is still the first question's
+    """True if to generate a title: there is an answer, and the title is still the first question's
     beginning."""
     return (
         session.id is not None
@@ -46,14 +46,14 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
     try:
         # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels
         # it.
-        sampling = {"max_tokens": _MOST_TOKENS, "temperature": 0}
+        sampling = {"max_tokens": _MAX_TOKENS, "temperature": 0}
         async for event in client.stream(model, messages, sampling=sampling):
             if isinstance(event, TextDelta):
                 text += event.text
         if session.id == conv_id and not session.titled:
             session.rename(clean(text, turns) or session.title, titled=1)
     except LocalLLMError:
-        # here, not on disk: it is asked for again when the conversation is opened again
+        # in memory only: it is requested again when the conversation is opened again
         session.titled = 1
 
 
@@ -67,17 +67,17 @@ def clean(text: str, turns: list[StoredMessage]) -> str | None:
     line = re.sub(r"^(#+|[-*]|title:|\*\*title:?\*\*)\s*", "", line, flags=re.IGNORECASE)
     line = re.sub(r"[*_`\"“”„«»]+", "", line).strip().rstrip(".:;, ")
     words = line.split()
-    if not words or len(line) > TITLE_CHARS or len(words) > _MOST_WORDS or line.endswith("?"):
+    if not words or len(line) > TITLE_CHARS or len(words) > _MAX_WORDS or line.endswith("?"):
         return None
     for turn in turns:
-        said = " ".join(turn.content.split()).lower()
-        if turn.role == "assistant" and said.startswith(line.lower()):
+        turn_text = " ".join(turn.content.split()).lower()
+        if turn.role == "assistant" and turn_text.startswith(line.lower()):
             return None
-    return line if _was_said(line, turns) else None
+    return line if _occurs_in(line, turns) else None
 
 
-def _was_said(title: str, turns: list[StoredMessage]) -> bool:
-    """Whether each longer word of a title, or its beginning, occurs in the conversation."""
-    heard = "\n".join(turn.content for turn in turns).casefold()
-    words = [word for word in re.findall(r"\w+", title.casefold()) if len(word) >= _LEAST_LETTERS]
-    return all(word[:_COMPARED_LETTERS] in heard for word in words)
+def _occurs_in(title: str, turns: list[StoredMessage]) -> bool:
+    """True if each longer word of a title, or its beginning, occurs in the conversation."""
+    conversation_text = "\n".join(turn.content for turn in turns).casefold()
+    words = [word for word in re.findall(r"\w+", title.casefold()) if len(word) >= _MIN_LETTERS]
+    return all(word[:_COMPARED_LETTERS] in conversation_text for word in words)

@@ -12,18 +12,18 @@ from localllm_tui.control.terminal import one_line
 
 
 def welcome(
-    model: str, greeting: str, earlier: Sequence[ConversationSummary], elsewhere: str = ""
+    model: str, greeting: str, earlier: Sequence[ConversationSummary], host: str = ""
 ) -> str:
     """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers,
-    newest first. `elsewhere` is the address of a server that is not on this machine."""
+    newest first. `host` is the address of a server that is not on this machine."""
     name = _plain(one_line(model))
     parts = [f"**localllm** with **{name}** on this machine. Nothing you type leaves it."]
-    if elsewhere:
-        parts = [f"**localllm** with **{name}** at {elsewhere}: what you ask goes there."]
+    if host:
+        parts = [f"**localllm** with **{name}** at {host}. Your questions are sent there."]
     if greeting:
         parts.append(greeting)
     if not earlier:
-        return "\n\n".join([*parts, "Ask anything. F1 shows what else there is."])
+        return "\n\n".join([*parts, "Ask anything. F1 shows all commands."])
     parts.append("Earlier conversations (`/continue` opens the first, `/list` finds any):")
     now = time.time()
     rows = []
@@ -35,42 +35,45 @@ def welcome(
     return "\n\n".join(parts)
 
 
-CONTINUED_ELSEWHERE = (
-    "Another window has removed what this goes on from, so here it goes on in a copy of the "
-    "conversation; /list has both"
+CONTINUED_IN_COPY = (
+    "Another window removed an earlier turn, so this "
+    "conversation continues in a copy; /list shows both"
 )
-CONTINUED_BESIDE = (
-    "Another window has gone on with this conversation too: what was said there stands beside "
-    "this (◂ ▸, F2 selects a turn)"
+CHANGED_ELSEWHERE = (
+    "Another window has continued this conversation too. Its turns are other versions here "
+    "(◂ ▸, F2 selects a turn)"
 )
 
 
 NOT_LOADED = (
-    "What you type is kept. /model shows what else is installed here, /retry asks again once "
-    "that is settled."
+    "Your text is kept. /model shows the other installed models, /retry asks again when the "
+    "cause is fixed."
 )
 
 
-def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
-    """Say how the user can go on after an answer failed; `kept`: part of it is kept, `alone`: no
-    more messages can be left out."""
-    may_compact = isinstance(error, ContextLengthError) and not alone
+def next_steps(error: LocalLLMError, *, kept: bool, without_history: bool) -> str:
+    """Return the user's next steps after an answer failed. `kept`: a part of it is saved.
+    `without_history`: no more messages can be left out."""
+    may_compact = isinstance(error, ContextLengthError) and not without_history
     if kept and may_compact:
         return (
             "The text so far is kept. /compact leaves out the oldest messages and asks again; "
-            "/retry asks again, /edit changes the question, /new starts afresh."
+            "/retry asks again, /edit changes the question, /new starts a new conversation."
         )
     if kept:
         return (
-            "The text so far is kept. /retry asks again, /edit changes the question, "
-            "/new starts afresh."
+            "The text so far is kept. /more continues it, /retry asks again, /edit changes the "
+            "question, /new starts a new conversation."
         )
     if may_compact:
         return (
             "/compact leaves out the oldest messages and asks again; /retry asks again, "
-            "/edit changes the question, /drop removes it, /new starts afresh."
+            "/edit changes the question, /drop removes it, /new starts a new conversation."
         )
-    return "/retry asks again, /edit changes the question, /drop removes it, /new starts afresh."
+    return (
+        "/retry asks again, /edit changes the question, /drop removes it, /new starts a new "
+        "conversation."
+    )
 
 
 def in_a_line(error: LocalLLMError) -> str:
@@ -81,9 +84,9 @@ def in_a_line(error: LocalLLMError) -> str:
 def nearly_full(used: int, n_ctx: int) -> str:
     """The warning that the context is nearly full."""
     return (
-        f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): soon the "
-        "conversation will not fit. /compact lets the oldest messages be left out then, /new "
-        "starts another, /save keeps this one as a file."
+        f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens). Compact it? "
+        "/compact replaces the earlier messages by a summary, and /compact WHAT says what to keep. "
+        "/new starts another conversation, /save writes this one to a file."
     )
 
 
@@ -101,19 +104,24 @@ def _notes(turn: StoredMessage) -> Iterator[str]:
     meta = turn.meta
     reason = meta.get("finish_reason")
     if not turn.complete:
-        yield "the chat ended here before the answer did; /more goes on, /retry answers again"
+        yield "the chat ended before the answer; /more continues it, /retry answers again"
     elif reason == "stopped":
-        yield "stopped; /more goes on, /retry answers again"
+        yield "stopped; /more continues it, /retry answers again"
+    elif reason == "repetition":
+        yield "ended, because it repeats itself; /more continues it, /retry answers again"
     elif reason == "length":
-        yield "cut at the token limit; /more goes on"
+        yield "cut at the token limit; /more continues it"
     elif reason == "error":
-        yield "broke off; /more goes on, /retry answers again"
+        yield "interrupted; /more continues it, /retry answers again"
     if meta.get("left_out"):
-        yield f"the {meta['left_out']} oldest messages were left out to fit the context"
+        yield f"the {meta['left_out']} oldest messages were left out, because of the context size"
+    if meta.get("identical_calls"):
+        called = one_line(meta["identical_calls"])
+        yield f"called in a row, with the same result: {called}"
     again = int(meta.get("reread_tokens") or 0)
     if again and meta.get("reread_why"):
-        yield f"{again:,} tokens were read again: {meta['reread_why']}"
+        yield f"{again:,} tokens were prefilled again: {meta['reread_why']}"
     elif again:
-        yield f"{again:,} tokens were read again"
+        yield f"{again:,} tokens were prefilled again"
     if meta.get("edited"):
         yield "changed by you"

@@ -36,12 +36,12 @@ from localllm_tui.line_chat import LineFace
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
 
-# Turns of an opened conversation: the full screen shows longer ones.
+# Turns shown of an opened conversation. The full screen shows all.
 TURNS_SHOWN = 6
 PROSE_COLUMNS = 100
 _FILES_OFFERED = 50
-_EARLIER_ASKED = 200
-# The terminal's own colours, so that they fit whatever its ground is.
+_EARLIER_QUESTIONS = 200
+# The terminal's own colours, which fit any background.
 _COLOURS = {"primary": "ansi_blue", "text-primary": "ansi_blue", "text-accent": "ansi_magenta",
     "text-success": "ansi_green",
             "text-warning": "ansi_yellow", "text-error": "ansi_red",
@@ -56,7 +56,7 @@ class InlineAnswer(AnswerDisplay):
     def __init__(self, page: InlinePage, look: Console) -> None:
         self._page = page
         self._look = look
-        # kept: written lines are not laid out again
+        # kept, because written lines are not laid out again
         self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))
         self._rows = MarkdownRows()
         self._written = 0
@@ -74,9 +74,9 @@ class InlineAnswer(AnswerDisplay):
         self._page.tail = self._drawn(self._written, len(rows))
         self._page.changed()
 
-    def progress(self, what: str) -> None:
+    def progress(self, text: str) -> None:
         if not self._rows.source:
-            self._page.tail = what
+            self._page.tail = text
             self._page.changed()
 
     def end(self, note: str) -> None:
@@ -90,10 +90,10 @@ class InlineAnswer(AnswerDisplay):
         self._page.write(f"{rest}\n\n")
 
     def _drawn(self, first: int, last: int) -> str:
-        with self._look.capture() as said:
+        with self._look.capture() as captured:
             for row in self._rows.at(self._width)[first:last]:
                 self._look.print(row.text, soft_wrap=True, highlight=False, markup=False)
-        return said.get().removesuffix("\n")
+        return captured.get().removesuffix("\n")
 
 
 class InlineFace(LineFace):
@@ -117,14 +117,14 @@ class InlineFace(LineFace):
             keys=self._keys(),
             reflows=reflows,
             typed=typed,
-            asked=[*reversed(options.history.asked(limit=_EARLIER_ASKED))],
+            questions=[*reversed(options.history.typed_questions(limit=_EARLIER_QUESTIONS))],
         )
 
     async def run(self) -> None:
         """Until the user leaves, or the terminal goes."""
         async with self.chat.client:
             model = one_line(self.chat.model)
-            self.note(f"{model}: Enter sends, / offers commands, @ files, Ctrl+D leaves")
+            self.note(f"{model}: Enter sends, / lists commands, @ files, Ctrl+D quits")
             await self.show_session(0, None)
             with suppress(EOFError):
                 await self.page.app.run_async(pre_run=self._on_signals)
@@ -146,6 +146,9 @@ class InlineFace(LineFace):
         self.page.offer()
         return await self._picking[1]
 
+    async def write(self, text: str) -> None:
+        self.page.replace(text)
+
     def edit(self, turn: StoredMessage) -> None:
         self.page.replace(typed_in(turn))
 
@@ -160,7 +163,7 @@ class InlineFace(LineFace):
         if self.chat.session.turns:
             self._write_turn(self.chat.session.turns[-1])
 
-    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
+    async def show_question(self, turn: StoredMessage, *, edited: bool) -> None:
         if turn.role == "user":
             self._write_turn(turn)
 
@@ -186,9 +189,9 @@ class InlineFace(LineFace):
         names = ", ".join(str(name) for name in turn.meta.get("attached", ()))
         if names:
             shown += f"  [{one_line(names)}]"
-        with self._look.capture() as said:
+        with self._look.capture() as captured:
             self._look.print(Text(f"> {shown}", "bold"), soft_wrap=True, highlight=False)
-        self.page.write(said.get() + "\n")
+        self.page.write(captured.get() + "\n")
 
     def _submit(self, text: str) -> None:
         text = text.strip()
@@ -199,8 +202,8 @@ class InlineFace(LineFace):
             self.page.replace("")
         self._start(commands.submit(self.chat, text))
 
-    def _start(self, what: Coroutine[Any, Any, object]) -> None:
-        self.page.app.create_background_task(self.chat.reporting(what))
+    def _start(self, text: Coroutine[Any, Any, object]) -> None:
+        self.page.app.create_background_task(self.chat.reporting(text))
 
     # -- the lines below ---------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class InlineFace(LineFace):
         if chat.answering and chat.queued:
             yield "sent when this answer ends"
         if chat.editing is not None:
-            yield "Enter asks again, the old version is kept"
+            yield "Enter asks again; the old version is kept"
 
     def _offers(self, page: InlinePage) -> Sequence[Offer]:
         if self._picking is not None:
@@ -335,13 +338,13 @@ class InlineFace(LineFace):
         """SIGHUP and SIGTERM leave; a sleep (SIGTSTP, SIGSTOP) gives the terminal back and takes it
         again."""
         on_signals(self.chat.leave)
-        # once the terminal is as it is kept
+        # after the terminal is restored
         asyncio.get_running_loop().call_soon(self.page.keep_terminal_over_sleep)
 
 
-def talk_inline(options: ChatOptions) -> Session:
-    """Chat in the scrollback until the user leaves; returns the conversation of then."""
-    # The place of the cursor is not needed, and not every terminal tells it.
+def run_inline_chat(options: ChatOptions) -> Session:
+    """Chat in the scrollback until the user quits. Returns the last conversation."""
+    # The cursor's position is not needed, and not every terminal reports it.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     reflows, typed = reflows_lines()
     face = InlineFace(options, reflows=reflows, typed=typed)

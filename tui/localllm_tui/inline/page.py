@@ -30,11 +30,11 @@ from prompt_toolkit.widgets import SearchToolbar
 
 from localllm_tui.control.characters import after, before
 
-# Rows of an answer whose block is not finished, of the menu, and of what is typed.
+# Maximum rows of an unfinished block of an answer, of the menu, and of the input.
 TAIL_ROWS = 8
 MENU_ROWS = 8
 INPUT_ROWS = 10
-# Terminals that know DEC mode 2026 show what is written between these at once.
+# Terminals with DEC mode 2026 show the output between these two codes as one update.
 _TOGETHER = "\x1b[?2026h"
 _SHOWN = "\x1b[?2026l"
 _FRAME_S = 1 / 15
@@ -62,11 +62,11 @@ class InlinePage:
         offers: Callable[[InlinePage], Sequence[Offer]],
         status: Callable[[], str],
         keys: KeyBindings,
-        asked: Sequence[str],
+        questions: Sequence[str],
         reflows: bool,
         typed: str,
     ) -> None:
-        """`asked`: earlier questions, newest last; `reflows`: the terminal wraps lines again when
+        """`questions`: earlier questions, newest last; `reflows`: the terminal wraps lines again when
         it becomes narrower."""
         self._submit = submit
         self._offers = offers
@@ -76,7 +76,7 @@ class InlinePage:
         self.menu: Sequence[Offer] = ()
         self.chosen = 0
         self.buffer = Buffer(
-            history=InMemoryHistory(asked), multiline=True, on_text_changed=self._text_changed
+            history=InMemoryHistory(questions), multiline=True, on_text_changed=self._text_changed
         )
         self._searching = SearchToolbar(ignore_case=True)
         self._input = Window(
@@ -130,7 +130,7 @@ class InlinePage:
             self.changed()
 
     def changed(self) -> None:
-        """Draw what changes anew."""
+        """Redraw the changed parts."""
         self.app.invalidate()
 
     def hint(self, text: str) -> None:
@@ -168,7 +168,7 @@ class InlinePage:
         loop.add_signal_handler(signal.SIGCONT, wake)
 
     def offer(self) -> None:
-        """Ask for the menu anew."""
+        """Rebuild the menu."""
         self.menu = self._offers(self)
         self.chosen = 0
         self._hint = ""

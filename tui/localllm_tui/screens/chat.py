@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from textual import events
@@ -19,33 +20,41 @@ from localllm.errors import LocalLLMError
 from localllm_tui.bindings import HasKeys
 from localllm_tui.control import command_actions, commands, wording
 from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
-from localllm_tui.control.attachments import dropped_files, typed_in
+from localllm_tui.control.attachments import dropped_files, files_and_folders, typed_in
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
+from localllm_tui.control.face import Allowed
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
-from localllm_tui.control.terminal import keyboard
+from localllm_tui.control.meter import file_cost
+from localllm_tui.control.terminal import copyable, keyboard
 from localllm_tui.messages import (
     CopyWanted,
+    FileChosen,
     MoreTurnsWanted,
     PastedToAttach,
     QuestionSubmitted,
 )
-from localllm_tui.screens.beside import start
+from localllm_tui.screens.background_work import start
 from localllm_tui.screens.frames import ChatFrames
 from localllm_tui.screens.turn_window import TurnWindow
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.composer import Composer, SlashMenu
-from localllm_tui.widgets.figures import LEAST_COLUMNS, GlassPanel, HeadLine, StatusLine
+from localllm_tui.widgets.figures import MIN_COLUMNS, GlassPanel, HeadLine, StatusLine
+from localllm_tui.widgets.file_menu import FileMenu
 from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, QuestionView
 
 STATUS_EVERY_S = 0.2
-# Of an answer that took so long one may look elsewhere meanwhile.
+# During an answer of this length the user may look at another window.
 LONG_S = 10.0
 # Seconds without typing and streaming after which garbage is collected.
 TIDY_AFTER_S = 3.0
 _NEVER = 1_000_000
+
+
+def _files_here() -> list[str]:
+    return files_and_folders(Path.cwd())
 
 
 class ChatScreen(HasKeys, Screen[None], keys=CHAT):
@@ -61,7 +70,9 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         super().__init__()
         self.chat = chat = ChatController(options, self)
         self.transcript = Transcript(id="transcript")
-        self.composer = Composer(SlashMenu(id="slash"))
+        self.transcript.thinking = options.thinking
+        files = FileMenu(_files_here, self._cost_of)
+        self.composer = Composer(SlashMenu(id="slash"), files)
         self.window = TurnWindow(chat, self.transcript)
         self._frames = ChatFrames(self, chat, self.window)
         self._drafts = Drafts(options.history.path.parent / "drafts")
@@ -78,10 +89,11 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         yield self.transcript
         yield self.composer.menu
         yield self.composer
+        yield self.composer.files
         yield StatusLine(id="status")
 
     async def on_mount(self) -> None:
-        # a full collection takes longer than a frame: those come in idle time
+        # a full collection takes longer than a frame, so it runs in idle time
         self._gc_before = gc.get_threshold()
         gc.set_threshold(*self._gc_before[:2], _NEVER)
         self.set_interval(STATUS_EVERY_S, self._tick)
@@ -96,12 +108,17 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._drafts.close()
 
     def on_resize(self, event: events.Resize) -> None:
-        self.query_one(GlassPanel).set_class(event.size.width < LEAST_COLUMNS, "narrow")
+        self.query_one(GlassPanel).set_class(event.size.width < MIN_COLUMNS, "narrow")
         self._frames.show_all()
 
     async def _tick(self) -> None:
         chat = self.chat
         chat.tick()
+        model = chat.take_next_model()
+        if model:
+            self.run_in_background(
+                partial(commands.run_and_report, chat, "model", model), "next model"
+            )
         if chat.pulls:
             self._frames.show_head()
         self._frames.show_if_scrolled()
@@ -127,18 +144,21 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             return
         self.chat.queued = ""
         self.chat.busy()
-        self.workers.cancel_group(self, "title")
+        self.workers.cancel_group(self, "idle")
         text = self.composer.text
         self.composer.menu.offer(text)
-        if self.chat.editing is None and commands.parse(text) is None:  # commands are no drafts
+        _ = self.composer.chosen_file
+        if (
+            self.chat.editing is None and commands.parse(text) is None
+        ):  # commands are not saved as drafts
             self._draft_of = self.chat.session.id
-            self._drafts.save(self._draft_of, text)
+            self._drafts.save(self._draft_of, self.composer.written)
         self._frames.count()
         self._frames.show_state()
 
     async def on_question_submitted(self, event: QuestionSubmitted) -> None:
         text = event.text.strip()
-        if commands.parse(text) is not None:
+        if commands.parse(text) is not None or self.chat.recent_of(text):
             self.composer.replace_text("")
         await commands.submit(self.chat, text)
 
@@ -190,7 +210,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     def action_select(self) -> None:
         if not self.transcript.views:
-            self.notify("nothing was said yet: there is no turn to select", timeout=3, markup=False)
+            self.notify("the conversation has no turn to select yet", timeout=3, markup=False)
         self.transcript.action_select(-1)
         self._frames.show_state()
 
@@ -200,7 +220,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self.composer.focus()
         self._frames.show_state()
 
-    async def action_turn(self, what: str, argument: int = 0) -> None:
+    async def action_turn(self, name: str, argument: int = 0) -> None:
         """Do a key's action on the selected turn; remove it only if the key is pressed twice."""
         view = self.transcript.selected
         frames = self._frames
@@ -209,28 +229,28 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             return
         removing = frames.removing
         frames.removing = 0
-        if what == "thinking":
+        if name == "thinking":
             if isinstance(view, AnswerView):
                 view.toggle_thinking()
-        elif what == "found":
+        elif name == "found":
             if not await self.window.show_next(turns[0].id, argument):
                 self.notify("Ctrl+F finds words in this conversation", timeout=3, markup=False)
-        elif what == "remove" and removing != turns[0].id:
+        elif name == "remove" and removing != turns[0].id:
             frames.removing = turns[0].id
         else:
-            await self._run_on_turn(what, turns[0], argument)
+            await self._run_on_turn(name, turns[0], argument)
         frames.show_state()
 
-    async def _run_on_turn(self, what: str, turn: StoredMessage, argument: int) -> None:
+    async def _run_on_turn(self, name: str, turn: StoredMessage, argument: int) -> None:
         """Do the action of a key on a turn. Then select the version that took the turn's place,
         else go back to the input."""
         try:
-            await command_actions.run_on_turn(self.chat, what, turn, argument)
+            await command_actions.run_on_turn(self.chat, name, turn, argument)
         except LocalLLMError as e:
             self.notify(wording.in_a_line(e), severity="warning", timeout=4, markup=False)
-        if what in ("copy", "code"):
+        if name in ("copy", "code"):
             return
-        if what == "version":
+        if name == "version":
             # Show as much as possible of the turns after the version, too.
             end = partial(self.transcript.scroll_end, animate=False, immediate=True)
             self.transcript.call_after_refresh(end)
@@ -239,7 +259,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self.transcript.select(next(views, None))
             return
         self.transcript.select(None)
-        if what == "remove":
+        if name == "remove":
             self.transcript.action_select(-1)
 
     def action_thinking(self) -> None:
@@ -250,10 +270,15 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     # -- files -------------------------------------------------------------------------------------
 
-    async def on_files_wanted(self) -> None:
-        from localllm_tui.screens.picking import open_files
+    def on_files_listed(self) -> None:
+        self._frames.show_state()
 
-        await open_files(self, self.chat)
+    async def on_file_chosen(self, event: FileChosen) -> None:
+        await commands.run_and_report(self.chat, "attach", str(Path.cwd() / event.name))
+
+    async def _cost_of(self, name: str) -> tuple[str, bool]:
+        chat = self.chat
+        return await file_cost(chat.client, chat.model, Path.cwd() / name, chat.listed.n_ctx)
 
     def on_copy_wanted(self, event: CopyWanted) -> None:
         self.copy(event.text, event.what)
@@ -269,7 +294,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
     # -- the first run -----------------------------------------------------------------------------
 
     async def action_pull(self, nth: int) -> None:
-        """Pull one of the plans of the first run, counted from 1; use it once it is here."""
+        """Pull one of the plans of the first run, counted from 1. The chat then goes on with it."""
         first_run = self.chat.first_run
         if first_run is None or nth > len(first_run.best):
             return
@@ -278,7 +303,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         if pull is not None and pull.done:
             await commands.run_and_report(self.chat, "model", pull.name)
         else:
-            first_run.pulls.start(choice.ref)
+            first_run.pulls.start(choice.ref).goes_on = True
 
     # -- what the chat asks of its face (control.face.Face) ----------------------------------------
 
@@ -289,7 +314,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         await self._mount_note(ChatNote(text, markdown=markdown))
 
-    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
+    async def show_error(self, error: LocalLLMError, next_steps: str = "") -> None:
         await self._mount_note(ErrorNote(error.message, error.hint, next_steps))
 
     def changed(self, *, recount: bool = False) -> None:
@@ -299,7 +324,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
     async def show_session(self, at: int, before: str | None) -> None:
         draft = self._draft
         if draft is None:
-            draft = self.composer.text
+            draft = self.composer.written
         self._drafts.save(before, draft)
         self._draft = None
         await self._show_session(at)
@@ -326,10 +351,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         ]
         first_run = self.chat.first_run
         if first_run is not None and first_run.choices is None and not self.chat.session.turns:
-            self.run_beside(partial(first_run.plan, self.chat.plans), "first run")
+            self.run_in_background(partial(first_run.plan, self.chat.plans), "first run")
         self.changed()
 
-    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
+    async def show_question(self, turn: StoredMessage, *, edited: bool) -> None:
         if edited:
             self._end_edit()
             self.window.choose(self.chat.session.turns[-1].id)
@@ -344,7 +369,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         if turn.role == "user" and (edited or len(self.chat.session.turns) == 1):
             await self.transcript.query(ChatNote).remove()  # the welcome, or "no answer yet"
             await self.transcript.query(FirstRunPage).remove()
-            self.transcript.restart()  # what is left may be shorter than the screen
+            self.transcript.restart()  # the remaining turns may be shorter than the screen
 
     def _end_edit(self) -> None:
         """Bring back what was in the input before an edit."""
@@ -368,8 +393,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         assert isinstance(shown, AnswerView)
         turn = stream.turn
         if stream.meter.took_s >= LONG_S:
-            said = "no answer" if error is not None else "answered"
-            self.app.notify_elsewhere(f"{said}: {self.chat.session.title}")  # type: ignore[attr-defined]
+            outcome = "no answer" if error is not None else "answered"
+            self.app.notify_unfocused(f"{outcome}: {self.chat.session.title}")  # type: ignore[attr-defined]
         if turn is not None:
             self.show_place(shown, turn)
             shown.end("" if error is not None else wording.note_under(turn))
@@ -380,7 +405,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         await self.transcript.query(ChatNote).remove()
         if error is None and stream.reason == "stopped":
             await self.show_note(
-                "Stopped before the answer began: /retry asks again, /edit changes the question, "
+                "Stopped before the answer started: /retry asks again, /edit changes the question, "
                 "/drop removes it"
             )
         elif error is None:
@@ -396,35 +421,41 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             shown.show_place(turn.id, self.chat.session.place(turn))
 
     def submit_queued(self, text: str) -> None:
-        if self.composer.text.strip() == text:
+        if self.composer.written.strip() == text:
             self.post_message(QuestionSubmitted(text))
 
-    async def approve(self, about: str, *said: str) -> bool:
+    async def approve(self, about: str, *outcome: str, tool: bool = False) -> Allowed:
         from localllm_tui.screens.dialogs import approved
 
-        return await approved(self.app, about, *said)
+        return await approved(self.app, about, *outcome, tool=tool)
 
     def edit(self, turn: StoredMessage) -> None:
         if self._draft is None:
-            self._draft = self.composer.text
+            self._draft = self.composer.written
         self.composer.replace_text(typed_in(turn))
 
-    def copy(self, text: str, what: str) -> None:
-        self.app.copy_to_clipboard(text)
-        note = f"copied {what}, {len(text):,} characters"
-        if not self._copy_with_tool(text):
+    async def write(self, text: str) -> None:
+        self.composer.replace_text(text)
+
+    def copy(self, text: str, name: str) -> None:
+        clean, left_out = copyable(text)
+        self.app.copy_to_clipboard(clean)
+        note = f"copied {name}, {len(clean):,} characters"
+        if left_out:
+            note += f", {left_out}"
+        if not self._copy_with_tool(clean):
             note += " (through the terminal)"
         self.notify(note, timeout=3)
 
-    def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
-        start(self, what, group, exit_on_error=group == "answer")
+    def run_in_background(self, name: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
+        start(self, name, group, exit_on_error=group == "answer")
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
         command = commands.known(name)
         if command is None or not command.screen or name.endswith("!"):
             return False
         module, _, function = command.screen.partition(":")
-        # read when it is asked for: the chat is there sooner
+        # read on demand, so that the chat starts faster
         run = getattr(import_module(f"localllm_tui.screens.{module}"), function)
         await run(self, self.chat, argument)
         return True

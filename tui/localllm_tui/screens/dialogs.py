@@ -1,5 +1,5 @@
-"""Dialogs on top of the chat that a key closes: help, texts and tables, an approval; and the panel
-of figures."""
+"""Dialogs on top of the chat that a key closes: help, texts and tables, two answers, an approval;
+and the panel of figures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
@@ -16,6 +17,8 @@ from textual.widgets import Static
 from localllm_tui.bindings import HasKeys
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.commands import HelpSection, help_sections
+from localllm_tui.control.comparison import compared
+from localllm_tui.control.face import Allowed
 from localllm_tui.control.keys import APPROVAL, HELP, KeyContext, hints
 from localllm_tui.control.terminal import printable
 from localllm_tui.widgets.figures import GlassPanel
@@ -58,6 +61,12 @@ class TextDialog(Dialog[None], keys=HELP):
     DEFAULT_CSS = "TextDialog > VerticalScroll { max-width: 116; }"
 
 
+class WideDialog(Dialog[None], keys=HELP):
+    """A dialog that uses all of the screen."""
+
+    DEFAULT_CSS = "WideDialog > VerticalScroll { max-width: 100%; }"
+
+
 class HelpScreen(Dialog[None], keys=HELP):
     DEFAULT_CSS = """
     HelpScreen > VerticalScroll { height: 90%; }
@@ -72,13 +81,23 @@ def _key_table(section: HelpSection) -> Table:
     table.title_style = "bold"
     table.add_column(ratio=1, overflow="fold")
     table.add_column(ratio=2, overflow="fold")
-    for how, what in entries:
-        table.add_row(how, what)
+    for how, help_text in entries:
+        table.add_row(how, help_text)
     return table
 
 
-class Approval(Dialog[bool], keys=APPROVAL):
-    """Dismisses with True for a yes alone."""
+async def open_comparison(screen: Screen[Any], chat: ChatController, argument: str) -> None:
+    """/compare: two versions of the last answer, next to each other."""
+    (title, text), (shown_title, shown_text) = compared(chat.session, argument)
+    table = Table(box=None, padding=(0, 2, 0, 0), expand=True)
+    for heading in (title, shown_title):
+        table.add_column(Text(heading), ratio=1, overflow="fold")
+    table.add_row(Text(text), Text(shown_text))
+    await screen.app.push_screen(WideDialog("two versions of the answer", table))
+
+
+class Approval(Dialog[Allowed], keys=APPROVAL):
+    """Dismisses with "" unless a key for a yes is pressed."""
 
     DEFAULT_CSS = """
     Approval { align: center bottom; }
@@ -90,23 +109,34 @@ class Approval(Dialog[bool], keys=APPROVAL):
         super().__init__(about, *(printable(text) for text in said))
 
     def action_yes(self) -> None:
-        self.dismiss(True)
+        self.dismiss("once")
+
+    def action_always(self) -> None:
+        """Allow this tool until the tools are switched off."""
 
     def action_no(self) -> None:
-        self.dismiss(False)
+        self.dismiss("")
 
 
-async def approved(app: App[Any], about: str, *texts: str) -> bool:
+class ToolApproval(Approval, keys=APPROVAL):
+    KEYS: ClassVar[KeyContext] = "approving a tool"
+
+    def action_always(self) -> None:
+        self.dismiss("always")
+
+
+async def approved(app: App[Any], about: str, *texts: str, tool: bool) -> Allowed:
     """Ask the user to approve the action in `texts`. Cancelling this coroutine (the answer is
     stopped) closes the dialog."""
-    dialog = Approval(about, *texts)
-    answers = asyncio.Queue[bool | None]()
+    kind = ToolApproval if tool else Approval
+    dialog = kind(about, *texts)
+    answers = asyncio.Queue[Allowed | None]()
     await app.push_screen(dialog, answers.put_nowait)
     try:
-        return await answers.get() is True
+        return await answers.get() or ""
     finally:
         if dialog.is_attached and app.screen is dialog:
-            dialog.dismiss(False)
+            dialog.dismiss("")
 
 
 async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:

@@ -18,14 +18,14 @@ from localllm_tui.control.keys import KeyContext, hints
 from localllm_tui.control.meter import cost_words
 from localllm_tui.control.physics import memory_size, panel_lines
 from localllm_tui.control.terminal import one_line
-from localllm_tui.screens.beside import start
+from localllm_tui.screens.background_work import start
 from localllm_tui.screens.turn_window import TURNS_SHOWN, TurnWindow
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.figures import GlassPanel, HeadLine, StatusLine
 from localllm_tui.widgets.line_filters import frame_title
 from localllm_tui.widgets.transcript import Transcript
 
-# Long enough that not every key sends a request.
+# Delay before counting, so that not every key sends a request.
 COUNT_AFTER_S = 0.25
 
 
@@ -56,33 +56,33 @@ class ChatFrames:
     async def _count(self) -> None:
         await asyncio.sleep(COUNT_AFTER_S)
         chat = self._chat
-        text = self._screen.query_one(Composer).text.strip()
+        text = self._screen.query_one(Composer).written.strip()
         if chat.answering or (chat.editing is not None and chat.editing.role == "assistant"):
             return
         typed = ""
         if commands.parse(text) is None:
             typed = commands.question(text)
-        asked = None
+        approval = None
         if typed or chat.attached:
-            asked = chat.would_send(typed)
+            approval = chat.messages_for(typed)
         session = chat.session
         if session.counted:
             self._counted = session.used_tokens
         else:
             self._counted = await chat.client.count(chat.model, session.context())
         self._with_input = None
-        if asked is not None:
-            self._with_input = await chat.client.count(chat.model, asked)
+        if approval is not None:
+            self._with_input = await chat.client.count(chat.model, approval)
         self.show_all()
 
     def show_all(self) -> None:
-        with suppress(NoMatches):  # a resize may come before the first compose
+        with suppress(NoMatches):  # a resize may happen before the first compose
             self.show_numbers()
             self.show_state()
 
     @property
     def more_below(self) -> bool:
-        """Whether there are turns below the visible part."""
+        """True if there are turns below the visible part."""
         return self._window.last is not None or self._transcript.more_below
 
     def show_if_scrolled(self) -> None:
@@ -104,6 +104,8 @@ class ChatFrames:
         chat = self._chat
         box = self._screen.query_one(Composer)
         context = self._context
+        if box.files.display and context in ("writing", "editing"):
+            context = "filing"
         names = [name for name, _ in chat.attached]
         costs = cost_words(self._with_input, chat.listed.n_ctx)
         head = title(context, names, costs)
@@ -112,8 +114,8 @@ class ChatFrames:
             head += " · ↓ more below"
         box.border_title = frame_title(head)
         self.show_head()
-        room = self._screen.app.size.width - 8
-        box.border_subtitle = frame_title(footer(context, box.text, room, bool(chat.queued)))
+        width = self._screen.app.size.width - 8
+        box.border_subtitle = frame_title(footer(context, box.text, width, bool(chat.queued)))
         self._show_selected(box)
 
     def _show_selected(self, box: Composer) -> None:
@@ -129,9 +131,11 @@ class ChatFrames:
             box.border_subtitle = fitted(hints("found"), self._screen.app.size.width - 8)
         if selected.turn_id == self.removing and self.removing in turns:
             follows = len(turns) - 1 - turns.index(self.removing)
-            box.border_title = "D again removes this turn for good"
+            box.border_title = "D again removes this turn permanently"
             if follows:
-                box.border_title = f"D again removes this turn and the {follows} after it for good"
+                box.border_title = (
+                    f"D again removes this turn and the {follows} after it permanently"
+                )
 
     def show_head(self) -> None:
         chat = self._chat
@@ -181,7 +185,7 @@ class ChatFrames:
         if chat.streaming is not None:
             meter = chat.streaming.meter
             meta = meter.meta()
-            used = meter.used or used + meter.tokens  # the sum until the server counts
+            used = meter.used or used + meter.tokens  # an estimate until the server has counted
         else:
             if session.last_answer is not None:
                 meta = session.last_answer.meta
@@ -197,18 +201,19 @@ class ChatFrames:
 
 
 def footer(context: KeyContext, typed: str, width: int, queued: bool) -> str:
-    """The line under the input: the key hints, or those of the menu if `typed` opens it.
+    """Return the line under the input: the key hints, or the menu's hints if `typed` opens the
+    menu.
 
     `queued`: a question waits for the answer to end.
     """
     if context in ("writing", "editing") and commands.offered(typed):
         context = "commands"
-    said = hints(context)
+    text = hints(context)
     if context == "answering" and queued:
-        said += " · sent when this answer ends"
+        text += " · sent when this answer ends"
     elif context == "writing":
-        said += " · F1 help"
-    return fitted(said, width)
+        text += " · F1 help"
+    return fitted(text, width)
 
 
 def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
@@ -218,9 +223,11 @@ def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
         return "answering"
     if context == "selecting":
         return "a turn is selected"
-    said = "message" if context == "writing" else "changing what was said"
+    text = "message"
+    if context == "editing":
+        text = "editing a question"
     if attached:
-        said += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
+        text += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
     if costs:
-        said += f" · {costs}"
-    return said
+        text += f" · {costs}"
+    return text

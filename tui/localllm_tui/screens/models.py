@@ -42,9 +42,9 @@ from localllm_tui.control.model_list import (
     disk_details,
     plan_details,
 )
-from localllm_tui.control.model_rows import ModelRows
+from localllm_tui.control.model_rows import ModelRows, machine_words, memory_words, wait_words
 from localllm_tui.control.terminal import printable
-from localllm_tui.screens.beside import start
+from localllm_tui.screens.background_work import start
 from localllm_tui.screens.dialogs import TextDialog
 from localllm_tui.widgets.inputs import SearchInput
 from localllm_tui.widgets.slider import Slider
@@ -52,11 +52,11 @@ from localllm_tui.widgets.slider import Slider
 T = TypeVar("T")
 
 _LOOK_S = 0.2
-# A line of the details for so many of the screen's: the list is what it is for.
+# One line of details per this many lines of the screen, because the list is more important.
 _ROWS_PER_DETAIL = 6
-_MOST_DETAILS = 6
-# Columns of a screen that has two settings in a line.
-_LEAST_BESIDE = 64
+_MAX_DETAILS = 6
+# Minimum columns of a screen for two settings in a line.
+_MIN_DETAILS_WIDTH = 64
 
 
 class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
@@ -104,8 +104,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self._fits: dict[str, str] = {}
         self._removing = ""
         self._done: set[str] = set()
-        self._replan_asked = self.planning = False
-        self._arrived: list[PlanChoice] = []  # of what is being planned
+        self._replan_wanted = self.planning = False
+        self._arrived: list[PlanChoice] = []  # of the plan in progress
+        self._moved = False  # by the user, from the first row
+        self._first_key = ""
 
     def compose(self) -> ComposeResult:
         request = self._request
@@ -127,10 +129,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     scale=False,
                 )
                 yield Slider(
-                    "wait",
+                    "answer in",
                     "T",
                     WAITS_S,
-                    _wait_words,
+                    wait_words,
                     value=int(request.longest_wait_s),
                     name="wait",
                 )
@@ -139,7 +141,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     "machine",
                     "M",
                     machines,
-                    _machine_words,
+                    machine_words,
                     value=request.machine,
                     name="device",
                     scale=False,
@@ -148,17 +150,17 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     "memory",
                     "G",
                     MEMORIES_GB,
-                    _memory_words,
+                    memory_words,
                     value=int(request.memory_gb),
                     name="memory",
                 )
             yield SearchInput(
-                placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"',
+                placeholder='another machine by name: "M4 Max 64GB", "2x rtx 3090"',
                 id="machine",
                 compact=True,
             )
             yield SearchInput(
-                placeholder="part of a name: the list is what has it", id="filter", compact=True
+                placeholder="part of a name: the list shows the matches", id="filter", compact=True
             )
             yield Static("", id="columns", markup=False)
             yield OptionList()
@@ -172,10 +174,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self.set_interval(_LOOK_S, self._show_downloads)
         self.set_interval(_LOOK_S, self._show_arrived)
         self._replan()
-        start(self, self._look_at_disk, "disk")  # known long before it is planned
+        start(self, self._look_at_disk, "disk")  # known long before the plan
 
     def on_resize(self, event: events.Resize) -> None:
-        self.set_class(event.size.width < _LEAST_BESIDE, "-narrow")
+        self.set_class(event.size.width < _MIN_DETAILS_WIDTH, "-narrow")
         self.call_after_refresh(self._list)
 
     # -- planning ----------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self.rows.shows_disk = False
         self._replan()
 
-    def _asked(self) -> PlanRequest:
+    def _plan_request(self) -> PlanRequest:
         return PlanRequest(
             self.query_one("#purpose", Slider).value,
             self.query_one("#context", Slider).value,
@@ -194,10 +196,11 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         )
 
     def _replan(self) -> None:
-        """Plan in a thread; of the requests made meanwhile only the last is planned next."""
-        self._replan_asked = True
-        if self._asked() in self._known:
-            self.rows.planned = self._known[self._asked()]
+        """Plan in a thread. Of the requests made during planning, only the last one is planned
+        next."""
+        self._replan_wanted = True
+        if self._plan_request() in self._known:
+            self.rows.planned = self._known[self._plan_request()]
             self._list()
         if not self.planning:
             self.planning = True
@@ -205,9 +208,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     async def _plan(self) -> None:
         try:
-            while self._replan_asked:
-                self._replan_asked = False
-                request = self._asked()
+            while self._replan_wanted:
+                self._replan_wanted = False
+                request = self._plan_request()
                 self._arrived = []
                 planned = await self._answer(self._service.plan, request, self._arrived.append)
                 if planned is not None:
@@ -217,10 +220,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         finally:
             self.planning = False
 
-    async def _answer(self, what: Callable[..., T], *given: object) -> T | None:
+    async def _answer(self, method: Callable[..., T], *given: object) -> T | None:
         """The service's result; None if it raises an error, which is shown as a notification."""
         try:
-            return await asyncio.to_thread(what, *given)
+            return await asyncio.to_thread(method, *given)
         except LocalLLMError as e:
             self.notify(wording.in_a_line(e), severity="warning", markup=False)
             return None
@@ -228,8 +231,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     def _show_arrived(self) -> None:
         """List what is planned so far, the best first, unless it was planned before or is not what
         the sliders say any more."""
-        request = self._asked()
-        if not self.planning or self._replan_asked or request in self._known:
+        request = self._plan_request()
+        if not self.planning or self._replan_wanted or request in self._known:
             return
         arrived = sorted(self._arrived, key=_score, reverse=True)
         so_far = PlanList("", tuple(arrived), complete=False)
@@ -249,6 +252,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self.set_class(self.rows.shows_disk, "-disk")
         at = listed.highlighted
         was = self._highlighted_key()
+        self._moved = self._moved or was != self._first_key
         self._write("#columns", self.rows.head(self._columns))
         self._write("#summary", in_lines(self.rows.summary(), self._columns))
         words = self.query_one("#filter", Input).value.lower().split()
@@ -259,10 +263,14 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             options.append(Option(line, id=row.key))
         listed.set_options(options)
         ids = [row.key for row in rows]
-        if was in ids:
+        self._first_key = ids[0] if ids else ""
+        if self._moved and was in ids:
             listed.highlighted = ids.index(was)
-        elif rows:
+        elif self._moved and rows:
             listed.highlighted = min(at or 0, len(rows) - 1)
+        elif rows:  # better plans may have come in above the first one
+            listed.highlighted = 0
+            self.call_after_refresh(listed.scroll_home, animate=False)
         self._show_details()
 
     def _write(self, where: str, text: str) -> None:
@@ -291,7 +299,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             if model is not None and model.path not in self._fits:
                 start(self, partial(self._weigh, model), "fit")
         self._write("#keys", in_lines(keys, self._columns))
-        most = min(_MOST_DETAILS, self.size.height // _ROWS_PER_DETAIL)
+        most = min(_MAX_DETAILS, self.size.height // _ROWS_PER_DETAIL)
         self._write("#details", "\n".join(islice(self._details(), most)))
 
     def _details(self) -> Iterator[str]:
@@ -307,7 +315,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             fit = self._fits.get(model.path, unknown)
             yield from disk_details(model, fit, self._columns)
         elif not self.rows.of_files:
-            yield "nothing fits: a shorter context or another purpose may"
+            yield "nothing fits: try a shorter context or another purpose"
 
     async def _weigh(self, model: InstalledModel) -> None:
         try:
@@ -334,7 +342,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     # -- keys --------------------------------------------------------------------------------------
 
     def on_option_list_option_selected(self) -> None:
-        """Use an installed model, or pull one that is not."""
+        """Use the model if it is installed, otherwise pull it."""
         choice = self._choice
         model = self._model
         if model is not None:
@@ -348,7 +356,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self.dismiss(name)
         elif self._request.machine:
             self.notify(
-                "that machine is simulated: come back to this one to pull", severity="warning"
+                "that machine is simulated: return to this machine to pull", severity="warning"
             )
         else:
             self._pulls.start(choice.ref)
@@ -361,40 +369,40 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             return
         if box.id == "filter":
             box.value = ""
-        self._ask(f"#{box.id}", asked=False)
+        self._ask(f"#{box.id}", is_explicit=False)
 
     def action_step(self, which: str, step: int) -> None:
-        """Move a slider, whatever has the focus."""
+        """Move a slider, even without the focus."""
         if not isinstance(self.focused, Input):
             self.query_one(f"#{which}", Slider).action_move(step)
 
     def action_next(self, which: str) -> None:
-        """Take a slider's next value, whatever has the focus."""
+        """Choose a slider's next value, even without the focus."""
         if not isinstance(self.focused, Input):
             self.query_one(f"#{which}", Slider).action_next()
 
     def action_ask(self, which: str) -> None:
         """Open the input for another machine, or for words that the rows must have."""
-        self._ask(f"#{which}", asked=True)
+        self._ask(f"#{which}", is_explicit=True)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         if event.input.id == "filter":
             self._list()
 
-    def _ask(self, which: str, *, asked: bool) -> None:
+    def _ask(self, which: str, *, is_explicit: bool) -> None:
         box = self.query_one(which, Input)
-        box.set_class(asked, "-asked")
-        if asked:
+        box.set_class(is_explicit, "-asked")
+        if is_explicit:
             box.focus()
         else:
             self.query_one(OptionList).focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if event.input.id == "filter":
-            self.query_one(OptionList).focus()  # what is filtered stays so: Esc ends it
+            self.query_one(OptionList).focus()  # the filter stays active until Esc
             return
         self.query_one("#device", Slider).choose(event.value.strip())
-        self._ask("#machine", asked=False)
+        self._ask("#machine", is_explicit=False)
 
     def action_why(self) -> None:
         if self._choice is not None:
@@ -410,8 +418,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     def action_sort(self) -> None:
         """List by the next order: best, speed, memory."""
         self.rows.order = ORDERS[(ORDERS.index(self.rows.order) + 1) % len(ORDERS)]
+        self._moved = False
+        self._first_key = self._highlighted_key()
         self._list()
-        self.query_one(OptionList).highlighted = 0 if self.rows.planned.choices else None
 
     def action_disk(self) -> None:
         self.rows.shows_disk = not self.rows.shows_disk
@@ -430,29 +439,31 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self._pulls.stop(running[-1])
 
     def action_remove(self) -> None:
-        """Remove files; asks by wanting the key twice."""
+        """Remove files after the key is pressed twice."""
         model = self._model
         if model is None:
             self.notify(
-                "files are removed where they are listed: D shows what is on this disk",
+                "select an installed model to remove its files: D lists them",
                 markup=False,
             )
         elif model.name == self.rows.current:
             self.notify(
-                f"{model.name} answers in this chat: use another one first",
+                f"{model.name} is used by this chat: use another model first",
                 severity="warning",
                 markup=False,
             )
         elif not model.ours:
             self.notify(
-                f"{model.name} is kept by {model.owner}: remove it there",
+                f"{model.name} is owned by {model.owner}: remove it with that program",
                 severity="warning",
                 markup=False,
             )
         elif self._removing != model.path:
             self._removing = model.path
-            said = f"Delete again removes {model.name} ({byte_size(model.size_bytes)}) for good"
-            self._write("#details", said)
+            question = (
+                f"Delete again removes {model.name} ({byte_size(model.size_bytes)}) permanently"
+            )
+            self._write("#details", question)
         else:
             self._removing = ""
             start(self, partial(self._remove, model), "remove")
@@ -465,18 +476,6 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self._replan()
 
 
-def _wait_words(seconds: int) -> str:
-    return f"at most {seconds} s" if seconds else "however long"
-
-
-def _machine_words(machine: str) -> str:
-    return machine or "this one"
-
-
-def _memory_words(size_gb: int) -> str:
-    return f"{size_gb} GB" if size_gb else "as it has"
-
-
 def _score(choice: PlanChoice) -> float:
     return float(choice.plan["score"])
 
@@ -485,7 +484,7 @@ async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None
     """/models: show what would fit and what is installed, and use what is chosen there. Raises
     UsageError."""
     if chat.pulls is None:
-        raise UsageError("this chat was started without a list of models")
+        raise UsageError("this chat has no list of models")
 
     def chosen(name: str | None) -> None:
         if name and name != chat.model:

@@ -14,7 +14,7 @@ from textual import events
 from textual.widgets import Input, Static
 
 from localllm.conversation.history import ConversationSummary, History, StoredMessage
-from localllm.conversation.history_search import Hit
+from localllm.conversation.history_search import SearchHit
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import command_actions
 from localllm_tui.control.attachments import typed_in
@@ -27,9 +27,9 @@ from localllm_tui.screens.picking import LISTED, Picker
 if TYPE_CHECKING:
     from localllm_tui.screens.chat import ChatScreen
 
-LEAST_PREVIEW_LINES = 20
-_LEAST_WITH_MODEL = 64
-# Hits of each conversation; a search in one conversation shows all of its hits.
+MIN_PREVIEW_LINES = 20
+_MIN_WITH_MODEL = 64
+# Hits shown per conversation. A search in one conversation shows all hits.
 HITS_SHOWN = 3
 
 
@@ -42,7 +42,7 @@ class TurnPlace:
     words: str = ""
 
 
-# Lines of the list, and the place that each opens.
+# Lines of the list, and the turn that each opens.
 Rows: TypeAlias = list[tuple[RichText, TurnPlace]]
 
 
@@ -65,7 +65,7 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
         if only is not None:
             self.key_context = "finding"
             about = "find in this conversation"
-            looks_in = "all that was said here, on every branch"
+            looks_in = "all messages of this conversation, on every branch"
         super().__init__(about, query, f"search {looks_in}")
 
     @property
@@ -73,24 +73,24 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
         return max(20, min(110, self.app.size.width * 9 // 10) - 8)
 
     def on_resize(self, event: events.Resize) -> None:
-        self.set_class(event.size.height < LEAST_PREVIEW_LINES, "-low")
+        self.set_class(event.size.height < MIN_PREVIEW_LINES, "-low")
 
     def on_option_list_option_highlighted(self) -> None:
         self._removing = None
         self._preview(self.highlighted)
 
     def action_remove(self) -> None:
-        """Remove the highlighted conversation; asks by wanting the key twice."""
+        """Remove the highlighted conversation after the key is pressed twice."""
         chosen = self.highlighted
         if chosen is None or self.only is not None:
             return
         if chosen.turn_id:
-            self.found("a turn is removed in its conversation: Enter opens it there")
+            self.found("remove a turn in its conversation: Enter opens it")
             return
         if self._removing != chosen:
             self._removing = chosen
             title = elide(one_line(self.history.get(chosen.conversation_id).title), 40)
-            self.found(f"press Ctrl+X again to remove “{title}” for good")
+            self.found(f"press Ctrl+X again to remove “{title}” permanently")
             return
         try:
             self.history.delete(chosen.conversation_id)
@@ -107,17 +107,17 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
         rows: Rows = []
         try:
             if self.only is None:
-                rows, said = self._conversations(query)
+                rows, status = self._conversations(query)
             else:
-                rows, said = self._turns(query, self.only)
+                rows, status = self._turns(query, self.only)
         except LocalLLMError as e:
-            said = e.message
-        self.show(rows, said)
+            status = e.message
+        self.show(rows, status)
         self._preview(self.highlighted)
 
     def _conversations(self, query: str) -> tuple[Rows, str]:
         found = self.history.list(query.strip() or None, limit=LISTED)
-        hits: dict[str, list[Hit]] = defaultdict(list)
+        hits: dict[str, list[SearchHit]] = defaultdict(list)
         if query.strip():
             for hit in self.history.search(query):
                 hits[hit.conversation_id].append(hit)
@@ -138,7 +138,7 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
                 if turn.role == "user":
                     line = RichText(elide(one_line(typed_in(turn)[:400]), self.width))
                     rows.append((line, TurnPlace(conv_id, turn.id)))
-            return rows, "type what to find, or choose a question"
+            return rows, "type words to find, or choose a question"
         found = self.history.search(query, limit=10 * LISTED)
         hits = [hit for hit in found if hit.conversation_id == conv_id]
         for hit in hits[:LISTED]:
@@ -159,9 +159,9 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
                 everything, _ = self.history.tree(place.conversation_id)
                 turns = [t for t in everything if t.id == place.turn_id]
         except LocalLLMError:
-            return  # it was removed meanwhile, in another window
-        said_s = turns[-1].created_s if turns else about.updated_s
-        at = time.strftime("%d %b %Y, %H:%M", time.localtime(said_s))
+            return  # another window removed it
+        last_s = turns[-1].created_s if turns else about.updated_s
+        at = time.strftime("%d %b %Y, %H:%M", time.localtime(last_s))
         facts = f"{one_line(about.model)} · {at} · {how_many(about.n_messages, 'message')}"
         shown = RichText()
         shown.append(elide(facts, self.width), "bold")
@@ -184,14 +184,14 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
 
 def _line(summary: ConversationSummary, width: int) -> RichText:
     facts = f"{ago(time.time() - summary.updated_s)} · {how_many(summary.n_messages, 'message')}"
-    if width >= _LEAST_WITH_MODEL:
+    if width >= _MIN_WITH_MODEL:
         facts = f"{elide(one_line(summary.model), 24)} · {facts}"
     title = elide(printable(summary.title).replace("\n", " "), width - len(facts) - 2)
     # A Text, because brackets in a plain string would be read as markup.
     return RichText(title + " " * max(2, width - len(facts) - cell_len(title)) + facts)
 
 
-def _hit(hit: Hit, width: int) -> RichText:
+def _hit(hit: SearchHit, width: int) -> RichText:
     who = "You: " if hit.role == "user" else "Answer: "
     line = RichText(who)
     line.append(printable(hit.snippet[: hit.at]))
@@ -209,7 +209,7 @@ async def open_conversations(screen: ChatScreen, chat: ChatController, words: st
 async def open_find(screen: ChatScreen, chat: ChatController, words: str) -> None:
     """/find, Ctrl+F: search this conversation. Raises UsageError if it is empty."""
     if chat.session.id is None:
-        raise UsageError("nothing was said yet")
+        raise UsageError("the conversation has no turns yet")
     await _open(screen, chat, ConversationPicker(chat.history, words, only=chat.session.id))
 
 

@@ -1,15 +1,10 @@
-"""Lists from which the user picks by typing a part of a row: files below a folder, earlier
-questions."""
+"""Lists from which the user picks by typing a part of a row, such as earlier questions."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rich.cells import cell_len
 from rich.text import Text as RichText
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -19,14 +14,10 @@ from textual.widgets.option_list import Option
 
 from localllm.conversation.history import History
 from localllm_tui.bindings import HasKeys
-from localllm_tui.control import commands
-from localllm_tui.control.attachments import files_and_folders, names_like
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, fitted, how_many
 from localllm_tui.control.keys import FILES, KeyContext, hints
-from localllm_tui.control.meter import file_cost
 from localllm_tui.control.terminal import one_line
-from localllm_tui.screens.beside import start
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.inputs import SearchInput
 from localllm_tui.widgets.line_filters import frame_title
@@ -47,7 +38,7 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
     Picker OptionList { height: 1fr; border: none; background: transparent; }
     Picker #preview { display: none; }
     """
-    key_context: KeyContext = "filing"
+    key_context: KeyContext = "asked"
 
     def __init__(
         self,
@@ -68,10 +59,13 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         with Vertical() as box:
             box.border_title = frame_title(self._about)
             box.border_subtitle = fitted(hints(self.key_context), self.width)
-            yield SearchInput(self._typed, placeholder=self._placeholder, select_on_focus=False)
+            yield self.search_input()
             yield self.options
             yield Static("", id="preview", markup=False)
             yield Static(self._waiting, id="found", markup=False)
+
+    def search_input(self) -> SearchInput:
+        return SearchInput(self._typed, placeholder=self._placeholder, select_on_focus=False)
 
     @property
     def width(self) -> int:
@@ -81,9 +75,9 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
     def on_mount(self) -> None:
         self.fill(self._typed)
 
-    def found(self, said: str) -> None:
+    def found(self, status: str) -> None:
         """Show the number of rows, or another text, under the list."""
-        self.query_one("#found", Static).update(said)
+        self.query_one("#found", Static).update(status)
 
     def fill(self, query: str) -> None:
         """List the rows that this query finds."""
@@ -119,96 +113,25 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         self.dismiss(None)
 
 
-SHOWN = 50
-
-
-class FilePicker(Picker[str]):
-    """Dismisses with the name below `folder` of the file or folder that was chosen, or None."""
-
-    def __init__(self, chat: ChatController, folder: Path) -> None:
-        super().__init__(
-            f"a file below {folder.name or folder}",
-            placeholder="part of its name",
-            waiting="reading the folder…",
-        )
-        self._chat = chat
-        self._folder = folder
-        self._names: list[str] | None = None
-        self._costs: dict[str, tuple[str, bool]] = {}  # file_cost of each
-
-    def on_mount(self) -> None:
-        super().on_mount()
-        start(self, self._read, "read")
-
-    async def _read(self) -> None:
-        self._names = await asyncio.to_thread(files_and_folders, self._folder)
-        self.fill(self.query_one(Input).value)
-
-    def choose(self, value: str) -> None:
-        cost, goes = self._costs.get(value, ("", True))
-        if goes:
-            self.dismiss(value)
-        else:
-            self.found(f"{one_line(value)} can't go along: {cost}")
-
-    def fill(self, query: str) -> None:
-        if self._names is None:
-            return
-        names = names_like(query.strip(), self._names)
-        said = how_many(len(names), "file") if names else "no such file"
-        self.show([(self._line(name), name) for name in names[:SHOWN]], said)
-        self._count_shown()
-
-    def on_option_list_option_highlighted(self) -> None:
-        self._count_shown()
-
-    def _count_shown(self) -> None:
-        """Count what is on the screen, and no more: counting reads the file."""
-        options = self.options
-        rows = max(1, options.size.height)
-        at = options.highlighted or 0
-        first = max(0, min(options.scroll_offset.y, at))
-        names = self.values[first : max(first + rows, at + 1)]
-        if any(name not in self._costs for name in names):
-            start(self, partial(self._count, names), "count")
-
-    async def _count(self, names: list[str]) -> None:
-        for name in [name for name in names if name not in self._costs]:
-            self._costs[name] = await file_cost(
-                self._chat.client, self._chat.model, self._folder / name, self._chat.listed.n_ctx
-            )
-            if name in self.values:
-                at = self.values.index(name)
-                self.options.replace_option_prompt_at_index(at, self._line(name))
-
-    def _line(self, name: str) -> RichText:
-        cost, _ = self._costs.get(name, ("", True))
-        room = self.width - len(cost)
-        shown = elide(one_line(name), room - 2)
-        return RichText(shown + " " * max(2, room - cell_len(shown)) + cost)
-
-
 LISTED = 200
 
 
-class AskedPicker(Picker[str]):
-    """Dismisses with a question as it was typed, or None."""
-
-    key_context = "asked"
+class QuestionPicker(Picker[str]):
+    """A list of earlier questions. The result is the chosen question, or None."""
 
     def __init__(self, history: History, query: str) -> None:
-        super().__init__("asked before", query, "words of it")
+        super().__init__("asked before", query, "words of the question")
         self._history = history
 
     def fill(self, query: str) -> None:
         rows = []
-        for question in self._history.asked(query, limit=LISTED):
+        for question in self._history.typed_questions(query, limit=LISTED):
             rows.append((RichText(elide(one_line(question), self.width)), question))
-        self.show(rows, how_many(len(rows), "question") if rows else "nothing like it was asked")
+        self.show(rows, how_many(len(rows), "question") if rows else "no matching question")
 
 
-async def open_asked(screen: Screen[Any], chat: ChatController, words: str) -> None:
-    """/asked: search earlier questions; the chosen one takes the place of what is typed."""
+async def open_questions(screen: Screen[Any], chat: ChatController, words: str) -> None:
+    """/asked: search earlier questions. The chosen one replaces the typed text."""
 
     composer = screen.query_one(Composer)
 
@@ -216,15 +139,6 @@ async def open_asked(screen: Screen[Any], chat: ChatController, words: str) -> N
         if question is not None:
             composer.replace_text(question)
 
-    await screen.app.push_screen(AskedPicker(chat.history, words or composer.text.strip()), chosen)
-
-
-async def open_files(screen: Screen[Any], chat: ChatController) -> None:
-    """@: choose a file or a folder below this one, which is attached."""
-
-    def chosen(name: str | None) -> None:
-        if name is not None:
-            screen.query_one(Composer).insert(f"{Path(name).name} ")  # after the @
-            screen.call_later(commands.run_and_report, chat, "attach", str(Path.cwd() / name))
-
-    await screen.app.push_screen(FilePicker(chat, Path.cwd()), chosen)
+    await screen.app.push_screen(
+        QuestionPicker(chat.history, words or composer.text.strip()), chosen
+    )

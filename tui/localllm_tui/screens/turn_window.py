@@ -91,7 +91,8 @@ class TurnWindow:
         return [view_of(self._chat.session, t, sent) for t in turns]
 
     def _after_turns(self) -> list[Widget]:
-        """The widgets below the turns."""
+        """Return the widgets below the turns."""
+        self._chat.recent = {}
         if not self._turns:
             return self._welcome()
         if self.last is not None:
@@ -103,13 +104,14 @@ class TurnWindow:
     def _welcome(self) -> list[Widget]:
         chat = self._chat
         engine = chat.client.engine
-        elsewhere = ""
+        host = ""
         if engine is not None and not is_here(engine):
-            elsewhere = engine.where
+            host = engine.where
         recent: Sequence[ConversationSummary] = ()
         with suppress(LocalLLMError):
             recent = chat.history.list(limit=EARLIER_SHOWN)
-        welcome = wording.welcome(chat.model, chat.options.greeting, recent, elsewhere)
+        chat.recent = {str(n): summary.id for n, summary in enumerate(recent, 1)}
+        welcome = wording.welcome(chat.model, chat.options.greeting, recent, host)
         note = ChatNote(welcome, markdown=True)
         if chat.first_run is None:
             return [note]
@@ -130,13 +132,13 @@ class TurnWindow:
             self._end_at(self.last + TURNS_SHOWN)
             self._transcript.release()
             await self.draw()
-        self._transcript.call_after_refresh(self._transcript.more_came)
+        self._transcript.call_after_refresh(self._transcript.more_shown)
 
     async def show_earlier(self) -> None:
         """Show earlier turns above the first one. The visible part does not move."""
         transcript = self._transcript
         if not self._first:
-            transcript.more_came()
+            transcript.more_shown()
             return
         end = self._first
         self._first = max(0, self._first - TURNS_SHOWN)
@@ -147,7 +149,7 @@ class TurnWindow:
         await self._mount_earlier()
         if top is not None:
             transcript.call_after_refresh(transcript.scroll_to_widget, top, animate=False, top=True)
-        transcript.call_after_refresh(transcript.more_came)
+        transcript.call_after_refresh(transcript.more_shown)
 
     async def _mount_earlier(self) -> None:
         if self._first:
@@ -178,8 +180,8 @@ class TurnWindow:
         return f"found “{elide(one_line(self._words), 30)}”: turn {at}"
 
     async def show_next(self, turn_id: int, step: int) -> bool:
-        """Go to the next hit (-1: the one before): in this turn, else in the next turn that has
-        one, on any branch. False if there is no search."""
+        """Go to the next hit (-1: the previous one): in this turn, else in the next turn with a
+        hit, on any branch. False if there is no search."""
         if not self._ids or self._transcript.show_found(step):
             return bool(self._ids)
         at = 0
@@ -192,6 +194,6 @@ class TurnWindow:
             self._transcript.select(view)
         elif self._chat.session.id is not None:
             await command_actions.resume(self._chat, self._chat.session.id, ids[at])
-        self.mark(words, ids)  # to open a conversation ends a search
+        self.mark(words, ids)  # opening a conversation ends a search
         self._enter(step)
         return True

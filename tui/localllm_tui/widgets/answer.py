@@ -35,7 +35,7 @@ class AnswerView(TurnView):
 
     DEFAULT_CSS = """
     AnswerView { border-left: solid $foreground 40%; }
-    AnswerView > .progress { color: $hint; }
+    AnswerView > .progress, AnswerView > .running { color: $hint; }
     AnswerView > Collapsible, AnswerView > Collapsible:ansi {
         border: none; padding: 0; margin: 0; background: transparent;
     }
@@ -52,6 +52,9 @@ class AnswerView(TurnView):
         self._note = note_under(turn)
         self._ran: Sequence[Mapping[str, Any]] = turn.meta.get("tools") or ()
         self._timer: Timer | None = None
+        self._tool: tuple[str, float] | None = None  # the one that runs, and its start in seconds
+        self._tool_line = ""
+        self._hides_thinking = False  # until a key asks for it
         # CPU seconds of this thread, and the time, at the last frame
         self._drawn = (0.0, float("-inf"))
 
@@ -63,26 +66,31 @@ class AnswerView(TurnView):
         for ran in self._ran:
             yield ToolFold(ran)
         yield self._answer
+        yield Static(classes="running", markup=False)
         yield Static(classes="note", markup=False)
 
     def on_mount(self) -> None:
         self._set_reasoning_title(done=True)
-        self._thinking.display = bool(self._thought.source)
+        if isinstance(self.parent, Transcript):
+            self._hides_thinking = self.parent.thinking == "off"
+            self._thinking.collapsed = self.parent.thinking != "shown"
+        self._thinking.display = bool(self._thought.source) and not self._hides_thinking
         self.progress("")
+        self._show_line(".running", "")
         self._show_line(".note", self._note)
 
     @property
     def _thinking(self) -> Collapsible:
         return self.query(Collapsible).first()
 
-    def progress(self, what: str) -> None:
-        """Say what happens before the first text; "" when it is over."""
-        self._show_line(".progress", what)
+    def progress(self, text: str) -> None:
+        """Show the progress before the first text ("": none any more)."""
+        self._show_line(".progress", text)
 
-    def _show_line(self, where: str, what: str) -> None:
+    def _show_line(self, where: str, text: str) -> None:
         line = self.query_one(where, Static)
-        line.display = bool(what)
-        line.update(what)
+        line.display = bool(text)
+        line.update(text)
 
     def start(self) -> None:
         self._timer = self.set_interval(DRAW_EVERY_S, self._draw)
@@ -92,9 +100,25 @@ class AnswerView(TurnView):
         self._pending += printable(text)
         self._pending_thought += printable(reasoning)
 
+    def tool_started(self, name: str) -> None:
+        self._tool = (one_line(name), time.monotonic())
+        self._show_tool()
+
     def tool(self, ran: Mapping[str, Any]) -> None:
-        """Show a call and what came of it, folded, above the text."""
+        """Show a tool call and its result, folded, above the text."""
+        self._tool = None
+        self._show_tool()
         self.mount(ToolFold(ran), before=self._answer)
+
+    def _show_tool(self) -> None:
+        """Show which tool runs, and for how long."""
+        line = ""
+        if self._tool is not None:
+            name, began_s = self._tool
+            line = f"▸ tool: {elide(name, 60)} … {time.monotonic() - began_s:.0f} s, Esc stops"
+        if line != self._tool_line:
+            self._tool_line = line
+            self._show_line(".running", line)
 
     def end(self, note: str) -> None:
         if self._timer is not None:
@@ -105,20 +129,27 @@ class AnswerView(TurnView):
         self._show_line(".note", note)
 
     def toggle_thinking(self) -> bool:
-        """Fold or unfold the thinking. Returns False if the answer has no thinking."""
+        """Fold or unfold the thinking and the tool calls. Returns False if there are none."""
+        folds: list[Collapsible] = [*self.query(ToolFold)]
         if self._thought.source:
-            fold = self._thinking
-            fold.collapsed = not fold.collapsed
-        return bool(self._thought.source)
+            self._hides_thinking = False
+            self._thinking.display = True
+            folds.append(self._thinking)
+        unfolds = any(fold.collapsed for fold in folds)
+        for fold in folds:
+            fold.collapsed = not unfolds
+        return bool(folds)
 
     def _draw(self, *, last: bool = False) -> None:
+        if self._tool is not None:
+            self._show_tool()
         if not self.is_attached or (not last and not self._may_draw()):
             return
         self._drawn = (time.thread_time(), time.monotonic())
         new = self._pending
         self._pending = ""
         if self._pending_thought or new or last:
-            self._draw_thought(done=last or bool(self._answer.source + new))
+            self._draw_thought(done=last or bool(self._answer.source or new))
         if new:
             self._answer.add(new)
         if isinstance(self.parent, Transcript):
@@ -136,7 +167,7 @@ class AnswerView(TurnView):
         self._pending_thought = ""
         if new:
             self._thought.add(new)
-        self._thinking.display = bool(self._thought.source)
+        self._thinking.display = bool(self._thought.source) and not self._hides_thinking
         self._set_reasoning_title(done=done)
 
     def _set_reasoning_title(self, *, done: bool) -> None:
@@ -166,8 +197,8 @@ class ToolFold(Fold):
         result = str(ran.get("result", ""))
         call = elide(one_line(f"{ran.get('name', '')} {arguments}"), 60)
         inside = Static(printable(f"{arguments}\n→ {result}"), markup=False)
-        # Collapsible asks for a string, and takes what needs no parsing: there is no escape that
-        # Textual always undoes.
+        # Collapsible expects a string, but accepts Content, which is not parsed. There is no escape
+        # that Textual always undoes.
         head = frame_title(f"tool: {call} · did not run")
         if ran.get("allowed"):
             head = frame_title(f"tool: {call} · {len(result):,} characters")

@@ -62,41 +62,41 @@ _ANSI_BLUE = 4
 _CHANGED = {"code.Generic.Inserted": "success", "code.Generic.Deleted": "error"}
 _TINT = 0.16
 # The share of the theme's foreground or warning in the background of code.
-_BEHIND = 0.06
-_BEHIND_INLINE = 0.1
+_BACKGROUND_SHARE = 0.06
+_INLINE_BACKGROUND_SHARE = 0.1
 
 
 def palette(variables: Mapping[str, str]) -> Console:
     """A console whose theme maps the names of `STYLES` to a theme's variables."""
-    behind = _grounds(variables)
-    grounds = tuple(behind.values())
+    backgrounds = _backgrounds(variables)
+    grounds = tuple(backgrounds.values())
     styles = {name: _style(variables, look, grounds) for name, look in STYLES.items()}
     styles["code.block"] = Style()
-    for name in styles.keys() & behind.keys():
-        styles[name] += Style(bgcolor=_rich(behind[name]))
+    for name in styles.keys() & backgrounds.keys():
+        styles[name] += Style(bgcolor=_rich(backgrounds[name]))
     styles["code.label"] += styles["code.block"]
     return Console(theme=Theme(styles), width=80)
 
 
-def _grounds(variables: Mapping[str, str]) -> dict[str, Color]:
+def _backgrounds(variables: Mapping[str, str]) -> dict[str, Color]:
     """Return the background colours of text, by style ("": the screen's background).
 
     The result is empty if the terminal's own colours are used, because they have no shades.
     """
-    behind = _colour(variables, "background")
+    backgrounds = _colour(variables, "background")
     front = _colour(variables, "foreground")
     warning = _colour(variables, "warning")
-    if behind is None or behind.ansi is not None or front is None or warning is None:
+    if backgrounds is None or backgrounds.ansi is not None or front is None or warning is None:
         return {}
     grounds = {
-        "": behind,
-        "code.block": behind.blend(front, _BEHIND),
-        "code.inline": behind.blend(warning, _BEHIND_INLINE),
+        "": backgrounds,
+        "code.block": backgrounds.blend(front, _BACKGROUND_SHARE),
+        "code.inline": backgrounds.blend(warning, _INLINE_BACKGROUND_SHARE),
     }
     for name, token in _CHANGED.items():
         colour = _colour(variables, token)
         if colour is not None:
-            grounds[name] = behind.blend(colour, _TINT)
+            grounds[name] = backgrounds.blend(colour, _TINT)
     return grounds
 
 
@@ -106,7 +106,7 @@ def _style(variables: Mapping[str, str], look: str, grounds: tuple[Color, ...]) 
     if colour is not None and grounds:
         colour = readable(colour, grounds)
     if colour is not None and colour.ansi == _ANSI_BLUE:
-        colour = None  # on black it can't be read: every terminal's first complaint
+        colour = None  # this blue is unreadable on black
     return Style.parse(marks or "none") + Style(color=_rich(colour))
 
 
@@ -131,7 +131,7 @@ def highlighted(code: str, language: str) -> Text:
     except ClassNotFound:
         return Text(code, "code.block")
     text = Text(style="code.block")
-    # without its end a line may be no line to a lexer
+    # some lexers need the final line break
     for kind, piece in lexer.get_tokens(f"{code}\n"):
         while kind is not None and f"code.{str(kind)[6:]}" not in STYLES:
             kind = kind.parent

@@ -1,11 +1,12 @@
-"""The input at the bottom: many lines, Enter sends, slash commands complete, earlier questions come
-back."""
+"""The input at the bottom: several lines, Enter sends, completion of slash commands, earlier
+questions come back."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.text import Text
 from textual import events
@@ -19,23 +20,29 @@ from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.characters import after, before
 from localllm_tui.control.commands import Command, offered, parse
 from localllm_tui.control.keys import COMPOSER, KEYS
-from localllm_tui.messages import FilesWanted, PastedToAttach, QuestionSubmitted
+from localllm_tui.messages import FileChosen, PastedToAttach, QuestionSubmitted
+from localllm_tui.widgets.file_menu import FileMenu, letters_after_at
 from localllm_tui.widgets.inputs import done_at_once
 
-# A longer paste would make each key slow: it is attached as a file.
-MUCH_CHARS = 300_000
+# A longer paste would slow down each key, so it is attached as a file.
+LONG_CHARS = 300_000
 
-# Of colours and the like in what was copied elsewhere; line ends and tabs stay.
+# A longer paste is shown as a token, which is sent as its text.
+FOLDED_LINES = 40
+
+# Control codes for colours and the like in pasted text. Line ends and tabs stay.
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
-# The actions of the keys that are taken before TextArea does.
+_TOKEN = re.compile(r"\[paste \d+: [\d,]+ lines, Tab opens it\]")
+
+# Actions of the keys that are handled before TextArea.
 _CAUGHT = {key.keys: key.action for key in KEYS if key.owner == COMPOSER and key.caught}
 
 _NAME_CELLS = 22
 
 
 class SlashMenu(OptionList, can_focus=False):
-    """The menu of commands, hidden while it is empty. The input keeps the keys and asks for the
+    """The menu of commands, hidden while it is empty. The input handles the keys and reads the
     highlighted command."""
 
     DEFAULT_CSS = """
@@ -78,13 +85,15 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
     }
     """
 
-    def __init__(self, menu: SlashMenu) -> None:
+    def __init__(self, menu: SlashMenu, files: FileMenu) -> None:
         super().__init__(
             id="composer", soft_wrap=True, show_line_numbers=False, tab_behavior="focus"
         )
         self.menu = menu
+        self.files = files
         self.earlier_questions: list[str] = []
         self._shown_earlier = 0
+        self._pastes: dict[str, str] = {}  # the text of each token
 
     async def _on_key(self, event: events.Key) -> None:
         if self._handle(_CAUGHT.get(event.key, "")):
@@ -104,25 +113,68 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
                 return self._browse(-1)
             case "later":
                 return self._browse(1)
-            case "files":
-                return self._at()
+            case "close_list":
+                return self.files.close()
         return False
 
     async def _on_paste(self, event: events.Paste) -> None:
-        if len(event.text) > MUCH_CHARS or dropped_files(event.text):
+        if len(event.text) > LONG_CHARS or dropped_files(event.text):
             event.stop()
             event.prevent_default()
             self.post_message(PastedToAttach(event.text))
-        # Else TextArea's own handler comes next and writes it.
-        event.text = _CONTROLS.sub("", event.text)
+        # Otherwise TextArea's own handler runs next and inserts it.
+        event.text = self._folded(_CONTROLS.sub("", event.text))
 
-    def _at(self) -> bool:
-        """An @ at the beginning of a word opens the file list, and is typed all the same."""
+    def _folded(self, pasted: str) -> str:
+        """A token in place of a long paste."""
+        n_lines = len(pasted.splitlines())
+        if n_lines <= FOLDED_LINES:
+            return pasted
+        token = f"[paste {len(self._pastes) + 1}: {n_lines:,} lines, Tab opens it]"
+        self._pastes[token] = "\n".join(pasted.splitlines())
+        return token
+
+    @property
+    def written(self) -> str:
+        """The text with each token replaced by its paste."""
+        return _TOKEN.sub(self._text_of, self.text)
+
+    def _text_of(self, token: re.Match[str]) -> str:
+        return self._pastes.get(token[0], token[0])
+
+    def _token_before(self, line: str, column: int) -> str:
+        """The token that ends at this place of a line; "" without one."""
+        start = line.rfind("[paste ", 0, column)
+        if start >= 0 and line[start:column] in self._pastes:
+            return line[start:column]
+        return ""
+
+    def _open_paste(self) -> None:
+        """Replace the token before the cursor by its text."""
         row, column = self.cursor_location
-        before = self.document.get_line(row)[:column]
-        if not before or before[-1].isspace():
-            self.post_message(FilesWanted())
-        return False
+        token = self._token_before(self.document.get_line(row), column)
+        if token:
+            start = (row, column - len(token))
+            self.replace(self._pastes[token], start, (row, column), maintain_selection_offset=False)
+
+    @property
+    def chosen_file(self) -> str | None:
+        """The name that the list of files highlights; None without a list."""
+        row, column = self.cursor_location
+        return self.files.offer(letters_after_at(self.document.get_line(row)[:column]))
+
+    def _take_file(self, name: str) -> None:
+        """Write the name after the @, and attach the file."""
+        refusal = self.files.refusal(name)
+        if refusal:
+            self.notify(refusal, severity="warning", markup=False)
+            return
+        row, column = self.cursor_location
+        letters = letters_after_at(self.document.get_line(row)[:column]) or ""
+        start = (row, column - len(letters))
+        written = f"{Path(name).name} "
+        self.replace(written, start, (row, column), maintain_selection_offset=False)
+        self.post_message(FileChosen(name))
 
     async def keys_handled(self) -> None:
         """Wait until what was typed before is in the text: a key that the screen takes overtakes
@@ -146,6 +198,9 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
         """A whole character to the left, as people see them: Backspace and the arrows ask here."""
         row, column = self.cursor_location
         line = self.document.get_line(row)
+        token = self._token_before(line, column)
+        if token:
+            return (row, column - len(token))
         if column:
             return (row, before(line, column))
         return super().get_cursor_left_location()
@@ -153,6 +208,9 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
     def get_cursor_right_location(self) -> Location:
         row, column = self.cursor_location
         line = self.document.get_line(row)
+        token = _TOKEN.match(line, column)
+        if token is not None and token[0] in self._pastes:
+            return (row, token.end())
         if column < len(line):
             return (row, after(line, column))
         return super().get_cursor_right_location()
@@ -167,28 +225,42 @@ class Composer(HasKeys, TextArea, keys=COMPOSER):
         return self.menu.offer(self.text)
 
     def _send(self) -> bool:
+        file = self.chosen_file
+        if file is not None:
+            self._take_file(file)
+            return True
         chosen = self._chosen
         if chosen is not None and parse(self.text) != (chosen.name, ""):
             if chosen.needs_argument:
                 self.replace_text(chosen.completed)
                 return True
             self.replace_text(f"/{chosen.name}")
-        self.post_message(QuestionSubmitted(self.text))
+        self.post_message(QuestionSubmitted(self.written))
         return True
 
     def _complete(self) -> bool:
         chosen = self._chosen
-        if chosen is not None:
+        file = self.chosen_file
+        if file is not None:
+            self._take_file(file)
+        elif chosen is not None:
             self.replace_text(chosen.completed)
-        return True  # else Tab would move the focus
+        else:
+            self._open_paste()
+        return True  # otherwise Tab would move the focus
 
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""
-        if self._chosen is not None:
+        menu: OptionList | None = None
+        if self.chosen_file is not None:
+            menu = self.files
+        elif self._chosen is not None:
+            menu = self.menu
+        if menu is not None:
             if step < 0:
-                self.menu.action_cursor_up()
+                menu.action_cursor_up()
             else:
-                self.menu.action_cursor_down()
+                menu.action_cursor_down()
             return True
         if self._shown_earlier and self.text != self.earlier_questions[-self._shown_earlier]:
             self._shown_earlier = 0

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from textual.color import Color
 
-# How much of the foreground goes into the background of the selected turn.
+# Share of the foreground colour in the background of the selected turn.
 SELECTED = 0.08
 _TROUGHS = ("background", "background-hover", "background-active", "corner-color")
-# WCAG 2.2, 1.4.3: the least contrast of text.
+# Minimum contrast of text (WCAG 2.2, 1.4.3).
 READABLE = 4.5
 
 
@@ -29,7 +29,7 @@ def readable(colour: Color, grounds: tuple[Color, ...]) -> Color:
     """`colour`, made lighter or darker only as far as it must be to be readable on each of
     these."""
     if colour.ansi is not None or any(ground.ansi is not None for ground in grounds):
-        return colour  # the terminal's own: it has chosen them
+        return colour  # the terminal's own colours, chosen by its user
     towards = Color(0, 0, 0)
     white = Color(255, 255, 255)
     if _least_contrast(white, grounds) > _least_contrast(towards, grounds):
@@ -54,7 +54,7 @@ def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
     grounds = tuple(Color.parse(variables[name]) for name in ("background", "surface"))
     foreground = Color.parse(variables["foreground"])
     accent = Color.parse(variables["accent"])
-    # the terminal's own, of which there are no shades
+    # the terminal's own colours, which have no shades
     if foreground.ansi is not None or accent.ansi is not None:
         return {"hint": foreground.css, "accent-text": accent.css, "scrollbar": "ansi_bright_black"}
     grounds += (grounds[0].blend(foreground, SELECTED),)
@@ -67,8 +67,7 @@ def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
         "scrollbar": grounds[0].blend(foreground, 0.25).hex,
         "scrollbar-hover": thumb_used,
         "scrollbar-active": thumb_used,
-        # One accent: cursors of lists have it as well, whether the keys go there or to an input
-        # above.
+        # A single accent, which list cursors also have, with and without the focus.
         "block-cursor-background": cursor.hex,
         "block-cursor-blurred-background": cursor.hex,
         "block-cursor-foreground": on_cursor,

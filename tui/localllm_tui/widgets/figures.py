@@ -16,11 +16,11 @@ from localllm_tui.control.meter import status_text
 from localllm_tui.control.physics import PANEL_WIDTH
 from localllm_tui.control.terminal import one_line, printable
 
-_LEAST_COLUMNS = 10
+_MIN_COLUMNS = 10
 
 
 class StatusLine(Widget):
-    """Shows what `show` was last told, fitted anew when its width changes."""
+    """Shows the last values of `show`, fitted again after a change of width."""
 
     DEFAULT_CSS = "StatusLine { height: 1; padding: 0 2; color: $hint; }"
     _numbers: dict[str, Any] | None = None
@@ -33,13 +33,13 @@ class StatusLine(Widget):
     def render(self) -> Text:
         if self._numbers is None:
             return Text("")
-        width = max(_LEAST_COLUMNS, self.content_size.width)
+        width = max(_MIN_COLUMNS, self.content_size.width)
         return Text(status_text(width, **self._numbers), no_wrap=True)
 
 
 _HEAD_GAP = " · "
 # At least this much of a system prompt is shown.
-_LEAST_SYSTEM_CELLS = 24
+_MIN_SYSTEM_CELLS = 24
 
 
 class HeadLine(Static):
@@ -58,20 +58,20 @@ class HeadLine(Static):
 
         If space is short, the last parts are omitted first. `busy`: the user waits for something.
         """
-        room = width - 4
+        free_width = width - 4
         title = elide(one_line(title), max(16, width // 3))
         if title:
-            room -= cell_len(title) + len(_HEAD_GAP)
+            free_width -= cell_len(title) + len(_HEAD_GAP)
         prompt = ""
         if system:
             prompt = f"system: {one_line(system)}"
-            room -= len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP)
+            free_width -= len(prompt[:_MIN_SYSTEM_CELLS]) + len(_HEAD_GAP)
         shown_parts = [printable(part) for part in parts if part]
         least = 1 if busy else 0
-        while len(shown_parts) > least and cell_len(_HEAD_GAP.join(shown_parts)) > room:
-            shown_parts.pop()  # omit the entire part: half a fact is useless
-        said = elide(_HEAD_GAP.join(shown_parts), max(8, room))
-        line = _HEAD_GAP.join(part for part in (said, prompt) if part)
+        while len(shown_parts) > least and cell_len(_HEAD_GAP.join(shown_parts)) > free_width:
+            shown_parts.pop()  # omit the entire part, because half a fact is useless
+        text = elide(_HEAD_GAP.join(shown_parts), max(8, free_width))
+        line = _HEAD_GAP.join(part for part in (text, prompt) if part)
         gap = _HEAD_GAP if title and line else ""
         shown = Text.assemble((title, "bold"), gap, line)
         self.set_class(busy, "-busy")
@@ -81,12 +81,12 @@ class HeadLine(Static):
 
 
 # On a narrower screen, the panel would leave the conversation less than 60 columns.
-LEAST_COLUMNS = 100
+MIN_COLUMNS = 100
 
 
 class GlassPanel(Static):
-    """Shows what `show` was last told, its heads bold, its bars in the theme's accent; hidden until
-    asked for. `narrow`: above the conversation."""
+    """Shows the last values of `show`, with bold headings and bars in the theme's accent; hidden
+    until asked for. `narrow`: above the conversation."""
 
     DEFAULT_CSS = f"""
     GlassPanel {{
@@ -101,6 +101,6 @@ class GlassPanel(Static):
     """
 
     def show(self, lines: list[str]) -> None:
-        said = Content("\n".join(lines)).highlight_regex(r"(?m)^[A-Z]{4,}[A-Z ]*", style="bold")
-        if said != self.content:
-            self.update(said.highlight_regex("[▁-▏]+", style="$accent-text"))
+        text = Content("\n".join(lines)).highlight_regex(r"(?m)^[A-Z]{4,}[A-Z ]*", style="bold")
+        if text != self.content:
+            self.update(text.highlight_regex("[▁-▏]+", style="$accent-text"))

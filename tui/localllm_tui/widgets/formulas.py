@@ -3,24 +3,23 @@ terminal."""
 
 from __future__ import annotations
 
-import logging
 import re
 from functools import lru_cache
-from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock
 from markdown_it.rules_inline import StateInline
+from rich.cells import cell_len
 
 from localllm_tui.control.terminal import printable
+from localllm_tui.widgets.latex import lines_of
 
-# A model may write anything: a longer one stays as it is.
+# A model may write anything, so longer formulas are not converted.
 LONGEST = 2_000
-_DEEPEST = 8
 _INLINE = re.compile(
     r"\$\$(?P<shown>[^$]{1,2000})\$\$"
-    # Prices and shell variables have a space within, or a letter or digit behind; "the $n$th" has
-    # too.
+    # Text between prices or shell variables has a space inside a "$", or a letter or digit after
+    # it, like "the $n$th".
     r"|\$(?P<dollars>(?![\s$])[^$\n]{0,500}[^\s$\\])\$(?!(?!th\b)[\w$])"
     r"|\\\((?P<round>.{1,2000}?)\\\)|\\\[(?P<square>.{1,2000}?)\\\]",
     re.DOTALL,
@@ -31,42 +30,6 @@ _GROUP = re.compile(r"\{[^{}]*\}")
 _SIGNS = re.compile(r"[\\^_=<>+]")
 _WORD = re.compile(r"[^\W\d_]{3}")
 _LETTER = re.compile(r"[^\W\d_]'*")
-_SCRIPT = re.compile(r"([\^_])\s*(?:\{([^{}]*)\}|(\\[A-Za-z]+|[^\s\\{}]))")
-_RAISED = dict(
-    zip(
-        "0123456789+-=()abcdefghijklmnoprstuvwxyz*'",
-        "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ*′",
-        strict=True,
-    )
-)
-_LOWERED = dict(
-    zip("0123456789+-=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ", strict=True)
-)
-_LOWERED[","] = _RAISED[","] = ","
-_RAISED |= {"\\top": "ᵀ", "\\circ": "°", "\\prime": "′", "T": "ᵀ"}
-_SIMPLE = re.compile(r"[\d.]*|[A-Za-z]{3,}|.[₀-₉ₐ-ₜᵢⱼ]*")
-_FUNCTIONS = re.compile(
-    r"([\w)}]?)\\(arccos|arcsin|arctan|arg|cosh|cos|cot|det|dim|exp|gcd|inf|ker|lim|ln|log|max|min|Pr|sinh|sin|sup|tanh|tan)(?![A-Za-z])"
-)
-_RELATION = re.compile(r"[ \t]*([=<>≤≥≠≈≡∼≃≅∝→⟶←↔⇒⟹⇔⟺↦∈∉⊂⊆⊃∪∩∧∨±×])[ \t]*")
-_COLUMNS = re.compile(r"(?<=\S) {4,}(?=\S)")
-# What the library does not know, or says in another sense: as text, and with as many arguments.
-_SAID = {
-    "ne": "≠", "neq": "≠", "iff": "⟺", "implies": "⟹", "land": "∧", "lor": "∨", "lnot": "¬",
-    "dots": "…", "|": "‖",
-    "quad": "  ", "qquad": "  ", "bmod": " mod ", "mod": " mod ", "pmod": " (mod %s)",
-    "binom": "(%s choose %s)", "boxed": "[%s]", "operatorname": "%s", "mathsf": "%s",
-    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits",
-    "displaystyle", "!"), ""),
-}  # fmt: skip
-_TAKING = {
-    "dfrac": "{{", "tfrac": "{{", "cfrac": "{{", "binom": "{{", "operatorname": "{", "boxed": "{",
-    "pmod": "{", "mathsf": "{",
-}  # fmt: skip
-# Placeholders for signs that must not be parsed again: the end of a name, _ and ^.
-_END = "\x01"
-_LOW = "\x02"
-_HIGH = "\x03"
 
 
 def with_formulas(parser: MarkdownIt) -> MarkdownIt:
@@ -132,105 +95,31 @@ def _begins_block(line: str, end: str) -> bool:
     return not ends_within and is_formula(line[2:] or "=")
 
 
-def is_formula(said: str) -> bool:
-    """Whether the text between dollars is a formula, not the words between two prices: it has an
+def is_formula(text: str) -> bool:
+    """True if the text between dollars is a formula, not the words between two prices: it has an
     operator and no words, or is one letter."""
-    bare = _GROUP.sub("", _NAME.sub("", said))
-    return bool(_LETTER.fullmatch(said) or (_SIGNS.search(said) and not _WORD.search(bare)))
+    bare = _GROUP.sub("", _NAME.sub("", text))
+    return bool(_LETTER.fullmatch(text) or (_SIGNS.search(text) and not _WORD.search(bare)))
 
 
 @lru_cache(maxsize=256)
 def as_unicode(latex: str) -> str:
     """LaTeX as Unicode; "" if it is too long or can't be converted."""
+    lines = [" ".join(line.split()) for line in _lines_of(latex, displayed=False)]
+    return "\n".join(line for line in lines if line)
+
+
+@lru_cache(maxsize=256)
+def as_lines(latex: str, width: int) -> tuple[str, ...]:
+    """A displayed formula as lines of at most `width` cells, with fractions of two storeys, roots and
+    matrices; () if it needs more room or can't be converted."""
+    lines = _lines_of(latex, displayed=True)
+    if max(map(cell_len, lines), default=0) > width:
+        return ()
+    return tuple(line.rstrip() for line in lines)
+
+
+def _lines_of(latex: str, *, displayed: bool) -> tuple[str, ...]:
     if len(latex) > LONGEST:
-        return ""
-    try:
-        reader, walker = _reader()
-        said = reader.latex_to_text(_with_scripts(latex), latex_context=walker)
-    except Exception:
-        # whatever a library makes of what a model wrote: it is shown as it was written
-        return ""
-    said = printable(said.replace(_LOW, "_").replace(_HIGH, "^"))
-    lines = []
-    for line in said.split("\n"):
-        spaced = _COLUMNS.sub(", ", _RELATION.sub(r" \1 ", line))
-        if spaced.strip():
-            lines.append(" ".join(spaced.split()))
-    return "\n".join(lines)
-
-
-def _with_scripts(latex: str) -> str:
-    """Superscripts and subscripts as Unicode if all their signs have one, else in brackets; the
-    innermost first."""
-    latex = _FUNCTIONS.sub(_set_apart, latex)
-    for _ in range(_DEEPEST):
-        before = latex
-        latex = _SCRIPT.sub(_script, latex)
-        if latex == before:
-            break
-    return latex
-
-
-def _set_apart(found: re.Match[str]) -> str:
-    """A function's name with a space after the sign before it."""
-    if found[1]:
-        return f"{found[1]} {found[2]}"
-    return found[2]
-
-
-def _script(found: re.Match[str]) -> str:
-    known = _LOWERED
-    mark = _LOW
-    if found[1] == "^":
-        known = _RAISED
-        mark = _HIGH
-    inside = found[2] if found[2] is not None else found[3]
-    signs = [inside] if inside in known else [*inside.replace(" ", "")]
-    if signs and all(sign in known for sign in signs):
-        return _END + "".join(known[sign] for sign in signs)
-    if found[2] is None or _SIMPLE.fullmatch(inside):
-        return mark + inside
-    return f"{mark}({inside})"
-
-
-@lru_cache(maxsize=1)
-def _reader() -> tuple[Any, Any]:
-    """The converter of LaTeX to text, and the arguments of its macros."""
-    from pylatexenc import latexwalker
-    from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
-    from pylatexenc.macrospec import std_macro
-
-    # it would tell the terminal what it does not know
-    logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)
-
-    def grouped(said: str) -> str:
-        if _SIMPLE.fullmatch(said):
-            return said
-        return f"({said})"
-
-    def taken(node: Any, reader: Any) -> list[str]:
-        args = node.nodeargd.argnlist
-        return ["" if arg is None else str(reader.nodelist_to_text([arg])).strip() for arg in args]
-
-    def fraction(node: Any, l2tobj: Any) -> str:
-        over, under = taken(node, l2tobj)
-        return f"{grouped(over)}/{grouped(under)}"
-
-    def root(node: Any, l2tobj: Any) -> str:
-        nth, of = taken(node, l2tobj)
-        return "".join(_RAISED.get(c, c) for c in nth) + "√" + grouped(of)
-
-    def unknown(node: Any) -> str:
-        raise ValueError(node.macroname)
-
-    ours = [MacroTextSpec("sqrt", simplify_repl=root)]
-    for name in ("frac", "dfrac", "tfrac", "cfrac"):
-        ours.append(MacroTextSpec(name, simplify_repl=fraction))
-    ours += [MacroTextSpec(name, said) for name, said in _SAID.items()]
-    taking = [std_macro(name, arguments) for name, arguments in _TAKING.items()]
-    texts = get_default_latex_context_db()
-    texts.add_context_category("terminal", prepend=True, macros=ours)
-    texts.set_unknown_macro_spec(MacroTextSpec("", simplify_repl=unknown))
-    walker = latexwalker.get_default_latex_context_db()
-    walker.add_context_category("terminal", prepend=True, macros=taking)
-    return LatexNodes2Text(latex_context=texts, math_mode="text"), walker
+        return ()
+    return tuple(map(printable, lines_of(latex, displayed=displayed)))

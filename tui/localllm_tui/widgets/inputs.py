@@ -19,7 +19,7 @@ async def done_at_once(widget: Widget, event: events.Key) -> bool:
     if bound is None or bound.node is not widget or not bound.enabled:
         return False
     if bound.binding.action.startswith(("scroll_", "screen.")):
-        return False  # scrolling leaves the text and its cursor: the screen does it
+        return False  # scrolling does not change the text or its cursor, so the screen handles it
     event.stop()
     event.prevent_default()
     await widget.run_action(bound.binding.action)

@@ -20,7 +20,7 @@ class NoControls(LineFilter):
     it."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        # nearly always, and much faster than to look for them
+        # nearly always true, and much faster than a search
         if all(text.isprintable() for text, _, _ in segments):
             return segments
         return [Segment(printable(text), style, control) for text, style, control in segments]
@@ -44,8 +44,8 @@ class NoColors(LineFilter):
         ]
 
 
-# Contrast with the background: panels and shades of code have less, cursors have more.
-_STANDS_OUT = 2.0
+# Minimum contrast of a cursor with the background. Panels and shades of code have less.
+_MIN_CONTRAST = 2.0
 
 
 @lru_cache(maxsize=1024)
@@ -53,12 +53,12 @@ def _uncoloured(style: Style, background: Color) -> Style:
     ground = style.bgcolor
     if style.reverse or ground is None or ground.is_default:
         return style.without_color
-    if contrast(Color.from_rich_color(ground), background) < _STANDS_OUT:
+    if contrast(Color.from_rich_color(ground), background) < _MIN_CONTRAST:
         return style.without_color
     return style.without_color + Style(reverse=True)
 
 
-# Cursors that are a shade, or a colour of the text: of another ground, NoColors reverses them.
+# Cursors that are only a shade or a text colour. NoColors reverses those with another background.
 CSS = """
 TextArea:nocolor .text-area--cursor { text-style: reverse; }
 TextArea:nocolor .text-area--selection { text-style: reverse; }

@@ -7,7 +7,6 @@ out once, and only the rows on screen are drawn.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +14,28 @@ from functools import lru_cache
 
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
-from rich.cells import cell_len
-from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from localllm_tui.widgets.code import highlighted
-from localllm_tui.widgets.formulas import as_unicode, with_formulas
+from localllm_tui.widgets.formulas import as_lines, as_unicode, with_formulas
+from localllm_tui.widgets.mermaid import diagram_rows
+from localllm_tui.widgets.rows import EMPTY, SOURCE, MarkdownRow, wrapped
+from localllm_tui.widgets.tables import table_rows
 
 # Code is highlighted and wrapped in chunks of this many lines, each once, so that a long listing
 # can grow.
 CODE_LINES = 60
-# Required by `Text.wrap`, although it has no effect in our use.
-_CONSOLE = Console(width=80)
+# So many brackets without a closing one are no link. The parser's time for links is quadratic in the
+# number of open brackets.
+_OPEN_BRACKETS = re.compile(r"(?:\[[^\[\]]*){64}")
+# The characters of a part of the text, of the parts that are laid out at once, and of the longest
+# block that is laid out whole.
+_SLICE_CHARS = 4_000
+FIRST_CHARS = 16_000
+# Longer lines of prose are hard to read.
+PROSE_CELLS = 102
+LONGEST_BLOCK = 8_000
 _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike", "link": "link"}
@@ -35,15 +43,7 @@ _ADDRESSES = {"image": "src", "link": "href"}
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class MarkdownRow:
-    """A line on screen. Its styles are names of `code.STYLES`, and a theme defines their looks."""
-
-    text: Text
-    soft: bool = False  # continues the line of the previous row
-    lead: int = 0  # number of characters at the beginning that do not belong to that line
-    fill: str = ""  # the style up to the right edge
-    label: bool = False  # a heading for what follows, and no part of the text
+_KEEPS_LINES = ("fence", "code_block", "table", "line", "html_block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,79 +52,186 @@ class _Piece:
 
     `line`: the line of the tail at which it begins.
     `number`: the number of a list item, except the first.
+    `kind`: the type of its node.
     """
 
     rows: list[MarkdownRow]
     line: int
     number: int | None = None
+    kind: str = ""
 
 
 class MarkdownRows:
-    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown."""
+    """A text that grows by `add`, laid out as rows. `plain`: the text is not Markdown.
+
+    The time is linear in the length of the text, whatever it contains. The parser takes more for
+    some texts, and every frame parses the last block again. So the parser gets slices, and a long
+    block is cut.
+    """
 
     def __init__(self, text: str = "", *, plain: bool = False) -> None:
         self.source = text
-        self.finished = 0  # the rows before its last block: only that may become another one
+        self.finished = 0  # the rows before its last block; only the last block can still change
         self._plain = plain
         self._width = 0  # not laid out yet
 
     def at(self, width: int) -> list[MarkdownRow]:
+        """All rows at this width."""
+        rows = self.so_far(width)
+        while not self.complete:
+            self.lay_out_more()
+        return rows
+
+    def so_far(self, width: int) -> list[MarkdownRow]:
+        """The rows that are laid out at this width: at least those of the first characters."""
         if width != self._width:
             self._width = width
-            self._relayout()
+            self._begin()
+            self._lay_out_first()
         return self._rows
 
-    def add(self, new: str) -> None:
-        self.source += new
-        if self._width:
-            self._tail += new
-            self._lay_out()
+    @property
+    def complete(self) -> bool:
+        """True if all of the text is laid out."""
+        return self._taken == len(self.source)
 
-    def _relayout(self) -> None:
+    def add(self, new: str) -> None:
+        goes_on = self._width and self.complete
+        self.source += new
+        if goes_on:
+            self._lay_out_first()
+
+    def _lay_out_first(self) -> None:
+        end = self._taken + FIRST_CHARS
+        while not self.complete and self._taken < end:
+            self.lay_out_more()
+
+    def _begin(self) -> None:
         self._rows: list[MarkdownRow] = []
-        self._tail = self.source  # the text from the last block on
+        self._tail = ""  # the text from the last block on
+        self._taken = 0  # the characters of the text that are laid out
         self.finished = 0
-        # of the item at which the tail begins, if its list began earlier
+        # number of the item at which the tail begins, if its list began earlier
         self._number: int | None = None
         self._fences = 0  # before the tail
+        self._continued = ""  # the type of the node in which the tail begins
+        self._opening = ""  # the lines that open this node again
+        self._gap = ""  # the white space before the tail, if the tail begins in a paragraph
         self._lay_out()
+
+    def lay_out_more(self) -> None:
+        """Lay out the next part of the text."""
+        new = self.source[self._taken : self._taken + _SLICE_CHARS]
+        self._taken += len(new)
+        self._tail += new
+        self._lay_out()
+        while len(self._tail) > LONGEST_BLOCK:
+            self._shorten_tail()
 
     def _lay_out(self) -> None:
         """Lay out the last piece again, and those after it."""
         del self._rows[self.finished :]
-        lines = _lines(self._tail)
-        pieces = [*(self._lines(lines) if self._plain else self._pieces())]
+        lines, pieces = self._parsed()
         # The kind of a line is only known at its end: "-" may become "---", or belong to the
         # previous line.
         begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
         for n, piece in enumerate(pieces):
             if n == begun and n:
-                self._fences += sum(row.label for row in self._rows[self.finished :])
-                self.finished = len(self._rows)
-                self._number = piece.number
-                self._tail = "".join(lines[piece.line :])
+                self._finish(piece.number, "".join(lines[piece.line :]))
             self._rows += piece.rows
+
+    def _parsed(self) -> tuple[list[str], list[_Piece]]:
+        lines = _lines(self._tail)
+        if self._plain:
+            return lines, self._joined([*self._lines(lines)])
+        return lines, self._joined([*self._pieces()])
+
+    def _finish(self, number: int | None, tail: str, gap: str = "") -> None:
+        """Let the tail begin after the rows that are there."""
+        self._fences += sum(row.label for row in self._rows[self.finished :])
+        self.finished = len(self._rows)
+        self._number = number
+        self._tail = tail
+        self._gap = gap
+        self._continued = self._opening = ""
+
+    def _shorten_tail(self) -> None:
+        """Finish the first piece of a long tail, or a part of this piece that is as long as a block
+        may be."""
+        lines, pieces = self._parsed()
+        first = "".join(lines[: pieces[1].line]) if len(pieces) > 1 else ""
+        if 0 < len(first) <= LONGEST_BLOCK:
+            del self._rows[self.finished :]
+            self._rows += pieces[0].rows
+            self._finish(pieces[1].number, "".join(lines[pieces[1].line :]))
+        else:
+            self._cut(pieces[0].kind if pieces else "")
+        self._lay_out()
+
+    def _cut(self, kind: str) -> None:
+        """Cut the first piece of the tail: after a line, else after a word."""
+        tail = self._tail
+        opening = self._opening or _opening(kind, tail)
+        at = tail.rfind("\n", len(opening) + 1, LONGEST_BLOCK) + 1
+        if not at:
+            at = tail.rfind(" ", 1, LONGEST_BLOCK) + 1
+        at = at or LONGEST_BLOCK
+        gap = ""
+        if tail[at - 1].isspace():
+            gap = tail[at - 1]
+        if kind == "paragraph" and gap:
+            gap = " "
+        self._tail = tail[:at]
+        self._lay_out()
+        self._finish(None, tail[at:], gap)
+        self._continued = kind
+        self._opening = opening
+
+    def _joined(self, pieces: list[_Piece]) -> list[_Piece]:
+        """`pieces`, the first of which may continue the row before it."""
+        broken = self._gap == "\n" or (self._continued in _KEEPS_LINES and self._gap)
+        if self._continued and pieces and pieces[0].rows and not broken:
+            first, *rest = pieces[0].rows
+            pieces[0] = replace(pieces[0], rows=[replace(first, soft=True, gap=self._gap), *rest])
+        return pieces
 
     def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
         for n, line in enumerate(lines):
-            yield _Piece([*_wrapped(Text(line.rstrip("\n")), self._width)], n)
+            rows = [EMPTY]
+            if line.rstrip("\n"):
+                rows = [*wrapped(Text(line.rstrip("\n")), min(self._width, PROSE_CELLS))]
+            yield _Piece(rows, n, kind="line")
 
     def _pieces(self) -> Iterator[_Piece]:
         """The blocks of the tail, of a list each item: lists grow long."""
-        root = SyntaxTreeNode(_parser().parse(self._tail))
-        fences = [node for node in root.walk() if node.type == "fence"]
-        for number, fence in enumerate(fences, self._fences + 1):
-            fence.meta["number"] = number
-        above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
-        for n, node in enumerate(root.children):
-            if node.type in _LISTS:
-                pieces = [*self._items(node, self._number if n == 0 else None)]
-            else:
-                pieces = [_Piece([*_block(node, self._width)], _line(node))]
+        nodes = self._nodes()
+        # separate it from existing rows; an empty quote has no rows
+        above = bool(self.finished) and not self._continued
+        for n, node in enumerate(nodes):
+            pieces = self._pieces_of(node, self._number if n == 0 else None)
             if above and pieces and pieces[0].rows and pieces[0].number is None:
-                pieces[0] = replace(pieces[0], rows=[MarkdownRow(Text("")), *pieces[0].rows])
+                pieces[0] = replace(pieces[0], rows=[EMPTY, *pieces[0].rows])
             above = above or any(piece.rows for piece in pieces)
             yield from pieces
+
+    def _nodes(self) -> Sequence[SyntaxTreeNode]:
+        """Parse the tail, and number its code blocks."""
+        text = self._opening + self._tail
+        has_links = _OPEN_BRACKETS.search(text) is None
+        root = SyntaxTreeNode(_parser(has_links=has_links).parse(text))
+        fences = [node for node in root.walk() if node.type == "fence"]
+        if self._opening:
+            root.children[0].meta["continued"] = True
+            fences = [fence for fence in fences if "continued" not in fence.meta]
+        for number, fence in enumerate(fences, self._fences + 1):
+            fence.meta["number"] = number
+        return root.children
+
+    def _pieces_of(self, node: SyntaxTreeNode, begun: int | None) -> list[_Piece]:
+        if node.type in _LISTS:
+            return [*self._items(node, begun)]
+        line = max(0, _line(node) - self._opening.count("\n"))
+        return [_Piece([*_block(node, self._width)], line, kind=node.type)]
 
     def _items(self, node: SyntaxTreeNode, begun: int | None) -> Iterator[_Piece]:
         """A piece for each item of a list; `begun`: the number of the first item, if the list began
@@ -133,7 +240,21 @@ class MarkdownRows:
         for number, item in enumerate(node.children, first):
             rows = [*_item(node, item, number, self._width)]
             begins_list = begun is None and number == first
-            yield _Piece(rows, _line(item), None if begins_list else number)
+            yield _Piece(rows, _line(item), None if begins_list else number, "paragraph")
+
+
+def _opening(kind: str, text: str) -> str:
+    """The lines with which the next part of a block begins: of a code block the first line, of a
+    table its head."""
+    lines = 0
+    if kind == "fence":
+        lines = 1
+    elif kind == "table":
+        lines = 2
+    opening = "".join(_lines(text)[:lines])
+    if len(opening) > LONGEST_BLOCK // 4:
+        return ""
+    return opening
 
 
 def _line(node: SyntaxTreeNode) -> int:
@@ -142,10 +263,13 @@ def _line(node: SyntaxTreeNode) -> int:
     return 0
 
 
-@lru_cache(maxsize=1)
-def _parser() -> MarkdownIt:
-    # Links by reference are shown as written: their addresses may come much later.
-    return with_formulas(MarkdownIt("gfm-like").disable("reference"))
+@lru_cache(maxsize=2)
+def _parser(*, has_links: bool) -> MarkdownIt:
+    # Links by reference are shown as written, because their addresses may arrive much later.
+    parser = MarkdownIt("gfm-like").disable("reference")
+    if not has_links:
+        parser.disable(["link", "image"])
+    return with_formulas(parser)
 
 
 def _lines(text: str) -> list[str]:
@@ -163,41 +287,64 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Markdow
             yield from _item(node, item, _first(node) + n, width, depth)
     elif node.type == "blockquote":
         bar = Text("▌ ", "quote")
-        yield from _led(_stacked(node.children, width - 2, depth), bar, bar)
+        yield from _with_prefix(_stacked(node.children, width - 2, depth), bar, bar)
     else:
         yield from _leaf(node, width)
 
 
 def _leaf(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    """A block that holds no other blocks."""
-    if node.type == "heading":
-        return _wrapped(_inline(node, f"heading.{node.tag}"), width)
+    """Lay out a block without other blocks inside. Code and tables use all of the width."""
     if node.type in ("fence", "code_block"):
         return _code_block(node, width)
     if node.type == "table":
         return _table(node, width)
+    width = min(width, PROSE_CELLS)
+    if node.type == "heading":
+        return wrapped(_inline(node, f"heading.{node.tag}"), width)
     if node.type == "formula_block":
         return _formula(node, width)
     if node.type == "html_block":
-        return _wrapped(Text(node.content.rstrip()), width)
+        return wrapped(Text(node.content.rstrip()), width)
     if node.type == "hr":
         return iter([MarkdownRow(Text("─" * width, "rule"))])
-    return _wrapped(_inline(node), width)
+    return wrapped(_inline(node), width)
 
 
 def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     language = (node.info.split() or [""])[0]
     if "number" in node.meta:
         yield _code_label(node.meta["number"], language, width)
-    yield from _code(node.content, language, width)
+    diagram: tuple[str, ...] = ()
+    if language == "mermaid" and _is_closed(node):
+        diagram = diagram_rows(node.content, width - 2)
+    if diagram:
+        rows = [MarkdownRow(Text(f"  {row}", no_wrap=True)) for row in diagram]
+        yield from _drawn(rows, node.content.rstrip())
+    else:
+        yield from _code(node.content, language, width)
+
+
+def _is_closed(fence: SyntaxTreeNode) -> bool:
+    """True if a code block has its last line."""
+    return fence.map is not None and fence.map[1] - fence.map[0] == fence.content.count("\n") + 2
 
 
 def _formula(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    said = as_unicode(node.content) if node.content else ""
-    if not said:
-        return _wrapped(Text(node.markup), width)
     margin = Text("    ")
-    return _led(_wrapped(Text(said), width - 4), margin, margin)
+    lines = as_lines(node.content, width - 4) if node.content else ()
+    rows: Iterable[MarkdownRow] = [MarkdownRow(Text(line, no_wrap=True)) for line in lines]
+    if not lines:
+        text = as_unicode(node.content) if node.content else ""
+        if not text:
+            return wrapped(Text(node.markup), width)
+        rows = wrapped(Text(text), width - 4)
+    return _drawn(_with_prefix(rows, margin, margin), node.markup)
+
+
+def _drawn(rows: Iterable[MarkdownRow], source: str) -> Iterator[MarkdownRow]:
+    """The rows of a drawing, which is copied as its source."""
+    for row in rows:
+        yield replace(row, source=source)
 
 
 def _stacked(
@@ -229,10 +376,10 @@ def _item(
     if box is not None:
         bullet = box.ljust(len(bullet))
         inside[0] = replace(inside[0], text=inside[0].text[4:])
-    yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
+    yield from _with_prefix(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
 
 
-def _led(rows: Iterable[MarkdownRow], first: Text, others: Text) -> Iterator[MarkdownRow]:
+def _with_prefix(rows: Iterable[MarkdownRow], first: Text, others: Text) -> Iterator[MarkdownRow]:
     """The rows, each after its lead."""
     for n, row in enumerate(rows):
         lead = first if n == 0 else others
@@ -241,10 +388,10 @@ def _led(rows: Iterable[MarkdownRow], first: Text, others: Text) -> Iterator[Mar
 
 def _code_label(number: int, language: str, width: int) -> MarkdownRow:
     """The line above a code block: the number by which a key copies it; so does a click."""
-    said = Text(f"  [{number}] {language}".rstrip(), "code.label", no_wrap=True)
-    said.truncate(width)
-    said.stylize(Style(meta={"@click": ("copy_code", (number,))}))
-    return MarkdownRow(said, fill="code.block", label=True)
+    text = Text(f"  [{number}] {language}".rstrip(), "code.label", no_wrap=True)
+    text.truncate(width)
+    text.stylize(Style(meta={"@click": ("copy_code", (number,))}))
+    return MarkdownRow(text, fill="code.block", label=True)
 
 
 def _code(code: str, language: str, width: int) -> Iterator[MarkdownRow]:
@@ -255,8 +402,8 @@ def _code(code: str, language: str, width: int) -> Iterator[MarkdownRow]:
 
 @lru_cache(maxsize=256)
 def _code_run(code: str, language: str, width: int) -> Sequence[MarkdownRow]:
-    rows = _wrapped(highlighted(code, language), width - 4, fill="code.block")
-    return [*_led(rows, Text("  ", "code.block"), Text("  ", "code.block"))]
+    rows = wrapped(highlighted(code, language), width - 4, fill="code.block")
+    return [*_with_prefix(rows, Text("  ", "code.block"), Text("  ", "code.block"))]
 
 
 def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
@@ -264,54 +411,16 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     for part in node.children:
         style = "table.head" if part.type == "thead" else ""
         lines += [_cells(line, style) for line in part.children]
-    widths = _columns(lines, width)
     head = node.children[0].children[0]
     right = ["right" in str(cell.attrs.get("style", "")) for cell in head.children]
-    for n, line in enumerate(lines):
-        cells = [_wrapped(cell, room) for cell, room in zip(line, widths, strict=True)]
-        for rows in itertools.zip_longest(*cells, fillvalue=MarkdownRow(Text(""))):
-            pieces = [row.text for row in rows]
-            padded = (_padded(*cell) for cell in zip(pieces, widths, right, strict=True))
-            yield MarkdownRow(Text.assemble((" │ ", "rule")).join(padded))
-        if n == 0:
-            yield MarkdownRow(Text("─┼─".join("─" * room for room in widths), "rule"))
+    return table_rows(lines, right, width, continued=bool(node.meta.get("continued")))
 
 
 def _cells(line: SyntaxTreeNode, style: str) -> list[Text]:
     return [_inline(cell, style) for cell in line.children]
 
 
-def _padded(piece: Text, room: int, right: bool) -> Text:
-    free = " " * (room - cell_len(piece.plain))
-    if right:
-        return Text.assemble(free, piece)
-    return Text.assemble(piece, free)
-
-
-def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:
-    """Column widths: as wide as the text while there is room; then the widest ones shrink."""
-    widths = [max([1, *map(_cell_width, column)]) for column in zip(*lines, strict=True)]
-    too_much = sum(widths) + 3 * (len(widths) - 1) - width
-    for _ in range(min(too_much, sum(widths) - len(widths))):
-        widths[widths.index(max(widths))] -= 1
-    return widths
-
-
-def _cell_width(cell: Text) -> int:
-    return max(map(cell_len, cell.plain.split("\n")), default=0)
-
-
 # -- words -----------------------------------------------------------------------------------------
-
-
-def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:
-    """The rows of a text that may have lines of its own."""
-    lines = [text]
-    if "\n" in text.plain:
-        lines = [*text.split("\n", allow_blank=True)]
-    for line in lines:
-        for n, piece in enumerate(line.wrap(_CONSOLE, max(1, width))):
-            yield MarkdownRow(piece, soft=n > 0, fill=fill)
 
 
 def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
@@ -326,6 +435,8 @@ def _words(node: SyntaxTreeNode, text: Text) -> None:
     own = _own_text(node)
     if own is not None:
         text.append(own, "code.inline" if node.type == "code_inline" else None)
+        if node.type == "formula":
+            text.stylize(Style(meta={SOURCE: node.markup}), start)
     else:
         for child in node.children:
             _words(child, text)

@@ -14,7 +14,7 @@ from localllm_tui.control.keys import SLIDER
 
 T = TypeVar("T")
 _LABEL = 12
-_LEAST_TRACK = 4
+_MIN_TRACK = 4
 
 
 class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
@@ -54,7 +54,7 @@ class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
         return self.values[self._at]
 
     def choose(self, value: T) -> None:
-        """Choose a value, which becomes one of them if it is not."""
+        """Choose a value. A value that is not in the list is added."""
         if value not in self.values:
             self.values.append(value)
         self._to(self.values.index(value))
@@ -80,8 +80,8 @@ class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
         self.action_next()
 
     def _track(self) -> int:
-        said = max(len(self.words(v)) for v in self.values)
-        return max(_LEAST_TRACK, min(24, self.size.width - _LABEL - 2 - min(said, 18)))
+        words_width = max(len(self.words(v)) for v in self.values)
+        return max(_MIN_TRACK, min(24, self.size.width - _LABEL - 2 - min(words_width, 18)))
 
     def _draw(self) -> None:
         drawn = f"‹ {self.words(self.value)} ›"
@@ -90,5 +90,5 @@ class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
             knob = round(self._at / max(1, len(self.values) - 1) * (track - 1))
             line = "━" * knob + "●" + "─" * (track - knob - 1)
             drawn = f"{line} {self.words(self.value)}"
-        room = max(4, self.size.width - _LABEL)
-        self.update(f"{self.label:<{_LABEL}}{elide(drawn, room)}")
+        track_width = max(4, self.size.width - _LABEL)
+        self.update(f"{self.label:<{_LABEL}}{elide(drawn, track_width)}")

@@ -1,9 +1,10 @@
-"""A long text as one widget: a frame draws only the rows on screen and lays out only the last
+"""A widget for a long text. A frame draws only the visible rows and lays out only the last
 block."""
 
 from __future__ import annotations
 
 import re
+import time
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -16,11 +17,17 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from localllm_tui.control.attachments import code_block
-from localllm_tui.messages import CopyWanted
+from localllm_tui.messages import CopyWanted, TextGrew
 from localllm_tui.widgets.code import palette
-from localllm_tui.widgets.markdown import MarkdownRow, MarkdownRows
+from localllm_tui.widgets.markdown import MarkdownRows
+from localllm_tui.widgets.rows import MarkdownRow, copied
 
 _OPENED = ("http", "https", "mailto")
+# A long text is laid out in parts, between which keys are handled.
+_PART_S = 0.03
+_NEXT_PART_S = 1 / 60
+# A search lays out a shorter text whole.
+_SEARCHED_CHARS = 100_000
 
 
 class GrowingText(Widget):
@@ -37,7 +44,8 @@ class GrowingText(Widget):
         self._strips: dict[int, Strip] = {}
         self._drawn_as: tuple[int, str, Style] | None = None
         self._searched: re.Pattern[str] | None = None
-        self._found_now = -1  # the row of the hit one is at
+        self._found_now = -1  # the row of the current hit
+        self._goes_on = False  # the next part is about to be laid out
 
     @property
     def source(self) -> str:
@@ -52,16 +60,43 @@ class GrowingText(Widget):
             self.refresh()
         if searched is None or not self.size.width:
             return []
-        rows = self.rows.at(self.size.width)
+        rows = self._rows(self.size.width)
+        if len(self.source) <= _SEARCHED_CHARS:
+            rows = self.rows.at(self.size.width)
         return [y for y, row in enumerate(rows) if searched.search(row.text.plain)]
 
-    def add(self, new: str) -> None:
-        first = self.rows.finished  # what is before it is not laid out again
-        self.rows.add(new)
+    def _rows(self, width: int) -> list[MarkdownRow]:
+        """The rows that are laid out. The rest follows later."""
+        rows = self.rows.so_far(width)
+        if not self.rows.complete and not self._goes_on:
+            self._goes_on = True
+            self.set_timer(_NEXT_PART_S, self._lay_out_part)
+        return rows
+
+    def _lay_out_part(self) -> None:
+        self._goes_on = False
+        width = self.size.width
+        if not width or self.rows.complete:
+            return
+        first = self.rows.finished
+        height = len(self._rows(width))
+        end_s = time.monotonic() + _PART_S
+        while not self.rows.complete and time.monotonic() < end_s:
+            self.rows.lay_out_more()
+        self._drop_strips(first)
+        self.post_message(TextGrew(self, len(self._rows(width)) - height))
+        self.refresh(layout=True)
+
+    def _drop_strips(self, first: int) -> None:
         for y in [y for y in self._strips if y >= first]:
             del self._strips[y]
+
+    def add(self, new: str) -> None:
+        first = self.rows.finished  # the text before it is not laid out again
+        self.rows.add(new)
+        self._drop_strips(first)
         width, height = self.size
-        taller = not width or height != len(self.rows.at(width))
+        taller = not width or height != len(self._rows(width))
         self.refresh(Region(0, first, width, max(1, height - first)), layout=taller)
 
     # -- what Textual asks -------------------------------------------------------------------------
@@ -70,12 +105,12 @@ class GrowingText(Widget):
         return container.width
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self.rows.at(width))
+        return len(self._rows(width))
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width
         base = self.rich_style
-        rows = self.rows.at(width)
+        rows = self._rows(width)
         if y >= len(rows):
             return Strip.blank(width, base)
         drawn_as = (width, self.app.theme, base)
@@ -105,8 +140,8 @@ class GrowingText(Widget):
             marked = self.screen.get_component_rich_style("screen--selection")
             text.stylize(marked, start, None if end == -1 else end)
         # Rendering leaves out the style of the whole text.
-        whole = base + self._look.get_style(text.style)
-        segments = [*Segment.apply_style(text.render(self._look, end=""), whole)]
+        style = base + self._look.get_style(text.style)
+        segments = [*Segment.apply_style(text.render(self._look, end=""), style)]
         fill = base
         if row.fill:
             fill += self._look.get_style(row.fill)
@@ -118,19 +153,29 @@ class GrowingText(Widget):
         self.refresh()
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """The selected text as it was written: lines that are only wrapped are joined."""
-        said = ""
-        for y, row in enumerate(self.rows.at(self.size.width)):
+        """Return the selected text as it was written: wrapped lines are joined, and formulas and
+        diagrams are their source."""
+        text = ""
+        drawing = ""  # the source of the row before
+        formulas: list[object] = []
+        for y, row in enumerate(self._rows(self.size.width)):
             span = selection.get_span(y)
             if span is None or row.label:
                 continue
             start, end = span
+            if end == -1:
+                end = len(row.text)
             if row.soft:
                 start = max(start, row.lead)
-            if said:
-                said += " " if row.soft else "\n"
-            said += row.text.plain[start : None if end == -1 else end].rstrip()
-        return said, "\n"
+            else:
+                formulas.clear()
+            if drawing and row.source is drawing:
+                continue
+            drawing = row.source
+            if text:
+                text += row.gap if row.soft else "\n"
+            text += row.source or copied(row, start, end, formulas).rstrip()
+        return text, "\n"
 
     def action_copy_code(self, number: int) -> None:
         """Copy the code block of this number."""
@@ -143,7 +188,7 @@ class GrowingText(Widget):
             self.app.open_url(address)
         else:
             self.notify(
-                f"not opened, as it is no web page: {address}",
+                f"not opened, because it is not a web page: {address}",
                 severity="warning",
                 timeout=6,
                 markup=False,

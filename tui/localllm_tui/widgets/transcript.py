@@ -14,6 +14,7 @@ from localllm_tui.control.keys import TURN
 from localllm_tui.control.terminal import one_line
 from localllm_tui.messages import (
     MoreTurnsWanted,
+    TextGrew,
     TurnSelected,
 )
 from localllm_tui.widgets.contrast import SELECTED
@@ -25,7 +26,7 @@ class TurnView(Vertical):
     versions."""
 
     DEFAULT_CSS = f"""
-    TurnView {{ margin-top: 1; padding-left: 1; height: auto; max-width: 104; }}
+    TurnView {{ margin-top: 1; padding-left: 1; height: auto; }}
     TurnView > .who {{ text-style: bold; }}
     TurnView > .note {{ color: $hint; }}
     TurnView.-selected > .who {{ text-style: bold reverse; width: auto; }}
@@ -67,7 +68,7 @@ class TurnView(Vertical):
         return rows
 
     def on_click(self, event: events.Click) -> None:
-        # a single click begins a selection of text
+        # a single click starts a text selection
         if self.turn_id and event.chain == 2 and isinstance(self.parent, Transcript):
             event.stop()
             self.parent.select(self)
@@ -83,9 +84,10 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
     """
 
     following = True
+    thinking = "folded"  # how thinking is shown at first: "shown", "folded" or "off"
     searched: re.Pattern[str] | None = None
     _anchored_here = _wanted_more = False
-    _found_at = 0  # among the rows of the selected turn that have what was searched for
+    _found_at = 0  # index of the current hit among those of the selected turn
 
     # -- the turn that is selected -----------------------------------------------------------------
 
@@ -185,6 +187,11 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
         if self.following and not self._anchored_here:
             self.call_after_refresh(self._anchor_when_full)
 
+    def on_text_grew(self, event: TextGrew) -> None:
+        """Keep what is on screen in its place while a text above it grows."""
+        if not self.following and event.text.region.bottom <= self.region.y:
+            self.call_after_refresh(self.scroll_relative, y=event.rows, animate=False)
+
     def _anchor_when_full(self) -> None:
         # Textual would push content shorter than the screen down to its end.
         if self.max_scroll_y > 0 and not self._anchored_here:
@@ -201,13 +208,13 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
             self._wanted_more = True
             self.post_message(MoreTurnsWanted(step))
 
-    def more_came(self) -> None:
-        """The turns that were asked for are on screen."""
+    def more_shown(self) -> None:
+        """Note that the requested turns are on screen."""
         self._wanted_more = False
 
     @property
     def more_below(self) -> bool:
-        """Whether there is text below the visible part."""
+        """True if there is text below the visible part."""
         return self.max_scroll_y - self.scroll_y >= 1
 
     def page(self, pages: int) -> None:

@@ -3,6 +3,8 @@ first run."""
 
 from __future__ import annotations
 
+import re
+
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Static
@@ -29,7 +31,7 @@ class QuestionView(TurnView):
         """A stored question: its typed text, and the names of its files. `left_out`: it failed, and
         is not sent to the model."""
         super().__init__("You", turn.id, place)
-        self._said = typed_in(turn)
+        self._text = typed_in(turn)
         self.left_out = left_out
         self.attached = turn.meta.get("attached", ())
 
@@ -39,12 +41,10 @@ class QuestionView(TurnView):
             yield Static(
                 "attached: " + one_line(", ".join(self.attached)), classes="files", markup=False
             )
-        if self._said:
-            yield GrowingText(printable(self._said), plain=True)
+        if self._text:
+            yield GrowingText(printable(self._text), plain=True)
         if self.left_out:
-            yield Static(
-                "not answered, and left out of what the model gets", classes="note", markup=False
-            )
+            yield Static("not answered, so the model does not get it", classes="note", markup=False)
 
 
 class HiddenTurns(Static):
@@ -81,8 +81,11 @@ class ChatNote(Vertical):
         self.text = text
 
 
+_COMMAND = re.compile("`([^`\n]+)`")  # in a hint; a box shows it without the marks
+
+
 class ErrorNote(Vertical):
-    """An error, what to do about it, and the way on."""
+    """An error, its hint, and the next steps."""
 
     DEFAULT_CSS = """
     ErrorNote { max-width: 104; margin-top: 1; padding-left: 1; border-left: double $error; }
@@ -92,10 +95,14 @@ class ErrorNote(Vertical):
     def __init__(self, message: str, hint: str = "", next_steps: str = "") -> None:
         lines = [f"Error: {message}"]
         if hint:
-            lines.append(f"Hint: {hint}")
+            lines.append(f"Hint: {_COMMAND.sub(_without_marks, hint)}")
         if next_steps:
             lines.append(next_steps)
         super().__init__(*(Static(printable(line), markup=False) for line in lines))
+
+
+def _without_marks(command: re.Match[str]) -> str:
+    return command[1]
 
 
 def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionView | AnswerView:
@@ -108,7 +115,7 @@ def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionVi
 
 
 UNANSWERED = (
-    "This question has no answer yet: /retry asks for one, /edit changes it, /drop removes it"
+    "This question has no answer yet: /retry asks it again, /edit changes it, /drop removes it"
 )
 
 
@@ -131,6 +138,6 @@ class FirstRunPage(Static):
         self.set_interval(_LOOK_S, self._look)
 
     def _look(self) -> None:
-        said = printable("\n".join(self._first_run.lines()))
-        if said != self.content:
-            self.update(said)
+        text = printable("\n".join(self._first_run.lines()))
+        if text != self.content:
+            self.update(text)

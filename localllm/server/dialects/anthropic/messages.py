@@ -12,9 +12,11 @@ from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import function_of, is_client_tool
+from localllm.server.dialects.anthropic.context_management import ContextManagement
 from localllm.server.dialects.constraints import Constraint, of_response_format, only_one
 from localllm.server.dialects.fields import Count, SentTools, StopText, stop_texts
 from localllm.server.dialects.known import (
+    CACHE_CONTROL,
     FORM,
     READS,
     REFUSED,
@@ -22,6 +24,7 @@ from localllm.server.dialects.known import (
     Refused,
     Shape,
     Unused,
+    indifferent,
     one_of,
     shape,
 )
@@ -32,8 +35,9 @@ from localllm.server.models.router import ServedModel
 
 # Every prompt is cached, with or without `cache_control`.
 _BLOCK: dict[str, Any] = shape(
-    "type", "text", "cache_control", "id", "name", "input", "tool_use_id", "is_error", "thinking",
-    "signature", "data", "tool_name", "title",
+    "type", "text", "id", "name", "input", "tool_use_id", "is_error", "thinking", "signature",
+    "data", "tool_name", "title",
+    cache_control=CACHE_CONTROL,
     source=shape(
         "data", "media_type", "url", "file_id",
         type=one_of("base64", "url", "file", "text", "content"),
@@ -42,8 +46,9 @@ _BLOCK: dict[str, Any] = shape(
     context=Unused(off=(None, "")),
 )  # fmt: skip
 _TOOL = shape(
-    "type", "name", "description", "input_schema", "strict", "cache_control", "display_width_px",
+    "type", "name", "description", "input_schema", "strict", "display_width_px",
     "display_height_px", "display_number", "max_characters",
+    cache_control=CACHE_CONTROL,
 )  # fmt: skip
 _FORM = {**FORM, "type": one_of("json_schema")}
 # Put before the output of a failed tool, because chat templates have no field for failures.
@@ -91,10 +96,14 @@ class MessagesFields(ReasonedFields):
         ),
         "output_format": _FORM,
         "n": REFUSED["n"],
-        "container": Refused("no container runs here"),
-        "mcp_servers": Refused("not connected to from here", (None, [])),
-        **dict.fromkeys(("betas", "speed", "cache_control")),
+        "container": Refused("this server runs no containers"),
+        "mcp_servers": Refused("this server does not connect to MCP servers", (None, [])),
+        **dict.fromkeys(("betas", "cache_control")),
+        "speed": indifferent("standard", "fast"),
     }
+    context_management: ContextManagement | None = Field(
+        None, description="`edits` that leave out old tool results and old reasoning"
+    )
     messages: list[dict[str, Any]]
     max_tokens: Count | None = None
     system: str | list[Any] | None = None
@@ -102,10 +111,10 @@ class MessagesFields(ReasonedFields):
     tools: SentTools | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = Field(
-        None, description="`effort`, and `format` with a JSON schema"
+        None, description="`effort`; `format` with a JSON schema"
     )
     output_format: dict[str, Any] | None = Field(
-        None, description="the older name of output_config.format"
+        None, description="the former name of output_config.format"
     )
 
     def effort(self) -> str | None:
@@ -115,6 +124,16 @@ class MessagesFields(ReasonedFields):
         if found != "none" and self.output_config:
             return self.output_config.effort or found
         return found
+
+    def effort_fields(self) -> list[str]:
+        config = self.output_config
+        own = ["output_config.effort"] if config is not None and config.effort else []
+        return own + super().effort_fields()
+
+    def constraint_field(self) -> str:
+        if self.output_config is not None and self.output_config.format:
+            return "output_config.format"
+        return "output_format" if self.output_format else super().constraint_field()
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """Return the constraint from `output_config.format`, or from the fields of other
@@ -155,6 +174,11 @@ def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatReques
     stop = stop_texts(fields.stop_sequences) + generation.stop
     generation = replace(generation, stop=stop)
     chat = ChatRequest(normalise(messages, omitted), generation, options)
+    managed = fields.context_management
+    if managed is not None:
+        omitted += managed.unknown()
+        edits = [edit.edit() for edit in managed.edits]
+        chat = replace(chat, edits=tuple(edit for edit in edits if edit is not None))
     return chat, [*toolbox.skipped, *dict.fromkeys(omitted)]
 
 

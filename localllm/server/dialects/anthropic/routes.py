@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from localllm.engine.messages import TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.anthropic import messages
+from localllm.server.dialects.anthropic.context_management import applied_body
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
@@ -35,10 +37,17 @@ _STOP_REASONS = {
 
 class MessageEvents(ReplyWriter):
     """Writes Anthropic's events. `message_start` is sent with the first content, when the prompt's
-    length is known."""
+    length is known. `managed`: the message's field about context edits."""
 
-    def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
+    def __init__(
+        self,
+        outbox: Outbox,
+        model: ServedModel,
+        progress: PrefillProgress,
+        managed: Mapping[str, Any],
+    ) -> None:
         self._outbox = outbox
+        self._managed = managed
         self._model = model
         self._progress = progress
         self._block = -1
@@ -65,7 +74,7 @@ class MessageEvents(ReplyWriter):
         self._begin()
         self._close()
         delta = _end_of(reply.choices[0].outcome, self._model.served_n_ctx)
-        ended = {"delta": delta, "usage": usage_body(reply.usage)}
+        ended = {"delta": delta, "usage": usage_body(reply.usage), **self._managed}
         self._send("message_delta", json.dumps(ended)[1:-1])
         self._send("message_stop", "")
 
@@ -168,11 +177,16 @@ def translate(fields: messages.MessagesFields, model: ServedModel) -> Translated
     """Translate a chat request. The reply is a message, or its events."""
     chat, skipped = messages.chat_request(fields, model)
 
+    def managed(job: GenerationJob) -> dict[str, Any]:
+        if fields.context_management is None:
+            return {}
+        return {"context_management": applied_body(job.applied)}
+
     def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
-        return message(reply, model)
+        return {**message(reply, model), **managed(job)}
 
     def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
-        return MessageEvents(outbox, model, progress)
+        return MessageEvents(outbox, model, progress, managed(job))
 
     return TranslatedRequest(chat, body, writer, tuple(skipped))
 
@@ -182,7 +196,7 @@ MESSAGES = Route(
     messages.MessagesFields,
     translate,
     _ANTHROPIC,
-    "Answer a conversation, whole or as events",
+    "Answer a conversation, as one object or as events",
     ("content", "usage"),
 )
 
@@ -191,8 +205,11 @@ def routes(server: Server) -> Paths:
     paths = Paths("Anthropic")
     mount(paths, server, MESSAGES)
 
-    def count(prompt: str, tokens: int) -> dict[str, Any]:
-        return {"input_tokens": tokens}
+    def count(job: GenerationJob, tokens: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"input_tokens": tokens}
+        if job.original_tokens:
+            body["context_management"] = {"original_input_tokens": job.original_tokens}
+        return body
 
     mount_prompt(paths, server, "/v1/messages/count_tokens", MESSAGES, COUNT, count)
     return paths

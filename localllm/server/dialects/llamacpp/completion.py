@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar
 
@@ -16,7 +16,6 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import (
     MAX_PROMPTS,
-    Alternatives,
     Bias,
     Choices,
     SamplingFields,
@@ -24,7 +23,13 @@ from localllm.server.dialects.fields import (
     first_limit,
 )
 from localllm.server.dialects.known import BodyPart, Shape, Unused
-from localllm.server.dialects.wire import logprob_entry, quote, timings_body
+from localllm.server.dialects.wire import (
+    LiveTelemetry,
+    TelemetryFields,
+    logprob_entry,
+    quote,
+    timings_body,
+)
 from localllm.server.generation.job import (
     GenerationJob,
     Outcome,
@@ -37,11 +42,29 @@ from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
 
+# Alternatives per token, and in a whole answer that reports more than a few.
+_FEW = 20
+MOST_PROBABILITIES = 1 << 20
 # llama.cpp's default placeholder for an image.
 MARKER = "<__media__>"
 
 
-class PicturedPrompt(BodyPart):
+# An answer belongs to no slot: a later request may use any.
+_ANY_SLOT = -1
+# llama.cpp's samplers that this server does not have, switched off.
+_SAMPLERS_OFF = {
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "top_n_sigma": -1.0,
+    "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
+    "adaptive_target": -1.0,
+    "adaptive_decay": 0.9,
+}
+
+
+class MultimodalPrompt(BodyPart):
     """A prompt with images. The n-th `<__media__>` marks the position of the n-th file, which is
     sent in base64."""
 
@@ -52,31 +75,36 @@ class PicturedPrompt(BodyPart):
 Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=1 << 20)]
 
 
-class LlamaCppFields(SamplingFields):
+class LlamaCppFields(SamplingFields, TelemetryFields):
     """POST /completion."""
 
     shapes: ClassVar[Shape] = {
+        **SamplingFields.shapes,
         # Accepted without effect: an answer ends when the context is full, so no tokens are
         # discarded.
         **dict.fromkeys(("slot_id", "n_keep", "n_discard")),
-        **dict.fromkeys(("timings_per_token", "prompt_progress", "return_progress"), Unused()),
         **dict.fromkeys(("n_indent", "t_max_prompt_ms"), Unused(off=(None, 0, -1))),
     }
     prompt: (
-        str | Pieces | Annotated[list[str | Pieces], Field(max_length=MAX_PROMPTS)] | PicturedPrompt
-    ) = Field("", description="a text; token ids, texts among them or not; or several of those")
+        str
+        | Pieces
+        | Annotated[list[str | Pieces | MultimodalPrompt], Field(max_length=MAX_PROMPTS)]
+        | MultimodalPrompt
+    ) = Field("", description="a text, a list of token ids and texts, or a list of such prompts")
     logit_bias: (
         Annotated[dict[str, Bias], Field(max_length=4096)]
         | Annotated[list[tuple[TokenId | str, Bias]], Field(max_length=4096)]
         | None
     ) = Field(  # type: ignore[assignment]
-        None, description="by token id, or by a text for each of its tokens"
+        None, description="biases by token id, or by a text, whose tokens all get the bias"
     )
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
-    n_probs: Alternatives | None = None
-    return_tokens: bool | None = Field(None, description="the ids of the answer's tokens too")
+    n_probs: int | None = Field(
+        None, ge=0, le=MOST_PROBABILITIES, description="above 20 only for short answers"
+    )
+    return_tokens: bool | None = Field(None, description="also return the token ids of the answer")
     response_fields: Annotated[list[str], Field(max_length=64)] | None = Field(
-        None, description="only these of the answer's fields; a/b is field b of a"
+        None, description="return only these fields of the answer; a/b means field b of a"
     )
 
 
@@ -101,20 +129,25 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
     events."""
     grammar = fields.constraint()
 
+    texts: list[str] = []
+
     async def job(engine: EngineClient) -> GenerationJob:
         prompts, images = await _prompts(fields, engine)
+        texts[:] = [await _as_text(prompt, engine) for prompt in prompts]
         generation = await _generation(fields, model, engine)
         n = fields.n
         if isinstance(fields, InfillFields):
             n = fields.n_cmpl or n
         made = await text_job(engine, prompts, generation, grammar, n=n or 1)
-        return replace(made, images=images, reports_tokens=bool(fields.return_tokens))
+        reports_tokens = bool(fields.return_tokens or fields.stream)
+        return replace(made, media=images, reports_tokens=reports_tokens)
 
     def body(reply: Reply, job: GenerationJob) -> Any:
-        return completions(reply, job, model, fields.response_fields)
+        return completions(reply, job, model, texts, fields.response_fields)
 
     def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
-        return CompletionEvents(outbox, job, model, fields.response_fields)
+        telemetry = fields.telemetry(progress)
+        return CompletionEvents(outbox, job, model, texts, telemetry, fields.response_fields)
 
     return TranslatedRequest(job, body, writer)
 
@@ -125,9 +158,15 @@ async def _generation(
     """Return the generation settings. If `logit_bias` names a text, each of its tokens gets the
     bias."""
     # In llama.cpp, 0 alternatives means no log-probabilities.
-    made = fields.generation(
-        model.sampling, first_limit(fields.n_predict), logprobs=fields.n_probs or None
-    )
+    longest = first_limit(fields.n_predict)
+    alternatives = min(fields.n_probs or 0, engine.info.n_vocab)
+    if alternatives > _FEW and (longest is None or alternatives * longest > MOST_PROBABILITIES):
+        raise RequestError(
+            f"n_probs times n_predict is above {MOST_PROBABILITIES:,}",
+            hint=f"send a smaller n_predict, or n_probs up to {_FEW}",
+            param="n_probs",
+        )
+    made = fields.generation(model.sampling, longest, logprobs=alternatives or None)
     if not fields.logit_bias:
         return made
     bias: dict[int, float] = {}
@@ -149,7 +188,7 @@ async def _prompts(
     sent = fields.prompt
     if isinstance(fields, InfillFields):
         return [await _gap(fields, engine)], {}
-    if isinstance(sent, PicturedPrompt):
+    if isinstance(sent, MultimodalPrompt):
         where = "prompt.multimodal_data"
         sees = engine.info.vision
         text, images = images_in_prompt(
@@ -165,9 +204,24 @@ async def _prompts(
         each = [sent]
     prompts: list[str | list[int]] = []
     for one in each:
-        pieces = [one] if isinstance(one, str) else one
-        prompts.append(await _ids(pieces, engine))
+        prompts.append(await _ids(_pieces(one), engine))
     return prompts, {}
+
+
+def _pieces(prompt: Any) -> Sequence[Any]:
+    """Return the texts and token ids of one of several prompts. Raises UnsupportedError."""
+    if isinstance(prompt, MultimodalPrompt):
+        if prompt.multimodal_data:
+            raise UnsupportedError("one of several prompts can't have images", param="prompt")
+        return [prompt.prompt_string]
+    return [prompt] if isinstance(prompt, str) else prompt
+
+
+async def _as_text(prompt: str | list[int], engine: EngineClient) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    text = await engine.detokenize(prompt)
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
@@ -182,8 +236,8 @@ async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
 
 
 async def _gap(fields: InfillFields, engine: EngineClient) -> list[int]:
-    if isinstance(fields.prompt, PicturedPrompt):
-        raise UnsupportedError("a gap is filled in from text alone", param="prompt")
+    if isinstance(fields.prompt, MultimodalPrompt):
+        raise UnsupportedError("fill-in-the-middle does not support images", param="prompt")
     return await fim_prompt(
         engine,
         fields.input_prefix,
@@ -198,29 +252,54 @@ class CompletionEvents(ReplyWriter):
     """Writes llama.cpp's completion events."""
 
     def __init__(
-        self, outbox: Outbox, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
+        self,
+        outbox: Outbox,
+        job: GenerationJob,
+        model: ServedModel,
+        prompts: Sequence[str],
+        telemetry: LiveTelemetry,
+        wanted: Sequence[str] | None,
     ) -> None:
         self._outbox = outbox
         self._job = job
         self._model = model
+        self._prompts = prompts
+        self._telemetry = telemetry
         self._wanted = wanted
         self._ids: list[int] = []
+
+    def prefill(self) -> None:
+        self._send_progress(self._telemetry.prefill_reports())
+
+    def _send_progress(self, reports: Sequence[Mapping[str, int]]) -> None:
+        for report in reports:
+            event = {
+                "index": 0, "content": "", "tokens": [], "stop": False, "prompt_progress": report
+            }  # fmt: skip
+            self._outbox.write(f"data: {json.dumps(event)}\n\n".encode())
 
     def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
         self._ids += ids
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         more = ""
+        self._send_progress(self._telemetry.last_reports())
+        timings = self._telemetry.timings()
+        if timings is not None:
+            more = f',"timings":{json.dumps(timings)}'
         if logprobs:
-            more = f',"completion_probabilities":{json.dumps(probabilities(logprobs))}'
+            more += f',"completion_probabilities":{json.dumps(probabilities(logprobs))}'
         written = f'"content":{quote(text)},"tokens":{self._ids}'
         event = f'data: {{"index":{choice},{written},"stop":false{more}}}\n\n'
         self._outbox.write(event.encode())
         self._ids = []
 
     def end(self, reply: Reply) -> None:
-        outcome = replace(reply.choices[0].outcome, usage=reply.usage)
-        last = {**final("", outcome, self._job, self._model), "tokens": self._ids}
+        choice = reply.choices[0]
+        outcome = replace(choice.outcome, usage=reply.usage)
+        prompt = self._prompts[0]
+        last = final("", outcome, self._job, self._model, prompt)
+        last |= {"tokens": self._ids, "has_new_line": "\n" in choice.text}
         self._outbox.write(f"data: {json.dumps(selected(last, self._wanted))}\n\n".encode())
 
 
@@ -241,20 +320,40 @@ def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, An
     return found
 
 
-def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -> dict[str, Any]:
-    """Return the last object of a stream, or the complete reply."""
-    usage = outcome.usage
-    most = job.generation.max_tokens
-    settings = {
-        **asdict(job.generation.sampling),
+def _settings(job: GenerationJob, model: ServedModel) -> dict[str, Any]:
+    """Return llama.cpp's `generation_settings`. A bias of null is minus infinity."""
+    generation = job.generation
+    most = generation.max_tokens
+    biases: list[dict[str, Any]] = [
+        {"token": token, "bias": bias} for token, bias in generation.sampling.logit_bias.items()
+    ]
+    if generation.ignore_eos and model.info is not None:
+        biases += ({"token": token, "bias": None} for token in model.info.eog_tokens)
+    return {
+        **_SAMPLERS_OFF,
+        **asdict(generation.sampling),
+        "logit_bias": biases,
         "n_ctx": model.served_n_ctx,
         "n_predict": -1 if most is None else most,
-        "stop": job.generation.stop,
+        "max_tokens": -1 if most is None else most,
+        "n_probs": generation.logprobs or 0,
+        "ignore_eos": generation.ignore_eos,
+        "stop": generation.stop,
     }
+
+
+def final(
+    text: str, outcome: Outcome, job: GenerationJob, model: ServedModel, prompt: str
+) -> dict[str, Any]:
+    """Return the last object of a stream, or the complete reply."""
+    usage = outcome.usage
     return {
         "index": 0,
         "content": text,
         "tokens": [],
+        "id_slot": _ANY_SLOT,
+        "prompt": prompt,
+        "has_new_line": "\n" in text,
         "stop": True,
         "model": model.name,
         "tokens_predicted": usage.completion_tokens,
@@ -264,7 +363,7 @@ def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -
         "stop_type": _stop_type(outcome),
         "stopping_word": outcome.stop or "",
         "timings": timings_body(usage, outcome.timings),
-        "generation_settings": settings,
+        "generation_settings": _settings(job, model),
     }
 
 
@@ -277,12 +376,16 @@ def _stop_type(outcome: Outcome) -> str:
 
 
 def completions(
-    reply: Reply, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
+    reply: Reply,
+    job: GenerationJob,
+    model: ServedModel,
+    prompts: Sequence[str],
+    wanted: Sequence[str] | None,
 ) -> Any:
     """Return the complete reply: one object, or a list if there are several choices."""
     bodies = []
     for i, choice in enumerate(reply.choices):
-        body = final(choice.text, choice.outcome, job, model)
+        body = final(choice.text, choice.outcome, job, model, prompts[i // job.n])
         body |= {"index": i, "tokens": choice.tokens}
         if choice.logprobs:
             body["completion_probabilities"] = probabilities(choice.logprobs)

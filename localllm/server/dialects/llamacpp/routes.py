@@ -15,15 +15,18 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from localllm.conversation.tools import format_for, has_unknown_notation
+from localllm.conversation.tools import format_for, has_unknown_format
 from localllm.errors import BusyError, RequestError
+from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import RequestBody, TokenId
 from localllm.server.dialects.llamacpp import completion
+from localllm.server.dialects.llamacpp.adapters import BODY, adapters_of, scales_of
 from localllm.server.dialects.openapi import answer_of
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import Route, mount, mount_whole
-from localllm.server.dialects.wire import EVENTS
+from localllm.server.dialects.route import Route, mount, mount_non_streaming
+from localllm.server.dialects.wire import EVENTS, FINGERPRINT
 from localllm.server.http.accounts import Account, admins_only, caller
+from localllm.server.http.json_body import read_json_list
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
@@ -35,9 +38,8 @@ _NO_SLOT = {"name": "fail_on_no_slot", "in": "query", "schema": {"type": "string
 
 
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
-    """Yield events of loading and unloading: first the current state, then each change, with load
-    progress."""
-    sent: dict[str, dict[str, Any]] = {}
+    """Yield events of loading and unloading: each change after the begin, with load progress."""
+    sent = {m.name: _status(m) for m in models.list()}
     for look in count(1):
         for m in models.list():
             status = _status(m)
@@ -119,6 +121,13 @@ class DetokenizeFields(RequestBody):
     tokens: list[TokenId] = Field(default_factory=list)
 
 
+class NativeEmbedding(RequestBody):
+    """POST /embedding."""
+
+    content: vectors.Inputs | None = None
+    input: vectors.Inputs | None = None
+
+
 class ModelFields(RequestBody):
     """POST /models/load and /models/unload."""
 
@@ -156,7 +165,18 @@ def routes(server: Server) -> Paths:
             return Response(media_type="text/event-stream")
         return StreamingResponse(changes(server.models), media_type="text/event-stream")
 
+    async def embed(fields: NativeEmbedding) -> Any:
+        sent = fields.content if fields.content is not None else fields.input
+        if sent is None:
+            raise RequestError("content is missing", param="content")
+        _, rows, _ = await vectors.embed(server, fields.model, vectors.each_input(sent))
+        return [{"index": i, "embedding": [vectors.numbers(row)]} for i, row in enumerate(rows)]
+
+    about = "Vectors of texts, in llama.cpp's format"
+    mount_non_streaming(paths, server, "/embedding", NativeEmbedding, embed, about, ())
+
     _managing(paths, server)
+    _adapters(paths, server)
     return paths
 
 
@@ -167,14 +187,16 @@ def _props(model: ServedModel) -> dict[str, Any]:
         "default_generation_settings": settings,
         "total_slots": 1,
         "model_alias": model.name,
-        "model_path": model.name,
+        # Only the file's name: a path would show the folders of this machine.
+        "model_path": model.facts.details.get("file", model.name),
         "modalities": {"vision": False, "audio": False},
         "chat_template": "",
         "chat_template_caps": _capabilities(""),
         "bos_token": "",
         "eos_token": "",
-        "build_info": "localllm",
-        "is_sleeping": False,
+        "build_info": FINGERPRINT,
+        "is_sleeping": not (model.loaded or model.state == "loading"),
+        "models_autoload": True,
     }
     if info is not None:
         template = info.chat_template or ""
@@ -182,7 +204,7 @@ def _props(model: ServedModel) -> dict[str, Any]:
         if capabilities["supports_tools"]:
             capabilities["native_format"] = format_for(template).name
         props["total_slots"] = info.n_seq_max
-        props["modalities"]["vision"] = info.vision
+        props["modalities"] = {"vision": info.vision, "audio": bool(info.audio_rate_hz)}
         props["chat_template"] = template
         props["chat_template_caps"] = capabilities
         props["bos_token"] = info.bos_text
@@ -192,7 +214,7 @@ def _props(model: ServedModel) -> dict[str, Any]:
 
 def _capabilities(template: str) -> dict[str, Any]:
     """Return llama.cpp's `chat_template_caps`."""
-    writes_calls = not has_unknown_notation(template)
+    writes_calls = not has_unknown_format(template)
     return {
         "supports_tools": writes_calls,
         "supports_tool_calls": writes_calls,
@@ -235,10 +257,10 @@ def _vocabulary(paths: Paths, server: Server) -> None:
             text = await engine.detokenize(fields.tokens)
         return {"content": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")}
 
-    mount_whole(
+    mount_non_streaming(
         paths, server, "/tokenize", TokenizeFields, tokenize, "Token ids of a text", ("tokens",)
     )
-    mount_whole(
+    mount_non_streaming(
         paths,
         server,
         "/detokenize",
@@ -247,6 +269,26 @@ def _vocabulary(paths: Paths, server: Server) -> None:
         "Text of token ids",
         ("content",),
     )
+
+
+def _adapters(paths: Paths, server: Server) -> None:
+    listed = answer_of(kind="array")
+
+    @paths.answers("GET", "/lora-adapters", parameters=[_MODEL], responses=listed)
+    async def list_adapters(request: Request) -> list[dict[str, Any]]:
+        """The LoRA adapters that are loaded with a model, with their scales in requests without
+        `lora`."""
+        return adapters_of(await server.models.find(request.query_params.get("model")))
+
+    @paths.answers("POST", "/lora-adapters", parameters=[_MODEL], requestBody=BODY)
+    async def set_scales(request: Request) -> dict[str, Any]:
+        """Set the scales of a model's LoRA adapters in requests without `lora`. Adapters that are
+        not in the list get scale 0."""
+        admins_only("changing the adapters of a model")
+        sent = await read_json_list(request, server.settings)
+        model = await server.models.find(request.query_params.get("model"))
+        model.worker.adapters = scales_of(sent, len(model.facts.adapters))
+        return {"success": True}
 
 
 def _managing(paths: Paths, server: Server) -> None:
@@ -272,23 +314,23 @@ def _managing(paths: Paths, server: Server) -> None:
         await asyncio.shield(server.models.resolve(fields.model).worker.unload())
         return {"success": True}
 
-    mount_whole(
+    mount_non_streaming(
         paths,
         server,
         "/models/load",
         ModelFields,
         load,
-        "Begin to load a model; `status` in the lists says how it goes. "
-        "An error, if it can't be here at all.",
+        "Start to load a model; `status` in the model lists shows the progress. Returns an "
+        "error if the model does not fit.",
         ("success",),
     )
-    mount_whole(
+    mount_non_streaming(
         paths,
         server,
         "/models/unload",
         ModelFields,
         unload,
-        "Give a model's memory back. A 503 while it answers requests.",
+        "Unload a model and free its memory. Returns 503 while the model answers requests.",
         ("success",),
     )
 

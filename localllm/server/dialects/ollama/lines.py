@@ -24,7 +24,7 @@ def tags(models: ModelRouter) -> dict[str, Any]:
     """Return the body of /api/tags: this server's models, and those of upstreams that support
     Ollama's API."""
     listed = [tag(model) for model in models.names()]
-    for remote in models.elsewhere():
+    for remote in models.remote_models():
         if "ollama" in remote.upstream.speaks:
             listed.append(remote_tag(remote))
     return {"models": listed}
@@ -36,7 +36,7 @@ def remote_tag(model: RemoteModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "model": model.name,
-        "remote_model": model.theirs,
+        "remote_model": model.upstream_name,
         "remote_host": model.upstream.name,
         "modified_at": "1970-01-01T00:00:00Z",
         "size": 0,

@@ -30,7 +30,7 @@ from localllm.server.dialects.known import (
 )
 from localllm.server.dialects.thinking import ThinkingFields
 from localllm.server.dialects.toolbox import NO_TOOLS, Toolbox
-from localllm.server.dialects.vectors import MOST_INPUTS
+from localllm.server.dialects.vectors import MAX_INPUTS
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.models.router import ServedModel
 
@@ -58,7 +58,8 @@ def keep_alive_s(sent: str | float | None) -> float | None:
     if isinstance(sent, str):
         if _DURATION.fullmatch(sent) is None:
             raise RequestError(
-                "keep_alive must be seconds or a duration such as 5m", param="keep_alive"
+                "keep_alive must be a number of seconds or a duration such as 5m",
+                param="keep_alive",
             )
         length_s = sum(_pieces_s(sent))
         sent = -length_s if sent.startswith("-") else length_s
@@ -80,7 +81,7 @@ class Options(GenerationFields):
     shapes: ClassVar[Shape] = {name: REFUSED[name] for name in ("mirostat", "tfs_z")}
     num_predict: Limit | None = None
     thinking_budget: Budget | None = Field(
-        None, description="tokens of reasoning at most; -1 = no limit"
+        None, description="maximum tokens of reasoning; -1 = no limit"
     )
 
 
@@ -92,10 +93,11 @@ class OllamaBody(ThinkingFields):
     options: Options | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None
     keep_alive: str | float | None = Field(
-        None, description="stay loaded so long: 5m, seconds, -1 for ever, 0 unloads"
+        None,
+        description="how long the model stays loaded: 5m, or seconds; -1 = forever, 0 = unload now",
     )
     truncate: bool | None = Field(
-        None, description="leave out the oldest messages of a chat that does not fit"
+        None, description="omit the oldest messages if the chat exceeds the context"
     )
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -118,6 +120,14 @@ class OllamaBody(ThinkingFields):
             return of_object(True)
         return of_schema(self.format) if self.format != "" else None
 
+    def budget_fields(self) -> list[str]:
+        if self.options is not None and self.options.thinking_budget is not None:
+            return ["options.thinking_budget"]
+        return super().budget_fields()
+
+    def constraint_field(self) -> str:
+        return "format"
+
     def ignored(self) -> list[str]:
         """Return the names of fields that have no effect in combination with the other fields."""
         if self.top_logprobs and not self.logprobs:
@@ -131,7 +141,7 @@ class OllamaChat(OllamaBody):
     messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: SentTools | None = None
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="as in /v1/chat/completions; auto where unsaid"
+        None, description="as in /v1/chat/completions; default: auto"
     )
 
 
@@ -140,14 +150,14 @@ class OllamaGenerate(OllamaBody):
 
     shapes: ClassVar[Shape] = {
         **OllamaBody.shapes,
-        "template": Refused("the model's own template is used", (None, "")),
+        "template": Refused("the server always uses the model's own template", (None, "")),
     }
     prompt: str = ""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
     images: list[str] | None = Field(
-        None, max_length=64, description="in base64; only of a prompt that is templated"
+        None, max_length=64, description="in base64; only for prompts that use the chat template"
     )
 
     @property
@@ -160,20 +170,20 @@ class OllamaGenerate(OllamaBody):
         fields that need a conversation. Raises UnsupportedError."""
         if self.images and self.untemplated:
             raise UnsupportedError(
-                "images go with a prompt that is templated, not with raw or suffix", param="images"
+                "images need the chat template: send them without raw and suffix", param="images"
             )
         ignored = super().ignored()
         if self.untemplated and self.truncate:
             ignored.append("truncate")
-        if self.untemplated and self.effort():
-            ignored.append("think")
+        if self.untemplated:
+            ignored += self.effort_fields()
         return ignored
 
 
 class OllamaManaged(RequestBody):
     """POST /api/show and DELETE /api/delete."""
 
-    name: str | None = Field(None, max_length=512, description="the older name of model")
+    name: str | None = Field(None, max_length=512, description="the former name of `model`")
 
     def wanted(self) -> str:
         """Return the model's name. Raises RequestError."""
@@ -186,9 +196,7 @@ class OllamaManaged(RequestBody):
 class OllamaPull(OllamaManaged):
     """POST /api/pull."""
 
-    shapes: ClassVar[Shape] = {
-        "insecure": Refused("the hub is asked by HTTPS alone", (None, False))
-    }
+    shapes: ClassVar[Shape] = {"insecure": Refused("downloads use only HTTPS", (None, False))}
 
 
 def chat_request(
@@ -208,9 +216,9 @@ class OllamaEmbed(RequestBody):
     """POST /api/embed."""
 
     shapes: ClassVar[Shape] = {"options": None}  # load parameters; embeddings need no sampling
-    input: str | Annotated[list[str], Field(max_length=MOST_INPUTS)]
+    input: str | Annotated[list[str], Field(max_length=MAX_INPUTS)]
     truncate: bool | None = Field(
-        None, description="cut what is too long (the default), or refuse it"
+        None, description="true (default): truncate inputs that are too long; false: reject them"
     )
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
     keep_alive: str | float | None = None

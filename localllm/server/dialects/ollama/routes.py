@@ -24,7 +24,7 @@ from localllm.server.dialects.known import read
 from localllm.server.dialects.ollama import lines, requests
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import Route, Unwritten, mount, mount_whole
+from localllm.server.dialects.route import DirectAnswer, Route, mount, mount_non_streaming
 from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply, ReplyWriter
@@ -32,7 +32,7 @@ from localllm.server.generation.prompt import text_job
 from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json
-from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
+from localllm.server.http.streaming import Outbox, StreamResponse, cancel_on_disconnect
 from localllm.server.models.router import ServedModel
 from localllm.server.models.served import ModelStore, StoreProgress
 from localllm.server.serving import Dialect, JobFactory, Server, TranslatedRequest
@@ -65,10 +65,10 @@ async def _pull(thread: ThreadPoolExecutor, store: ModelStore, ref: str, outbox:
 
     left = threading.Event()
     digest = ""
-    said = ("", 0)
+    reported = ("", 0)
 
     def on_progress(progress: StoreProgress) -> None:
-        nonlocal digest, said
+        nonlocal digest, reported
         if left.is_set():
             raise _DisconnectedError
         if len(progress.digest) == _SHA256_DIGITS:
@@ -87,8 +87,8 @@ async def _pull(thread: ThreadPoolExecutor, store: ModelStore, ref: str, outbox:
         else:
             line = {"status": "pulling"}
         share = 10_000 * progress.done_bytes // max(1, progress.total_bytes)
-        if said != (line["status"], share):
-            said = line["status"], share
+        if reported != (line["status"], share):
+            reported = line["status"], share
             loop.call_soon_threadsafe(report, line)
 
     try:
@@ -102,8 +102,9 @@ def allowed(store: ModelStore | None) -> ModelStore:
     """Return the store if clients may use it. Raises UnsupportedError otherwise."""
     if store is None:
         raise UnsupportedError(
-            "models are not fetched or removed over HTTP here: start the server with --allow-pull "
-            "(or set allow_pull), or do it on the command line: `localllm pull`, `localllm models rm`"
+            "this server does not download or remove models over HTTP: start it with "
+            "--allow-pull (or set allow_pull), or use the command line: `localllm "
+            "pull`, `localllm models rm`"
         )
     return store
 
@@ -112,15 +113,15 @@ def allowed(store: ModelStore | None) -> ModelStore:
 VERSION = "0.12.11"
 
 
-def _no_keepalive(*_: object) -> bytes:
-    """Return no data, because clients parse every line, even a blank one."""
-    return b""
+def _keepalive(*_: object) -> bytes:
+    """Return a space before the next line's JSON. Clients parse every line, even a blank one."""
+    return b" "
 
 
-_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, _no_keepalive, streams=True)
+_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, _keepalive, streams=True)
 
 
-def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest | Unwritten:
+def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest | DirectAnswer:
     """Translate a chat. A request without messages only loads or unloads the model."""
     ignored = fields.ignored()
     if not fields.messages:
@@ -131,7 +132,9 @@ def chat(fields: requests.OllamaChat, model: ServedModel) -> TranslatedRequest |
     return _translated(task, model, lines.chat_part, ignored, fields)
 
 
-def generate(fields: requests.OllamaGenerate, model: ServedModel) -> TranslatedRequest | Unwritten:
+def generate(
+    fields: requests.OllamaGenerate, model: ServedModel
+) -> TranslatedRequest | DirectAnswer:
     """Translate a prompt, which is templated, raw, or has a suffix."""
     ignored = fields.ignored()
     if not fields.prompt and not fields.suffix:
@@ -156,7 +159,7 @@ def generate(fields: requests.OllamaGenerate, model: ServedModel) -> TranslatedR
     return _translated(task, model, lines.generated_part, ignored, fields)
 
 
-def _preload(fields: requests.OllamaBody, model: ServedModel, part: lines.Part) -> Unwritten:
+def _preload(fields: requests.OllamaBody, model: ServedModel, part: lines.Part) -> DirectAnswer:
     """Return a function that answers a request that only loads or unloads its model."""
     keep_s = requests.keep_alive_s(fields.keep_alive)
 
@@ -195,7 +198,7 @@ _ROUTES = (
         requests.OllamaChat,
         chat,
         _OLLAMA,
-        "Answer a conversation; streams unless told not to",
+        "Answer a conversation; streams by default",
         ("message", "done"),
     ),
     Route(
@@ -203,7 +206,7 @@ _ROUTES = (
         requests.OllamaGenerate,
         generate,
         _OLLAMA,
-        "Continue a prompt: through the template, raw, or filling in before a suffix",
+        "Complete a prompt: with the chat template, raw, or as fill-in-the-middle before a suffix",
         ("response", "done"),
     ),
 )
@@ -246,11 +249,19 @@ def _embedding(paths: Paths, server: Server) -> None:
         _, rows, _ = await vectors.embed(server, fields.model, inputs, truncate=True, keep_s=keep_s)
         return {"embedding": vectors.numbers(rows[0]) if rows else []}
 
-    mount_whole(
-        paths, server, "/api/embed", requests.OllamaEmbed, embed, "Turn texts into vectors", ()
+    mount_non_streaming(
+        paths,
+        server,
+        "/api/embed",
+        requests.OllamaEmbed,
+        embed,
+        "Compute the embeddings of texts",
+        (),
     )
-    about = "Turn one text into a vector: the older form"
-    mount_whole(paths, server, "/api/embeddings", requests.OllamaEmbeddings, older, about, ())
+    about = "Compute the embedding of one text (the former endpoint)"
+    mount_non_streaming(
+        paths, server, "/api/embeddings", requests.OllamaEmbeddings, older, about, ()
+    )
 
 
 def _managing(paths: Paths, server: Server) -> None:
@@ -271,7 +282,7 @@ def _managing(paths: Paths, server: Server) -> None:
         headers = answer_headers(ignored)
         if fields.stream is False:
             unread = Outbox()
-            await unless_gone(request.receive, _pull(thread, store, name, unread))
+            await cancel_on_disconnect(request.receive, _pull(thread, store, name, unread))
             return JSONResponse(
                 {"status": "success"}, headers=headers
             )  # not read if the client left
@@ -279,7 +290,7 @@ def _managing(paths: Paths, server: Server) -> None:
             partial(_pull, thread, store, name),
             settings=server.settings,
             media_type=_OLLAMA.media_type,
-            keepalive=_no_keepalive,
+            keepalive=_keepalive,
             frame_error=lines.frame_error,
             headers=headers,
         )
@@ -303,8 +314,8 @@ def _managing(paths: Paths, server: Server) -> None:
     @paths.answers("POST", "/api/create", "/api/push", "/api/copy", about="")
     async def unsupported(request: Request) -> Response:
         raise UnsupportedError(
-            "models are neither made nor published over HTTP: those of this disk are managed on "
-            "the command line, `localllm models`"
+            "this server does not create or publish models over HTTP: manage local models on "
+            "the command line with `localllm models`"
         )
 
 
@@ -335,7 +346,7 @@ def _about_models(paths: Paths, server: Server) -> None:
         template = model.info.chat_template if model.info else None
         return await asyncio.to_thread(lines.show, model, template or "")
 
-    mount_whole(
+    mount_non_streaming(
         paths,
         server,
         "/api/show",

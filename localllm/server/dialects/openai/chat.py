@@ -17,7 +17,15 @@ from localllm.server.dialects.fields import Alternatives, Limit, SentTools, Trun
 from localllm.server.dialects.known import PART, STREAMED, BodyPart, Shape
 from localllm.server.dialects.thinking import ReasonedFields
 from localllm.server.dialects.toolbox import INPUT, NO_TOOLS, CustomInputReader, Toolbox
-from localllm.server.dialects.wire import comment, logprob_entry, quote, timings_body
+from localllm.server.dialects.wire import (
+    FINGERPRINT,
+    LiveTelemetry,
+    TelemetryFields,
+    comment,
+    logprob_entry,
+    quote,
+    timings_body,
+)
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import (
     CollectedCall,
@@ -31,6 +39,7 @@ from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
+from localllm_backends.control_text import without_marks
 
 
 class StreamOptions(BodyPart):
@@ -40,7 +49,7 @@ class StreamOptions(BodyPart):
     include_usage: bool | None = None
 
 
-class ChatFields(ReasonedFields):
+class ChatFields(ReasonedFields, TelemetryFields):
     """POST /v1/chat/completions."""
 
     shapes: ClassVar[Shape] = {
@@ -48,10 +57,10 @@ class ChatFields(ReasonedFields):
         "prediction": {"type": None, "content": PART},
     }
     messages: list[Any] = Field(
-        description="roles system, developer, user, assistant, tool; text content"
+        description="roles: system, developer, user, assistant, tool; content: text or parts"
     )
-    max_tokens: Limit | None = Field(None, description="default, and -1: the remaining window")
-    max_completion_tokens: Limit | None = Field(None, description="the newer name of max_tokens")
+    max_tokens: Limit | None = Field(None, description="default and -1: the rest of the context")
+    max_completion_tokens: Limit | None = Field(None, description="the current name of max_tokens")
     n_predict: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -61,15 +70,18 @@ class ChatFields(ReasonedFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = Field(
-        None, description="go on with the assistant's text at the end"
+        None, description="true: continue the assistant's text in the last message"
     )
     add_generation_prompt: bool | None = Field(
-        None, description="false: the same; true: a new answer"
+        None, description="false: continue the last message; true: start a new answer"
     )
     prediction: dict[str, Any] | None = Field(
-        None, description="text expected in the answer: drafted from first"
+        None, description="text that the answer probably contains; it is drafted first"
     )
     truncation: Truncation = None
+    verbose: bool | None = Field(
+        None, description="true: `__verbose` has the prompt and llama.cpp's object (not in streams)"
+    )
 
     def predicted(self) -> str:
         """Return the text of `prediction`. Raises RequestError."""
@@ -90,14 +102,14 @@ class ChatFields(ReasonedFields):
             return self.continue_final_message is None and self.add_generation_prompt is None
         if self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: "
-                "the answer is gone on with or new",
+                "continue_final_message and add_generation_prompt exclude each other: the first "
+                "continues the last message, the second starts a new answer",
                 param=field,
             )
         if not unfinished(messages):
             raise RequestError(
-                f"{field} asks to go on with an answer, "
-                "but the last message is no text of the assistant",
+                f"{field} asks to continue an answer, but the last message is not "
+                "a text of the assistant",
                 param=field,
             )
         return True
@@ -134,10 +146,18 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
     chat = ChatRequest(messages, generation, options, fields.n or 1, fields.truncation == "auto")
 
     def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
-        return chat_completion(reply, model.name, toolbox)
+        answer = chat_completion(reply, model.name, toolbox)
+        if fields.verbose:
+            answer["__verbose"] = {
+                "prompt": without_marks(str(job.prompt)),
+                "content": reply.choices[0].text,
+                "timings": answer["timings"],
+            }
+        return answer
 
     def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
-        return Chunks(outbox, model.name, job, toolbox, fields.stream_options)
+        telemetry = fields.telemetry(progress)
+        return Chunks(outbox, model.name, job, toolbox, fields.stream_options, telemetry)
 
     return TranslatedRequest(chat, body, writer, tuple(ignored))
 
@@ -159,6 +179,7 @@ class Chunks(ReplyWriter):
         job: GenerationJob,
         toolbox: Toolbox = NO_TOOLS,
         options: StreamOptions | None = None,
+        telemetry: LiveTelemetry | None = None,
         *,
         counts_in_choice: bool = False,
     ) -> None:
@@ -170,36 +191,62 @@ class Chunks(ReplyWriter):
         self._inputs: dict[tuple[int, int], CustomInputReader] = {}
         begun = json.dumps(head(self.ids, self.kind, model), separators=(",", ":"))
         self._head = f"data: {begun[:-1]}"
-        self._tail = '}],"usage":null}\n\n' if self._include_usage else "}]}\n\n"
+        self._tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
+        self._telemetry = telemetry
 
     def end(self, reply: Reply) -> None:
         for i, choice in enumerate(reply.choices):
             if self._counts_in_choice and i == len(reply.choices) - 1:
-                self._tail = f"}}],{json.dumps(counted(reply))[1:]}\n\n"
+                self._tail = f",{json.dumps(counted(reply))[1:]}\n\n"
             self._send(i, self.nothing, reason=f'"{choice.outcome.reason}"')
         if self._include_usage:
             data = json.dumps({"choices": [], **counted(reply)})
             self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
         self._outbox.write(f": cache {reply.usage.cache_note}\ndata: [DONE]\n\n".encode())
 
-    def _send(self, choice: int, said: str, logprobs: str = "null", reason: str = "null") -> None:
+    def _send(
+        self,
+        choice: int,
+        delta: str,
+        logprobs: str = "null",
+        reason: str = "null",
+        more: str = "",
+    ) -> None:
         self._outbox.write(
-            f'{self._head},"choices":[{{"index":{choice},{said},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}{self._tail}'.encode()
+            f'{self._head},"choices":[{{"index":{choice},{delta},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}}}]{more}{self._tail}'.encode()
         )
 
+    def prefill(self) -> None:
+        if self._telemetry is not None:
+            self._send_progress(self._telemetry.prefill_reports())
+
+    def _send_progress(self, reports: Sequence[Mapping[str, int]]) -> None:
+        for report in reports:
+            self._send(0, self.nothing, more=f',"prompt_progress":{json.dumps(report)}')
+
+    def _send_part(self, choice: int, delta: str, logprobs: str = "null") -> None:
+        """Send a part of the answer, with the telemetry that the client wants."""
+        more = ""
+        if self._telemetry is not None:
+            self._send_progress(self._telemetry.last_reports())
+            timings = self._telemetry.timings()
+            if timings is not None:
+                more = f',"timings":{json.dumps(timings)}'
+        self._send(choice, delta, logprobs, more=more)
+
     def start(self) -> None:
-        if self._job.compacted:
-            self._outbox.write(comment(f"compacted {self._job.compacted}"))
+        for note in self._job.notes:
+            self._outbox.write(comment(note))
         for i in range(self._job.choices):
-            self._send(i, '"delta":{"role":"assistant","content":""}')
+            self._send(i, '"delta":{"role":"assistant","content":null}')
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         data = json.dumps(_logprobs(logprobs)) if logprobs else "null"
-        self._send(choice, f'"delta":{{"content":{quote(text)}}}', data)
+        self._send_part(choice, f'"delta":{{"content":{quote(text)}}}', data)
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._send(choice, f'"delta":{{"reasoning_content":{quote(text)}}}')
+        self._send_part(choice, f'"delta":{{"reasoning_content":{quote(text)}}}')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         if self._toolbox.called(name).custom:
@@ -217,8 +264,8 @@ class Chunks(ReplyWriter):
             more = f'"custom":{{"{INPUT}":{quote(reader.feed(text))}}}'
         self._call(choice, f'"index":{index},{more}')
 
-    def _call(self, choice: int, said: str) -> None:
-        self._send(choice, f'"delta":{{"tool_calls":[{{{said}}}]}}')
+    def _call(self, choice: int, delta: str) -> None:
+        self._send_part(choice, f'"delta":{{"tool_calls":[{{{delta}}}]}}')
 
 
 def chat_completion(reply: Reply, model: str, toolbox: Toolbox = NO_TOOLS) -> dict[str, Any]:
@@ -266,7 +313,7 @@ def head(ids: str, kind: str, model: str) -> dict[str, Any]:
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "system_fingerprint": None,
+        "system_fingerprint": FINGERPRINT,
     }
 
 

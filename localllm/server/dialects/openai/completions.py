@@ -28,7 +28,7 @@ from localllm.server.dialects.openai.chat import (
     counted,
     head,
 )
-from localllm.server.dialects.wire import quote, token_logprob
+from localllm.server.dialects.wire import LiveTelemetry, TelemetryFields, quote, token_logprob
 from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply, ReplyWriter
 from localllm.server.generation.prompt import text_job
 from localllm.server.http.streaming import Outbox
@@ -38,10 +38,10 @@ from localllm.server.serving import JobFactory, TranslatedRequest
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]
 
 
-class CompletionFields(SamplingFields):
+class CompletionFields(SamplingFields, TelemetryFields):
     """POST /v1/completions. Special tokens in a text prompt are parsed."""
 
-    shapes: ClassVar[Shape] = {"response_format": FORM}
+    shapes: ClassVar[Shape] = {**SamplingFields.shapes, "response_format": FORM}
     prompt: (
         str
         | Ids
@@ -49,9 +49,9 @@ class CompletionFields(SamplingFields):
         | Annotated[list[Ids], Field(max_length=MAX_PROMPTS)]
     ) = ""
     suffix: str | None = Field(
-        None, description="text behind the insertion; needs a model with FIM tokens"
+        None, description="text after the completion; needs a model with FIM tokens"
     )
-    max_tokens: Limit | None = Field(None, description="default, and -1: the remaining window")
+    max_tokens: Limit | None = Field(None, description="default and -1: the rest of the context")
     n_predict: Limit | None = None
     echo: bool | None = Field(None, description="put the prompt before the answer")
     logprobs: int | None = Field(None, ge=0, le=20, strict=True)
@@ -61,13 +61,14 @@ class CompletionFields(SamplingFields):
 
 def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Translate a completion of raw text. The reply is a text_completion object, or its chunks."""
-    echo = bool(fields.echo)
+    echoes = _echoes(fields)
 
     def body(reply: Reply, job: GenerationJob) -> dict[str, Any]:
-        return text_completion(reply, job, model.name, echo=echo)
+        return text_completion(reply, job, model.name, echoes)
 
     def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ReplyWriter:
-        return CompletionChunks(outbox, model.name, job, fields.stream_options, echo=echo)
+        telemetry = fields.telemetry(progress)
+        return CompletionChunks(outbox, model.name, job, fields.stream_options, echoes, telemetry)
 
     return TranslatedRequest(_task(fields, model), body, writer)
 
@@ -91,13 +92,15 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
         raise RequestError("prompt is an empty array", param="prompt")
     prompts = each(fields.prompt)
     if fields.suffix and (len(prompts) > 1 or not isinstance(prompts[0], str)):
-        raise RequestError("suffix needs one prompt that is text", param="suffix")
+        raise RequestError("suffix needs a single text prompt", param="suffix")
     if fields.echo and fields.logprobs is not None:
         raise RequestError(
-            "echo can't be combined with logprobs: the prompt's are not computed", param="echo"
+            "echo can't be combined with logprobs: this server does not compute "
+            "log-probabilities of the prompt",
+            param="echo",
         )
     if fields.echo and any(not isinstance(p, str) for p in prompts):
-        raise RequestError("echo needs prompts that are text", param="echo")
+        raise RequestError("echo needs text prompts", param="echo")
     grammar = fields.constraint(fields.response_format)
 
     async def job(engine: EngineClient) -> GenerationJob:
@@ -111,7 +114,7 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
 
 
 class CompletionChunks(Chunks):
-    """Writes text_completion events. `echo` puts the prompt before each choice's answer."""
+    """Writes text_completion events. `echoes`: the text before the answer of each choice."""
 
     kind = "text_completion"
     ids = "cmpl-"
@@ -123,17 +126,16 @@ class CompletionChunks(Chunks):
         model: str,
         job: GenerationJob,
         options: StreamOptions | None,
-        *,
-        echo: bool,
+        echoes: Sequence[str],
+        telemetry: LiveTelemetry | None = None,
     ) -> None:
-        super().__init__(outbox, model, job, options=options)
-        self._echo = echo
+        super().__init__(outbox, model, job, options=options, telemetry=telemetry)
+        self._echoes = echoes
         self._tokens_end = [0] * job.choices
 
     def start(self) -> None:
-        if self._echo:
-            for i in range(self._job.choices):
-                self.text(i, _prompt_of(self._job, i), ())
+        for i, text in enumerate(self._echoes):
+            self._send(i, f'"text":{quote(text)}')
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         data = "null"
@@ -141,21 +143,27 @@ class CompletionChunks(Chunks):
             begins = self._tokens_end[choice]
             data = json.dumps(logprobs_body(logprobs, begins))
             self._tokens_end[choice] = offsets(logprobs, begins)[-1]
-        self._send(choice, f'"text":{quote(text)}', data)
+        self._send_part(choice, f'"text":{quote(text)}', data)
 
 
-def _prompt_of(job: GenerationJob, choice: int) -> str:
-    """Return the prompt that a choice continues."""
-    prompts = (job.prompt, *job.also)
-    return str(prompts[choice // job.n])
+def _echoes(fields: CompletionFields) -> list[str]:
+    """Return the prompt of each choice if the client wants it before the answer, else []."""
+    if not fields.echo:
+        return []
+    texts: list[str] = []
+    for prompt in each(fields.prompt or ""):
+        texts += [str(prompt)] * (fields.n or 1)
+    return texts
 
 
-def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
+def text_completion(
+    reply: Reply, job: GenerationJob, model: str, echoes: Sequence[str]
+) -> dict[str, Any]:
     choices = []
     for i, choice in enumerate(reply.choices):
         text = choice.text
-        if echo:
-            text = _prompt_of(job, i) + text
+        if echoes:
+            text = echoes[i] + text
         logprobs = None
         if job.generation.logprobs is not None:
             logprobs = logprobs_body(tuple(choice.logprobs))

@@ -5,26 +5,37 @@ from __future__ import annotations
 
 import base64
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
-from localllm.server.dialects.fields import Count, RequestBody, each
+from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import read
-from localllm.server.dialects.openai import chat, completions
+from localllm.server.dialects.openai import chat, completions, transcriptions
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import Route, mount, mount_prompt, mount_whole
+from localllm.server.dialects.route import (
+    COUNT,
+    Form,
+    Route,
+    mount,
+    mount_form,
+    mount_non_streaming,
+    mount_prompt,
+)
 from localllm.server.dialects.wire import EVENTS, PageFields, page
+from localllm.server.generation.job import GenerationJob
 from localllm.server.http.errors import speaks_anthropic
 from localllm.server.models.router import ServedModel
 from localllm.server.proxy.upstreams import RemoteModel
 from localllm.server.serving import Server
+from localllm_backends.control_text import without_marks
 
 # Value of `runs_on` for a model of this server.
-HERE = "this server"
+LOCAL = "this server"
 # Fields that are copied from an upstream's list.
 _LISTED = (
     "created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta"
@@ -59,13 +70,15 @@ def entry(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "localllm",
-        "runs_on": HERE,
+        "runs_on": LOCAL,
         "aliases": list(model.aliases),
         "context_length": n_ctx,
         "max_model_len": n_ctx,
         "capabilities": model.capabilities,
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "status": status(model),
+        # llama.cpp's word for a model that is loaded by its name. pi offers no other ones.
+        "source": "preset",
         "meta": _meta(model),
     }
     if not (model.facts.embeds or model.facts.ranks):
@@ -155,6 +168,25 @@ def codex_entry(model: ServedModel) -> dict[str, Any]:
     }
 
 
+def llamacpp_entry(model: ServedModel) -> dict[str, Any]:
+    """Return the fields of llama.cpp's `models` list, which are those of Ollama's list."""
+    capabilities = ["completion"]
+    if "vision" in model.capabilities:
+        capabilities.append("multimodal")
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": "",
+        "size": "",
+        "digest": "",
+        "type": "model",
+        "tags": [],
+        "capabilities": capabilities,
+        "parameters": "",
+        "details": {"parent_model": "", "format": "gguf", "family": "", "families": []},
+    }
+
+
 def model_entry(model: ServedModel) -> dict[str, Any]:
     """Return one model in the format of Anthropic's Models API."""
     return {
@@ -171,18 +203,15 @@ def model_entry(model: ServedModel) -> dict[str, Any]:
 class EmbeddingFields(RequestBody):
     """POST /v1/embeddings."""
 
-    input: (
-        str
-        | vectors.Texts
-        | Annotated[list[Count], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[Count], Field(min_length=1)]],
-            Field(min_length=1, max_length=vectors.MOST_INPUTS),
-        ]
-    ) = Field(description="a text, texts, token ids, or lists of token ids")
+    input: vectors.Inputs = Field(
+        description="a text, or token ids with texts among them, or several of those"
+    )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(
-        None, ge=1, le=MAX_TOKENS, description="the first so many numbers, made length 1"
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="number of dimensions: the vectors are truncated and normalised again",
     )
 
 
@@ -192,7 +221,7 @@ CHAT = Route(
     chat.ChatFields,
     chat.translate,
     EVENTS,
-    "Answer a conversation, whole or as server-sent events",
+    "Answer a conversation, as one object or as server-sent events",
     _KEYS,
     aliases=("/chat/completions",),
 )
@@ -201,7 +230,7 @@ COMPLETIONS = Route(
     completions.CompletionFields,
     completions.translate,
     EVENTS,
-    "Continue raw text, or fill in between a prompt and a suffix",
+    "Complete raw text, or fill in between a prompt and a suffix",
     _KEYS,
     aliases=("/completions",),
 )
@@ -210,7 +239,7 @@ FILL_IN = Route(
     completions.CompletionFields,
     completions.translate_fill_in,
     EVENTS,
-    "Fill in between a prompt and a suffix, answered in the shape of a chat",
+    "Fill in between a prompt and a suffix; the reply has the format of a chat",
     _KEYS,
     aliases=("/fim/completions",),
 )
@@ -222,16 +251,17 @@ def routes(server: Server) -> Paths:
     @paths.answers("GET", "/v1/models", "/models")
     async def list_models(request: Request) -> dict[str, Any]:
         """The models that this server offers. Clients of Anthropic's API get Anthropic's format.
-        For Codex, the list is also in `models`; `data` is OpenAI's field."""
+        For Codex and llama.cpp's clients, the list is also in `models`; `data` is OpenAI's
+        field."""
         ours = server.models.names()
         if speaks_anthropic(request.scope):
             wanted, _ = read(PageFields, request.query_params)
             return page([model_entry(model) for model in ours], wanted)
         entries = [entry(model) for model in ours]
-        entries += (remote_entry(model) for model in server.models.elsewhere())
+        entries += (remote_entry(model) for model in server.models.remote_models())
         generating = [model for model in server.models.list() if not model.facts.embeds]
-        codex_entries = [codex_entry(model) for model in generating]
-        return {"object": "list", "data": entries, "models": codex_entries}
+        described = [{**codex_entry(model), **llamacpp_entry(model)} for model in generating]
+        return {"object": "list", "data": entries, "models": described}
 
     @paths.answers("GET", "/v1/models/{model_id:path}")
     async def get_model(request: Request) -> dict[str, Any]:
@@ -239,22 +269,43 @@ def routes(server: Server) -> Paths:
         model_id = request.path_params["model_id"]
         if speaks_anthropic(request.scope):
             return model_entry(server.models.listed(model_id))
-        remote = server.models.named_elsewhere(model_id)
+        remote = server.models.remote_model_named(model_id)
         if remote is not None:
             return remote_entry(remote)
         return entry(server.models.listed(model_id))
 
     mount(paths, server, CHAT, COMPLETIONS, FILL_IN)
 
-    def templated(prompt: str, tokens: int) -> dict[str, Any]:
-        return {"prompt": prompt}
+    def templated(job: GenerationJob, tokens: int) -> dict[str, Any]:
+        return {"prompt": without_marks(str(job.prompt))}
 
     # llama.cpp's path. It takes the body of a chat.
-    about = "The prompt that a conversation becomes"
+    about = "Return the rendered prompt of a conversation"
     mount_prompt(paths, server, "/apply-template", CHAT, about, templated)
 
+    def counted_tokens(job: GenerationJob, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    alias = ("/chat/completions/input_tokens",)
+    mount_prompt(
+        paths, server, "/v1/chat/completions/input_tokens", CHAT, COUNT, counted_tokens, alias
+    )
+
+    _embeddings(paths, server)
+    for name, task, about in (
+        ("transcriptions", "transcribe", "Write down the speech of a recording"),
+        ("translations", "translate", "Translate the speech of a recording into English"),
+    ):
+        translated = partial(transcriptions.translate, task=task)
+        form = Form(f"/v1/audio/{name}", transcriptions.TranscriptionFields, translated, about)
+        mount_form(paths, server, form)
+    return paths
+
+
+def _embeddings(paths: Paths, server: Server) -> None:
     async def embed(fields: EmbeddingFields) -> Any:
-        name, rows, tokens = await vectors.embed(server, fields.model, each(fields.input))
+        inputs = vectors.each_input(fields.input)
+        name, rows, tokens = await vectors.embed(server, fields.model, inputs)
         data = []
         for i, row in enumerate(rows):
             shaped = vectors.cut(row, fields.dimensions)
@@ -265,8 +316,7 @@ def routes(server: Server) -> Paths:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "model": name, "data": data, "usage": usage}
 
-    about = "Turn texts into vectors"
-    mount_whole(
+    about = "Compute the embeddings of texts"
+    mount_non_streaming(
         paths, server, "/v1/embeddings", EmbeddingFields, embed, about, (), ("/embeddings",)
     )
-    return paths

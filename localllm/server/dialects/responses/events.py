@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from localllm.engine.messages import Generation, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
 from localllm.server.dialects.toolbox import CustomInputReader, Toolbox
-from localllm.server.dialects.wire import comment, logprob_entry, quote
+from localllm.server.dialects.wire import LiveTelemetry, comment, logprob_entry, quote
 from localllm.server.generation.job import (
     CUT,
     PrefillProgress,
@@ -141,35 +141,39 @@ class ResponseEvents(ReplyWriter):
         silence_s: float,
     ) -> None:
         self._outbox = Outbox()  # never read if the answer is not streamed
-        self._compacted = ""
+        self._notes: Sequence[str] = ()
+        self._telemetry: LiveTelemetry | None = None
         self._toolbox = toolbox
         self._keep = keep
         self._silence_s = silence_s
         self._sequence = 0  # number of the next event
-        self._said_s = time.monotonic()
+        self._last_event_s = time.monotonic()
         self._text_of: CustomInputReader | None = None
         self._open: dict[str, Any] | None = None
         self._kind = _MESSAGE  # kind of the open item
         self._thought = _SUMMARY if fields.summarises() else _REASONING
         self.body = _new_body(fields, model, used)
 
-    def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
-        """Set the outbox for the events and return self. `compacted`: the messages that compaction
-        removed."""
+    def write_to(
+        self, outbox: Outbox, notes: Sequence[str], telemetry: LiveTelemetry
+    ) -> ResponseEvents:
+        """Set the outbox for the events and return self. `notes`: comments at the beginning.
+        `telemetry`: the client's wishes for progress."""
         self._outbox = outbox
-        self._compacted = compacted
+        self._telemetry = telemetry
+        self._notes = notes
         return self
 
     def start(self) -> None:
-        if self._compacted:
-            self._outbox.write(comment(f"compacted {self._compacted}"))
+        for note in self._notes:
+            self._outbox.write(comment(note))
         if not self._sequence:
             self._outbox.write(self._in_progress())
 
     def keepalive(self, progress: PrefillProgress) -> bytes:
         """Return the progress as a comment, and from time to time an event. Codex disconnects from
         a stream without events."""
-        if time.monotonic() - self._said_s < self._silence_s:
+        if time.monotonic() - self._last_event_s < self._silence_s:
             return comment(progress)
         return comment(progress) + self._in_progress()
 
@@ -179,10 +183,19 @@ class ResponseEvents(ReplyWriter):
             created = self._frame("response.created", {"response": self.body})
         return created + self._frame("response.in_progress", {"response": self.body})
 
+    def prefill(self) -> None:
+        if self._telemetry is not None:
+            self._send_progress(self._telemetry.prefill_reports())
+
+    def _send_progress(self, reports: Sequence[Mapping[str, int]]) -> None:
+        for report in reports:
+            fields = {"response": self.body, "prompt_progress": report}
+            self._event("response.in_progress", fields)
+
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not text and not logprobs:
             return
-        self._enter("message", _MESSAGE)
+        self._open_item("message", _MESSAGE)
         if not logprobs:
             self._delta(text, ',"logprobs":[]')
             return
@@ -191,21 +204,21 @@ class ResponseEvents(ReplyWriter):
         self._delta(text, f',"logprobs":{json.dumps(entries)}')
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._enter("reasoning", self._thought)
+        self._open_item("reasoning", self._thought)
         self._delta(text)
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        self._leave()
+        self._close_item()
         called = self._toolbox.called(name)
         fields = {"call_id": new_id("call_"), "name": called.name}
         if called.namespace is not None:
             fields["namespace"] = called.namespace
         if called.custom:
             self._text_of = CustomInputReader()
-            self._enter("custom_tool_call", _CUSTOM_CALL, fields)
+            self._open_item("custom_tool_call", _CUSTOM_CALL, fields)
         else:
             self._text_of = None
-            self._enter("function_call", _FUNCTION_CALL, fields)
+            self._open_item("function_call", _FUNCTION_CALL, fields)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         if self._text_of is not None:
@@ -219,8 +232,8 @@ class ResponseEvents(ReplyWriter):
         cut = outcome.reason in CUT
         # If the answer was cut after a complete call, the status of that call is "completed".
         called = self._kind in (_FUNCTION_CALL, _CUSTOM_CALL)
-        incomplete = outcome.half_call or (cut and not called)
-        self._leave("incomplete" if incomplete else "completed")
+        incomplete = outcome.incomplete_call or (cut and not called)
+        self._close_item("incomplete" if incomplete else "completed")
         if cut:
             self.body["status"] = "incomplete"
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -249,11 +262,13 @@ class ResponseEvents(ReplyWriter):
         self.body["error"] = {"code": error.code, "message": error.message}
         return self._frame("response.failed", {"response": self.body})
 
-    def _enter(self, item_type: str, kind: _Kind, fields: Mapping[str, Any] = {}) -> None:
+    def _open_item(self, item_type: str, kind: _Kind, fields: Mapping[str, Any] = {}) -> None:
         """Begin an item of that kind with `fields`, unless the open item has the same kind."""
         if self._open is not None and self._kind is kind:
             return
-        self._leave()
+        self._close_item()
+        if self._telemetry is not None:
+            self._send_progress(self._telemetry.last_reports())
         self._kind = kind
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -278,7 +293,7 @@ class ResponseEvents(ReplyWriter):
             part |= {"annotations": [], "logprobs": self._logprobs}
         return part
 
-    def _leave(self, status: str = "completed") -> None:
+    def _close_item(self, status: str = "completed") -> None:
         item = self._open
         if item is None:
             return
@@ -304,8 +319,12 @@ class ResponseEvents(ReplyWriter):
         self._event(f"{self._kind.event}.done", {**self._place, **values})
 
     def _delta(self, text: str, more: str = "") -> None:
+        if self._telemetry is not None:
+            timings = self._telemetry.timings()
+            if timings is not None:
+                more += f',"timings":{json.dumps(timings)}'
         self._pieces.append(text)
-        self._said_s = time.monotonic()
+        self._last_event_s = time.monotonic()
         self._outbox.write(
             f'{self._delta_head},"sequence_number":{self._sequence}{more},"delta":{quote(text)}}}\n\n'.encode()
         )
@@ -315,7 +334,7 @@ class ResponseEvents(ReplyWriter):
         self._outbox.write(self._frame(event, fields))
 
     def _frame(self, event: str, fields: Mapping[str, Any]) -> bytes:
-        self._said_s = time.monotonic()
+        self._last_event_s = time.monotonic()
         data = json.dumps({"type": event, "sequence_number": self._sequence, **fields})
         self._sequence += 1
         return f"event: {event}\ndata: {data}\n\n".encode()

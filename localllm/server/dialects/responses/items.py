@@ -21,19 +21,24 @@ from localllm.server.dialects.known import (
     Refused,
     Shape,
     Unused,
+    indifferent,
     one_of,
     shape,
     shape_of,
 )
 from localllm.server.dialects.thinking import ReasonedFields, ReasoningFields
 from localllm.server.dialects.toolbox import INPUT, flat_name
+from localllm.server.dialects.wire import TelemetryFields
 from localllm.server.http.asgi import new_id
 from localllm.server.http.recent import RecentlyUsed
 
 # Limits of the store: entries, and characters as JSON.
 _MAX_ENTRIES = 256
 _MAX_CHARS = 64 * 2**20
-_KEPT = "responses are kept in memory until the server stops; send the whole conversation"
+_KEPT = (
+    "responses are stored in memory and are lost when the server stops; send "
+    "the complete conversation"
+)
 # Beginning of item ids, by type.
 _ID_HEADS = {
     "message": "msg",
@@ -42,7 +47,13 @@ _ID_HEADS = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
 }
+# Types of items that hold a compacted conversation; the second is Codex's former name. They are read
+# in compaction.py.
+COMPACTIONS = ("compaction", "compaction_summary")
+# Type of the item that asks for a compaction.
+TRIGGER = "compaction_trigger"
 
 
 def typed(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +63,7 @@ def typed(item: Mapping[str, Any]) -> dict[str, Any]:
     stored_item: dict[str, Any] = {"id": new_id(_ID_HEADS.get(kind, "item") + "_")}
     if kind == "reasoning":
         stored_item["summary"] = []
-    else:
+    elif kind not in COMPACTIONS:
         stored_item["status"] = "completed"
     stored_item |= {name: value for name, value in item.items() if value is not None}
     stored_item["type"] = kind
@@ -113,7 +124,7 @@ class ResponseStore:
                 if item["id"] == item_id:
                     return item
         raise RequestError(
-            f"{where}: the item {item_id[:80]!r} is not stored here",
+            f"{where}: this server does not store the item {item_id[:80]!r}",
             hint="send the item itself, or previous_response_id; " + _KEPT,
             param=where,
         )
@@ -128,29 +139,38 @@ class ResponseStore:
         stored = self._entries.get(response_id)
         if stored is None:
             raise PreviousResponseError(
-                f"no response {response_id[:80]!r} is stored here", param="previous_response_id"
+                f"this server does not store the response {response_id[:80]!r}",
+                param="previous_response_id",
             )
         return stored
 
 
+# The only value of `include` with an effect.
+_LOGPROBS = "message.output_text.logprobs"
 _ITEM = shape(
-    "type", "role", "id", "status", "call_id", "name", "namespace", "arguments", "input",
+    "type", "role", "id", "call_id", "name", "namespace", "arguments", "input",
+    status=indifferent("in_progress", "completed", "incomplete"),
     content=PART, output=PART, summary=shape("text", type=one_of("summary_text")),
     encrypted_content=Unused(off=(None, "")),
 )  # fmt: skip
-_ITEM[READS] = (None, *_ID_HEADS, "item_reference").__contains__
+# A tuple, because a client may send a type that is a list, which no set can look up.
+_READ = tuple(kind for kind in (None, *_ID_HEADS, "item_reference") if kind not in COMPACTIONS)
+_ITEM[READS] = _READ.__contains__
 
 
 _REFUSED: Shape = {
     "n": REFUSED["n"],
-    "background": Refused("responses run while the client waits", (None, False)),
-    "prompt": Refused("stored prompts are not kept here"),
-    "conversation": Refused("conversations are not kept here; send previous_response_id"),
-    "context_management": Refused("nothing is summarised here; send truncation: auto", (None, [])),
+    "background": Refused("background responses are not supported", (None, False)),
+    "prompt": Refused("stored prompts are not supported"),
+    "conversation": Refused("stored conversations are not supported; send previous_response_id"),
+    "context_management": Refused(
+        "the server compacts only on request; send a compaction_trigger, or truncation: auto",
+        (None, []),
+    ),
 }
 
 
-class ResponsesFields(ReasonedFields):
+class ResponsesFields(ReasonedFields, TelemetryFields):
     """POST /v1/responses. The response object may also show values that are not fields here."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -169,7 +189,7 @@ class ResponsesFields(ReasonedFields):
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     store: bool | None = Field(
-        None, description="keep the response for previous_response_id (default true)"
+        None, description="store the response for previous_response_id (default: true)"
     )
     max_output_tokens: Limit | None = None
     tools: SentTools | None = None
@@ -178,15 +198,23 @@ class ResponsesFields(ReasonedFields):
     text: dict[str, Any] | None = None
     truncation: Truncation = None
     include: list[str] | None = Field(
-        None, description="message.output_text.logprobs; others change nothing here"
+        None, description="message.output_text.logprobs; other values have no effect"
     )
     top_logprobs: Alternatives | None = None
     stream_options: dict[str, Any] | None = None
 
+    def constraint_field(self) -> str:
+        has_format = self.text is not None and self.text.get("format") is not None
+        return "text.format" if has_format else super().constraint_field()
+
+    def not_included(self) -> list[str]:
+        """Return the names of `include` values without effect."""
+        return [f"include.{value}" for value in self.include or () if value != _LOGPROBS]
+
     def alternatives(self) -> int | None:
         """Return the number of alternatives per token to report. None means no
         log-probabilities."""
-        wanted = "message.output_text.logprobs" in (self.include or ())
+        wanted = _LOGPROBS in (self.include or ())
         if wanted and self.top_logprobs is None:
             return 0
         return self.top_logprobs

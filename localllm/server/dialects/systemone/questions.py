@@ -18,7 +18,7 @@ from localllm import json_store, paths
 from localllm.errors import LocalLLMError, RequestError
 from localllm.server.dialects.known import BodyPart
 
-MOST_OPTIONS = 255
+MAX_OPTIONS = 255
 Content: TypeAlias = str | dict[str, Any] | list[Any]
 Probabilities: TypeAlias = Sequence[float]
 
@@ -78,7 +78,7 @@ class _Question(BodyPart):
             # The types are compared because True == 1.
             if type(option) is type(answer) and option == answer:
                 return i
-        problem = f"the right answer is one of {', '.join(map(str, known))}"
+        problem = f"the right answer must be one of {', '.join(map(str, known))}"
         raise RequestError(problem[:400], param="examples")
 
 
@@ -86,7 +86,7 @@ class ChoiceQuestion(_Question):
     """A question with one of several named options as its answer."""
 
     type: Literal["choice"]
-    criteria: Annotated[dict[str, Content | None], Field(min_length=1, max_length=MOST_OPTIONS)]
+    criteria: Annotated[dict[str, Content | None], Field(min_length=1, max_length=MAX_OPTIONS)]
 
     def options(self) -> dict[Any, str]:
         return {name: _option(name, about) for name, about in self.criteria.items()}
@@ -108,7 +108,7 @@ class ScoreQuestion(_Question):
 
     default_question = "Which level of this scale fits best?"
     type: Literal["score"]
-    criteria: Annotated[list[Content], Field(min_length=1, max_length=MOST_OPTIONS)]
+    criteria: Annotated[list[Content], Field(min_length=1, max_length=MAX_OPTIONS)]
 
     def options(self) -> dict[Any, str]:
         return dict(enumerate(map(as_text, self.criteria)))
@@ -209,9 +209,9 @@ def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
 def saved_temperature(fingerprint: str) -> float:
     """Return the temperature that was fitted for the model with that fingerprint, or 1 if it was
     not fitted."""
-    said = json_store.read(_file(fingerprint)).get("temperature")
-    if isinstance(said, int | float) and 0 < said < math.inf:
-        return float(said)
+    saved = json_store.read(_file(fingerprint)).get("temperature")
+    if isinstance(saved, int | float) and 0 < saved < math.inf:
+        return float(saved)
     return 1.0
 
 
@@ -221,7 +221,7 @@ def save_temperature(fingerprint: str, temperature: float, examples: int) -> Non
         json_store.write(_file(fingerprint), {"temperature": temperature, "examples": examples})
     except OSError as e:
         raise LocalLLMError(
-            f"the temperature can't be kept: {e.strerror}", hint="is the disk full?"
+            f"the temperature can't be saved: {e.strerror}", hint="check the free disk space"
         ) from e
 
 

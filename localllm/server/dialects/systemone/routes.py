@@ -18,13 +18,14 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from localllm.conversation.messages import normalise
+from localllm.engine.adapters import adapted_fingerprint
 from localllm.engine.messages import Event, Failure, Generation, Request, Text, Usage
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError, WorkerDiedError, by_code
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import BodyPart, Refused, Shape
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import mount_whole
+from localllm.server.dialects.route import mount_non_streaming
 from localllm.server.dialects.systemone.questions import (
     Content,
     Question,
@@ -44,7 +45,7 @@ from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
 
 # The prompt ends with this beginning of the answer, so the next token is a label.
-BEGUN = "Answer:"
+ANSWER_PREFIX = "Answer:"
 _AT_ONCE = 16
 
 
@@ -52,7 +53,7 @@ class CannotDecideError(UnsupportedError, code="not_implemented", http_status=50
     """The model can't answer with the probabilities of labels."""
 
 
-def _spent(costs: Sequence[Usage]) -> dict[str, Any]:
+def _usage_of(costs: Sequence[Usage]) -> dict[str, Any]:
     """Return the usage of an answer. The common prefix of the prompts counts once, and each fork
     has one output token."""
     tokens = sum(cost.prompt_tokens for cost in costs)
@@ -68,26 +69,28 @@ def _spent(costs: Sequence[Usage]) -> dict[str, Any]:
 _CODES = [*string.ascii_uppercase, *map("".join, product(string.ascii_uppercase, repeat=2))]
 
 
-_MOST_QUESTIONS = 256
-# Limit of questions times orders.
-_MOST_FORKS = 512
+_MAX_QUESTIONS = 256
+# Limit of the number of questions times the number of orders.
+_MAX_FORKS = 512
 # Other servers read these media with a question. An answer without them would be about something
 # else, so they are refused.
-_MEDIA = Refused("send pictures as `images`", (None, [], {}, ""))
-_WHOLE = {"stream": Refused("decisions come in one piece", (None, False))}
+_MEDIA = Refused("send images as `images`", (None, [], {}, ""))
+_NOT_STREAMED = {"stream": Refused("decisions can't be streamed", (None, False))}
 _ASK = (
     "Judge what is between the marks, then answer the question behind it.\n"
     "<state>\n{state}\n</state>\n"
 )
 _CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
-Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MOST_QUESTIONS)]
+Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MAX_QUESTIONS)]
 Images = Annotated[list[str], Field(max_length=8)]
 Orders = Annotated[
     int,
     Field(
         ge=1,
         le=8,
-        description="orders of the options that are shown and averaged; each costs a fork",
+        description=(
+            "number of option orders whose probabilities are averaged; each order costs one fork"
+        ),
     ),
 ]
 
@@ -95,13 +98,18 @@ Orders = Annotated[
 class SystemOneFields(RequestBody):
     """POST /v1/systemone."""
 
-    shapes: ClassVar[Shape] = {**_WHOLE, **dict.fromkeys(("assets", "files", "videos"), _MEDIA)}
+    shapes: ClassVar[Shape] = {
+        **_NOT_STREAMED,
+        **dict.fromkeys(("assets", "files", "videos"), _MEDIA),
+    }
     state: Content
     questions: Questions
-    images: Images | None = Field(None, description="in base64, or data URLs; for models that see")
+    images: Images | None = Field(
+        None, description="base64 or data URLs; only for models with vision"
+    )
     orders: Orders = 1
     temperature: float | None = Field(
-        None, gt=0, le=100, description="default: what was fitted for the model, else 1"
+        None, gt=0, le=100, description="default: the fitted temperature of the model, or 1"
     )
 
 
@@ -114,7 +122,7 @@ class _Example(BodyPart):
     answers: Annotated[dict[str, str | bool | int], Field(min_length=1)]
     images: Images | None = None
 
-    def right(self) -> dict[str, int]:
+    def correct_options(self) -> dict[str, int]:
         """Return the index of the right option for each question. Raises RequestError."""
         unknown = self.answers.keys() - self.questions.keys()
         if unknown:
@@ -125,7 +133,7 @@ class _Example(BodyPart):
 class FitFields(RequestBody):
     """POST /v1/systemone/fit."""
 
-    shapes: ClassVar[Shape] = _WHOLE
+    shapes: ClassVar[Shape] = _NOT_STREAMED
     examples: Annotated[list[_Example], Field(min_length=1, max_length=1000)]
     orders: Orders = 1
 
@@ -146,7 +154,7 @@ def _shared_tokens(prompts: Sequence[list[int]]) -> int:
 def _with_tokens(job: GenerationJob, prompt: list[int]) -> GenerationJob:
     """Return the job with its prompt as tokens. A prompt with images stays text; its first fork
     computes the tokens that all forks share."""
-    return job if job.images else replace(job, prompt=prompt)
+    return job if job.media else replace(job, prompt=prompt)
 
 
 @dataclass
@@ -205,8 +213,9 @@ class Forks:
         # Normalised separately, because the images belong to the question although the answer has
         # begun after them.
         messages = normalise([{"role": "user", "content": content, "images": self.asked.images}])
-        messages += normalise([{"role": "assistant", "content": BEGUN}])
+        messages += normalise([{"role": "assistant", "content": ANSWER_PREFIX}])
         generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
+        generation = self.model.adapters_for(generation)
         chat = ChatRequest(messages, generation, ResponseOptions(effort="none"))
         return await self.server.job(chat, self.model, self.engine)
 
@@ -222,15 +231,15 @@ class Forks:
             if len(found) == n:
                 return found
         raise CannotDecideError(
-            f"this model can't answer by labels: its tokenizer has {len(found)} of the {n} that "
-            "are needed as one token",
-            hint="ask with fewer options, or use another model",
+            f"this model can't answer with labels: its tokenizer has {len(found)} of the {n} "
+            "required single-token labels",
+            hint="send fewer options, or use another model",
             param="questions",
         )
 
     async def _tokens(self, job: GenerationJob) -> list[int]:
         assert isinstance(job.prompt, str)
-        return await self.engine.tokenize(job.prompt, add_bos=job.add_bos, images=job.images)
+        return await self.engine.tokenize(job.prompt, add_bos=job.add_bos, media=job.media)
 
     async def _ask(self, job: GenerationJob, labels: Sequence[int]) -> tuple[list[float], Usage]:
         """Return the log-probability of each of `labels` after the prompt, and the usage. Without
@@ -244,7 +253,7 @@ class Forks:
             generation,
             add_bos=job.add_bos,
             draft="off",
-            images=job.images,
+            media=job.media,
         )
         found: dict[int, float] = {}
 
@@ -270,11 +279,16 @@ def routes(server: Server) -> Paths:
             scores, cost, fingerprint = await _scores(server, model, fields, fields.orders)
         t = fields.temperature or saved_temperature(fingerprint)
         answers = {name: q.answer(softmax(scores[name], t)) for name, q in fields.questions.items()}
-        return {"model": model.name, "answers": answers, "temperature": t, "usage": _spent([cost])}
+        return {
+            "model": model.name,
+            "answers": answers,
+            "temperature": t,
+            "usage": _usage_of([cost]),
+        }
 
     async def fit(fields: FitFields) -> Any:
         admins_only("fitting a model's temperature")
-        right = [example.right() for example in fields.examples]
+        right = [example.correct_options() for example in fields.examples]
         model = await _model(server, fields)
         examples: list[tuple[Sequence[float], int]] = []
         costs: list[Usage] = []
@@ -287,9 +301,9 @@ def routes(server: Server) -> Paths:
         save_temperature(fingerprint, t, len(examples))
         losses = {"before": loss(examples, 1.0), "after": loss(examples, t)}
         found = {"temperature": t, "examples": len(examples), "loss_nats": losses}
-        return {"model": model.name, **found, "usage": _spent(costs)}
+        return {"model": model.name, **found, "usage": _usage_of(costs)}
 
-    mount_whole(
+    mount_non_streaming(
         paths,
         server,
         "/v1/systemone",
@@ -299,13 +313,13 @@ def routes(server: Server) -> Paths:
         "without writing text",
         ("model", "answers", "usage"),
     )
-    mount_whole(
+    mount_non_streaming(
         paths,
         server,
         "/v1/systemone/fit",
         FitFields,
         fit,
-        "Fit the temperature of a model's decisions to answers that are right, and keep it",
+        "Fit the temperature of a model's decisions to correct answers, and save it",
         ("model", "temperature", "usage"),
     )
     return paths
@@ -316,8 +330,8 @@ async def _model(server: Server, fields: RequestBody) -> ServedModel:
     if model.facts.embeds or model.facts.ranks:
         does = "embeds" if model.facts.embeds else "ranks"
         raise CannotDecideError(
-            f"{model.name} {does} texts: it has no next token to read a decision from",
-            hint="name a chat model",
+            f"{model.name} {does} texts and predicts no next token, so it can't decide",
+            hint="use a chat model",
             param="model",
         )
     return model
@@ -326,22 +340,24 @@ async def _model(server: Server, fields: RequestBody) -> ServedModel:
 async def _scores(
     server: Server, model: ServedModel, asked: SystemOneFields | _Example, orders: int
 ) -> tuple[dict[str, list[float]], Usage, str]:
-    """Return the log-odds of each question's options, the usage, and the model's fingerprint."""
+    """Return the log-odds of each question's options, the usage, and the fingerprint of the model
+    with its adapters."""
     shown: list[tuple[str, list[int]]] = []
     for name, question in asked.questions.items():
         shown += [(name, order) for order in question.orders(orders)]
-    if len(shown) > _MOST_FORKS:
+    if len(shown) > _MAX_FORKS:
         raise RequestError(
-            f"{len(shown)} questions and orders; {_MOST_FORKS} are answered at once",
+            f"{len(shown)} questions and orders; {_MAX_FORKS} are the limit",
             param="questions",
         )
 
     async def ask() -> tuple[list[list[float]], Usage, str]:
         engine = await model.engine()
         if asked.images and not engine.info.vision:
-            raise CannotDecideError(f"{model.name} reads text only, not images", param="images")
+            raise CannotDecideError(f"{model.name} does not support images", param="images")
         found, spent = await Forks(server, model, engine, asked).log_probabilities(shown)
-        return found, spent, engine.info.fingerprint
+        adapters = model.adapters_for(Generation()).adapters
+        return found, spent, adapted_fingerprint(engine.info, adapters)
 
     try:
         answered, spent, fingerprint = await ask()

@@ -1,0 +1,79 @@
+"""The model that a drafter reads on MLX (`Target`), and how modules of heads get their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+
+class Target:
+    """The model that a drafter was trained for."""
+
+    def __init__(self, model: Any, config: Mapping[str, Any]) -> None:
+        language_model = getattr(model, "language_model", model)
+        trunk = getattr(language_model, "model", None)
+        self.family = str(config.get("model_type", ""))
+        text = config.get("text_config", config)
+        self.width = int(text["hidden_size"])
+        self.vocabulary = int(text["vocab_size"])
+        self.layers = getattr(trunk, "layers", [])
+        self.embeddings = getattr(trunk, "embed_tokens", None)
+        # The output matrix is the table of embeddings, unless there is a separate one.
+        self.output = getattr(self.embeddings, "as_linear", None)
+        if "lm_head" in language_model:
+            self.output = language_model.lm_head
+        # mlx-lm's Gemma models multiply embeddings outside of their table.
+        self.embed_scale = 1.0
+        if self.family.startswith("gemma"):
+            self.embed_scale = self.width**0.5
+        self._held = {id(array) for _, array in tree_flatten(model.parameters())}
+
+    def without_own(self, arrays: list[Any]) -> list[Any]:
+        """Return those of `arrays` that do not belong to this model."""
+        return [array for array in arrays if id(array) not in self._held]
+
+    def tap(self, layers: tuple[int, ...], callback: Callable[[Any], None]) -> None:
+        """After every call, pass the outputs of `layers`, joined: [sequences, n, width × layers]."""
+        outputs: dict[int, Any] = {}
+
+        def keep(layer: int, output: Any) -> None:
+            outputs[layer] = output
+            if layer == max(layers):
+                callback(mx.concatenate([outputs[i] for i in layers], axis=-1))
+                outputs.clear()
+
+        for layer in set(layers):
+            _tap_layer(self.layers[layer], layer, keep)
+
+
+def _tap_layer(layer: Any, number: int, keep: Callable[[int, Any], None]) -> None:
+    """Pass every output of `layer` to `keep`. Its class changes; its weights and names do not."""
+    plain = type(layer)
+
+    def tapped(self: Any, *inputs: Any, **named: Any) -> Any:
+        made = plain.__call__(self, *inputs, **named)
+        # Some layers also return the keys and values that later layers share.
+        keep(number, made[0] if isinstance(made, tuple) else made)
+        return made
+
+    named = {"__call__": tapped, "__module__": plain.__module__}
+    layer.__class__ = type(plain.__name__, (plain,), named)
+
+
+def read_module(folder: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return the module that `make` builds from the folder's config, with its weights, not read
+    yet."""
+
+    class Arguments:
+        from_dict: Any = staticmethod(dict)
+
+    def classes(config: Any) -> tuple[Any, Any]:
+        return make, Arguments
+
+    module, _ = load_model(folder, lazy=True, get_model_classes=classes)
+    return module

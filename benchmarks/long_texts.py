@@ -1,0 +1,164 @@
+"""The chat with long texts: what a key takes on each screen and in each interface, up to 1 MB (bar:
+0.2 s).
+
+python -m benchmarks.long_texts [--most 1000000] [--kinds words letters ...] [--sizes 80x24 ...]
+
+A conversation has a question, an answer and a tool call of one long text each. The text doubles
+until it has --most characters. On each screen a few keys are pressed. What a key would wait is the
+longest time in which the chat's loop did not come round. The times of the last two sizes show whether
+the work is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.chat import longest_s
+from benchmarks.processes import empty_home
+from localllm.bench.stream import free_port
+from localllm.conversation.history import History, StoredMessage
+from localllm_tui.app import ChatApp
+from localllm_tui.control.chat_options import ChatOptions
+from localllm_tui.control.client import ChatClient
+from localllm_tui.inline.chat import InlineAnswer
+from localllm_tui.line_chat import WrappedLines
+
+BAR_S = 0.2
+_FIRST_CHARS = 125_000
+KINDS = {
+    "words": "some words of a text ",
+    "letters": "x",
+    "japanese": "日本語",
+    "links": "[a](",
+    "items": "- an item\n",
+    "quotes": "> a line\n",
+    "table": "|a|b|\n",
+    "formulas": "$$\n\\frac{a}{b}\n$$\n\n",
+    "diagrams": "```mermaid\ngraph TD\nA --> B\n```\n\n",
+    "code": "```py\nx = 1\n```\n",
+    "stars": "*a",
+}
+# The keys of each screen; the first one opens it.
+SCREENS = {
+    "conversation": ("pageup", "pagedown", "h"),
+    "a turn selected (F2)": ("f2", "up", "up", "t", "down", "escape"),
+    "cost of a token (F3)": ("f3", "pageup", "f3"),
+    "models (F4)": ("f4", "down", "escape"),
+    "palette": ("ctrl+p", "c", "escape"),
+    "earlier questions (Ctrl+R)": ("ctrl+r", "w", "backspace", "escape"),
+    "conversations (Ctrl+O)": ("ctrl+o", "w", "backspace", "escape"),
+    "find (Ctrl+F)": ("ctrl+f", "w", "backspace", "escape"),
+    "help (F1)": ("f1", "down", "escape"),
+}
+
+
+def long_text(kind: str, n_chars: int) -> str:
+    """`n_chars` characters of a kind."""
+    piece = KINDS[kind]
+    return (piece * (n_chars // len(piece) + 1))[:n_chars]
+
+
+async def key_times_s(folder: Path, text: str, size: tuple[int, int]) -> dict[str, float]:
+    """The longest time of a key on each screen."""
+    found: dict[str, float] = {}
+    tool = {"name": "read", "arguments": text, "result": text, "allowed": True}
+    turns = [
+        StoredMessage(1, "user", text),
+        StoredMessage(2, "assistant", text, text, {"tools": [tool]}, parent_id=1),
+    ]
+    with History(folder / "conversations.db") as history:
+        conversation = history.create("long", "none")
+        history.add(conversation, turns)
+        async with ChatClient(f"http://127.0.0.1:{free_port()}/v1") as client:
+            options = ChatOptions(client, history, "none", resume=conversation)
+            app = ChatApp(options, lambda _: True)
+            async with app.run_test(size=size) as pilot:
+                await pilot.pause()
+                for screen, keys in SCREENS.items():
+                    found[screen] = await _longest_key_s(pilot, keys)
+        history.delete(conversation)
+    return found
+
+
+async def _longest_key_s(pilot: Any, keys: tuple[str, ...]) -> float:
+    held_s = 0.0
+    for key in keys:
+        pressed = asyncio.create_task(pilot.press(key))
+        held_s = max(held_s, await longest_s(pressed))
+    return held_s
+
+
+class _NoPage:
+    """Takes what an inline answer writes."""
+
+    columns = 100
+    tail = ""
+
+    def write(self, text: str) -> None:
+        """Write nothing."""
+
+    def changed(self) -> None:
+        """Draw nothing."""
+
+
+def interface_times_s(text: str) -> Iterator[tuple[str, float]]:
+    """The longest time of a piece of 100 characters in the line interfaces, of the last 50."""
+    page: Any = _NoPage()
+    inline = InlineAnswer(page, Console(file=io.StringIO()))
+    lines = WrappedLines(100)
+    takes: dict[str, Callable[[str], object]] = {
+        "--inline, an answer": inline.feed,
+        "--plain, an answer": lines.add,
+    }
+    for name, take in takes.items():
+        take(text[:-5_000])
+        taken_s = 0.0
+        for at in range(len(text) - 5_000, len(text), 100):
+            begun_s = time.perf_counter()
+            take(text[at : at + 100])
+            taken_s = max(taken_s, time.perf_counter() - begun_s)
+        yield name, taken_s
+
+
+def main() -> None:
+    """Measure, print the times above the bar and the longest of each screen, and exit with 1 if a
+    key missed the bar."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--most", type=int, default=1_000_000)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--sizes", nargs="*", default=["80x24"])
+    options = parser.parse_args()
+    missed = False
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
+    with empty_home() as folder:
+        for kind in options.kinds:
+            for words in options.sizes:
+                columns, _, rows = words.partition("x")
+                n_chars = min(_FIRST_CHARS, options.most)
+                while n_chars <= options.most:
+                    text = long_text(kind, n_chars)
+                    size = (int(columns), int(rows))
+                    times = asyncio.run(key_times_s(folder, text, size))
+                    times |= dict(interface_times_s(text))
+                    slow = {name: took_s for name, took_s in times.items() if took_s > BAR_S}
+                    missed = missed or bool(slow)
+                    longest = max(times, key=times.__getitem__)
+                    print(f"{kind:10} {words} {n_chars:>9,}: {times[longest]:.3f} s ({longest})")
+                    for name, took_s in slow.items():
+                        print(f"    above the bar: {took_s:.2f} s {name}", flush=True)
+                    n_chars *= 2
+    sys.exit(int(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`localllm bench --share`: one measurement as a row that others can use. It has no name and no
+path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from localllm import __version__
+from localllm.device.detect import detect
+from localllm.errors import UsageError
+from localllm.library.store import published_digest
+from localllm.load.load_plan import LoadPlan
+from localllm.planner.types import Plan
+from localllm_backends import registry
+
+WHERE = (
+    "this row is not sent anywhere: to share it, put it into a new issue of the project, form "
+    "'A measured speed'"
+)
+_FIGURES = (
+    "decode_tok_s", "short_tok_s", "prefill_tok_s", "prompt_tokens", "memory_bytes", "rounds",
+)  # fmt: skip
+
+
+def check(load: LoadPlan) -> Plan:
+    """The plan of the model, before anything is measured. Raises UsageError if the planner does not
+    know the model, or if the run is slowed down."""
+    if load.plan is None:
+        raise UsageError(
+            "this model has no plan, so its speed can't be compared by others",
+            hint="share the speed of a model that `localllm models list` plans",
+        )
+    if load.options.engine.get("power", 1.0) != 1.0:
+        raise UsageError(
+            "this run is slowed down by --power, so it is no measure of this machine",
+            hint="measure again without --power",
+        )
+    return load.plan
+
+
+def row(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
+    """The row of a run: device, model, file, engine, settings and figures. Raises UsageError as
+    `check` does."""
+    plan = check(load)
+    device = detect(measure=True)
+    variant = plan.variant
+    ran = plan.settings
+    found: dict[str, Any] = {
+        "device": device.name,
+        "accelerator": device.accelerator,
+        "device_memory_bytes": device.memory.total_bytes,
+        "model": plan.model.id,
+        "quant": variant.quant,
+        "file_bytes": variant.file_bytes,
+        "file_sha256": published_digest(load.local, load.local.path) or None,
+    }
+    found |= {
+        "engine": registry.declared(plan.backend).label_with_version,
+        "localllm": __version__,
+        "n_ctx": ran.n_ctx,
+        "n_batch": ran.n_batch,
+        "slots": ran.slots,
+        "kv_type": ran.kv_type,
+        "gpu_layers": ran.placement.gpu_layers,
+        "experts_on_host": ran.placement.experts_on_host,
+    }
+    found["how"] = "localllm bench: the median of three rounds, or the second fastest of more"
+    found.update({name: _rounded(figures[name]) for name in _FIGURES})
+    return found
+
+
+def line(found: dict[str, Any]) -> str:
+    """The row as one line of JSON."""
+    return json.dumps(found, ensure_ascii=False)
+
+
+def _rounded(value: float) -> float:
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.4g}")

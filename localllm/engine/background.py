@@ -1,0 +1,73 @@
+"""Keeps requests of low priority from slowing the others: titles, summaries, warming.
+
+While another request runs, they take part in a step only if that makes the step little longer, by the
+costs learnt on this machine. On a device whose steps read the weights for many rows at the same cost,
+they decode in every step. Elsewhere they get one step in `_EVERY`, so that they end some day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from localllm.engine.request import RunningRequest
+from localllm.engine.request_table import RequestTable
+from localllm.engine.step_costs import StepCost
+
+# The longest step with them, in steps without them.
+_LONGER = 1.15
+# So few steps are slow that the 95th percentile of the other requests' gaps does not change.
+_EVERY = 25
+
+
+def urgent(jobs: Iterable[RunningRequest]) -> list[RunningRequest]:
+    """The requests that count for the choice of a prompt to read in slices: those of normal priority,
+    or all if there are none."""
+    every = list(jobs)
+    return [job for job in every if not job.background] or every
+
+
+def give_way(table: RequestTable) -> list[RunningRequest]:
+    """Park the prompt that is read in slices if it is less urgent than others. Return the requests
+    whose prompts may be read in slices now."""
+    jobs = urgent(table.running.values())
+    if table.prefill.job is not None and table.prefill.job not in jobs:
+        table.park(table.prefill.job)
+    return jobs
+
+
+@dataclass
+class BackgroundTurns:
+    """Chooses the requests of each step. `cost` has the seconds of a step by its rows."""
+
+    cost: StepCost
+    _steps: int = 0
+    _first: int = 0
+
+    def taking_part(self, ready: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """The requests of `ready` that take part in the next step."""
+        others = [job for job in ready if not job.background]
+        if not others or len(others) == len(ready):
+            return list(ready)
+        self._steps += 1
+        if self._steps % _EVERY == 0:
+            return list(ready)
+        if any(job.prefilling for job in others):
+            return others
+        waiting = [job for job in ready if job.background and not job.prefilling]
+        rows = sum(1 + len(job.draft) for job in others)
+        room = self._free_rows(rows, len(waiting))
+        if not room:
+            return others
+        # Each step begins with the next of them.
+        self._first = (self._first + room) % len(waiting)
+        turned = [*waiting[self._first :], *waiting[: self._first]]
+        return [*others, *turned[:room]]
+
+    def _free_rows(self, rows: int, most: int) -> int:
+        """How many rows can be added to a step of `rows` rows at little cost."""
+        limit_s = self.cost.seconds(rows) * _LONGER
+        free = 0
+        while free < most and self.cost.seconds(rows + free + 1) <= limit_s:
+            free += 1
+        return free

@@ -1,0 +1,1 @@
+"""Make quants of model files, and measure what a quant costs."""

@@ -1,0 +1,40 @@
+"""What the headers of a request say of the program that sent it, and of the request's purpose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+_PRODUCT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Headers that name the purpose of a request, with the values of work in the background: titles,
+# summaries for memory, classifications. Requests of subagents and compactions are not among them,
+# because a user waits for their results. Sources: Claude Code 2.1.332, Codex (core/src/client.rs).
+_BACKGROUND: Mapping[str, tuple[str, ...]] = {
+    "x-claude-code-request-class": ("auxiliary",),
+    "x-claude-1p-request-class": ("auxiliary",),
+    "x-openai-subagent": ("memory_consolidation",),
+    "x-openai-memgen-request": ("true",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSigns:
+    """`program`: the first product in User-Agent, or "". `background`: a header names a
+    purpose for which no user waits."""
+
+    program: str = ""
+    background: bool = False
+
+
+def signs_of(headers: Mapping[str, str]) -> ClientSigns:
+    """Return the signs in a request's headers."""
+    product = _PRODUCT.match(headers.get("user-agent", ""))
+    named = (headers.get(name, "").lower() in values for name, values in _BACKGROUND.items())
+    return ClientSigns(product[0] if product else "", any(named))
+
+
+_NONE = ClientSigns()
+# The signs of the request that the current task answers.
+SIGNS: ContextVar[ClientSigns] = ContextVar("localllm-signs", default=_NONE)

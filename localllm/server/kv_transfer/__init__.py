@@ -1,0 +1,1 @@
+"""POST /v1/kv: other servers get the KV of a prompt."""

@@ -1,0 +1,82 @@
+"""Every command on terminals of several widths, with a home that can't be written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pty and /proc")
+
+# All commands run in one process, because each start takes half a second.
+CODE = """
+import os, sys
+from localllm.cli import main
+for words in {commands}:
+    print("\\x1e" + words, flush=True)
+    try:
+        main.run(words.split())
+    except SystemExit as left:
+        print("\\x1f" + str(left.code or 0), flush=True)
+"""
+COMMANDS = (
+    "--help", "--version", "models", "models list", "models info starter", "models du",
+    "models verify", "models prune", "models adopt /nosuch", "cache clear --yes", "catalog --help",
+    "config", "config set context abc", "device", "setup --dry-run", "engines",
+    "connect", "connect zed", "run codex", "service status", "licences", "chat --help",
+    "chat -m nosuch hi", "serve nosuch", "serve --port 99999", "pull nosuch", "rm nosuch", "ps",
+    "search words", "update", "recommend --device m4-max-64gb", "nosuch",
+)  # fmt: skip
+
+
+def on_a_terminal(columns: int, environment: dict[str, str]) -> str:
+    """The output of all commands, and of their errors, on a terminal that is `columns` wide."""
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    child = subprocess.Popen(
+        [sys.executable, "-c", CODE.format(commands=COMMANDS)],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while data := os.read(ours, 1 << 16):
+            written += data
+    except OSError:  # the child has ended
+        pass
+    os.close(ours)
+    child.wait()
+    return written.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("columns", [20, 79])
+def test_no_line_is_wider_than_the_terminal_and_nothing_needs_a_writable_home(
+    columns: int, tmp_path: Path
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("LOCALLLM_")}
+    # No folder can be made in /proc, not even by root.
+    environment |= {"HOME": "/proc/nosuch", "TERM": "xterm", "LOCALLLM_OFFLINE": "1"}
+    for name in ("COLUMNS", "HF_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    parts = on_a_terminal(columns, environment).split("\x1e")[1:]
+    assert len(parts) == len(COMMANDS)
+    for part in parts:
+        text, _, code = part.partition("\x1f")
+        lines = [line.rpartition("\r")[2] for line in text.split("\n")[1:]]
+        shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in lines]
+        wide = [line for line in shown if cell_len(line) > columns and "$ " not in line]
+        assert wide == [], part
+        assert code.strip().isdigit(), part
+        assert "Traceback" not in text

@@ -1,0 +1,42 @@
+"""Reading a tool call takes time in proportion to its length, in every format: white space at any
+place of its head took time with the third power."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from conversation.call_law import told
+from conversation.test_cut_replies import reply_format
+from conversation.test_tool_formats import WRITERS, Calls
+from localllm.conversation.tools import FORMATS
+
+CALL: Calls = [("f", {"n": 12})]
+# Cubic readers took 10 s for 4,000. Now each takes milliseconds for twice as many and more.
+LENGTHS = (4096, 8192, 16_384)
+MOST_S = 2.0
+
+
+def read_s(name: str, text: str) -> float:
+    """Processor time."""
+    began_s = time.process_time()
+    told(reply_format(name), [text], cut=True)
+    return time.process_time() - began_s
+
+
+@pytest.mark.parametrize("name", [f.name for f in FORMATS])
+def test_white_space_behind_a_marker(name: str) -> None:
+    for marker in next(f for f in FORMATS if f.name == name).markers:
+        for n in LENGTHS:
+            for space in (" ", "\n", ", ", "] "):
+                assert read_s(name, marker + space * n + "x") < MOST_S
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_white_space_at_every_place_of_a_call(writer: str) -> None:
+    name, write = WRITERS[writer]
+    reply = write(CALL)
+    for at in range(len(reply)):
+        n = LENGTHS[0]
+        assert read_s(name, reply[:at] + " " * n + reply[at:]) < MOST_S, reply[:at]

@@ -1,0 +1,120 @@
+"""Requests of low priority beside another one: they make room for it, run in few of its steps, and
+end with the answers that they have alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.drive import GREEDY, Outcome, prompt_tokens, run
+from localllm.engine import EngineSettings
+from localllm.engine.background import BackgroundTurns, urgent
+from localllm.engine.core import Engine
+from localllm.engine.messages import Finish, Generation, Request, Text
+from localllm.engine.step_costs import StepCost
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type as llamacpp
+from support.scripted_backend import ScriptedBackend
+
+N_BACKGROUND = 6
+
+
+def asked(id_: str, n_tokens: int, priority: int = 0) -> Request:
+    generation = Generation(
+        sampling=GREEDY, max_tokens=n_tokens, ignore_eos=True, priority=priority
+    )
+    return Request(id_, f"the prompt of {id_}: " + "words " * 20, generation)
+
+
+def with_background(engine: Engine, n_steps: int) -> Outcome:
+    """Six requests of low priority, after some steps."""
+    outcome = Outcome()
+    for i in range(N_BACKGROUND):
+        request = asked(f"background {i}", 60, -1)
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    for _ in range(n_steps):
+        outcome.take(engine.step())
+    return outcome
+
+
+def beside(engine: Engine, outcome: Outcome, request: Request) -> list[set[str]]:
+    """The requests with text in each step until `request` has ended."""
+    outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    steps: list[set[str]] = []
+    while request.id not in outcome.ends:
+        events = engine.step()
+        outcome.take(events)
+        steps.append({event.id for event in events if isinstance(event, Text)})
+    return steps
+
+
+def scripted(n_seq_max: int) -> Engine:
+    backend = ScriptedBackend(n_ctx=4096, n_seq_max=n_seq_max)
+    return Engine(backend, EngineSettings(headroom_bytes=0))
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 3, 8])
+@pytest.mark.parametrize("n_before", [0, 2, 9])
+def test_the_user_is_in_the_next_steps_and_in_every_step(n_seq_max: int, n_before: int) -> None:
+    alone = len(beside(scripted(n_seq_max), Outcome(), asked("user", 80)))
+    engine = scripted(n_seq_max)
+    outcome = with_background(engine, n_before)
+    steps = beside(engine, outcome, asked("user", 80))
+    assert len(steps) <= alone + 2
+    others = [step for step in steps if step - {"user"}]
+    assert len(others) <= 0.05 * len(steps) + 1
+    engine.check_integrity()
+    while engine.has_work:
+        outcome.take(engine.step())
+    for i in range(N_BACKGROUND):
+        assert isinstance(outcome.finish(f"background {i}"), Finish)
+    engine.check_integrity()
+
+
+@dataclass(frozen=True)
+class Job:
+    """As much of a running request as the choice reads."""
+
+    id: str
+    background: bool
+    prefilling: bool = False
+    draft: tuple[int, ...] = ()
+
+
+def test_the_rows_that_are_free_go_round() -> None:
+    cost = StepCost()
+    cost.set({1: 1.0, 2: 1.1, 4: 2.0})
+    turns = BackgroundTurns(cost)
+    jobs: list[Any] = [Job("user", False), *(Job(f"b{i}", True) for i in range(3))]
+    seen = [{job.id for job in turns.taking_part(jobs)} - {"user"} for _ in range(6)]
+    assert [len(step) for step in seen] == [1] * 6
+    assert set.union(*seen) == {"b0", "b1", "b2"}
+    assert [job.id for job in urgent(jobs)] == ["user"]
+    assert turns.taking_part(jobs[1:]) == jobs[1:]
+    prompt: list[Any] = [Job("user", False, prefilling=True), *jobs[1:]]
+    assert [job.id for job in turns.taking_part(prompt)] == ["user"]
+
+
+def test_a_real_model_answers_the_same(few_layers: Path) -> None:
+    def loaded() -> Engine:
+        backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024, n_seq_max=4))
+        return Engine(backend, EngineSettings(headroom_bytes=0))
+
+    requests = [asked("user", 24), *(asked(f"background {i}", 8, -1) for i in range(3))]
+    alone = {}
+    engine = loaded()
+    for request in requests:
+        alone[request.id] = run(engine, request).text[request.id]
+    engine.close()
+    engine = loaded()
+    outcome = Outcome()
+    for request in reversed(requests):
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+        outcome.take(engine.step())
+    while engine.has_work:
+        outcome.take(engine.step())
+    engine.close()
+    assert {r.id: outcome.text[r.id] for r in requests} == alone

@@ -1,0 +1,153 @@
+"""The conductor reads a prompt where its first token is expected sooner, by learnt costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from localllm.engine.cache.identity import identity_of
+from localllm.engine.cache.tree import as_tokens
+from localllm.engine.step_costs import PrefillCost
+from localllm.engine.tokens import Tokens
+from localllm.engine.transfer.conductor import Conductor
+from localllm.engine.transfer.errors import TransferError
+from localllm.engine.transfer.fetching import WantedKv
+from localllm.engine.transfer.peer import KvAnswer, KvPeer
+from support.scripted_backend import ScriptedBackend
+
+PROMPT = as_tokens([5 + i % 200 for i in range(3001)])
+
+
+class QuietPeer(KvPeer):
+    """A server whose link is not measured and which sends nothing."""
+
+    def start(self) -> None:
+        """No thread."""
+
+    @contextmanager
+    def asked(self, body: dict[str, Any], silence_s: float = 0.0) -> Iterator[KvAnswer]:
+        raise TransferError("it sends nothing", reason="refused")
+        yield
+
+
+def costing(token_s: float) -> PrefillCost:
+    """The cost of a token after many steps of two sizes."""
+    cost = PrefillCost()
+    for _ in range(40):
+        for n_tokens in (256, 2048):
+            cost.learn(n_tokens, n_tokens * token_s)
+    return cost
+
+
+def conductor(here_s: float | None, *there_s: float | None, **fields: Any) -> Conductor:
+    """One with these seconds for a token here and on other servers (None: not measured)."""
+    backend = ScriptedBackend(n_ctx=4096)
+    identity = identity_of(backend)
+    peers = []
+    for number, token_s in enumerate(there_s):
+        peer = QuietPeer(f"http://server{number}:1", None, "m", identity.to_json(), print)
+        if token_s is not None:
+            peer.cost = costing(token_s)
+        peers.append(peer)
+    speed = PrefillCost() if here_s is None else costing(here_s)
+    return Conductor(backend, identity, peers, speed, threading.Event(), **fields)
+
+
+def chosen(
+    found: Conductor, prompt: Tokens = PROMPT, start: int = 0, *, streams: bool = False
+) -> str | None:
+    """The server that reads the prompt (None: this one)."""
+    fetch = found.begin(WantedKv(prompt, start, ""), streams=streams)
+    if fetch is None:
+        return None
+    fetch.close()
+    return fetch.peer.name
+
+
+@pytest.mark.parametrize(
+    ("here_s", "there_s", "expected"),
+    [
+        (0.01, [0.001], "server0:1"),
+        (0.001, [0.01], None),
+        (0.01, [0.005, 0.002], "server1:1"),
+        (0.01, [0.02, 0.03], None),
+        (None, [0.01], "server0:1"),
+        (0.001, [None], "server0:1"),
+    ],
+)
+def test_the_prompt_is_read_by_the_fastest(
+    here_s: float | None, there_s: list[float | None], expected: str | None
+) -> None:
+    assert chosen(conductor(here_s, *there_s)) == expected
+
+
+def test_streams_here_make_reading_here_cost_twice() -> None:
+    found = conductor(0.01, 0.015)
+    assert chosen(found) is None
+    assert chosen(found, streams=True) == "server0:1"
+
+
+def test_only_the_uncached_part_counts() -> None:
+    """A transfer has a fixed cost, so a short rest is read here."""
+    found = conductor(0.001)
+    peer = QuietPeer("http://far:1", None, "m", found.identity.to_json(), print)
+    for _ in range(40):
+        for n_tokens in (256, 2048):
+            peer.cost.learn(n_tokens, 0.5 + n_tokens * 0.0002)
+    found.peers = [peer]
+    assert chosen(found) == "far:1"
+    assert chosen(found, start=2600) is None
+    assert chosen(found, start=2900) is None, "less than a block"
+
+
+def test_a_fixed_limit_overrides_the_costs() -> None:
+    found = conductor(0.001, 0.01, always_from=2000)
+    assert chosen(found) == "server0:1"
+    assert chosen(found, PROMPT[:1500]) is None
+
+
+def test_a_server_that_failed_or_has_a_smaller_context_is_left_out() -> None:
+    found = conductor(0.01, 0.001, 0.002)
+    fast, slow = found.peers
+    fast.most_tokens = 1000
+    assert chosen(found) == "server1:1"
+    slow.failed(TransferError("gone", reason="unreachable"))
+    assert chosen(found) is None
+    slow.works()
+    assert chosen(found) == "server1:1"
+    assert chosen(found, PROMPT[:900]) == "server0:1"
+
+
+def test_what_a_transfer_took_changes_the_choice() -> None:
+    found = conductor(0.002, 0.001)
+    assert chosen(found) == "server0:1"
+    for _ in range(40):
+        found.peers[0].cost.learn(3000, 3000 * 0.01)
+    assert chosen(found) is None
+
+
+def test_a_copy_is_asked_for_in_the_given_order() -> None:
+    found = conductor(0.001)
+    identity = found.identity.to_json()
+    first, second = (
+        QuietPeer(f"http://{name}:1", None, "m", identity, print) for name in ("first", "second")
+    )
+    found.pool = [second, first]
+
+    def holder(names: list[str], prompt: Tokens = PROMPT) -> str | None:
+        fetch = found.copy(WantedKv(prompt, 0, ""), names)
+        if fetch is None:
+            return None
+        fetch.close()
+        return fetch.peer.name
+
+    names = ["stranger:1", "first:1", "second:1"]
+    assert holder(names) == "first:1"
+    first.failed(TransferError("gone", reason="unreachable"))
+    assert holder(names) == "second:1"
+    assert holder(["stranger:1"]) is None
+    assert holder(names, PROMPT[:900]) is None, "too short"

@@ -1,0 +1,165 @@
+"""Trained drafters on MLX through the whole engine: batching, caching, forks, cancels, disk and a
+restart change no answer, and drafts are accepted on the way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.crowds import crowds_equal_isolated_runs
+from engine.drive import GREEDY, Outcome, settle
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
+from localllm.engine.messages import Sampling
+from localllm_backends.contract import LoadSpec
+from localllm_backends.mlx import backend_type as mlx
+from models import tiny_mlx_drafters
+from support.pictures import needs_mlx_vlm
+from support.requests import request_for
+
+pytestmark = [pytest.mark.mlx, needs_mlx_vlm()]
+# DFlash2's selector differs from DSpark's Markov head in the backend only, whose tests cover it.
+KINDS = ("eagle3", "dflash", "dspark")
+USUAL = [
+    ("eagle3", "full"), ("dflash", "sliding"), ("dspark", "delta"), ("eagle3", "moe"),
+]  # fmt: skip
+
+
+# Tokens of an answer.
+N = 24
+
+
+def pair(tmp_path: Path, kind: str, memory: str) -> LoadSpec:
+    model = tiny_mlx_drafters.write_target(tmp_path / "model", memory)
+    drafter = tiny_mlx_drafters.write_knowing(tmp_path / "drafter", kind, model)
+    return LoadSpec(str(model), n_ctx=768, n_seq_max=4, n_batch=64, drafter=str(drafter))
+
+
+def drafting(spec: LoadSpec, settings: EngineSettings, *, idle: bool = False) -> Engine:
+    """An engine whose drafter is asked whenever it has any chance: time stands still, and a drafted
+    token and a further row cost next to nothing."""
+    engine = Engine(mlx.load(spec), settings)
+    (drafter,) = engine.speculator.drafters.values()
+    if idle:
+        settle(engine)
+        assert drafter.token_s > 0, "measured while idle"
+    engine.speculator.cost.set({1: 1.0, 32: 1.01})
+    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    drafter.clock, drafter.token_s = (lambda: 0.0), 1e-9
+    return engine
+
+
+LONG = [
+    pytest.param(kind, memory, marks=pytest.mark.long)
+    for kind in KINDS
+    for memory in ("full", "sliding", "delta", "moe")
+    if (kind, memory) not in USUAL
+]
+
+
+@pytest.mark.parametrize(("kind", "memory"), [*USUAL, *LONG])
+def test_random_mixes_equal_isolated_runs_without(kind: str, memory: str, tmp_path: Path) -> None:
+    spec = pair(tmp_path, kind, memory)
+    alone = mlx.load(replace(spec, drafter=""))
+    settings = EngineSettings(
+        draft="auto",
+        cache_bytes=600_000,
+        disk_dir=str(tmp_path / "kv"),
+        disk_bytes=10**8,
+        headroom_bytes=0,
+    )
+    accepted = drafted = restored = 0
+    # The second engine finds the first one's prefixes on disk, with the drafter's part.
+    for mixes in (2, 1):
+        engine = drafting(spec, settings, idle=True)
+        crowds_equal_isolated_runs(
+            engine, alone, f"{kind} {memory}", mixes, router_flips=0.05 * (memory == "moe")
+        )
+        settle(engine)
+        snapshot = engine.snapshot()
+        restored = int(snapshot["restored_tokens"])
+        name = "eagle3" if kind == "eagle3" else "dflash"
+        accepted += int(snapshot[f"accepted_{name}_tokens"])
+        drafted += int(snapshot[f"drafted_{name}_tokens"])
+        engine.close()
+    alone.close()
+    assert 0 < accepted < drafted
+    assert restored > 0
+
+
+def answer(engine: Engine, prompt: list[int], **how: Any) -> list[int]:
+    how = {"sampling": GREEDY, "ignore_eos": True, "cache_prompt": False, **how}
+    outcome = Outcome()
+    outcome.take(engine.submit(request_for("a", prompt, N, **how), prompt))
+    while engine.has_work:
+        outcome.take(engine.step())
+    return outcome.tokens["a"]
+
+
+def own_loop(model: Any, drafter: str, prompt: list[int]) -> list[int]:
+    """What mlx-vlm's own loop generates."""
+    import mlx.core as mx
+    from mlx_vlm.generate.ar import generate_step
+    from mlx_vlm.speculative import load_drafter
+
+    own, kind = load_drafter(drafter)
+    steps = generate_step(
+        mx.array([prompt]), model, None, None, max_tokens=N, temperature=0.0,
+        draft_model=own, draft_kind=kind,
+    )  # fmt: skip
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("memory", ["gemma4-full", "gemma4", "delta", "moe"])
+def test_text_is_that_of_plain_decoding_and_of_mlx_vlms_loop(memory: str, tmp_path: Path) -> None:
+    from mlx_vlm.utils import load_model
+
+    model = tiny_mlx_drafters.write_target(tmp_path / "model", memory)
+    spec = LoadSpec(str(model), n_ctx=256, n_seq_max=1, n_batch=64)
+    rng = random.Random(7)
+    prompt = [rng.randrange(3, 250) for _ in range(40)]
+    plain = Engine(mlx.load(spec), EngineSettings())
+    expected = answer(plain, prompt)
+    warm = {"sampling": Sampling(temperature=0.9, seed=5)}
+    sampled = answer(plain, prompt, **warm)
+    plain.close()
+    theirs = load_model(model)
+    for design in tiny_mlx_drafters.DESIGNS:
+        drafter = tiny_mlx_drafters.write_knowing(
+            tmp_path / design, design, model, layout="speculators"
+        )
+        engine = drafting(replace(spec, drafter=str(drafter)), EngineSettings(draft="auto"))
+        assert answer(engine, prompt) == expected, design
+        kind = "eagle3" if design == "eagle3" else "dflash"
+        assert int(engine.snapshot()[f"accepted_{kind}_tokens"]) > 0
+        # The same seed gives the same text, so drafts do not change the distribution.
+        assert answer(engine, prompt, **warm) == sampled, design
+        engine.close()
+        assert own_loop(theirs, str(drafter), prompt) == expected, design
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_full_disk_and_a_restart_change_no_answer(kind: str, tmp_path: Path) -> None:
+    spec = pair(tmp_path, kind, "full")
+    rng = random.Random(8)
+    prompt = [rng.randrange(3, 250) for _ in range(200)]
+    plain = Engine(mlx.load(replace(spec, drafter="")), EngineSettings())
+    expected = answer(plain, prompt)
+    plain.close()
+    folder = str(tmp_path / "kv")
+    written = EngineSettings(draft="auto", disk_dir=folder, disk_bytes=10**8, headroom_bytes=0)
+    # More than any disk has free: nothing more is written, and what is there can still be read.
+    full = replace(written, disk_free_bytes=10**15)
+    restored = []
+    for settings in (full, written, full):
+        engine = drafting(spec, settings)
+        assert answer(engine, prompt, cache_prompt=True) == expected
+        settle(engine)
+        restored.append(int(engine.snapshot()["restored_tokens"]))
+        engine.close()
+    assert restored[:2] == [0, 0]
+    assert restored[2] > 100

@@ -1,0 +1,118 @@
+"""KV of every kind of memory is transferred: windows, recurrent states, M-RoPE, MLX. Never between
+engines. Prompts with images stay here."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
+from localllm.server.http.accounts import NamedKey, digest_of
+from localllm_backends.contract import LoadSpec, LoraAdapter
+from localllm_backends.mlx import backend_type as mlx
+from models import tiny_gguf, tiny_lora, tiny_mlx
+from models.tiny_vision import write_vision
+from server.test_kv_transfer import MAC, ask, asking, fallbacks, metric, text, worker
+from support.http_server import running_server
+from support.pictures import needs_mtmd, needs_pillow, png
+
+KEYS = (NamedKey("mac", digest_of(MAC.encode()), kv=True),)
+NO_MLX = pytest.mark.skipif(mlx.available() is not None, reason="MLX is not installed")
+MLX = [pytest.mark.mlx, NO_MLX]
+
+
+def prompt(seed: int, n: int = 600) -> list[int]:
+    return [5 + (seed * 31 + i * 7 + i * i % 11) % 200 for i in range(n)]
+
+
+def write_m_rope(path: Path) -> Path:
+    """A model whose positions have three dimensions."""
+    return write_vision(path.parent, "qwen2vl").text
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(tiny_gguf.write_sliding, id="windows"),
+        pytest.param(tiny_gguf.write_hybrid, id="recurrent and attention"),
+        pytest.param(write_m_rope, id="M-RoPE"),
+        pytest.param(tiny_mlx.write_llama, id="mlx", marks=MLX),
+        pytest.param(tiny_mlx.write_sliding, id="mlx windows", marks=MLX),
+        pytest.param(tiny_mlx.write_hybrid, id="mlx recurrent and attention", marks=MLX),
+        pytest.param(tiny_mlx.write_recurrent, id="mlx recurrent", marks=MLX),
+    ],
+)
+def test_every_kind_of_memory_is_transferred(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    with (
+        running_server({"few": worker(path)}, preload=True, keys=KEYS) as sender,
+        asking(path, sender.url) as here,
+        asking(path) as alone,
+    ):
+        for seed in range(3):
+            asked = prompt(seed)
+            answer = ask(here, asked)
+            assert text(answer) == text(ask(alone, asked))
+            assert "599 tokens were read by" in answer.headers["x-localllm-cache"]
+        assert fallbacks(here) == {}
+        again = ask(here, [*prompt(0), 9, 8, 7])
+        assert text(again) == text(ask(alone, [*prompt(0), 9, 8, 7]))
+        assert metric(here, "kv_fetched_tokens_total") == 3 * 599
+
+
+def test_kv_is_computed_by_the_adapters_of_the_request_or_not_transferred(tmp_path: Path) -> None:
+    """The other server has one of two adapters, under another number."""
+    path = tiny_gguf.write_llama(tmp_path / "model.gguf")
+    loaded = [
+        LoraAdapter(str(tiny_lora.write(tmp_path / f"{i}.gguf", path, seed=i)), 0.0)
+        for i in range(3)
+    ]
+    first, second, other = loaded
+    with (
+        running_server({"few": worker(path, other, second)}, preload=True, keys=KEYS) as sender,
+        asking(path, sender.url, adapters=(first, second)) as here,
+        asking(path, adapters=(first, second)) as alone,
+    ):
+        texts = set()
+        for number, comes_from in ((1, "599 tokens were read by"), (0, "0/600 tokens")):
+            chosen = [{"id": number, "scale": 1.0}]
+            answer = ask(here, prompt(7), lora=chosen)
+            assert comes_from in answer.headers["x-localllm-cache"]
+            assert text(answer) == text(ask(alone, prompt(7), lora=chosen))
+            texts.add(text(answer))
+        assert fallbacks(here) == {"refused": 1}
+        assert len(texts) == 2, "equal answers would prove nothing"
+
+
+@needs_mtmd()
+@needs_pillow()
+def test_a_prompt_with_an_image_stays_here_and_its_text_is_the_same(tmp_path: Path) -> None:
+    """The other server has no pixels. Text of the same model is transferred."""
+    model = write_vision(tmp_path, "qwen2vl")
+    spec = LoadSpec(str(model.text), n_ctx=2048, n_seq_max=4, projector=str(model.projector))
+
+    def seeing(**engine: Any) -> Supervisor:
+        return Supervisor(WorkerOptions(spec, engine=engine))
+
+    picture = base64.b64encode(png(64, 64, 1)).decode()
+    words = "many words of a long question " * 30
+    shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+    message = {"role": "user", "content": [{"type": "text", "text": words}, shown]}
+    body = {"model": "few", "messages": [message], "temperature": 0, "max_tokens": 8}
+    with running_server({"few": seeing()}, preload=True, keys=KEYS) as sender:
+        engine = {"prefill_from": [sender.url], "prefill_key": MAC, "prefill_from_tokens": 256}
+        here = seeing(**engine, model_name="few", prefill_patience_s=3.0)
+        with running_server({"few": here}, preload=True) as asking_server:
+            url = asking_server.url + "/v1/chat/completions"
+            answer = httpx.post(url, json=body, trust_env=False, timeout=120)
+            assert answer.status_code == 200, answer.text
+            assert "read by" not in answer.headers["x-localllm-cache"]
+            message["content"] = "other words, then " + words
+            answer = httpx.post(url, json=body, trust_env=False, timeout=120)
+            assert "tokens were read by" in answer.headers["x-localllm-cache"]

@@ -1,0 +1,116 @@
+"""A TCP relay in front of a server: limits the rate, cuts, stalls or damages what the server sends."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+_PIECE_BYTES = 16 * 1024
+# Closing sends a reset at once.
+_RESET = struct.pack("ii", 1, 0)
+
+
+@dataclass
+class Relay:
+    """Listens on `port`. `rate_bytes_s`: of all connections together (0: no limit). `target`: the
+    port of the server."""
+
+    target: int
+    port: int = 0
+    rate_bytes_s: float = 0.0
+    connections: int = 0
+    passed_bytes: int = 0
+    _fault: str = ""
+    _times: int = 0
+    _after_bytes: int = 0
+    _left_bytes: int = 0
+    _free_s: float = 0.0
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def accept(self, listener: socket.socket) -> None:
+        """Serve connections until `listener` is closed."""
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            threading.Thread(target=self._serve, args=[near], daemon=True).start()
+
+    def _serve(self, near: socket.socket) -> None:
+        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as far:
+            up = threading.Thread(target=_copy, args=[near, far], daemon=True)
+            up.start()
+            self._answer(far, near)
+            for end in (near, far):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            up.join(10)
+
+    def arm(self, fault: str, after_bytes: int, times: int = 99) -> None:
+        """After each `after_bytes` from now on, cut or stall the connection, or damage a byte; so
+        often."""
+        self._fault = fault
+        self._times = times
+        self._after_bytes = self._left_bytes = after_bytes
+
+    def heal(self) -> None:
+        self._times = 0
+
+    def _answer(self, far: socket.socket, near: socket.socket) -> None:
+        while data := far.recv(_PIECE_BYTES):
+            if self._times:
+                keep = self._left_bytes
+                self._left_bytes -= len(data)
+                if self._left_bytes < 0:
+                    self._times -= 1
+                    self._left_bytes = self._after_bytes
+                    if self._fault != "damage":
+                        near.sendall(data[:keep])
+                        if self._fault == "stall":
+                            self._closed.wait(60)
+                        return
+                    data = data[:keep] + bytes([data[keep] ^ 1]) + data[keep + 1 :]
+            self.passed_bytes += len(data)
+            self._wait(len(data))
+            near.sendall(data)
+
+    def _wait(self, n_bytes: int) -> None:
+        if self.rate_bytes_s:
+            self._free_s = max(self._free_s, time.monotonic()) + n_bytes / self.rate_bytes_s
+            self._closed.wait(max(0.0, self._free_s - time.monotonic()))
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def _copy(near: socket.socket, far: socket.socket) -> None:
+    with suppress(OSError):
+        while data := near.recv(_PIECE_BYTES):
+            far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+
+
+@contextmanager
+def relay_to(target: int) -> Iterator[Relay]:
+    """A relay to the server on the loopback port `target`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay(target, listener.getsockname()[1])
+        accepting = threading.Thread(target=relay.accept, args=[listener], daemon=True)
+        accepting.start()
+        try:
+            yield relay
+        finally:
+            relay.close()
+            listener.shutdown(socket.SHUT_RDWR)
+            accepting.join(10)

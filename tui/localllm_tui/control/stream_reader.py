@@ -1,0 +1,213 @@
+"""Read the lines of an answer's stream, from any server, as events.
+
+Texts and tool calls must have the right shape: an error names the part that does not. A figure
+without a usable value is read as a figure that the server does not send.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
+from localllm.foreign_json import JsonPart, MalformedError, PieceJoiner, parse, well_formed
+from localllm_tui.control.interfaces import ChatEngine
+from localllm_tui.control.stream_events import (
+    AnswerDone,
+    AnswerTimings,
+    AnswerUsage,
+    IdenticalCalls,
+    MessagesLeftOut,
+    PromptProgress,
+    StreamEvent,
+    TextDelta,
+    ToolCall,
+    WaitNote,
+)
+
+_PREFILL = re.compile(r"prefill\D+(\d{1,15})\s*/\s*(\d{1,15})(?!\d)")
+_CACHE = re.compile(r"cache \d+/\d+ tokens; (.+)")
+_IDENTICAL = re.compile(r"identical calls (.{1,200}) (\d{1,9}) times")
+_LEFT_OUT = re.compile(r"compacted (\d{1,15}) messages, \d+ tokens")
+# SSE comments that keep the connection open, or come at the end, are not shown.
+_NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
+# Comments of our server, as they are shown.
+_STATUS_TEXTS = {"loading": "loading the model", "queued, 0 ahead": "starting"}
+# The most characters of a comment, and of an error, that are shown.
+_NOTE_CHARS = 200
+_ERROR_CHARS = 2000
+
+
+def start_again(engine: ChatEngine) -> str:
+    """What the user can do if the server of `engine` is gone."""
+    if not engine.where:
+        return "leave the chat: `localllm chat --continue` loads the model again"
+    if engine.ours:
+        return "start it again with `localllm serve`, or /own loads the model in this chat"
+    return f"check the server at {engine.where}, or /own loads a model in this chat"
+
+
+def malformed(error: MalformedError, hint: str = "") -> ServerUnreachableError:
+    """The error for the user about an answer that can't be read."""
+    return ServerUnreachableError(
+        f"the server does not speak the OpenAI API: {error.message}", hint=hint or "ask again"
+    )
+
+
+class _CallInPieces:
+    """A tool call as its pieces arrive."""
+
+    def __init__(self) -> None:
+        self._id = ""
+        self._names: list[str] = []
+        self._arguments: list[str] = []
+
+    def add(self, piece: JsonPart) -> None:
+        function = piece.get("function")
+        self._id = piece.get("id").text() or self._id
+        self._names.append(function.get("name").piece())
+        self._arguments.append(function.get("arguments").piece())
+
+    def tool_call(self) -> ToolCall:
+        name = well_formed("".join(self._names))
+        return ToolCall(self._id, name, well_formed("".join(self._arguments)))
+
+
+@dataclass(slots=True)
+class AnswerReader:
+    """The state of an answer after the lines of its stream so far. `hint`: for the error about a
+    malformed line."""
+
+    hint: str = ""
+    reason: str = ""
+    usage: AnswerUsage | None = None
+    cache_miss: str = ""
+    timings: AnswerTimings | None = None
+    _calls: dict[int, _CallInPieces] = field(default_factory=dict)
+    _text: PieceJoiner = field(default_factory=PieceJoiner)
+    _thinking: PieceJoiner = field(default_factory=PieceJoiner)
+
+    def comment(self, text: str) -> Iterator[StreamEvent]:
+        noted = _CACHE.fullmatch(text)
+        if noted:
+            self.cache_miss = noted[1][:_NOTE_CHARS]
+        prefill = _PREFILL.search(text)
+        left_out = _LEFT_OUT.fullmatch(text)
+        identical = _IDENTICAL.fullmatch(text)
+        if prefill:
+            yield PromptProgress(int(prefill[1]), int(prefill[2]))
+        elif left_out:
+            yield MessagesLeftOut(int(left_out[1]))
+        elif identical:
+            yield IdenticalCalls(well_formed(identical[1]), int(identical[2]))
+        elif not _NO_NEWS.fullmatch(text):
+            yield WaitNote(_STATUS_TEXTS.get(text, text)[:_NOTE_CHARS])
+
+    def chunk(self, data: str) -> Iterator[StreamEvent]:
+        """Yield the events of a chunk of the stream. An empty chunk has no events.
+
+        The well-formed parts before a malformed one are yielded before the error is raised.
+        """
+        try:
+            yield from self._chunk(parse(data or "{}"))
+        except MalformedError as e:
+            raise malformed(e, self.hint) from e
+
+    def _chunk(self, chunk: JsonPart) -> Iterator[StreamEvent]:
+        self._figures(chunk)
+        for choice in chunk.get("choices").items():
+            yield from self._delta(choice.get("delta"))
+            self.reason = choice.get("finish_reason").text() or self.reason
+        error = chunk.get("error")
+        if error.value:
+            raise error_of(error)
+
+    def _figures(self, chunk: JsonPart) -> None:
+        usage = chunk.get("usage")
+        if usage.members():
+            self.usage = _usage(usage)
+        timings = chunk.get("timings")
+        if timings.members():
+            self.timings = _timings(timings)
+
+    def _delta(self, delta: JsonPart) -> Iterator[StreamEvent]:
+        thought = delta.get("reasoning_content")
+        if not thought.value:
+            thought = delta.get("reasoning")
+        thinking = self._thinking.feed(thought.piece())
+        if thinking:
+            yield TextDelta("", thinking)
+        text = self._text.feed(delta.get("content").piece())
+        if text:
+            yield TextDelta(text)
+        for piece in delta.get("tool_calls").items():
+            at = piece.get("index").index()
+            self._calls.setdefault(at, _CallInPieces()).add(piece)
+
+    def end(self) -> Iterator[StreamEvent]:
+        """Yield the last events. Raises ServerUnreachableError if the answer is incomplete."""
+        text = self._text.end()
+        thinking = self._thinking.end()
+        if text or thinking:
+            yield TextDelta(text, thinking)
+        if not self.reason:
+            raise ServerUnreachableError(
+                "the server ended the answer before it was complete",
+                hint=self.hint or "ask again",
+            )
+        for call in self._calls.values():
+            yield call.tool_call()
+        yield AnswerDone(self.reason, self.usage, self.cache_miss, self.timings)
+
+
+def _usage(usage: JsonPart) -> AnswerUsage | None:
+    prompt = usage.get("prompt_tokens").count()
+    completion = usage.get("completion_tokens").count()
+    if prompt is None and completion is None:
+        return None
+    details = JsonPart(usage.get("prompt_tokens_details").members())
+    return AnswerUsage(prompt or 0, completion or 0, details.get("cached_tokens").count())
+
+
+def _timings(timings: JsonPart) -> AnswerTimings:
+    def number(name: str) -> float:
+        return max(0.0, timings.get(name).number() or 0.0)
+
+    return AnswerTimings(
+        number("queued_ms") / 1e3,
+        number("prompt_ms") / 1e3,
+        int(number("prompt_n")),
+        number("predicted_ms") / 1e3,
+        int(number("predicted_steps")),
+        int(number("draft_n")),
+        int(number("draft_n_accepted")),
+    )
+
+
+def error_of(error: JsonPart) -> LocalLLMError:
+    """The error that a server sent, of any shape."""
+    told = JsonPart(error.members())
+    if not told.value:
+        return by_code("backend_error", well_formed(str(error.value))[:_ERROR_CHARS])
+    message = well_formed(str(told.get("message").value or ""))[:_ERROR_CHARS]
+    hint = told.get("hint").value
+    if not isinstance(hint, str):
+        hint = None
+    else:
+        hint = well_formed(hint)[:_ERROR_CHARS]
+    code = str(told.get("code").value or "")
+    said = message or "the server failed without saying why"
+    return by_code(code, without_body_positions(said), hint=hint)
+
+
+# Where in a request's body something is: messages[2].content[0].image_url.url, messages.2.content.
+_SPOT = re.compile(
+    r"\b(?:messages|input|tools)(?:\[\d+\]|\.\d+)(?:\.[a-z_]+|\[\d+\]|\.\d+)*(?::\s*|\s+)"
+)
+
+
+def without_body_positions(message: str) -> str:
+    """A server's error message without the positions in the request's body, which the user did not
+    write."""
+    return _SPOT.sub("", message)

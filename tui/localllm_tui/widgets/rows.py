@@ -1,0 +1,77 @@
+"""The rows of a text on screen, and how a text is wrapped into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+# Required by `Text.wrap`, although it has no effect in our use.
+_CONSOLE = Console(width=80)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkdownRow:
+    """A line on screen. Its styles are names of `code.STYLES`, and a theme defines their looks."""
+
+    text: Text
+    soft: bool = False  # True if it continues the line of the previous row
+    gap: str = ""  # the white space of the source between that row and this one
+    lead: int = 0  # number of characters at the beginning that do not belong to that line
+    fill: str = ""  # the style up to the right edge
+    label: bool = False  # a heading of the following rows, not part of the text
+    source: str = (
+        ""  # of a drawing of several rows: the text that is copied in place of all of them
+    )
+
+
+EMPTY = MarkdownRow(Text(""))
+
+# The name under which a style keeps the text that is copied in place of what is shown.
+SOURCE = "source"
+
+
+def copied(row: MarkdownRow, start: int, end: int, done: list[object]) -> str:
+    """The text of a row between two of its places as it is copied: a formula as its source. `done`:
+    the styles of the formulas that were copied, whose other parts follow on the next row."""
+    text = ""
+    at = start
+    for span in row.text.spans:
+        source = _source(span.style)
+        if not source or span.end <= start or span.start >= end:
+            continue
+        text += row.text.plain[at : max(at, span.start)]
+        if not any(style is span.style for style in done):
+            done.append(span.style)
+            text += source
+        at = max(at, span.end)
+    return text + row.text.plain[at : max(at, end)]
+
+
+def _source(style: str | Style) -> str:
+    if isinstance(style, Style):
+        return str(style.meta.get(SOURCE, ""))
+    return ""
+
+
+def wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:
+    """Return the rows of a text, which may contain line breaks."""
+    lines = [text]
+    if "\n" in text.plain:
+        lines = [*text.split("\n", allow_blank=True)]
+    for line in lines:
+        source = line.plain
+        if len(source) <= width and source.isascii() and "\t" not in source:
+            yield MarkdownRow(line, fill=fill)
+            continue
+        end = 0
+        for n, piece in enumerate(line.wrap(_CONSOLE, max(1, width))):
+            begin = source.find(piece.plain, end)
+            gap = " "  # the console has changed white space, such as a tab
+            if begin >= 0:
+                gap = source[end:begin]
+                end = begin + len(piece.plain.rstrip())
+            yield MarkdownRow(piece, soft=n > 0, gap=gap, fill=fill)
