@@ -11,6 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 _PIECE_BYTES = 16 * 1024
+# A small window, so that the server can't send much more than this relay has passed on. Linux may
+# keep 33 MB for a connection otherwise.
+_WINDOW_BYTES = 64 * 1024
 # Closing sends a reset at once.
 _RESET = struct.pack("ii", 1, 0)
 
@@ -18,7 +21,7 @@ _RESET = struct.pack("ii", 1, 0)
 @dataclass
 class Relay:
     """Listens on `port`. `rate_bytes_s`: of all connections together (0: no limit). `target`: the
-    port of the server."""
+    port of the server. `held` is set while the fault "hold" keeps an answer back."""
 
     target: int
     port: int = 0
@@ -30,6 +33,8 @@ class Relay:
     _after_bytes: int = 0
     _left_bytes: int = 0
     _free_s: float = 0.0
+    held: threading.Event = field(default_factory=threading.Event)
+    _released: threading.Event = field(default_factory=threading.Event)
     _closed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -47,7 +52,10 @@ class Relay:
             threading.Thread(target=self._serve, args=[near], daemon=True).start()
 
     def _serve(self, near: socket.socket) -> None:
-        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as far:
+        with near, suppress(OSError), socket.socket() as far:
+            # The window is negotiated when the connection is made.
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WINDOW_BYTES)
+            far.connect(("127.0.0.1", self.target))
             up = threading.Thread(target=_copy, args=[near, far], daemon=True)
             up.start()
             self._answer(far, near)
@@ -58,14 +66,17 @@ class Relay:
             up.join(10)
 
     def arm(self, fault: str, after_bytes: int, times: int = 99) -> None:
-        """After each `after_bytes` from now on, cut or stall the connection, or damage a byte; so
-        often."""
+        """After each `after_bytes` from now on, cut or stall the connection, damage a byte, or hold
+        the answer until `release`; so often."""
         self._fault = fault
         self._times = times
         self._after_bytes = self._left_bytes = after_bytes
 
     def heal(self) -> None:
         self._times = 0
+
+    def release(self) -> None:
+        self._released.set()
 
     def _answer(self, far: socket.socket, near: socket.socket) -> None:
         while data := far.recv(_PIECE_BYTES):
@@ -75,12 +86,16 @@ class Relay:
                 if self._left_bytes < 0:
                     self._times -= 1
                     self._left_bytes = self._after_bytes
-                    if self._fault != "damage":
+                    if self._fault == "hold":
+                        self.held.set()
+                        self._released.wait(60)
+                    elif self._fault != "damage":
                         near.sendall(data[:keep])
                         if self._fault == "stall":
                             self._closed.wait(60)
                         return
-                    data = data[:keep] + bytes([data[keep] ^ 1]) + data[keep + 1 :]
+                    else:
+                        data = data[:keep] + bytes([data[keep] ^ 1]) + data[keep + 1 :]
             self.passed_bytes += len(data)
             self._wait(len(data))
             near.sendall(data)
@@ -111,6 +126,7 @@ def relay_to(target: int) -> Iterator[Relay]:
         try:
             yield relay
         finally:
+            relay.release()
             relay.close()
             listener.shutdown(socket.SHUT_RDWR)
             accepting.join(10)

@@ -61,7 +61,9 @@ class KvSending:
     async def send_all(self, send: Send) -> None:
         """Send the body of the response."""
         piece: bytes | None = self._first
+        in_frame = True
         while piece is not None:
+            in_frame = bool(piece)
             if piece:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             else:
@@ -71,7 +73,9 @@ class KvSending:
         last = b""
         with suppress(asyncio.CancelledError):
             end = await self._sending
-            if isinstance(end, Failure):
+            # An engine that died within a frame ends the body there. More bytes would be read as the
+            # rest of that frame.
+            if isinstance(end, Failure) and not in_frame:
                 last = words_frame(FAIL, {"message": end.message})
         await send({"type": "http.response.body", "body": last})
 
