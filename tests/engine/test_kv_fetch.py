@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,22 @@ from localllm.engine.transfer.frames import DONE, words_frame
 from localllm.engine.transfer.peer import KvAnswer, KvPeer
 from localllm.engine.transfer.wire import BLOCK_TOKENS, block_frame
 from support.scripted_backend import ScriptedBackend
-from support.until import until
 
 PROMPT = as_tokens([5 + i % 200 for i in range(2 * BLOCK_TOKENS + 1)])
 PIECE_BYTES = 4096
 IDENTITY = identity_of(ScriptedBackend())
 
 
+@dataclass
 class Sending(KvPeer):
-    """A server that sends two blocks in small pieces."""
+    """A server that sends two blocks in small pieces. `ended` is set after the last piece was read."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
     def asked(self, body: dict[str, Any], silence_s: float = 0.0) -> Iterator[KvAnswer]:
         yield KvAnswer(iter(pieces()), None)  # type: ignore[arg-type]
+        self.ended.set()
 
 
 def pieces() -> list[bytes]:
@@ -54,7 +58,7 @@ def test_it_rests_after_each_piece_while_streams_decode(
     )
     monkeypatch.setattr(fetch, "rest", rests.append)
     fetch.begin()
-    until(lambda: fetch.complete)
+    assert peer.ended.wait(60)
     assert [fetch.take().stop for _ in range(2)] == [BLOCK_TOKENS, 2 * BLOCK_TOKENS]
     assert fetch.done
     assert fetch.error is None

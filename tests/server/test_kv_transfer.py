@@ -30,6 +30,9 @@ MAC = "mac-mac-mac-mac-mac"
 PHONE = "phone-phone-phone-phone"
 ANNA = "anna-anna-anna-anna"
 N_CTX = 4096
+# seconds. No block is late on a busy machine, but one that never comes (SHORT) soon is.
+PATIENCE_S = 60.0
+SHORT_PATIENCE_S = 5.0
 KEYS = (
     NamedKey("mac", digest_of(MAC.encode()), kv=True),
     NamedKey("phone", digest_of(PHONE.encode()), kv=True),
@@ -48,12 +51,22 @@ def worker(path: Path, *adapters: LoraAdapter, **engine: Any) -> Supervisor:
 
 
 @contextmanager
+def loaded_server(supervisor: Supervisor, **settings: Any) -> Iterator[Running]:
+    """A server that has loaded its model."""
+    with running_server({"few": supervisor}, preload=True, **settings) as running:
+        url = running.url + "/health"
+        until(lambda: httpx.get(url, trust_env=False, timeout=60).status_code == 200)
+        yield running
+
+
+@contextmanager
 def asking(
     path: Path,
     *urls: str,
     key: str = MAC,
     tokens: int = BLOCK_TOKENS,
     adapters: Sequence[LoraAdapter] = (),
+    patience_s: float = PATIENCE_S,
 ) -> Iterator[Running]:
     """A server that has prompts read by those at `urls`."""
     engine = {
@@ -61,11 +74,9 @@ def asking(
         "prefill_key": key,
         "prefill_from_tokens": tokens,
         "model_name": "few",
-        # The machine of a test may be busy.
-        "prefill_patience_s": 3.0,
+        "prefill_patience_s": patience_s,
     }
-    with running_server({"few": worker(path, *adapters, **engine)}, preload=True) as running:
-        until(lambda: httpx.get(running.url + "/health", trust_env=False).status_code == 200)
+    with loaded_server(worker(path, *adapters, **engine)) as running:
         yield running
 
 
@@ -98,9 +109,7 @@ def fallbacks(server: Running) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def sender(few_layers: Path) -> Iterator[Running]:
-    with running_server(
-        {"few": worker(few_layers)}, preload=True, keys=KEYS, api_key="owner-owner-owner"
-    ) as running:
+    with loaded_server(worker(few_layers), keys=KEYS, api_key="owner-owner-owner") as running:
         yield running
 
 
@@ -208,7 +217,8 @@ def test_streams_and_transfers_at_the_same_time(here: Running, alone: Running) -
 def test_an_answer_is_complete_whatever_the_link_does(
     fault: str, after_bytes: int, reason: str, few_layers: Path, healthy: Relay, alone: Running
 ) -> None:
-    with asking(few_layers, healthy.url) as here:
+    patience_s = SHORT_PATIENCE_S if fault == "stall" else PATIENCE_S
+    with asking(few_layers, healthy.url, patience_s=patience_s) as here:
         probed(healthy)
         healthy.arm(fault, after_bytes)
         prompt = words(100 + after_bytes, 1500)
@@ -249,14 +259,15 @@ def test_the_engine_of_the_other_server_dies_or_stops(
     kill: signal.Signals, few_layers: Path, alone: Running
 ) -> None:
     supervisor = worker(few_layers)
+    patience_s = SHORT_PATIENCE_S if kill == signal.SIGSTOP else PATIENCE_S
     with (
-        running_server({"few": supervisor}, preload=True, keys=KEYS) as other,
+        loaded_server(supervisor, keys=KEYS) as other,
         relay_to(other.port) as relay,
+        asking(few_layers, relay.url, patience_s=patience_s) as here,
     ):
-        until(lambda: supervisor.client is not None)
         assert supervisor.client is not None
         pid = supervisor.client.pid
-        with asking(few_layers, relay.url) as here, ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool:
             probed(relay)
             relay.arm("hold", 700_000, times=1)
             # 8 MB of KV, more than socket buffers and queues hold.

@@ -15,8 +15,19 @@ import pytest
 
 from localllm.engine.transfer.wire import BLOCK_TOKENS
 from localllm.server.http.accounts import NamedKey, digest_of
-from server.test_kv_transfer import MAC, ask, asking, fallbacks, metric, probed, text, worker
-from support.http_server import Running, running_server
+from server.test_kv_transfer import (
+    MAC,
+    SHORT_PATIENCE_S,
+    ask,
+    asking,
+    fallbacks,
+    loaded_server,
+    metric,
+    probed,
+    text,
+    worker,
+)
+from support.http_server import Running
 from support.relay import Relay, relay_to
 from support.until import until
 
@@ -43,9 +54,9 @@ def check(n_faults: int, path: Path) -> dict[str, float]:
     draw = random.Random(n_faults)
     supervisor = worker(path)
     with (
-        running_server({"few": supervisor}, preload=True, keys=KEYS) as sender,
+        loaded_server(supervisor, keys=KEYS) as sender,
         relay_to(sender.port) as relay,
-        asking(path, relay.url) as here,
+        asking(path, relay.url, patience_s=SHORT_PATIENCE_S) as here,
         asking(path) as alone,
         ThreadPoolExecutor(1) as pool,
     ):

@@ -18,8 +18,17 @@ from localllm_backends.contract import LoadSpec, LoraAdapter
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_gguf, tiny_lora, tiny_mlx
 from models.tiny_vision import write_vision
-from server.test_kv_transfer import MAC, ask, asking, fallbacks, metric, text, worker
-from support.http_server import running_server
+from server.test_kv_transfer import (
+    MAC,
+    PATIENCE_S,
+    ask,
+    asking,
+    fallbacks,
+    loaded_server,
+    metric,
+    text,
+    worker,
+)
 from support.pictures import needs_mtmd, needs_pillow, png
 
 KEYS = (NamedKey("mac", digest_of(MAC.encode()), kv=True),)
@@ -51,7 +60,7 @@ def write_m_rope(path: Path) -> Path:
 def test_every_kind_of_memory_is_transferred(write: Callable[[Path], Path], tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf")
     with (
-        running_server({"few": worker(path)}, preload=True, keys=KEYS) as sender,
+        loaded_server(worker(path), keys=KEYS) as sender,
         asking(path, sender.url) as here,
         asking(path) as alone,
     ):
@@ -75,7 +84,7 @@ def test_kv_is_computed_by_the_adapters_of_the_request_or_not_transferred(tmp_pa
     ]
     first, second, other = loaded
     with (
-        running_server({"few": worker(path, other, second)}, preload=True, keys=KEYS) as sender,
+        loaded_server(worker(path, other, second), keys=KEYS) as sender,
         asking(path, sender.url, adapters=(first, second)) as here,
         asking(path, adapters=(first, second)) as alone,
     ):
@@ -105,10 +114,10 @@ def test_a_prompt_with_an_image_stays_here_and_its_text_is_the_same(tmp_path: Pa
     shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
     message = {"role": "user", "content": [{"type": "text", "text": words}, shown]}
     body = {"model": "few", "messages": [message], "temperature": 0, "max_tokens": 8}
-    with running_server({"few": seeing()}, preload=True, keys=KEYS) as sender:
+    with loaded_server(seeing(), keys=KEYS) as sender:
         engine = {"prefill_from": [sender.url], "prefill_key": MAC, "prefill_from_tokens": 256}
-        here = seeing(**engine, model_name="few", prefill_patience_s=3.0)
-        with running_server({"few": here}, preload=True) as asking_server:
+        here = seeing(**engine, model_name="few", prefill_patience_s=PATIENCE_S)
+        with loaded_server(here) as asking_server:
             url = asking_server.url + "/v1/chat/completions"
             answer = httpx.post(url, json=body, trust_env=False, timeout=120)
             assert answer.status_code == 200, answer.text

@@ -17,10 +17,10 @@ from localllm.server.http.accounts import NamedKey, digest_of
 from localllm.server.models.router import ServedModel
 from localllm.server.proxy.pool import PoolNode, by_preference, kv_holders, system_key
 from models import tiny_gguf
-from server.test_kv_transfer import worker
+from server.test_kv_transfer import loaded_server, worker
 from server.test_pool import Front, begun, pooled, user
 from support.engine_thread import EngineThread
-from support.http_server import Running, running_server
+from support.http_server import Running
 from support.scripted_backend import ScriptedBackend, ScriptedResult
 from support.until import until
 
@@ -187,10 +187,10 @@ def test_the_text_is_the_same_after_a_copied_system_prompt(
 ) -> None:
     path = write(tmp_path / "model.gguf")
     own = NamedKey("own", digest_of(OWN_KEY.encode()), kv=True)
-    with running_server({"few": worker(path)}, preload=True, keys=(POOL, own)) as holder:
+    with loaded_server(worker(path), keys=(POOL, own)) as holder:
         engine = {"kv_from": [holder.url], "prefill_key": KEY, "prefill_patience_s": 600.0}
         here = worker(path, **engine, model_name="few")
-        with running_server({"few": here}, preload=True, keys=(POOL,)) as asking:
+        with loaded_server(here, keys=(POOL,)) as asking:
             alone = words_of(chat(holder, "Where is it?"))
             answer = chat(asking, "Where is it?", holder)
             assert words_of(answer) == alone

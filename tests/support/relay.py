@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 _PIECE_BYTES = 16 * 1024
-# A small window, so that the server can't send much more than this relay has passed on. Linux may
-# keep 33 MB for a connection otherwise.
+# A small window, so that the server can't send much more than this relay has passed on, and so that
+# little of what was passed on is lost when the connection is cut. Linux may keep 33 MB otherwise.
 _WINDOW_BYTES = 64 * 1024
 # Closing sends a reset at once.
 _RESET = struct.pack("ii", 1, 0)
@@ -30,6 +30,7 @@ class Relay:
     passed_bytes: int = 0
     _fault: str = ""
     _times: int = 0
+    _armed_times: int = 0
     _after_bytes: int = 0
     _left_bytes: int = 0
     _free_s: float = 0.0
@@ -55,8 +56,9 @@ class Relay:
         with near, suppress(OSError), socket.socket() as far:
             # The window is negotiated when the connection is made.
             far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WINDOW_BYTES)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WINDOW_BYTES)
             far.connect(("127.0.0.1", self.target))
-            up = threading.Thread(target=_copy, args=[near, far], daemon=True)
+            up = threading.Thread(target=self._ask, args=[near, far], daemon=True)
             up.start()
             self._answer(far, near)
             for end in (near, far):
@@ -66,14 +68,14 @@ class Relay:
             up.join(10)
 
     def arm(self, fault: str, after_bytes: int, times: int = 99) -> None:
-        """After each `after_bytes` from now on, cut or stall the connection, damage a byte, or hold
-        the answer until `release`; so often."""
+        """After each `after_bytes` from the next request on, cut or stall the connection, damage a
+        byte, or hold the answer until `release`; so often. The end of an earlier answer passes."""
         self._fault = fault
-        self._times = times
+        self._armed_times = times
         self._after_bytes = self._left_bytes = after_bytes
 
     def heal(self) -> None:
-        self._times = 0
+        self._times = self._armed_times = 0
 
     def release(self) -> None:
         self._released.set()
@@ -105,15 +107,17 @@ class Relay:
             self._free_s = max(self._free_s, time.monotonic()) + n_bytes / self.rate_bytes_s
             self._closed.wait(max(0.0, self._free_s - time.monotonic()))
 
+    def _ask(self, near: socket.socket, far: socket.socket) -> None:
+        """Pass requests on to the server."""
+        with suppress(OSError):
+            while data := near.recv(_PIECE_BYTES):
+                self._times += self._armed_times
+                self._armed_times = 0
+                far.sendall(data)
+            far.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         self._closed.set()
-
-
-def _copy(near: socket.socket, far: socket.socket) -> None:
-    with suppress(OSError):
-        while data := near.recv(_PIECE_BYTES):
-            far.sendall(data)
-        far.shutdown(socket.SHUT_WR)
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class Conductor:
         self._token_bytes = cells_bytes / max(self.backend.info.n_ctx, 1)
         for peer in (*self.peers, *self.pool):
             peer.token_bytes = self._token_bytes
+            peer.patience_s = self.patience_s
             peer.start()
 
     def begin(self, wanted: WantedKv, *, streams: bool) -> KvFetch | None:

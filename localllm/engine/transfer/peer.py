@@ -50,6 +50,7 @@ class KvPeer:
     """The server at `url`, asked with `key` for KV of the served model called `model`.
 
     `token_bytes`: the memory of a token in the context (0: unknown).
+    `patience_s`: is added to the time in which it must answer the measurement of the link.
     `most_tokens`: the length of the longest prompt that it reads (0: unknown).
     `cost`: seconds for a transfer of a number of tokens, learnt from all transfers.
     `said`: called with a sentence if the server can't be used, once until it works again.
@@ -63,6 +64,7 @@ class KvPeer:
     clock: Callable[[], float] = time.monotonic
     cost: PrefillCost = field(default_factory=PrefillCost)
     token_bytes: float = 0.0
+    patience_s: float = 0.0
     most_tokens: int = 0
     link_bytes_s: float = 0.0
     _not_before_s: float = float("-inf")
@@ -121,7 +123,8 @@ class KvPeer:
         said: dict[str, Any] = {}
         began = self.clock()
         reader = wire.FrameReader(0)
-        with self.asked({"tokens": [], "pads": _PROBE_BYTES}, _PROBE_SILENCE_S) as answer:
+        silence_s = _PROBE_SILENCE_S + self.patience_s
+        with self.asked({"tokens": [], "pads": _PROBE_BYTES}, silence_s) as answer:
             first_s = self.clock() - began
             began = self.clock()
             for piece in answer.pieces:
