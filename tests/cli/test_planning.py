@@ -9,7 +9,7 @@ import pytest
 
 from localllm.cli.chat.model_service import LocalModelService
 from localllm.cli.chat.planning import PlanningProcess
-from localllm.device.types import Figure
+from localllm.device.types import DeviceNotFoundError, Figure
 from localllm.errors import LocalLLMError, UsageError
 from localllm.planner import recommend
 from localllm_tui.control.interfaces import PlanChoice, PlanRequest
@@ -80,6 +80,26 @@ def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(
     assert "while other programs ran" not in service.plan(APPLE).machine
     service.plan(APPLE)
     assert len(asked) == 2  # and one of a quiet moment is kept
+
+
+def test_prompts_may_be_read_by_another_machine() -> None:
+    """The plans are those of the second machine, each with what the first one gains."""
+    joined = PlanRequest(machine="dgx spark --with M4 Max 128GB --link 10gbe")
+    service = LocalModelService()
+    found = service.plan(joined)
+    alone = service.plan(APPLE)
+    assert [c.ref for c in found.choices] == [c.ref for c in alone.choices]
+    assert "prefill on DGX Spark" in found.machine
+    assert {choice.note for choice in alone.choices} == {""}
+    notes = {choice.ref: choice.note for choice in found.choices}
+    assert all("here alone" in n or "only between equal engines" in n for n in notes.values())
+    gains = next(ref for ref, note in notes.items() if "pays from" in note)
+    why = "\n".join(service.explain(joined, gains, 80))
+    assert "overlapped in blocks" in why
+    assert "half of the layers on each" in why
+    for wrong in ("dgx spark --with m4 max 128GB --link string", "toaster --with m2 --link 10gbe"):
+        with pytest.raises((UsageError, DeviceNotFoundError)):
+            service.check(PlanRequest(machine=wrong))
 
 
 def test_a_request_that_is_none_is_refused(desk: PlanningProcess) -> None:

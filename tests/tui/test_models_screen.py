@@ -149,6 +149,21 @@ def test_why_and_another_machine(drive: Any) -> None:
     drive(play, model_service=it, toasts=True)
 
 
+def test_a_machine_that_reads_prompts_is_named_like_the_options_of_recommend(drive: Any) -> None:
+    it = service()
+    joined = "spark --with mac --link 10gbe"
+    it.choices = [replace(one, note="prefill on spark: pays from 256") for one in it.choices]
+
+    async def play(d: Driver) -> None:
+        await opened(d)
+        await d.press("m")
+        await d.pilot.press(*joined, "enter")
+        await d.until(lambda: it.requests[-1].machine == joined)
+        await d.until(lambda: "prefill on spark: pays from 256" in d.screen())
+
+    drive(play, model_service=it)
+
+
 def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> None:
     models = [
         {"id": name, "object": "model", "context_length": 1000}

@@ -27,6 +27,7 @@ from localllm_tui.control.interfaces import (
 )
 
 if TYPE_CHECKING:
+    from localllm.cli.recommend.phases import Prefilling
     from localllm.device.types import Device
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
@@ -67,11 +68,15 @@ class LocalModelService:
         need = need_of(workload)
         installed = [] if request.machine else store.scan()
         limit_s = request.longest_wait_s or float("inf")
+        reader = _prefilling(request)
 
         def choice_of(plan: Plan) -> PlanChoice:
             installed_names = candidates.installed_names([plan], catalog, installed)
             name = installed_names.get((plan.model.id, plan.variant.quant), "")
-            return PlanChoice(plan_to_json(plan), scoring.answer_s(plan, need), name)
+            note = ""
+            if reader is not None:
+                note = reader.in_a_line(plan, device, workload)
+            return PlanChoice(plan_to_json(plan), scoring.answer_s(plan, need), name, note)
 
         def report(plan: Plan) -> None:
             choice = choice_of(plan)
@@ -83,8 +88,11 @@ class LocalModelService:
         )
         choices = [choice_of(plan) for plan in answer.plans]
         others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
+        machine = _described(device)
+        if reader is not None:
+            machine += f"; {reader.words}"
         return PlanList(
-            _described(device),
+            machine,
             tuple(c for c in choices if c.wait_s <= limit_s),
             dict(others.most_common(2)),
             tuple(c for c in choices if c.wait_s > limit_s),
@@ -95,6 +103,7 @@ class LocalModelService:
     def check(self, request: PlanRequest) -> None:
         """Raise DeviceNotFoundError or UsageError if the machine can't be planned for."""
         self._device(request)
+        _prefilling(request)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         from localllm.library.describe import describe
@@ -107,7 +116,11 @@ class LocalModelService:
         variants = planner.variants_of(device, model, workload, overrides=overrides)
         plans = candidates.of_quant(variants, quant)
         if plans:
-            return [*explain(plans[0], device, columns=columns)]
+            lines = [*explain(plans[0], device, columns=columns)]
+            reader = _prefilling(request)
+            if reader is not None:
+                lines = [*reader.lines(plans[0], device, workload, explains=True), "", *lines]
+            return lines
         return [reason for found, reason in overrides.too_new if found == model.id]
 
     def on_disk(self) -> Sequence[InstalledModel]:
@@ -151,7 +164,11 @@ class LocalModelService:
         return load_catalog()
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
-        key = (request.machine.strip(), request.memory_gb)
+        from localllm.cli.recommend.phases import joined_names
+
+        names = joined_names(request.machine)
+        machine = request.machine.strip() if names is None else names.decoding
+        key = (machine, request.memory_gb)
         if key in self._devices:
             return self._devices[key]
         found = candidates.machine_of(key[0] or None, request.memory_gb or None, self.catalog)
@@ -164,6 +181,17 @@ class LocalModelService:
             if str(local.path) == model.path:
                 return local
         raise ModelNotFoundError(f"{model.name} is no longer on this disk")
+
+
+def _prefilling(request: PlanRequest) -> Prefilling | None:
+    """The machine that reads prompts, if the request names one. Raises DeviceNotFoundError and
+    UsageError."""
+    from localllm.cli.recommend.phases import joined_names, prefilling_of
+
+    names = joined_names(request.machine)
+    if names is None:
+        return None
+    return prefilling_of(names)
 
 
 def _workload(request: PlanRequest) -> Workload:

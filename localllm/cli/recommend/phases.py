@@ -1,10 +1,15 @@
-"""`localllm recommend --device A --with B --link L`: prefill on A and decode on B, as text or JSON."""
+"""`localllm recommend --device A --with B --link L`: prefill on A and decode on B, as text or JSON.
+
+The screen of models takes the same words as the name of a machine: "A --with B --link L".
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from localllm.cli.recommend import cluster as joined
 from localllm.device.name_lookup import resolve
@@ -15,6 +20,7 @@ from localllm.library.describe import describe
 from localllm.load.candidates import overrides_for
 from localllm.planner import cluster, phase_split
 from localllm.planner import recommend as planner
+from localllm.planner.cluster import Link
 from localllm.planner.phase_split import PhaseSplit
 from localllm.planner.starting_settings import context_for
 from localllm.planner.types import Plan, RunSettings, Workload
@@ -23,6 +29,65 @@ from localllm.planner.types import Plan, RunSettings, Workload
 _PROMPTS = (2048, 8192, 32_768)
 # Links that are compared with the chosen one.
 _OTHERS = ("1gbe", "2.5gbe", "10gbe")
+_JOINED = re.compile(r"(?P<prefilling>.+?)\s+--with\s+(?P<decoding>.+?)\s+--link\s+(?P<link>\S+)")
+
+
+class JoinedNames(NamedTuple):
+    """The names of two machines, and of the link between them."""
+
+    prefilling: str
+    decoding: str
+    link: str
+
+
+def joined_names(machine: str) -> JoinedNames | None:
+    """The names in "A --with B --link L"; None if it is a single machine."""
+    match = _JOINED.fullmatch(machine.strip())
+    if match is None:
+        return None
+    return JoinedNames(match["prefilling"], match["decoding"], match["link"])
+
+
+class Prefilling(NamedTuple):
+    """Another machine that reads prompts, and the link to it."""
+
+    device: Device
+    link: Link
+
+    @property
+    def words(self) -> str:
+        return f"prefill on {self.device.name}, {self.link.name}"
+
+    def lines(self, plan: Plan, here: Device, workload: Workload, *, explains: bool) -> list[str]:
+        """The prediction for `plan`, whose answers are written on `here`."""
+        why = self._why_not(plan, here, workload)
+        if why:
+            return [why]
+        return _lines(plan, _split(self, here, plan, workload, _OTHERS), explains=explains)
+
+    def in_a_line(self, plan: Plan, here: Device, workload: Workload) -> str:
+        """The first-token time of a long prompt, and from which prompt on the link pays."""
+        why = self._why_not(plan, here, workload)
+        if why:
+            return why
+        found = _split(self, here, plan, workload, ())
+        both, _, alone, *_ = found.ways
+        n_tokens = found.prompt_tokens[-1]
+        seconds = (
+            f"{_seconds(both.ttft_s[-1].value)}, here alone {_seconds(alone.ttft_s[-1].value)}"
+        )
+        return f"{self.words}: first token of {n_tokens:,} tokens in {seconds}; {_pays(found)}"
+
+    def _why_not(self, plan: Plan, here: Device, workload: Workload) -> str:
+        why = phase_split.why_not(plan.variant, self.device, here)
+        if why or _fits(self.device, plan, workload):
+            return why
+        return f"it does not fit on {self.device.name}, so prompts are read here"
+
+
+def prefilling_of(names: JoinedNames) -> Prefilling:
+    """The machine and the link. Raises DeviceNotFoundError and UsageError."""
+    return Prefilling(resolve(names.prefilling), joined.link_named(names.link))
 
 
 def answer(
@@ -42,10 +107,19 @@ def answer(
             "--with needs --device and --link: the machine that reads prompts, and the link to it",
             hint='--device "dgx spark" --with "m4 max 128GB" --link 10gbe',
         )
-    speed = joined.link_named(link)
-    there = resolve(prefilling)
+    reader = prefilling_of(JoinedNames(prefilling, decoding, link))
     here = resolve(decoding)
-    chosen = _plan(there, here, reference, workload)
+    chosen = _plan(reader.device, here, reference, workload)
+    found = _split(reader, here, chosen, workload, _OTHERS)
+    if as_json:
+        return [json.dumps(_json(chosen, found), indent=2)]
+    return _lines(chosen, found, explains=explains)
+
+
+def _split(
+    reader: Prefilling, here: Device, chosen: Plan, workload: Workload, others: Sequence[str]
+) -> PhaseSplit:
+    """The prediction for `chosen`. `others`: the names of links to compare."""
     settings = RunSettings(
         n_ctx=context_for(chosen.model, workload),
         kv_type_k=chosen.settings.kv_type_k,
@@ -53,22 +127,29 @@ def answer(
         slots=workload.parallel,
     )
     prompts = [n for n in _PROMPTS if n < settings.n_ctx] or [settings.n_ctx // 2]
-    others = [cluster.LINKS[name] for name in _OTHERS]
-    found = phase_split.plan(
-        chosen.model, chosen.variant, settings, there, here, speed, others, prompts
+    return phase_split.plan(
+        chosen.model,
+        chosen.variant,
+        settings,
+        reader.device,
+        here,
+        reader.link,
+        [cluster.LINKS[name] for name in others],
+        prompts,
     )
-    if as_json:
-        return [json.dumps(_json(chosen, found), indent=2)]
+
+
+def _lines(chosen: Plan, found: PhaseSplit, *, explains: bool) -> list[str]:
     lines = [
-        f"{chosen.model.id} {chosen.variant.quant}: prefill on {there.name}, "
-        f"decode on {here.name}, {speed.name}",
+        f"{chosen.model.id} {chosen.variant.quant}: prefill on {found.there.name}, "
+        f"decode on {found.here.name}, {found.link.name}",
         *_table(found),
         _links(found),
         _needed(found),
     ]
     if explains:
         lines += _arithmetic(found)
-    return [*lines, f"basis: {found.ways[0].ttft_s[0].basis}; {speed.source}"]
+    return [*lines, f"basis: {found.ways[0].ttft_s[0].basis}; {found.link.source}"]
 
 
 def _plan(there: Device, here: Device, reference: str | None, workload: Workload) -> Plan:
@@ -118,18 +199,21 @@ def _seconds(value: float) -> str:
     return f"{value:.0f} s"
 
 
+def _pays(found: PhaseSplit) -> str:
+    """From which prompt on the chosen link pays, which comes first."""
+    return f"pays {_from(found.pays_from[0][1])}"
+
+
+def _from(n_tokens: int | None) -> str:
+    if n_tokens is None:
+        return "never"
+    return f"from {n_tokens:,} tokens"
+
+
 def _links(found: PhaseSplit) -> str:
     """From which prompt on each link pays."""
-    parts = []
-    for link, n_tokens in found.pays_from:
-        pays = "never"
-        if n_tokens is not None:
-            pays = f"from {n_tokens:,} tokens"
-        if link is found.link:
-            parts.append(f"pays {pays}")
-        else:
-            parts.append(f"with {link.name} {pays}")
-    return "; ".join(parts)
+    others = [f"with {link.name} {_from(n_tokens)}" for link, n_tokens in found.pays_from[1:]]
+    return "; ".join([_pays(found), *others])
 
 
 def _needed(found: PhaseSplit) -> str:

@@ -27,8 +27,8 @@ MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 1
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A request for plans: `machine` "" is this one, `memory_gb` 0 is all its memory,
-    `longest_wait_s` 0 is no limit."""
+    """A request for plans: `machine` "" is this one, and "A --with B --link L" is B, with prompts
+    read by A. `memory_gb` 0 is all its memory, `longest_wait_s` 0 is no limit."""
 
     purpose: str = "chat"
     context: int = 0
@@ -43,12 +43,13 @@ class PlanChoice:
     (localllm/planner/recommend.schema.json).
 
     `wait_s` until an answer begins, thoughts included; `installed` the name of its files on this
-    disk ("": not there).
+    disk ("": not there). `note`: a sentence about the machines, if several are joined.
     """
 
     plan: Mapping[str, Any]
     wait_s: float
     installed: str = ""
+    note: str = ""
 
     @property
     def ref(self) -> str:

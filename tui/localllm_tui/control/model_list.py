@@ -255,7 +255,8 @@ def plan_details(
     limit = byte_size(plan["memory"]["limit_bytes"])
     fits = f"{plan['name']}: {_FITS[plan['fits']]}, {used} of {limit}"
     yield f"{fits} with {plan['n_ctx']:,} tokens ({plan['kv_type']})"
-    yield from textwrap.wrap(printable(plan["why"]), max(20, width))
+    for text in (choice.note, plan["why"]):
+        yield from textwrap.wrap(printable(text), max(20, width))
     yield f"quality {_points(plan)}: {plan['quality']['basis']}"
     if pull is not None:
         yield pull.words()

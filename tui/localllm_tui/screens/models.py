@@ -155,7 +155,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     name="memory",
                 )
             yield SearchInput(
-                placeholder='another machine by name: "M4 Max 64GB", "2x rtx 3090"',
+                placeholder='a machine: "M4 Max 64GB", "2x rtx 3090", "dgx spark --with m4 max --link 10gbe"',
                 id="machine",
                 compact=True,
             )
