@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from pathlib import Path
 
-from localllm import json_store, paths
 from localllm.library import store
+from localllm.library.kept_facts import KeptFacts, key_of
 from localllm.library.types import LocalModel
 
 _SHA256_DIGITS = 64
-# Older entries are dropped: a disk holds few models.
-_MAX_REMEMBERED = 512
-_lock = threading.Lock()
+kept = KeptFacts("digests.json")
 
 
 def model_digest(model: LocalModel) -> str:
@@ -38,30 +34,18 @@ def _digest(model: LocalModel, file: Path) -> str:
     if len(published) == _SHA256_DIGITS:
         return published
     try:
-        key = _key(file)
+        key = key_of(file)
     except OSError:
         key = str(file)
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
-def _key(file: Path) -> str:
-    """The key under which a hash is kept. It changes if the file is modified. Raises OSError."""
-    stat = file.stat()
-    return f"{os.path.realpath(file)}|{stat.st_size}|{stat.st_mtime_ns}"
-
-
-def kept_in() -> Path:
-    return paths.cache_dir() / "digests.json"
-
-
 def is_known(file: Path, digest: str) -> bool:
     """True if `file` had this hash when it was last read and was not modified since. Raises
     OSError."""
-    return json_store.read(kept_in()).get(_key(file)) == digest
+    return kept.facts().get(key_of(file)) == digest
 
 
 def remember(file: Path, digest: str) -> None:
     """Keep the hash of `file` in its current state. Raises OSError."""
-    with _lock:
-        kept = {**json_store.read(kept_in()), _key(file): digest}
-        json_store.keep(kept_in(), dict(list(kept.items())[-_MAX_REMEMBERED:]))
+    kept.add({key_of(file): digest})

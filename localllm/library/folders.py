@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm import json_store
-from localllm.library import file_kinds, names
+from localllm.library import file_kinds, names, partial_files
 from localllm.library.file_kinds import is_gguf
 from localllm.library.types import LocalModel, Origin
 from localllm_catalog.names import Format
@@ -75,7 +75,7 @@ def files_below(folder: Path, depth: int = DEPTH) -> list[Path]:
 def ggufs(
     files: list[Path], origin: Origin, repo: str = "", root: Path | None = None
 ) -> list[LocalModel]:
-    """The complete GGUF models among `files`. A split counts once, and only if all parts exist.
+    """The GGUF models among `files`. A split counts once, and only if all parts exist.
 
     `files` come from one folder or, if `root` is given, from all folders of the repository at
     `root`. Each projector is attached to its model. Other non-model files become the model's
@@ -96,6 +96,7 @@ def ggufs(
         others.append((str(kind), file))
         if kind == "projector":
             projectors[name] = file
+    partial = partial_files.reasons(weights.values())
     sizes = {name: _total_size([file]) for name, file in weights.items()}
     found = []
     for name, parts in names.complete_models(sizes):
@@ -103,6 +104,7 @@ def ggufs(
         projector = _own_projector(name, weights, projectors, one_repo=bool(repo))
         quant = names.quant_of(file.name) or names.quant_of(name)
         companions = tuple(other for other in others if other[1] != projector)
+        faults = [partial[weights[part]] for part in parts if weights[part] in partial]
         found.append(
             LocalModel(
                 names.shown(names.stem_of(name)),
@@ -115,6 +117,7 @@ def ggufs(
                 tuple(weights[part] for part in parts),
                 projector,
                 companions,
+                "".join(faults[:1]),
             )
         )
     return found

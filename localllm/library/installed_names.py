@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InstalledNames:
-    """The names of `installed` models (None: all models on this disk).
+    """The names of `installed` models (None: all models on this disk, also those cut short).
 
     The rules never look at a path, download or raise errors, so names from untrusted clients are
     safe. The disk and the catalog are read when a rule first needs them.
@@ -34,7 +34,7 @@ class InstalledNames:
     @cached_property
     def models(self) -> Sequence[LocalModel]:
         if self._given_models is None:
-            return store.scan()
+            return store.everything()
         return self._given_models
 
     @cached_property

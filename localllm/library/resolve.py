@@ -50,7 +50,9 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None) -> LocalModel:
     if match.rule is Rule.PATH:
         found = match.models[0]
     else:
-        found = best_of(match.models)
+        found = best_of([model for model in match.models if not model.fault] or match.models)
+        if found.fault:
+            raise ModelFileError(f"{found.name} can't be loaded: {found.fault}")
     if match.rule is Rule.CATALOG:
         found = replace(found, name=installed.catalog_id(ref))
     names.check_readable(found.name, found.path.name)

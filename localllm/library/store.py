@@ -47,11 +47,16 @@ _APPLICATIONS: tuple[tuple[Callable[[], list[Path]], Callable[[Path], list[Local
 
 
 def scan() -> list[LocalModel]:
-    """Every complete model on this disk.
+    """Every complete model on this disk."""
+    return [model for model in everything() if not model.fault]
+
+
+def everything() -> list[LocalModel]:
+    """Every model on this disk, also those whose files are cut short.
 
     Searches the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders, quants that were made
-    here, and the starter. Names, sizes and GGUF headers are read, but no weights. Files that two applications share are listed
-    once.
+    here, and the starter. Names, sizes and GGUF headers are read, but no weights. Files that two
+    applications share are listed once.
     """
     found = hf_cache.scan(app_folders.hub_cache())
     for places, models_in in _APPLICATIONS:
@@ -95,7 +100,7 @@ def du() -> list[DiskUsage]:
     """
     sizes: dict[str, dict[tuple[int, int], int]] = {}
     counts: dict[str, int] = {}
-    for model in scan():
+    for model in everything():
         counts[model.origin] = counts.get(model.origin, 0) + 1
         for file in _all_files(model):
             with suppress(OSError):

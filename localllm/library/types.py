@@ -31,6 +31,8 @@ class LocalModel:
       an importance matrix or a drafter. Kinds are those of localllm_catalog.kinds.
     - `repo`: the hub repository, if known.
     - `origin`: the owner of the folder that holds the files.
+    - `fault`: why no engine can load the files, if a look at their headers shows it: they are cut
+      short. Such a model is not listed, but it can be removed.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LocalModel:
     files: tuple[Path, ...] = ()
     mmproj: Path | None = None
     companions: tuple[tuple[str, Path], ...] = ()
+    fault: str = ""
 
     @property
     def ref(self) -> str:

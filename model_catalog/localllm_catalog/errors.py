@@ -18,6 +18,10 @@ class BadHeaderError(CatalogError):
     """A model file's header is damaged, malicious, or of a format that this version does not read."""
 
 
+class PartialFileError(BadHeaderError):
+    """The file is no GGUF file, or it ends before its last tensor, like a download that was cut."""
+
+
 class SourceError(CatalogError):
     """A file or URL of a header could not be reached or read. The header itself may be valid."""
 

@@ -19,7 +19,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from localllm_catalog.byte_sources import ByteSource, FileSource, OpenSource
-from localllm_catalog.errors import BadHeaderError
+from localllm_catalog.errors import BadHeaderError, PartialFileError
 from localllm_catalog.names import split_parts
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
 
@@ -136,6 +136,14 @@ def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) 
     return _read_splits(name, first, count, opened)
 
 
+def check_length(path: str | os.PathLike[str]) -> None:
+    """Raise PartialFileError if the tensors of this one file extend past its end.
+
+    Other splits are not opened. Raises like `read` for other faults.
+    """
+    _read_one(FileSource(os.fspath(path)))
+
+
 def peek(path: str | os.PathLike[str]) -> tuple[Mapping[str, Value], int]:
     """Return the first keys of a GGUF, up to its tokenizer, and the number of tensors in this one
     file.
@@ -199,9 +207,8 @@ def _read_one(source: ByteSource) -> GgufHeader:
     try:
         return _parse(_Cursor(source))
     except BadHeaderError as error:
-        raise BadHeaderError(
-            f"{source.name}: {error.message}", error.hint or "download the file again"
-        ) from error
+        hint = error.hint or "download the file again"
+        raise type(error)(f"{source.name}: {error.message}", hint) from error
 
 
 class _Cursor:
@@ -236,7 +243,7 @@ class _Cursor:
             return BadHeaderError(
                 f"{subject} extends past the first {most}, further than any real header"
             )
-        return BadHeaderError(
+        return PartialFileError(
             f"{subject} extends past the end of the file ({self.source.size} bytes)",
             "it may be cut short",
         )
@@ -377,7 +384,7 @@ def _no_gguf(start: bytes) -> BadHeaderError:
             "give a .gguf file; convert other formats, or use MLX files",
         ),
     )
-    return next(BadHeaderError(subject, hint) for is_so, subject, hint in signs if is_so)
+    return next(PartialFileError(subject, hint) for is_so, subject, hint in signs if is_so)
 
 
 def _value(cursor: _Cursor, key: str) -> Value:
@@ -480,7 +487,7 @@ def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> 
             raise BadHeaderError(f"{tensor.name} overlaps the tensor before it")
         end = tensor.offset + tensor.n_bytes
         if data_start + end > file_bytes:
-            raise BadHeaderError(
+            raise PartialFileError(
                 f"{tensor.name} ends at byte {data_start + end} of a file of {file_bytes}",
                 "it may be cut short",
             )

@@ -374,3 +374,13 @@ def test_a_second_try_takes_a_tenth_less_of_memory_and_never_a_third(smollm2: Pa
         str(smollm2), Settings({"context": 4096, "kv_type": "f16", "parallel": 1})
     )
     assert chosen.smaller() is None, "what was chosen by hand stays"
+
+
+def test_a_cut_file_is_not_offered_and_is_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = folder / "delta-Q8_0.gguf"
+    cut.write_bytes((folder / "alpha-Q4_0.gguf").read_bytes()[:-1000])
+    offered = router("alpha-Q4_0")
+    assert "delta-Q8_0" not in [model.name for model in offered.list()]
+    assert [cut.name in line for line in caplog.messages].count(True) == 1

@@ -73,7 +73,7 @@ def test_an_lmstudio_folder_is_found_wherever_it_was_moved(
         "older home": home / ".cache/lm-studio/models",
         "settings": tmp_path / "big disk",
     }[where]
-    put(models / "maker/Tiny/Tiny-Q8_0.gguf", b"GGUF")
+    put(models / "maker/Tiny/Tiny-Q8_0.gguf", b"GGUF" * 2)
     if where == "pointer":
         put(home / ".lmstudio-home-pointer", f"{tmp_path / 'lm'}\n".encode())
     if where == "settings":
@@ -99,7 +99,7 @@ def test_an_lmstudio_mlx_folder_is_found(home: Path) -> None:
 )
 def test_damaged_lmstudio_settings_hide_nothing(home: Path, settings: bytes) -> None:
     put(home / ".lmstudio/settings.json", settings)
-    put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF")
+    put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF" * 2)
     assert len(found("lmstudio")) == 1
 
 
@@ -213,7 +213,7 @@ def test_what_ollama_holds_but_we_cannot_run_as_it_does_is_left_out(home: Path) 
     ollama_model(models, b"safetensors", "registry.ollama.ai", "library", "not-gguf", "1b")
     partial = ollama_model(models, b"GGUF partial", "registry.ollama.ai", "library", "cut", "1b")
     digest = json.loads(partial.read_text())["layers"][0]["digest"].removeprefix("sha256:")
-    (models / "blobs" / f"sha256-{digest}").write_bytes(b"GGUF")
+    (models / "blobs" / f"sha256-{digest}").write_bytes(b"GGUF" * 2)
     assert found("ollama") == []
 
 
@@ -242,10 +242,10 @@ def test_a_llamacpp_cache_is_found_and_runs_in_place(
     cache = tmp_path / "llama.cpp"
     monkeypatch.setenv("LLAMA_CACHE", str(cache))
     file = put(cache / "maker_Tiny-1B-GGUF_Tiny-1B-Q4_K_M.gguf", tiny_model.read_bytes())
-    put(cache / "maker_Tiny-1B-GGUF_mmproj-F16.gguf", b"GGUFp")
+    put(cache / "maker_Tiny-1B-GGUF_mmproj-F16.gguf", b"GGUFproj")
     put(cache / "maker_Tiny-1B-GGUF_Tiny-1B-Q4_K_M.gguf.etag", b'"abc"')
     put(cache / "manifest=maker=Tiny-1B-GGUF=Q4_K_M.json", b"{}")
-    put(cache / "other_Half-GGUF_Half-Q4_K_M.gguf.downloadInProgress", b"GGUF")
+    put(cache / "other_Half-GGUF_Half-Q4_K_M.gguf.downloadInProgress", b"GGUF" * 2)
     (model,) = found("llama.cpp")
     assert (model.name, model.repo, model.quant, model.path) == (
         "Tiny-1B-Q4_K_M",
@@ -265,8 +265,8 @@ def test_llamacpps_default_place_and_split_files(
     monkeypatch.setattr("sys.platform", "linux")
     cache = home / ".cache/llama.cpp"
     for n in (1, 2):
-        put(cache / f"maker_Big-GGUF_Big-Q8_0-{n:05d}-of-00002.gguf", b"GGUF")
-    put(cache / "maker_Cut-GGUF_Cut-Q8_0-00001-of-00002.gguf", b"GGUF")
+        put(cache / f"maker_Big-GGUF_Big-Q8_0-{n:05d}-of-00002.gguf", b"GGUF" * 2)
+    put(cache / "maker_Cut-GGUF_Cut-Q8_0-00001-of-00002.gguf", b"GGUF" * 2)
     (model,) = found("llama.cpp")
     assert len(model.files) == 2
     assert resolve("big").path == model.path
@@ -278,7 +278,7 @@ def test_llamacpps_newer_cache_is_the_hubs_layout(
     cache = tmp_path / "llama-cache"
     monkeypatch.setenv("LLAMA_CACHE", str(cache))
     repo = cache / "models--maker--Tiny-1B-GGUF"
-    blob = put(repo / "blobs" / ("a" * 64), b"GGUF")
+    blob = put(repo / "blobs" / ("a" * 64), b"GGUF" * 2)
     pointer = repo / "snapshots" / ("b" * 40) / "Tiny-1B-Q4_K_M.gguf"
     pointer.parent.mkdir(parents=True)
     pointer.symlink_to(os.path.relpath(blob, pointer.parent))
@@ -316,7 +316,7 @@ def test_a_folder_without_models_is_not_adopted(tmp_path: Path) -> None:
 
 
 def test_a_file_two_apps_share_is_listed_once(home: Path) -> None:
-    file = put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF")
+    file = put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF" * 2)
     link = home / ".cache/llama.cpp/maker_Tiny_Tiny-Q8_0.gguf"
     link.parent.mkdir(parents=True)
     link.symlink_to(file)
@@ -326,9 +326,9 @@ def test_a_file_two_apps_share_is_listed_once(home: Path) -> None:
 @pytest.mark.parametrize("origin", ["lmstudio", "folder"])
 def test_what_is_not_ours_is_not_removed(home: Path, tmp_path: Path, origin: str) -> None:
     if origin == "lmstudio":
-        file = put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF")
+        file = put(home / ".lmstudio/models/maker/Tiny/Tiny-Q8_0.gguf", b"GGUF" * 2)
     else:
-        file = put(tmp_path / "mine/Tiny-Q8_0.gguf", b"GGUF")
+        file = put(tmp_path / "mine/Tiny-Q8_0.gguf", b"GGUF" * 2)
         store.adopt(tmp_path / "mine")
     with pytest.raises(UsageError) as e:
         store.rm(resolve("tiny"))

@@ -64,8 +64,8 @@ def test_several_files_have_the_hash_of_their_hashes(tmp_path: Path) -> None:
 def test_what_was_read_is_known_until_it_is_written_to(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(b"weights")
-    digests.kept_in().parent.mkdir(parents=True, exist_ok=True)
-    digests.kept_in().write_text("{broken", encoding="utf-8")
+    digests.kept.path.parent.mkdir(parents=True, exist_ok=True)
+    digests.kept.path.write_text("{broken", encoding="utf-8")
     assert not digests.is_known(file, _sha256(b"weights"))
     digests.remember(file, _sha256(b"weights"))
     assert digests.is_known(file, _sha256(b"weights"))

@@ -21,7 +21,7 @@ from localllm_catalog import catalog as catalogs
 from support.examples import examples
 
 
-def cached(repo: str, file: str, content: bytes = b"GGUF", commit: str = "b" * 40) -> Path:
+def cached(repo: str, file: str, content: bytes = b"GGUF" * 2, commit: str = "b" * 40) -> Path:
     """A file in the hub's cache, as huggingface-hub leaves it."""
     import hashlib
 
@@ -99,7 +99,7 @@ def with_template(folder: Path, padding: int) -> bytes:
 
 def test_a_path_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "Mine-1B-Q5_K_M.gguf"
-    file.write_bytes(b"GGUF")
+    file.write_bytes(b"GGUF" * 2)
     local = resolve(str(file))
     assert (local.name, local.path, local.quant, local.origin) == (
         "Mine-1B-Q5_K_M",
@@ -115,7 +115,7 @@ def test_a_path_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_path_with_a_quant_is_the_file_of_that_quant(tmp_path: Path) -> None:
     small, large = tmp_path / "Mine-1B-Q4_K_M.gguf", tmp_path / "Mine-1B-Q8_0.gguf"
     for file in (small, large):
-        file.write_bytes(b"GGUF")
+        file.write_bytes(b"GGUF" * 2)
     assert resolve(f"{small}:Q4_K_M").path == small
     assert resolve(f"{tmp_path}:q8_0").path == large
     for ref in (f"{small}:Q8_0", f"{tmp_path}:Q5_K_M"):
@@ -128,12 +128,12 @@ def test_a_path_with_a_quant_is_the_file_of_that_quant(tmp_path: Path) -> None:
 def test_any_part_of_a_split_model_means_all_of_it(tmp_path: Path) -> None:
     parts = [tmp_path / f"Big-Q8_0-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]
     for part in parts:
-        part.write_bytes(b"GGUF")
+        part.write_bytes(b"GGUF" * 2)
     local = resolve(str(parts[2]))
     assert (local.path, local.files, local.size_bytes, local.name) == (
         parts[0],
         tuple(parts),
-        12,
+        24,
         "Big-Q8_0",
     )
     parts[1].unlink()
@@ -246,7 +246,7 @@ def test_a_download_that_is_not_finished_is_not_offered() -> None:
     pointer = cached("maker/M-GGUF", "M-Q4_K_M-00001-of-00002.gguf")
     (
         app_folders.hub_cache() / "models--maker--M-GGUF" / "blobs" / ("d" * 64 + ".incomplete")
-    ).write_bytes(b"GGUF")
+    ).write_bytes(b"GGUF" * 2)
     assert pointer.exists()
     with pytest.raises(ModelNotFoundError):
         resolve("maker/M-GGUF")

@@ -97,14 +97,14 @@ def test_removing_one_quant_leaves_the_other_and_frees_its_bytes() -> None:
     files = {
         "Tiny-Q4_K_M.gguf": b"GGUF" * 100,
         "Tiny-Q8_0.gguf": b"GGUF8" * 100,
-        "mmproj-F16.gguf": b"GGUFp",
+        "mmproj-F16.gguf": b"GGUFproj",
     }
     pointers = cached("maker/Tiny-GGUF", files)
     assert store.rm(resolve("tiny:Q4_K_M")) == 400
     assert ours() == ["Tiny-Q8_0"]
     assert pointers["Tiny-Q8_0.gguf"].read_bytes() == files["Tiny-Q8_0.gguf"]
     assert pointers["mmproj-F16.gguf"].exists(), "the other still needs it"
-    assert store.rm(resolve("tiny:Q8_0")) == 500 + 5
+    assert store.rm(resolve("tiny:Q8_0")) == 500 + 8
     assert not hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF").exists()
 
 
@@ -136,7 +136,7 @@ def test_removal_never_leaves_the_cache(tmp_path: Path) -> None:
     target stays."""
     outside = tmp_path / "precious.gguf"
     outside.write_bytes(b"GGUF precious")
-    pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})["Tiny-Q8_0.gguf"]
+    pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF" * 2})["Tiny-Q8_0.gguf"]
     pointer.unlink()
     pointer.symlink_to(outside)
     store.rm(resolve("tiny"))
@@ -153,7 +153,7 @@ def test_the_starter_and_packages_are_not_ours_to_remove(smollm2: Path) -> None:
 
 
 def test_prune_takes_what_nobody_needs_and_nothing_else() -> None:
-    pointers = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})
+    pointers = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF" * 2})
     blobs = hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF") / "blobs"
     needless = {
         "1" * 64 + ".incomplete": "unfinished download",
@@ -243,7 +243,7 @@ def test_verify_exits_with_4_when_a_file_is_bad(tiny_model: Path) -> None:
 
 
 def test_rm_asks_first_and_yes_answers() -> None:
-    cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})
+    cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF" * 2})
     code, _, _ = run("rm", "tiny")
     assert code != 0, "nobody is there to ask"
     assert ours() == ["Tiny-Q8_0"]
@@ -252,7 +252,7 @@ def test_rm_asks_first_and_yes_answers() -> None:
 
 
 def test_rm_of_a_name_that_means_several_refuses() -> None:
-    cached("maker/Tiny-GGUF", {"Tiny-Q4_K_M.gguf": b"GGUF", "Tiny-Q8_0.gguf": b"GGUF8"})
+    cached("maker/Tiny-GGUF", {"Tiny-Q4_K_M.gguf": b"GGUF" * 2, "Tiny-Q8_0.gguf": b"GGUF8" * 2})
     result = CliRunner().invoke(models_command.app, ["rm", "tiny", "--yes"])
     assert isinstance(result.exception, UsageError)
     assert "maker/Tiny-GGUF:Q4_K_M" in result.exception.hint
@@ -273,7 +273,7 @@ def test_info_of_what_is_here_and_of_what_is_not(tiny_model: Path) -> None:
 
 
 def test_prune_dry_run_removes_nothing() -> None:
-    cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})
+    cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF" * 2})
     left = (
         hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF")
         / "blobs"

@@ -426,3 +426,16 @@ def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> 
         it.gate.set()
 
     drive(play, model_service=it)
+
+
+def test_a_cut_file_is_named_and_not_listed(drive: Any) -> None:
+    it = service()
+    it.disk.append(replace(THEIRS, name="half", path="/ollama/half", fault="it may be cut short"))
+
+    async def play(d: Driver) -> None:
+        screen = await opened(d)
+        await d.press("d")
+        await d.until(lambda: "cut short, so not listed: half" in d.screen())
+        assert [model.name for model in screen.rows.disk or ()] == ["old", "llama"]
+
+    drive(play, model_service=it, size=(120, 40))

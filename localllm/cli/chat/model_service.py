@@ -124,7 +124,7 @@ class LocalModelService:
         return [reason for found, reason in overrides.too_new if found == model.id]
 
     def on_disk(self) -> Sequence[InstalledModel]:
-        return [_on_disk(local) for local in store.scan()]
+        return [_on_disk(local) for local in store.everything()]
 
     def fit(self, model: InstalledModel) -> str:
         from localllm.load.load_plan import make_load_plan
@@ -216,5 +216,5 @@ def _on_disk(local: LocalModel) -> InstalledModel:
     owner = OWNERS[local.origin]
     in_own_cache = local.origin == "hf-cache"
     return InstalledModel(
-        local.name, local.quant, local.size_bytes, owner, str(local.path), in_own_cache
+        local.name, local.quant, local.size_bytes, owner, str(local.path), in_own_cache, local.fault
     )

@@ -17,7 +17,7 @@ from localllm.library import store
 from localllm.library.catalog import load_catalog, open_model
 from localllm.library.installed_names import catalog_model
 from localllm.library.resolve import find
-from localllm.plain_output import TerminalLine, print_lines
+from localllm.plain_output import TerminalLine, plain, print_lines
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
@@ -38,7 +38,7 @@ def models(context: typer.Context) -> None:
 def list_models(as_json: Json = False) -> None:
     """List every model on this disk: hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
 
-    found = store.scan()
+    found = store.everything()
     if not found and not as_json:
         print(
             "no model is on this disk yet: see `localllm recommend`, then `localllm pull ID`",
@@ -48,10 +48,16 @@ def list_models(as_json: Json = False) -> None:
 
 
 def _print_models(found: list[LocalModel], *, as_json: bool) -> None:
+    """Print the models, and name those that can't be loaded."""
+    whole = [model for model in found if not model.fault]
+    faulty = [model for model in found if model.fault]
     if as_json:
-        print_json({"models": [as_row(model) for model in found]})
-    else:
-        print_lines(listing(found))
+        left_out = [{**as_row(model), "fault": model.fault} for model in faulty]
+        print_json({"models": [as_row(model) for model in whole], "left_out": left_out})
+        return
+    print_lines(listing(whole))
+    for model in faulty:
+        print(plain(f"not listed: {model.path}: {model.fault}"), file=sys.stderr)
 
 
 @app.command(short_help="Show a model's facts and the paths of its files.")
@@ -158,7 +164,7 @@ def verify(
     for ref in refs or ():
         wanted += find(ref)
     if not refs:
-        wanted = store.scan()
+        wanted = store.everything()
     results = []
     reading = TerminalLine(sys.stderr)
     for model in wanted:

@@ -6,6 +6,7 @@ download and remove models here.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from localllm.server.models.served import ServedModel, StoreProgress
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
 
+log = logging.getLogger("localllm.server")
 # The disk is scanned again if a list is requested this long after the last scan. For an unknown
 # name, the interval is `_LOOK_AGAIN_S`.
 _FRESH_S = 10.0
@@ -49,6 +51,7 @@ class DiskModels:
         self._listed: dict[Path, Offered] = {}
         # From the last scan, so that many lookups read the catalog only once.
         self._rules: Rules[ServedModel] = {}
+        self._faulty: set[Path] = set()
         self._lock = threading.Lock()
         self._looked_s = -_FRESH_S
         self._looking: threading.Thread | None = None
@@ -89,7 +92,7 @@ class DiskModels:
         """Scan the disk. Models that are gone are no longer listed, but a loaded one stays until it
         is unloaded."""
         with self._lock:
-            scanned = [] if self._only else store.scan()
+            scanned = [] if self._only else self._loadable(store.everything())
             on_disk = {real_path(local.path): local for local in reversed(scanned)}
             taken = {model.name.lower() for _, model in self._named.values()}
             listed: dict[Path, Offered] = {}
@@ -110,6 +113,14 @@ class DiskModels:
             self._listed = listed
             self._rules = self._rules_of(self._answering(scanned))
             self._looked_s = time.monotonic()
+
+    def _loadable(self, found: Sequence[LocalModel]) -> list[LocalModel]:
+        """The models that may be loaded. Each of the others is logged once."""
+        for local in found:
+            if local.fault and local.path not in self._faulty:
+                self._faulty.add(local.path)
+                log.warning(f"{local.path} is not offered: {local.fault}")
+        return [local for local in found if not local.fault]
 
     def _answering(self, scanned: Sequence[LocalModel]) -> dict[LocalModel, ServedModel]:
         """Map the files of each offered model to the model, also under the other names on the

@@ -78,7 +78,8 @@ class PlanList:
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel:
-    """Files of a model on this disk: `owner` in words; `ours` may be removed here."""
+    """Files of a model on this disk: `owner` in words; `ours` may be removed here; `fault` is why
+    they can't be loaded."""
 
     name: str
     quant: str
@@ -86,6 +87,7 @@ class InstalledModel:
     owner: str
     path: str
     ours: bool
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,8 @@ class ModelService(Protocol):
         """The arithmetic of one plan, line by line."""
 
     def on_disk(self) -> Sequence[InstalledModel]:
-        """Return all installed models, including those of other programs."""
+        """Return all installed models, including those of other programs and those with a
+        fault."""
 
     def fit(self, model: InstalledModel) -> str:
         """Memory and speed of loading it here, in a sentence."""

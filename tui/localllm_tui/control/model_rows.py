@@ -38,12 +38,14 @@ _NO_PLANS = PlanList("", (), complete=False)
 
 @dataclass(slots=True)
 class ModelRows:
-    """`disk` is None while not known; `current` is the model that answers now."""
+    """`disk` is None while not known; `current` is the model that answers now; `faulty` can't be
+    loaded."""
 
     pulls: Pulls
     current: str = ""
     planned: PlanList = _NO_PLANS
     disk: Sequence[InstalledModel] | None = None
+    faulty: Sequence[InstalledModel] = ()
     shows_disk: bool = False
     order: str = "best"
 
@@ -136,7 +138,11 @@ class ModelRows:
         if self.disk is None:
             return "looking …"
         size = sum(model.size_bytes for model in self.disk)
-        return f"{len(self.disk)} on this disk, {byte_size(size)}"
+        summary = f"{len(self.disk)} on this disk, {byte_size(size)}"
+        if not self.faulty:
+            return summary
+        names = ", ".join(one_line(model.name) for model in self.faulty)
+        return f"{summary}; cut short, so not listed: {names}"
 
 
 def wait_words(seconds: int) -> str:

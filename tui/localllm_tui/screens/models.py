@@ -427,7 +427,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self._list()
 
     async def _look_at_disk(self) -> None:
-        self.rows.disk = await asyncio.to_thread(self._service.on_disk)
+        found = await asyncio.to_thread(self._service.on_disk)
+        self.rows.disk = [model for model in found if not model.fault]
+        self.rows.faulty = [model for model in found if model.fault]
         self._list()
 
     def action_stop(self) -> None:

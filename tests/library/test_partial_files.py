@@ -1,0 +1,121 @@
+"""GGUF files that are cut short: not listed, named once, and removed like others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from localllm.cli.commands import models
+from localllm.errors import ModelFileError
+from localllm.library import app_folders, hf_cache, partial_files, store
+from localllm.library.resolve import resolve
+from models.tiny_gguf import write_moe
+
+pytestmark = pytest.mark.usefixtures("nothing_packaged")
+BROKEN_JSON = '{"left": '
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """An adopted folder of a whole file, and of one that lacks the end of its weights."""
+    made = tmp_path / "mine"
+    made.mkdir()
+    shutil.copy(tiny_model, made / "whole-F32.gguf")
+    (made / "half-F32.gguf").write_bytes(tiny_model.read_bytes()[:-1000])
+    store.adopt(made)
+    return made
+
+
+@pytest.mark.parametrize("kept", [4, 30, 2_000, 0.5, 0.999])
+def test_a_cut_file_is_not_listed_wherever_it_is_cut(
+    kept: float, tmp_path: Path, tiny_model: Path
+) -> None:
+    content = tiny_model.read_bytes()
+    n_bytes = int(kept * len(content)) if kept < 1 else int(kept)
+    made = tmp_path / "mine"
+    made.mkdir()
+    shutil.copy(tiny_model, made / "whole-F32.gguf")
+    (made / "half-F32.gguf").write_bytes(content[:n_bytes])
+    store.adopt(made)
+    assert [model.name for model in store.scan()] == ["whole-F32"]
+    with pytest.raises(ModelFileError, match=f"of the file \\({n_bytes}|of a file of {n_bytes}"):
+        resolve("half-F32")
+
+
+def test_a_file_is_listed_once_it_is_whole(folder: Path, tiny_model: Path) -> None:
+    assert [model.name for model in store.scan()] == ["whole-F32"]
+    shutil.copy(tiny_model, folder / "half-F32.gguf")
+    assert sorted(model.name for model in store.scan()) == ["half-F32", "whole-F32"]
+    assert resolve("half-F32").path == folder / "half-F32.gguf"
+
+
+def test_a_split_with_a_cut_part_is_not_listed(tmp_path: Path, tiny_model: Path) -> None:
+    made = tmp_path / "mine"
+    made.mkdir()
+    for part in (1, 2):
+        shutil.copy(tiny_model, made / f"big-Q8_0-{part:05d}-of-00002.gguf")
+    store.adopt(made)
+    assert len(store.scan()) == 1
+    second = made / "big-Q8_0-00002-of-00002.gguf"
+    second.write_bytes(second.read_bytes()[:-1000])
+    assert store.scan() == []
+    [model] = store.everything()
+    assert "of a file of" in model.fault
+
+
+def test_the_list_names_what_it_leaves_out(folder: Path) -> None:
+    result = CliRunner().invoke(models.app, ["list"])
+    assert "half" not in result.stdout
+    assert result.stderr.count("half-F32.gguf") == 1
+    assert "may be cut short" in result.stderr
+    listed = json.loads(CliRunner().invoke(models.app, ["list", "--json"]).stdout)
+    assert [model["name"] for model in listed["models"]] == ["whole-F32"]
+    [left_out] = listed["left_out"]
+    assert (left_out["name"], "cut short" in left_out["fault"]) == ("half-F32", True)
+
+
+def test_a_whole_quant_is_chosen_before_a_cut_one(tmp_path: Path, tiny_model: Path) -> None:
+    made = tmp_path / "mine"
+    made.mkdir()
+    write_moe(made / "tiny-F32.gguf")
+    (made / "tiny-F32.gguf").write_bytes((made / "tiny-F32.gguf").read_bytes()[:-1000])
+    shutil.copy(tiny_model, made / "tiny-Q8_0.gguf")
+    store.adopt(made)
+    assert resolve("tiny").quant == "Q8_0"
+
+
+def test_a_cut_file_is_counted_and_removed(tiny_model: Path) -> None:
+    repo = hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF")
+    snapshot = repo / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "Tiny-Q8_0.gguf").write_bytes(tiny_model.read_bytes()[:-1000])
+    [usage] = store.du()
+    assert usage.size_bytes == len(tiny_model.read_bytes()) - 1000
+    assert CliRunner().invoke(models.app, ["rm", "tiny", "--yes"]).exit_code == 0
+    assert store.everything() == []
+
+
+def test_headers_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [*folder.iterdir()]
+    found = partial_files.reasons(files)
+    monkeypatch.setattr("localllm_catalog.gguf.check_length", lambda _: pytest.fail("read again"))
+    assert partial_files.reasons(files) == found
+    assert [file.name for file in found] == ["half-F32.gguf"]
+
+
+def test_damaged_and_unwritable_records_hide_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(folder / "whole-F32.gguf"))
+    (folder / "half-F32.gguf").touch()
+    assert [model.name for model in store.scan()] == ["whole-F32"]
+    kept = tmp_path / "cache" / "partial-files.json"
+    kept.parent.mkdir()
+    kept.write_text(BROKEN_JSON)
+    monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(kept.parent))
+    (folder / "half-F32.gguf").touch()
+    assert [model.name for model in store.scan()] == ["whole-F32"]
