@@ -16,7 +16,7 @@ _MAX_KEPT = 512
 class KeptFacts:
     """One fact of each file, in the JSON file `name` of the cache folder.
 
-    The key of a fact is the file's real path, size and time, so a changed file has none.
+    The key of a fact is the file's real path, size and time.
     """
 
     def __init__(self, name: str) -> None:

@@ -167,6 +167,9 @@ def test_a_run_is_shared_as_one_row_without_names_and_paths(
 def test_what_says_nothing_of_the_machine_is_not_shared(few_layers: Path) -> None:
     both = ["--share", "--against", "http://127.0.0.1:9"]
     assert "--share and --against can't be combined" in str(CliRunner().invoke(app, both).exception)
+    earlier = ["--share", "--compare", "run.json"]
+    refused = CliRunner().invoke(app, earlier).exception
+    assert "--share and --compare can't be combined" in str(refused)
     slowed = CliRunner().invoke(app, [str(few_layers), "--share", "--power", "50"])
     assert "slowed down by --power" in str(slowed.exception)
     assert "measuring" not in slowed.output

@@ -78,9 +78,10 @@ def bench(
     from localllm.cli.bench import compare as earlier_runs
 
     then = None
-    if against and (earlier is not None or share):
-        option = "--share" if share else "--compare"
-        raise UsageError(f"{option} and --against can't be combined", hint="omit one of them")
+    chosen = {"--share": share, "--compare": earlier is not None, "--against": bool(against)}
+    named = [option for option, is_given in chosen.items() if is_given]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} can't be combined", hint="omit one of them")
     if earlier is not None:
         then = earlier_runs.read(earlier)
     if against:
