@@ -75,12 +75,22 @@ def plan_step(demands: Sequence[StepDemand], limits: Limits) -> list[Grant]:
 
 
 def _prefill_grants(prefilling: Sequence[StepDemand], used: int, limits: Limits) -> list[Grant]:
-    """Grants for prompts, in a step whose decodes use `used` tokens and rows of logits."""
+    """Grants for prompts, in a step whose decodes use `used` tokens and rows of logits.
+
+    The first prompt in order gets at least half of the tokens. The shortest prompt may take the
+    other half. So a short prompt never waits until a long, older one is read, however slow the
+    machine is.
+    """
     grants: list[Grant] = []
+    if not prefilling:
+        return grants
+    shortest = _shortest(prefilling)
+    halved = shortest is not prefilling[0]
+    order = [shortest, *(d for d in prefilling if d is not shortest)]
     rows = limits.n_outputs - used
     shared = used > 0
     room = min(limits.n_batch - used, limits.n_batch if shared else limits.prompt_only)
-    for demand in prefilling:
+    for demand in order:
         # A prompt with few tokens left is treated like a decoding stream, so it does not wait for a
         # long prompt.
         is_short = demand.prefill <= _SHORT_TOKENS
@@ -88,6 +98,8 @@ def _prefill_grants(prefilling: Sequence[StepDemand], used: int, limits: Limits)
             room = min(room, max(limits.chunk, 1))
         shared = shared or is_short
         n = min(demand.prefill, room)
+        if halved and demand is shortest:
+            n = min(n, room - room // 2)
         if n <= 0:
             break
         ends = n == demand.prefill
@@ -97,6 +109,14 @@ def _prefill_grants(prefilling: Sequence[StepDemand], used: int, limits: Limits)
         grants.append(Grant(demand.key, n, prefill=True))
         room -= n
     return grants
+
+
+def _shortest(prefilling: Sequence[StepDemand]) -> StepDemand:
+    """The prompt with the fewest tokens, among the first one and others that have as much right to
+    the step: those of its tenant, but not those of low priority."""
+    first = prefilling[0]
+    equal = [d for d in prefilling if d.computed == first.computed and d.waited_s >= 0]
+    return min([first, *equal], key=lambda d: d.prefill)
 
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:

@@ -310,12 +310,14 @@ class ChunkSizer(PrefillCost):
         return max(_SLICE_RATIO * decode_s - last_step_s, _MIN_SLICE * decode_s)
 
     def prompt_tokens(self, step_s: float) -> int:
-        """Prefill tokens allowed in a step without decoding that may take `step_s`. A device gains
-        from large steps, so its steps may take longer."""
+        """Prefill tokens allowed in a step without decoding that may take `step_s` (0: the speed
+        does not matter). A device gains from large steps, so its steps may take longer."""
         least = _PROMPT_CHUNK
         if self._on_device:
             least = _DEVICE_CHUNK
             step_s = max(step_s, _DEVICE_STEP_S)
+        elif step_s and self.seconds(least) > SINGLE_STEP_S:
+            least = _TILE
         return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float, waited: bool = True) -> None:

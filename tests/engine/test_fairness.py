@@ -3,6 +3,7 @@ short chat."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_prompts_are_read_for_the_newcomer_first() -> None:
     outcome = crowded(engine, 20, n_steps=1)
     request = asked("b", "x" * 60, "other", 4)
     assert steps_to_first_token(engine, outcome, request) <= 3
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_on_a_slow_machine() -> None:
+    """Both are of one tenant, and 128 tokens take longer than age counts for them."""
+    ticks = itertools.count(0.0, 1.0)
+    backend = ScriptedBackend(n_ctx=4096, n_seq_max=8, n_batch=128)
+    engine = Engine(backend, EngineSettings(headroom_bytes=0), clock=lambda: next(ticks))
+    outcome = Outcome()
+    long = asked("long", "x" * 3000, "", 4)
+    outcome.take(engine.submit(long, prompt_tokens(engine, long)))
+    for _ in range(5):
+        outcome.take(engine.step())
+    assert steps_to_first_token(engine, outcome, asked("b", "a short question?", "", 1)) <= 2
 
 
 def test_who_was_parked_for_another_says_the_same() -> None:
