@@ -103,6 +103,21 @@ def test_a_short_request_beside_an_agents_one(
     assert priority_of(http, engine, title) == 0
 
 
+@pytest.mark.parametrize("agent", ["", "curl/8.5.0", "python-httpx/0.28.1", "Go-http-client/1.1"])
+def test_a_short_request_of_an_unknown_program(
+    http: httpx.Client, engine: ScriptedEngine, gate: Gate, agent: str
+) -> None:
+    """It may be unrelated to the request that runs with tools. As one of low priority it
+    would wait until that one's prompt is read, and then for 25 of its steps."""
+    sent = {"json": body("Work.", tools=TOOLS), "headers": {"user-agent": agent}}
+    other = threading.Thread(target=http.post, args=(CHAT,), kwargs=sent)
+    other.start()
+    assert gate.reached.wait(30)
+    assert priority_of(http, engine, body("Hi"), user_agent=agent) == 0
+    gate.open()
+    other.join(30)
+
+
 def test_short_requests_of_a_script_do_not_slow_each_other(
     http: httpx.Client, engine: ScriptedEngine, gate: Gate
 ) -> None:

@@ -3,6 +3,7 @@ run at low priority.
 
 A header may name the purpose (http/client_signs.py). Programs that send no such header are recognised
 by their requests: short ones without tools, beside a running request with tools of the same program.
+Requests of unknown programs may be unrelated, so this does not hold for them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class RunningAgents:
             return True
         limit = task.generation.max_tokens
         short = limit is not None and 0 < limit <= _SHORT_TOKENS
-        return short and not task.options.tools and self._running[_sender()] > 0
+        known = bool(SIGNS.get().program)
+        return known and short and not task.options.tools and self._running[_sender()] > 0
 
 
 def with_priority(job: GenerationJob, *, background: bool) -> GenerationJob:

@@ -8,6 +8,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 _PRODUCT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Products of HTTP libraries: two such requests may come from different programs.
+_LIBRARIES = frozenset(
+    {
+        "aiohttp", "axios", "curl", "go-http-client", "java-http-client", "node", "okhttp",
+        "python-httpx", "python-requests", "python-urllib", "python-urllib3", "undici", "wget",
+    }
+)  # fmt: skip
 # Headers that name the purpose of a request, with the values of work in the background: titles,
 # summaries for memory, classifications. Requests of subagents and compactions are not among them,
 # because a user waits for their results. Sources: Claude Code 2.1.332, Codex (core/src/client.rs).
@@ -21,8 +28,8 @@ _BACKGROUND: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ClientSigns:
-    """`program`: the first product in User-Agent, or "". `background`: a header names a
-    purpose for which no user waits."""
+    """`program`: the first product in User-Agent, or "" if it names no program. `background`: a
+    header names a purpose for which no user waits."""
 
     program: str = ""
     background: bool = False
@@ -31,8 +38,11 @@ class ClientSigns:
 def signs_of(headers: Mapping[str, str]) -> ClientSigns:
     """Return the signs in a request's headers."""
     product = _PRODUCT.match(headers.get("user-agent", ""))
+    program = product[0] if product else ""
+    if program.lower() in _LIBRARIES:
+        program = ""
     named = (headers.get(name, "").lower() in values for name, values in _BACKGROUND.items())
-    return ClientSigns(product[0] if product else "", any(named))
+    return ClientSigns(program, any(named))
 
 
 _NONE = ClientSigns()
