@@ -129,8 +129,8 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
-def file_bytes(path: Path, most_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Read a regular file of at most `most_bytes`.
+def file_bytes(path: Path, most_bytes: int = MAX_FILE_BYTES, begin: int = 0) -> bytes:
+    """Read a regular file of at most `most_bytes`, from the byte `begin` on.
 
     Raises OSError, also for pipes, devices and larger files: a pipe may wait forever, and a device
     may have no end.
@@ -141,6 +141,7 @@ def file_bytes(path: Path, most_bytes: int = MAX_FILE_BYTES) -> bytes:
             raise OSError(errno.EINVAL, "it is not a file", str(path))
         if about.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
+        file.seek(begin)
         return file.read(most_bytes)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, run, settle
+from localllm import paths
 from localllm.engine import EngineSettings
 from localllm.engine.cache import disk as disk_tier
 from localllm.engine.cache.disk import DiskTier
@@ -217,3 +218,41 @@ def test_without_a_disk_the_same_is_reported() -> None:
         "disk_read_blocks": 0,
         "disk_bad_blocks": 0,
     }
+
+
+def test_a_write_reads_what_is_new_in_the_counts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day may have many thousand writes."""
+    read_bytes = 0
+    whole_file = paths.file_bytes
+
+    def watched(path: Path, most_bytes: int = paths.MAX_FILE_BYTES, begin: int = 0) -> bytes:
+        nonlocal read_bytes
+        data = whole_file(path, most_bytes, begin)
+        read_bytes += len(data)
+        return data
+
+    monkeypatch.setattr(paths, "file_bytes", watched)
+    (tmp_path / "model").mkdir()
+    budget = WriteBudget(tmp_path, day=lambda: "2026-05-01")
+    for _ in range(50):
+        budget.count(tmp_path / "model", 100)
+        budget.written_bytes()
+    (file,) = (tmp_path / "model").iterdir()
+    assert budget.written_bytes() == 5000
+    assert read_bytes == file.stat().st_size
+
+
+def test_a_line_that_another_process_has_not_ended_is_counted_once_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    budget = WriteBudget(tmp_path, day=lambda: "2026-05-01")
+    theirs = tmp_path / "model" / "written-2026-05-01.theirs"
+    with theirs.open("ab", buffering=0) as file:
+        for piece, total in ((b"10\n2", 10), (b"0", 10), (b"\n", 30), (b"5\n", 35)):
+            file.write(piece)
+            assert budget.written_bytes() == total
+    theirs.write_bytes(b"7\n")
+    assert budget.written_bytes() == 7, "its cache was cleared meanwhile"
+    budget.day = lambda: "2026-05-02"
+    assert budget.written_bytes() == 0

@@ -14,8 +14,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,15 +100,22 @@ class WriteBudget:
     day: Callable[[], str] = _today
     # The name of the day's count files, and their total when they were last read.
     _known: tuple[str, int] = ("", 0)
+    # The sums so far of the count files. Other processes only append to them.
+    _sums: dict[Path, _LineSum] = field(default_factory=dict)
 
     def written_bytes(self, folder: Path | None = None) -> int:
         """Bytes written today, under `root` or in one `folder` of it."""
         name = _COUNT_PREFIX + self.day()
         if folder is not None:
-            return sum(_counted_bytes(path) for path in folder.glob(f"{name}*"))
-        total = sum(_counted_bytes(path) for path in self.root.glob(f"*/{name}*"))
+            return self._sum_of(folder.glob(f"{name}*"))
+        if self._known[0] != name:
+            self._sums.clear()
+        total = self._sum_of(self.root.glob(f"*/{name}*"))
         self._known = name, total
         return total
+
+    def _sum_of(self, files: Iterable[Path]) -> int:
+        return sum(self._sums.setdefault(path, _LineSum()).read(path) for path in files)
 
     def known(self) -> tuple[int, bool]:
         """Return the last result of `written_bytes`, if it is of today, and whether the limit is
@@ -125,18 +132,34 @@ class WriteBudget:
         # Only processes of one machine append to the same file.
         path = folder / f"{_COUNT_PREFIX}{self.day()}.{machine_name()}"
         if not path.exists():
+            self._sums.pop(path, None)
             remove_old_counts(folder, self.day())
         with path.open("ab", buffering=0) as f:
             f.write(b"%d\n" % n_bytes)
 
 
-def _counted_bytes(path: Path) -> int:
-    """The sum of a day's file. Its last line may be incomplete."""
-    try:
-        whole, _, _ = paths.file_bytes(path).rpartition(b"\n")
-    except OSError:
-        return 0
-    return sum(int(line) for line in whole.split(b"\n") if line.isdigit())
+@dataclass(slots=True)
+class _LineSum:
+    """The sum of the numbers in a file's lines, of which `end` bytes have been read."""
+
+    end: int = 0
+    total: int = 0
+
+    def read(self, path: Path) -> int:
+        """Add the lines that were appended since the last call. Returns the sum.
+
+        The last line may be incomplete. It is read again by the next call.
+        """
+        try:
+            if path.stat().st_size < self.end:
+                # Another file was put in its place.
+                self.end = self.total = 0
+            whole, newline, _ = paths.file_bytes(path, begin=self.end).rpartition(b"\n")
+        except OSError:
+            return 0
+        self.end += len(whole) + len(newline)
+        self.total += sum(int(line) for line in whole.split(b"\n") if line.isdigit())
+        return self.total
 
 
 def remove_old_counts(folder: Path, day: str) -> None:
