@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from localllm.cli.main import command_line
+from localllm.cli.root_command import command_line
 
 app = command_line()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from localllm import paths
 from localllm.device import detect
@@ -82,7 +84,9 @@ def plan_inputs(
         # This takes about a second, only the first time. Otherwise a large model would spend longer
         # on repacking its weights needlessly.
         device = detect.with_matrix_rates(device, measure=True, types=types)
-    models = {**catalog.by_id, model.id: model}
+    # A dict of all models would build those that the catalog has not built yet.
+    known = cast("MutableMapping[str, Model]", catalog.by_id)
+    models = ChainMap({model.id: model}, known)
     slots = 0
     if not settings["parallel"].automatic:
         slots = settings.value("parallel")

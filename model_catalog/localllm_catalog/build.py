@@ -228,6 +228,16 @@ def _with_variants(model: Model, raw: Mapping[str, Any], sources: Sources) -> Mo
     return replace(model, variants=tuple(variants))
 
 
+def names_in(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names that a raw table states: id, name, repository, and those of its variants."""
+    yield raw["id"]
+    yield raw.get("name", "")
+    yield raw.get("hf_repo", "")
+    for kind in Format:
+        for table in raw.get(kind, ()):
+            yield table.get("repo", "")
+
+
 def _source_title(table: Mapping[str, Any], sources: Sources) -> str:
     if "source" not in table:
         return ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from localllm_catalog.build import build_model
+from localllm_catalog.build import Sources, build_model, names_in
 from localllm_catalog.errors import BadCatalogError
 from localllm_catalog.names import bare
 from localllm_catalog.types import Model
@@ -21,12 +21,20 @@ _MAX_FILE_BYTES = 32 << 20
 Documents = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
 class Catalog:
-    """All known models in file order, including the user's own. Immutable."""
+    """All known models by id, in file order, including the user's own.
 
-    models: tuple[Model, ...]
-    by_id: Mapping[str, Model] = field(repr=False)
+    A shipped model is built when it is first used, because building all of them takes as long as
+    planning one.
+    """
+
+    def __init__(self, tables: Mapping[str, Mapping[str, Any]], sources: Sources) -> None:
+        self.by_id: Mapping[str, Model] = _BuiltWhenUsed(tables, sources)
+        self._tables = tables
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return tuple(self.by_id.values())
 
     def get(self, model_id: str) -> Model | None:
         """Return the model with this id, or None. Case is ignored, and a final "-instruct" or "-it"
@@ -45,16 +53,20 @@ class Catalog:
         Publishers' prefixes, quants, split numbers and endings are ignored; sizes and versions are
         not.
         """
-        known: dict[str, Model] = {}
-        for model in self.models:
-            repos = (model.hf_repo, *(variant.repo for variant in model.variants))
-            for name in (model.id, model.name, *repos):
-                known.setdefault(bare(name), model)
-        known.pop("", None)
         for name in names:
-            if bare(name) in known:
-                return known[bare(name)]
+            model_id = self._ids_by_name.get(bare(name))
+            if model_id is not None:
+                return self.by_id[model_id]
         return None
+
+    @cached_property
+    def _ids_by_name(self) -> dict[str, str]:
+        known: dict[str, str] = {}
+        for model_id, table in self._tables.items():
+            for name in names_in(table):
+                known.setdefault(bare(name), model_id)
+        known.pop("", None)
+        return known
 
     def suggest(self, name: str, limit: int = 3) -> list[str]:
         """Return the ids that a user who typed `name` may have meant, best first; empty if no id is
@@ -66,6 +78,29 @@ class Catalog:
             inside.sort(key=len)
         closest = difflib.get_close_matches(wanted, self.by_id, n=limit, cutoff=0.55)
         return list(dict.fromkeys(inside + closest))[:limit]
+
+
+class _BuiltWhenUsed(Mapping[str, Model]):
+    """Models by id. Raises BadCatalogError for a table that is not a model's."""
+
+    def __init__(self, tables: Mapping[str, Mapping[str, Any]], sources: Sources) -> None:
+        self._tables = tables
+        self._sources = sources
+        self._built: dict[str, Model] = {}
+
+    def __getitem__(self, model_id: str) -> Model:
+        if model_id not in self._built:
+            self._built[model_id] = build_model(self._tables[model_id], self._sources)
+        return self._built[model_id]
+
+    def __contains__(self, model_id: object) -> bool:
+        return model_id in self._tables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
 
 
 def shipped_files() -> list[Path]:
@@ -95,6 +130,7 @@ def load(user_dir: Path | None = None, read: Callable[[], Documents] = shipped) 
                 first = raw[table["id"]]["_file"]
                 raise BadCatalogError(f"{path.name}: {table['id']} is already in {first}")
             raw[table["id"]] = table
+    own: list[str] = []
     user_files = []
     if user_dir is not None:
         user_files = _files_in(user_dir)
@@ -102,8 +138,12 @@ def load(user_dir: Path | None = None, read: Callable[[], Documents] = shipped) 
         for table in read_family(path):
             _check_values(table, f"{path.name}: {table['id']}")
             raw[table["id"]] = _overlay(raw.get(table["id"]), table)
-    models = tuple(build_model(table, sources) for table in raw.values())
-    return Catalog(models, {model.id: model for model in models})
+            own.append(table["id"])
+    catalog = Catalog(raw, sources)
+    # The user is told about an error in a file of theirs whatever model is used.
+    for model_id in own:
+        catalog.by_id[model_id]
+    return catalog
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from localllm.cli.all_commands import app
-from localllm.cli.main import command_line, run
+from localllm.cli.main import run
+from localllm.cli.root_command import command_line
 
 # Each 5 to 60 ms of a start.
 NOT_NEEDED = (

@@ -53,21 +53,16 @@ def serve(
     """
     import asyncio
 
+    from localllm.cli.serve.first_worker import started
     from localllm.cli.serve.name_checks import check_names
-    from localllm.engine.worker.pipe import end_ahead, start_ahead
     from localllm.library import names
 
     named = [*(models or ()), *(also or ())]
     names.check_not_empty(*named)
     if not settings.value("pool"):  # A pool's names are those of its servers.
         check_names(named, alias or ())
-    with asyncio.Runner() as runner, suppress(asyncio.CancelledError):
-        # The worker imports its code at the same time as this process.
-        runner.run(start_ahead())
-        try:
-            _serve(runner, settings, named, alias or [], new_key=new_key, quiet=quiet)
-        finally:
-            runner.run(end_ahead())
+    with started() as runner, suppress(asyncio.CancelledError):
+        _serve(runner, settings, named, alias or [], new_key=new_key, quiet=quiet)
 
 
 def _serve(
