@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from localllm_backends.installed_packages import version
+
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
@@ -71,15 +73,10 @@ class Declaration:
     @property
     def label_with_version(self) -> str:
         """The label with the version of the first of `packages`, if that is installed."""
-        # imported on use: the command line reads declarations at its start
-        from importlib.metadata import PackageNotFoundError, version
-
-        if not self.packages:
+        installed = version(self.packages[0]) if self.packages else None
+        if installed is None:
             return self.label
-        try:
-            return f"{self.label} ({self.packages[0]} {version(self.packages[0])})"
-        except PackageNotFoundError:
-            return self.label
+        return f"{self.label} ({self.packages[0]} {installed})"
 
     def runs_on(self, accelerator: str) -> bool:
         return not self.accelerators or accelerator in self.accelerators

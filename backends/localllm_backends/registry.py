@@ -7,10 +7,12 @@ without loading an engine.
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from localllm_backends.declaration import Declaration
+from localllm_backends.installed_packages import entry_points
 
 if TYPE_CHECKING:
     from localllm_backends.contract import BackendType
@@ -25,10 +27,13 @@ def backends() -> dict[str, BackendType]:
 
     Finding them reads the metadata of all installed packages. It imports no engine.
     """
-    from importlib.metadata import entry_points
+    return {name: _loaded(value) for name, value in entry_points(GROUP).items()}
 
-    points = sorted(entry_points(group=GROUP), key=attrgetter("name"))
-    return {point.name: point.load() for point in points}
+
+def _loaded(value: str) -> BackendType:
+    module, _, attribute = value.partition(":")
+    found: BackendType = attrgetter(attribute)(import_module(module))
+    return found
 
 
 @cache

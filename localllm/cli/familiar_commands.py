@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from localllm.errors import UsageError
 
+# The options that print a command's help.
+HELP = ("-h", "--help")
 _SAME = {
     "list": ("models", "list"),
     "rm": ("models", "rm"),

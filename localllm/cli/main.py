@@ -7,10 +7,9 @@ import os
 import sys
 from typing import Any
 
-from localllm.cli.familiar_commands import translated
+from localllm.cli.familiar_commands import HELP, translated
 from localllm.errors import LocalLLMError, UsageError
 
-HELP = ("-h", "--help")
 _COMPLETING = "_LOCALLLM_COMPLETE"  # set by the shell's completion
 
 

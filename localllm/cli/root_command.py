@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from localllm import __version__
-from localllm.cli.main import HELP
+from localllm.cli.familiar_commands import HELP
 
 _EPILOG = (
     "Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 not found, 4 bad model file, "

@@ -140,7 +140,7 @@ def load(user_dir: Path | None = None, read: Callable[[], Documents] = shipped) 
             raw[table["id"]] = _overlay(raw.get(table["id"]), table)
             own.append(table["id"])
     catalog = Catalog(raw, sources)
-    # The user is told about an error in a file of theirs whatever model is used.
+    # An error in a user's file is reported, whichever model is used.
     for model_id in own:
         catalog.by_id[model_id]
     return catalog

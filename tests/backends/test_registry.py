@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -44,18 +46,17 @@ class Third(BackendType):
         raise NotImplementedError
 
 
-class Point:
-    """What importlib.metadata gives for an entry point."""
-
-    def __init__(self, backend: BackendType) -> None:
-        self.name, self.load = backend.declaration.name, lambda: backend
-
-
 @pytest.fixture
-def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ours = [Point(found) for found in registry.backends().values()]
+def third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Third's package is installed."""
+    metadata = tmp_path / "third-1.0.dist-info"
+    metadata.mkdir()
+    text = "[localllm.backends]\nthird = third_package:backend_type\n"
+    (metadata / "entry_points.txt").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = SimpleNamespace(backend_type=Third())
+    monkeypatch.setitem(sys.modules, "third_package", cast("ModuleType", package))
     forget()
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [*ours, Point(Third())])
     yield
     monkeypatch.undo()
     forget()

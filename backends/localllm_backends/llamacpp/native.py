@@ -7,7 +7,6 @@ The log's text is not an API. All code here treats a missing line as "not known"
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import re
 from collections import Counter, deque
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from localllm_backends.contract import LoadError, MemoryReport, UnusableEngineError
+from localllm_backends.installed_packages import version
 from localllm_backends.llamacpp.binding.engine_files import OTHER_FOLDER
 from localllm_backends.llamacpp.binding.layout import check_layout
 from localllm_backends.llamacpp.binding.library import Library, open_library
@@ -76,7 +76,7 @@ def bindings_version() -> str:
     """Return the release of llama-cpp-python, or of the library that is used instead of its own."""
     if os.environ.get(OTHER_FOLDER):
         return bindings().version()
-    return importlib.metadata.version("llama-cpp-python")
+    return version("llama-cpp-python") or ""
 
 
 def mappings() -> list[tuple[int, int, str]]:

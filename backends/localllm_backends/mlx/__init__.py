@@ -3,7 +3,6 @@ neither."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import shutil
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localllm_backends.contract import BackendFailure, BackendType, Declaration
+from localllm_backends.installed_packages import version
 from localllm_backends.mlx.files import checkpoint_folder
 from localllm_backends.plain_files import check_plain_files
 
@@ -36,12 +36,9 @@ def needs_compiler(
 
 def _has_cuda() -> bool:
     from ctypes.util import find_library
-    from importlib.metadata import PackageNotFoundError, version
 
-    for package in _CUDA_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            return bool(version(package)) and find_library("cuda") is not None
-    return False
+    installed = any(version(package) for package in _CUDA_PACKAGES)
+    return installed and find_library("cuda") is not None
 
 
 class MlxType(BackendType):
