@@ -19,10 +19,10 @@ MOST_S = 2.0
 
 
 def read_s(name: str, text: str) -> float:
-    """Processor time."""
-    began_s = time.process_time()
+    """Processor time of this thread."""
+    began_s = time.thread_time()
     told(reply_format(name), [text], cut=True)
-    return time.process_time() - began_s
+    return time.thread_time() - began_s
 
 
 @pytest.mark.parametrize("name", [f.name for f in FORMATS])

@@ -247,7 +247,7 @@ def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() 
                 s.sendall(half)
             return _post(server, large).status_code == 503
 
-        until(is_refused_beside_another_half, "a third one is read", timeout_s=10)
+        until(is_refused_beside_another_half, "a third one is read")
         refused = _post(server, large)
         assert refused.json()["error"]["code"] == "server_busy"
         assert int(refused.headers["retry-after"]) > 0
@@ -256,5 +256,4 @@ def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() 
         until(
             lambda: _post(server, large).status_code == 400,
             "what went is still counted",
-            timeout_s=10,
         )

@@ -131,7 +131,7 @@ def test_a_killed_worker_costs_its_request_and_nothing_else(
     assert worker is not None
     body = {"messages": QUESTION, "stream": True, "ignore_eos": True, "max_tokens": 1500}
     with httpx.stream(
-        "POST", server.url + "/v1/chat/completions", json=body, timeout=2, trust_env=False
+        "POST", server.url + "/v1/chat/completions", json=body, timeout=60, trust_env=False
     ) as r:
         lines = r.iter_lines()
         next(line for line in lines if '"content":"' in line and '"content":""' not in line)

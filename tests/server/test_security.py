@@ -35,7 +35,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def server(engine: ScriptedEngine):
-    with running_server({"tiny": engine}, max_body_bytes=100_000, body_timeout_s=0.3) as running:
+    with running_server({"tiny": engine}, max_body_bytes=100_000, body_timeout_s=1.0) as running:
         yield running
 
 
@@ -272,7 +272,7 @@ def test_a_body_that_trickles_is_cut_off(server: Running) -> None:
 
 def test_headers_that_trickle_are_cut_off() -> None:
     with (
-        running_server({"tiny": ScriptedEngine()}, header_timeout_s=0.2) as server,
+        running_server({"tiny": ScriptedEngine()}, header_timeout_s=1.0) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
     ):
         s.sendall(b"GET /health HT")
