@@ -14,9 +14,9 @@ import pytest
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.http.accounts import NamedKey, digest_of
-from localllm_backends.contract import LoadSpec, LoraAdapter
+from localllm_backends.contract import LoadSpec, LoraAdapter, Placement
 from localllm_backends.mlx import backend_type as mlx
-from models import tiny_gguf, tiny_lora, tiny_mlx
+from models import tiny_gguf, tiny_lora, tiny_mlx, tiny_mlx_vision
 from models.tiny_vision import write_vision
 from server.test_kv_transfer import (
     MAC,
@@ -29,7 +29,7 @@ from server.test_kv_transfer import (
     text,
     worker,
 )
-from support.pictures import needs_mtmd, needs_pillow, png
+from support.pictures import needs_mlx_vlm, needs_mtmd, needs_pillow, png
 
 KEYS = (NamedKey("mac", digest_of(MAC.encode()), kv=True),)
 NO_MLX = pytest.mark.skipif(mlx.available() is not None, reason="MLX is not installed")
@@ -99,12 +99,36 @@ def test_kv_is_computed_by_the_adapters_of_the_request_or_not_transferred(tmp_pa
         assert len(texts) == 2, "equal answers would prove nothing"
 
 
-@needs_mtmd()
+def llamacpp_that_sees(folder: Path) -> tuple[Path, Path]:
+    model = write_vision(folder, "qwen2vl")
+    return model.text, model.projector
+
+
+def mlx_that_sees(folder: Path) -> tuple[Path, Path]:
+    model = tiny_mlx_vision.write(folder / "sees", "qwen2_5_vl")
+    return model, model
+
+
 @needs_pillow()
-def test_a_prompt_with_an_image_stays_here_and_its_text_is_the_same(tmp_path: Path) -> None:
-    """The other server has no pixels. Text of the same model is transferred."""
-    model = write_vision(tmp_path, "qwen2vl")
-    spec = LoadSpec(str(model.text), n_ctx=2048, n_seq_max=4, projector=str(model.projector))
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(llamacpp_that_sees, id="llama.cpp", marks=needs_mtmd()),
+        pytest.param(mlx_that_sees, id="mlx", marks=[pytest.mark.mlx, needs_mlx_vlm()]),
+    ],
+)
+def test_a_prompt_with_an_image_stays_here_and_one_of_text_is_transferred(
+    write: Callable[[Path], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """The other server has no pixels. Positions of these models have three dimensions (M-RoPE)."""
+    text_model, projector = write(tmp_path)
+    spec = LoadSpec(
+        str(text_model),
+        n_ctx=2048,
+        n_seq_max=4,
+        placement=Placement(gpu_layers=0),
+        projector=str(projector),
+    )
 
     def seeing(**engine: Any) -> Supervisor:
         return Supervisor(WorkerOptions(spec, engine=engine))
@@ -125,3 +149,11 @@ def test_a_prompt_with_an_image_stays_here_and_its_text_is_the_same(tmp_path: Pa
             message["content"] = "other words, then " + words
             answer = httpx.post(url, json=body, trust_env=False, timeout=120)
             assert "tokens were read by" in answer.headers["x-localllm-cache"]
+            there = httpx.post(
+                sender.url + "/v1/chat/completions",
+                json=body,
+                headers={"authorization": f"Bearer {MAC}"},
+                trust_env=False,
+                timeout=120,
+            )
+            assert answer.json()["choices"] == there.json()["choices"]
