@@ -80,10 +80,14 @@ def asking(
         yield running
 
 
-def ask(server: Running, prompt: list[int], **more: Any) -> httpx.Response:
+def ask(server: Running, prompt: list[int], *, key: str = MAC, **more: Any) -> httpx.Response:
     body = {"model": "few", "prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     return httpx.post(
-        server.url + "/v1/completions", json={**body, **more}, trust_env=False, timeout=120
+        server.url + "/v1/completions",
+        json={**body, **more},
+        headers={"authorization": f"Bearer {key}"},
+        trust_env=False,
+        timeout=120,
     )
 
 

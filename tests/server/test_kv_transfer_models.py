@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,29 @@ def test_every_kind_of_memory_is_transferred(write: Callable[[Path], Path], tmp_
         again = ask(here, [*prompt(0), 9, 8, 7])
         assert text(again) == text(ask(alone, [*prompt(0), 9, 8, 7]))
         assert metric(here, "kv_fetched_tokens_total") == 3 * 599
+
+
+def test_an_8_bit_cache_takes_about_half_the_link(few_layers: Path) -> None:
+    """The wire carries the KV as both servers keep it, so a transfer adds no further error."""
+    spec = LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=4)
+    sent_bytes = {}
+    for kv_type in ("f16", "q8_0"):
+        typed = replace(spec, kv_type_k=kv_type, kv_type_v=kv_type)
+        with loaded_server(Supervisor(WorkerOptions(typed)), keys=KEYS) as sender:
+            engine = {
+                "prefill_from": [sender.url],
+                "prefill_key": MAC,
+                "prefill_from_tokens": 256,
+                "prefill_patience_s": PATIENCE_S,
+                "model_name": "few",
+            }
+            with loaded_server(Supervisor(WorkerOptions(typed, engine=engine))) as here:
+                answer = ask(here, prompt(1))
+                assert "599 tokens were read by" in answer.headers["x-localllm-cache"]
+                assert text(answer) == text(ask(sender, prompt(1)))
+                sent_bytes[kv_type] = metric(here, "kv_fetched_bytes_total")
+    # 34 bytes for 32 values, and positions.
+    assert 0.52 < sent_bytes["q8_0"] / sent_bytes["f16"] < 0.56
 
 
 def test_kv_is_computed_by_the_adapters_of_the_request_or_not_transferred(tmp_path: Path) -> None:
