@@ -2,15 +2,16 @@
 
     python -m benchmarks start [--llama-server PROGRAM] [--model FILE] [--rounds 9] [--json FILE]
 
-Ready is the first 200 of /health. Beside the seconds stands the processor time of all the server's
-processes until then: on few cores it decides. Compiled Python files are written first, by starts
-that are not measured.
+Ready is the first 200 of /health. The first token is that of a chat request sent at that moment.
+The processor time is that of all processes of the server until it is ready: on few cores it
+decides. Compiled Python files are written first, by starts that are not measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import json
 import os
 import subprocess
 import sys
@@ -45,8 +46,23 @@ def wait_until_healthy(server: Server) -> None:
     raise SystemExit(f"{server.name} was not ready after {_LONGEST_S:.0f} s")
 
 
-def started(server: Server) -> tuple[float, float]:
-    """Start `server` and end it. Returns (seconds, processor seconds) until it was ready."""
+def ask(server: Server) -> None:
+    """Ask for one token. Raises SystemExit unless the server answers it."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=_LONGEST_S)
+    messages = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"messages": messages, "max_tokens": 1})
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    answer = connection.getresponse()
+    said = answer.read()
+    connection.close()
+    if answer.status != 200:
+        raise SystemExit(f"{server.name} answered {answer.status}: {said[:200]!r}")
+
+
+def started(server: Server) -> tuple[float, float, float]:
+    """Start `server` and end it. Returns seconds until it was ready, processor seconds until then,
+    and seconds until the first token."""
     environment = {**os.environ, **server.environment}
     begun = time.perf_counter()
     server.process = subprocess.Popen(
@@ -54,8 +70,10 @@ def started(server: Server) -> tuple[float, float]:
     )
     try:
         wait_until_healthy(server)
-        seconds = time.perf_counter() - begun
-        return seconds, server.cpu_s()
+        ready_s = time.perf_counter() - begun
+        cpu_s = server.cpu_s()
+        ask(server)
+        return ready_s, cpu_s, time.perf_counter() - begun
     finally:
         server.stop()
 
@@ -82,17 +100,19 @@ def main() -> None:
         command = [str(theirs), "-m", model, "-c", n_ctx, "--port", str(port_of_theirs)]
         peer = Server("llama-server", command, port_of_theirs)
         seconds = RoundComparison("start to ready", "s", "less")
+        first_token = RoundComparison("start to first token", "s", "less")
         processor = RoundComparison("processor time until ready", "s", "less")
 
         def run(server: Server) -> None:
-            took_s, cpu_s = started(server)
-            seconds.add(server.name, took_s)
+            ready_s, cpu_s, token_s = started(server)
+            seconds.add(server.name, ready_s)
+            first_token.add(server.name, token_s)
             processor.add(server.name, cpu_s)
 
         for server in (ours, peer):
             print(f"{server.name}: {started(server)[0]:.2f} s at first", file=sys.stderr)
         interleave(options.rounds, lambda: run(ours), lambda: run(peer))
-    report([seconds, processor], "localllm", options.json)
+    report([seconds, first_token, processor], "localllm", options.json)
     for name in ("localllm", "llama-server"):
         least = f"{min(seconds.known(name)):.3f} s, processor {min(processor.known(name)):.2f} s"
         print(f"{name}: at least {least}")
