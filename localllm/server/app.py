@@ -4,6 +4,7 @@ responses."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import chain
@@ -15,9 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Router
 
-from localllm.server.dialects import openapi
-from localllm.server.dialects.openai import routes as openai
-from localllm.server.dialects.paths import Paths
+from localllm.server.dialects.paths import Paths, answer_of
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.errors import (
@@ -55,28 +54,22 @@ def create_app(
     settings = settings or ServerSettings()
     server = Server(models, settings, store)
     own = Paths("server")
-    first = [openai.routes(server), own]
-    others = cache(partial(_other_dialects, server))
+    others = _LaterPaths(partial(_other_dialects, server))
+    first = _LaterPaths(partial(_first_dialect, server), default=others)
 
     @cache
     def document() -> dict[str, Any]:
-        return openapi.document([*first, *others()])
+        from localllm.server.dialects import openapi
+
+        return openapi.document([*first.paths(), own, *others.paths()])
 
     _own_paths(own, server, document, power)
-
-    @cache
-    def router() -> Router:
-        return Router(list(chain(*others())), redirect_slashes=False)
-
-    async def other_dialects_app(scope: Scope, receive: Receive, send: Send) -> None:
-        await router()(scope, receive, send)
-
-    app = Starlette(routes=list(chain(*first)), exception_handlers={HTTPException: _http})
+    app = Starlette(routes=own, exception_handlers={HTTPException: _http})
     app.router.redirect_slashes = False
-    app.router.default = other_dialects_app
+    app.router.default = first
     app.state.server = server
     app.state.document = document
-    app.state.others = others
+    app.state.dialects = (first, others)
     if models.upstreams is not None:
         # Imported here because it loads an HTTP client.
         from localllm.server.proxy.middleware import ProxyMiddleware
@@ -93,11 +86,45 @@ def create_app(
     return app
 
 
-def _other_dialects(server: Server) -> list[Paths]:
-    """Return the paths of all dialects except OpenAI's chat.
+class _LaterPaths:
+    """An application of dialects that are imported at the first request for one of their paths, or
+    after the server's own paths answer.
 
-    The import takes a twentieth of the startup time. So it runs at the first request for one of
-    these paths, or after the server is up."""
+    Importing all dialects takes a third of the start. `default`: gets the requests for other paths.
+    """
+
+    def __init__(self, make: Callable[[], list[Paths]], default: _LaterPaths | None = None) -> None:
+        self._make = make
+        self._default = default
+        # Several threads may ask at the same time.
+        self._lock = threading.Lock()
+        self._paths: list[Paths] = []
+        self._router: Router | None = None
+
+    def paths(self) -> list[Paths]:
+        """Return the paths of these dialects. Imports them if that is necessary."""
+        with self._lock:
+            if self._router is None:
+                self._paths = self._make()
+                routes = list(chain(*self._paths))
+                self._router = Router(routes, redirect_slashes=False, default=self._default)
+            return self._paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._router is None:
+            await asyncio.to_thread(self.paths)
+        assert self._router is not None
+        await self._router(scope, receive, send)
+
+
+def _first_dialect(server: Server) -> list[Paths]:
+    """Return the paths of OpenAI's chat: the most likely first request."""
+    from localllm.server.dialects.openai import routes as openai
+
+    return [openai.routes(server)]
+
+
+def _other_dialects(server: Server) -> list[Paths]:
     from localllm.server.dialects import vectors
     from localllm.server.dialects.anthropic import routes as anthropic
     from localllm.server.dialects.llamacpp import routes as llamacpp
@@ -126,7 +153,7 @@ def _own_paths(
     async def described(request: Request) -> dict[str, Any]:
         return document()
 
-    @paths.answers("GET", "/health", "/v1/health", responses={**openapi.answer_of(), **loading})
+    @paths.answers("GET", "/health", "/v1/health", responses={**answer_of(), **loading})
     async def health(request: Request) -> Response:
         """Report that the server is alive; needs no key. While the models named at the start
         are loading, the status is 503 with `progress`, as in llama.cpp's server. Requests wait for
@@ -138,7 +165,7 @@ def _own_paths(
         body = {"status": status, "progress": round(progress, 3), "error": error}
         return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
-    @paths.answers("GET", "/metrics", responses=openapi.answer_of("text/plain", "string"))
+    @paths.answers("GET", "/metrics", responses=answer_of("text/plain", "string"))
     async def prometheus(request: Request) -> Response:
         """The server's metrics in Prometheus' text format."""
         figures: dict[str, float] = {}
@@ -148,7 +175,7 @@ def _own_paths(
         headers = {"process-start-time-unix": f"{server.totals.started_s:.0f}"}
         return Response(page, media_type=CONTENT_TYPE, headers=headers)
 
-    @paths.answers("GET", "/usage.csv", responses=openapi.answer_of("text/csv", "string"))
+    @paths.answers("GET", "/usage.csv", responses=answer_of("text/csv", "string"))
     async def usage(request: Request) -> Response:
         """The usage of named keys since the server started, as CSV. Admins get the usage of all
         keys, other callers only their own."""
@@ -183,7 +210,9 @@ def _hint(request: Request) -> str:
 def _methods(request: Request, path: str = "") -> list[str]:
     """Return the methods that `path` answers. Default: the path of `request`."""
     found = set()
-    routes = [*request.app.routes, *chain(*request.app.state.others())]
+    routes = list(request.app.routes)
+    for dialects in request.app.state.dialects:
+        routes += chain(*dialects.paths())
     for method in _METHODS:
         asked = {**request.scope, "path": path or request.url.path, "method": method}
         if any(route.matches(asked)[0] is Match.FULL for route in routes):

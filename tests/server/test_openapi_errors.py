@@ -47,3 +47,17 @@ def test_a_refused_body_has_the_documented_format() -> None:
         for other in others:
             validator = jsonschema.Draft202012Validator(document["components"]["schemas"][other])
             assert not validator.is_valid(reply.json()), (path, other)
+
+
+def test_the_first_requests_of_a_server_may_come_at_once() -> None:
+    """The dialects are imported when they are first used, in a thread."""
+    paths = ["/v1/models", "/api/tags", "/v1/models", "/slots", "/health", "/api/tags"]
+
+    async def asked() -> list[int]:
+        app = create_app(ModelRouter({"tiny": ScriptedEngine()}), settings=ServerSettings(port=1))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            answers = await asyncio.gather(*(http.get(path) for path in paths))
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(asked()) == [200] * len(paths)

@@ -56,7 +56,9 @@ def as_nobody(port: int, asked: Iterable[tuple[str, str]], *, leave: bool = Fals
 
 def routes_of(app: Any) -> list[tuple[str, str]]:
     """Every method and path that the server answers, aliases included."""
-    routes = [*app.routes, *chain(*app.state.others())]
+    routes = list(app.routes)
+    for dialects in app.state.dialects:
+        routes += chain(*dialects.paths())
     return [(method, route.path) for route in routes for method in sorted(route.methods)]
 
 

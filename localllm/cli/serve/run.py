@@ -223,16 +223,17 @@ def application(
         from localllm.conversation.template import warm_up
         from localllm.device.probes.power import power_figures
         from localllm.server.app import create_app
-        from localllm.server.dialects.openapi import build_bodies
         from localllm.server.http.run import serve_on
 
         app = create_app(router, settings=settings, store=store, power=power_figures)
 
         def all_dialects() -> None:
-            # First build OpenAI's chat, the most likely first request and the only dialect so far.
-            build_bodies()
-            app.state.others()
-            build_bodies()
+            from localllm.server.dialects.openapi import build_bodies
+
+            # First build OpenAI's chat, the most likely first request.
+            for dialects in app.state.dialects:
+                dialects.paths()
+                build_bodies()
 
         for later in (warm_up, all_dialects):
             threading.Thread(target=later, name="first uses", daemon=True).start()

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import localllm
-from localllm.server.dialects.paths import Paths
+from localllm.server.dialects.paths import Paths, answer_of
 
 _ERRORS = {
     "400": "the request is invalid or not supported; the message gives the reason",
@@ -103,13 +103,6 @@ def build_bodies() -> None:
     that the first request does not wait for this."""
     for body in _BODIES.values():
         body.model_rebuild()
-
-
-def answer_of(media_type: str = "application/json", kind: str = "object") -> dict[str, Any]:
-    """Return OpenAPI's `responses` for a route without a body. `kind` is the JSON type of its
-    answer."""
-    content = {media_type: {"schema": {"type": kind}}}
-    return {"200": {"description": "the answer", "content": content}}
 
 
 def _operation(path: str, method: str, listed: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,3 +46,10 @@ class Paths(list[Route]):
             return endpoint
 
         return added
+
+
+def answer_of(media_type: str = "application/json", kind: str = "object") -> dict[str, Any]:
+    """Return OpenAPI's `responses` for a route without a body. `kind` is the JSON type of its
+    answer."""
+    content = {media_type: {"schema": {"type": kind}}}
+    return {"200": {"description": "the answer", "content": content}}

@@ -21,8 +21,7 @@ from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import RequestBody, TokenId
 from localllm.server.dialects.llamacpp import completion
 from localllm.server.dialects.llamacpp.adapters import BODY, adapters_of, scales_of
-from localllm.server.dialects.openapi import answer_of
-from localllm.server.dialects.paths import Paths
+from localllm.server.dialects.paths import Paths, answer_of
 from localllm.server.dialects.route import Route, mount, mount_non_streaming
 from localllm.server.dialects.wire import EVENTS, FINGERPRINT
 from localllm.server.http.accounts import Account, admins_only, caller
