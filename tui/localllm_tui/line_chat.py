@@ -233,6 +233,7 @@ async def _run_line(chat: ChatController, line: str) -> None:
     async with chat.client:
         await commands.submit(chat, line)
         await chat.answered()
+        await chat.compared()
 
 
 def _reader() -> Callable[[], str]:

@@ -12,7 +12,7 @@ import typer
 
 from localllm.cli.chat import engines
 from localllm.conversation.history import ConversationSummary, History
-from localllm.errors import NotFoundError
+from localllm.errors import NotFoundError, UsageError
 from localllm.settings import Settings
 from localllm_tui.control.answering import AnswerStream, PendingAnswer
 from localllm_tui.control.attachments import with_files
@@ -25,13 +25,47 @@ from localllm_tui.control.terminal import TerminalQuestion, is_light, one_line
 
 @dataclass(frozen=True, slots=True)
 class ChatInvocation:
-    """The parsed command line. `attached` contains (name, text) pairs."""
+    """The parsed command line. `attached` contains (name, text) pairs. `other` is the second model
+    of a comparison, or ""."""
 
     wanted: engines.Wanted
     attached: list[tuple[str, str]]
     continues: bool
     system: str | None
     sampling: Mapping[str, float | int | str]
+    other: str = ""
+
+
+def other_name(invocation: ChatInvocation) -> str:
+    """The name of the second model of a comparison, or "".
+
+    Raises UsageError if it is the first one, and the errors for a model that is not found.
+    """
+    if not invocation.other:
+        return ""
+    with ExitStack() as stack:
+        names = []
+        for model in (invocation.wanted.model, invocation.other):
+            wanted = replace(invocation.wanted, model=model)
+            names.append(engines.engine_for(stack, wanted, None, at_once=True).model)
+    if names[0] == names[1]:
+        raise UsageError(f"-m names {names[0]} twice", hint="name two different models")
+    return names[1]
+
+
+def answer(stack: ExitStack, invocation: ChatInvocation, question: str) -> None:
+    """Print one answer on stdout, or those of two models, each after its name.
+
+    Two models are loaded in turn.
+    """
+    if not other_name(invocation):
+        answer_once(stack, invocation, question)
+        return
+    for model in (invocation.wanted.model, invocation.other):
+        print(f"{model}:", flush=True)
+        with ExitStack() as stack:
+            single = replace(invocation, wanted=replace(invocation.wanted, model=model), other="")
+            answer_once(stack, single, question)
 
 
 def answer_once(stack: ExitStack, invocation: ChatInvocation, question: str) -> None:
@@ -72,6 +106,7 @@ def start_conversation(
 
     Otherwise it runs `inline` or line by line.
     """
+    other = other_name(invocation)
     history = stack.enter_context(History())
     last = None
     notice = ""
@@ -89,6 +124,7 @@ def start_conversation(
         tuple(invocation.attached),
         notice,
         own=partial(engines.own_engine, stack, invocation.wanted) if engine.where else None,
+        other_model=other,
     )
     if background is not None:
         session = _on_screen(stack, opening, engine, background)

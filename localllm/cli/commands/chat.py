@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from localllm.cli.commands.shared import (
-    ModelName,
     ServerKey,
     ServerUrl,
     at_a_terminal,
+    installed_names,
 )
 from localllm.cli.setting_options import takes, with_flags
 from localllm.errors import UsageError
@@ -31,7 +31,17 @@ FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
 @takes(*with_flags(LOADING), "chat_screen_reader")
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
-    model: ModelName = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            autocompletion=installed_names,
+            help="Model: a name, a hub repo or a path (default: the best installed one). "
+            "Two compare their answers.",
+        ),
+    ] = None,
     attach: Annotated[
         list[Path] | None,
         typer.Option(
@@ -82,10 +92,8 @@ def chat(
     from localllm_tui.control.terminal import ask_background
 
     # Report all errors in the options before a model is loaded.
-    if prompt is not None and not prompt.strip() and not attach:
-        raise UsageError(
-            "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
-        )
+    _check_prompt(prompt, has_files=bool(attach))
+    model, other = _one_or_two(models or (), continues=continue_)
     attached = _all_texts(attach or ())
     check_fits_context(attached, settings.value("context") or None)
     question = None
@@ -101,15 +109,40 @@ def chat(
                 background = ask_background()
                 stack.callback(background.answer)
             # The terminal answers while the chat's code is imported.
-            from localllm.cli.chat.begin import ChatInvocation, answer_once, start_conversation
+            from localllm.cli.chat import begin
 
-            invocation = ChatInvocation(wanted, attached, continue_, system, sampling)
+            invocation = begin.ChatInvocation(wanted, attached, continue_, system, sampling, other)
             if question is None:
-                start_conversation(stack, invocation, background, inline=inline and not plain)
+                begin.start_conversation(stack, invocation, background, inline=inline and not plain)
             else:
-                answer_once(stack, invocation, question)
+                begin.answer(stack, invocation, question)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _check_prompt(prompt: str | None, *, has_files: bool) -> None:
+    """Raise UsageError if a question was given and is empty."""
+    if prompt is not None and not prompt.strip() and not has_files:
+        raise UsageError(
+            "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
+        )
+
+
+def _one_or_two(models: Sequence[str], *, continues: bool) -> tuple[str | None, str]:
+    """Return the model that answers, and the one whose answers are compared with it, or "".
+
+    Raises UsageError for more than two.
+    """
+    if len(models) > 2:
+        raise UsageError(f"-m names {len(models)} models", hint="two answers can be compared")
+    if len(models) == 2 and continues:
+        raise UsageError(
+            "--continue and two models can't be combined",
+            hint="continue with one model, and use /retry MODEL and /compare in the chat",
+        )
+    if not models:
+        return None, ""
+    return models[0], "".join(models[1:])
 
 
 def _is_line_by_line(settings: Settings) -> bool:

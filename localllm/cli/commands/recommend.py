@@ -297,7 +297,7 @@ def _open_screen(
     if chosen:
         from localllm.cli.commands.chat import chat
 
-        chat(model=chosen)
+        chat(models=[chosen])
 
 
 def _check_names(

@@ -83,6 +83,7 @@ class ChatController:
         self.prepared = prepared_summary.PreparedSummary()
         self._shown: AnswerDisplay | None = None  # time of the newest answer
         self._running: asyncio.Task[None] | None = None
+        self._comparing: asyncio.Task[None] | None = None
         self._save_failed = self._warned_full = False
         self._last_error: LocalLLMError | None = None
         self._notice_asks = NOTICE_ASKS
@@ -203,11 +204,26 @@ class ChatController:
         if self._running is not None:
             await self._running
 
+    async def compared(self) -> None:
+        """Wait until the other model's answer has ended, too; to cancel this stops it."""
+        if self._comparing is not None:
+            await self._comparing
+
+    async def _ask_other(self) -> None:
+        """Have the other model answer, too. The screen then shows both answers."""
+        other = self.options.other_model
+        await self.face.show_note(f"{one_line(other)} answers:")
+        await self.answer_again(model=other)
+        await self.answered()
+        is_answered = self.stream is not None and self.stream.turn is not None
+        if self.face.full_screen and is_answered and not self.left:
+            await self.face.run_on_screen("compare", "")
+
     async def _start_answer(self, stream: PendingAnswer, *, again: bool = False) -> None:
         shown = self._shown = await self.face.show_answer(stream, again=again)
         self.stream = stream
         shown.progress("waiting for the first token…")
-        self._running = asyncio.create_task(self._answer(stream, shown))
+        self._running = asyncio.create_task(self._answer(stream, shown, again=again))
         # let the task begin: a task cancelled before its start would not run its clean-up
         await asyncio.sleep(0)
         self.face.run_in_background(self.answered, "answer")
@@ -239,16 +255,17 @@ class ChatController:
             self.tools.allow(spec)
         return bool(answer)
 
-    async def _answer(self, stream: PendingAnswer, shown: AnswerDisplay) -> None:
+    async def _answer(self, stream: PendingAnswer, shown: AnswerDisplay, *, again: bool) -> None:
         """Stream one answer; however it ends, the face shows how."""
         error: LocalLLMError | None = None
+        compares = bool(self.options.other_model) and not again
         try:
             await stream.run(self._events(stream), shown)
         except LocalLLMError as e:
             error = e
         except asyncio.CancelledError:
             # Stopped by the user: the rest is an ordinary end, so the cancellation stops here.
-            pass
+            compares = False
         try:
             stream.close()
             self._report_disk()
@@ -257,6 +274,9 @@ class ChatController:
         finally:
             self._running = None
         self.face.changed(recount=True)
+        if compares and error is None and stream.turn is not None and not self.left:
+            # A task of its own: the face cancels work on one answer if another is asked for.
+            self._comparing = asyncio.create_task(self.reporting(self._ask_other()))
         queued = self.queued
         self.queued = ""
         if queued and error is None and not self.left:

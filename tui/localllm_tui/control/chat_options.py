@@ -23,6 +23,7 @@ class ChatOptions:
     `first_run`: the model is the bundled starter, and no other is installed.
     `tools`: programs that offer tools. They are off until the user enables them.
     `thinking`: how the model's thinking is shown at first.
+    `other_model`: a second model, which answers each question too; both answers are then compared.
     `own`: makes the chat's own engine for a model (None: the chat uses it already).
     """
 
@@ -38,3 +39,4 @@ class ChatOptions:
     tools: tuple[ToolHost, ...] = ()
     thinking: Literal["shown", "folded", "off"] = "folded"
     own: Callable[[str], ChatEngine] | None = None
+    other_model: str = ""
