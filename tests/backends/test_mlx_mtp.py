@@ -25,7 +25,7 @@ from models import tiny_mlx
 NO_MLX = backend_type.available()
 pytestmark = [pytest.mark.mlx, pytest.mark.skipif(NO_MLX is not None, reason=str(NO_MLX))]
 MOST = 4
-LATE = 32
+LATE = 256
 
 
 class Reference:

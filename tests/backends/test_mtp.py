@@ -214,7 +214,8 @@ def test_forks_and_cuts_behind_what_is_known_cost_one_row(path: Path, reference:
     backend, rng = load(path), random.Random(3)
     source, line = backend.new_sequence(), words(rng, 90)
     backend.step([Chunk(source, line[:80])])
-    # The heads have not read the last ten yet.
+    # A draft lets the heads catch up, so only the last ten are unread.
+    draft(backend, source, 5)
     backend.step([Chunk(source, line[80:])])
     # Within those, and at its end, a fork knows all; before them the hidden row at its end is lost,
     # and nothing else.

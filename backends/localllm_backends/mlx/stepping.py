@@ -81,7 +81,10 @@ class Stepper:
         self.hidden: list[Any] = []
 
     def keep_hidden(self, rows: Any) -> None:
-        """Store the hidden rows of the running call."""
+        """Store the hidden rows of the running call.
+
+        Those of a decode step are computed with its logits, and joined only if heads read them.
+        """
         self.hidden.append(rows)
 
     def _take_hidden(self) -> list[Any]:
@@ -175,7 +178,7 @@ class Stepper:
         logits = self._forward(batch, ids, counts).reshape(-1, self._n_vocab)
         hidden = self._take_hidden()
         group = LogitRows(logits)
-        result.fresh.extend(hidden)
+        result.fresh.extend(_read_apart(hidden, parts[0]))
         takes_best = False
         for row, part in enumerate(parts):
             seq = part.seq
@@ -271,7 +274,7 @@ class Stepper:
         self.ahead = _Ahead([*batch.seqs], batch, state, group, self._take_hidden())
         arrays = self._sample_ahead(self.ahead, [part.chunk.sample for part in going], given)
         held = arrays_of(batch.leaves) if self._layout.recurrent else []
-        return [*arrays, *self.ahead.hidden, *held]
+        return [*arrays, *held]
 
     def _continuing(self, parts: Sequence[ChunkOutput]) -> list[ChunkOutput]:
         """Return the chunks of sequences that keep decoding.
@@ -344,7 +347,7 @@ class Stepper:
     def _extend_ahead(self, result: MlxStepResult) -> bool:
         """Compute drafts after the early step, which has computed the token before them.
 
-        Returns False, and does nothing, unless the chunks are those of the early step and some have
+        Returns False, without any change, unless the chunks are those of the early step and some have
         drafts.
         """
         ahead = self.ahead
@@ -360,7 +363,7 @@ class Stepper:
         hidden = self._take_hidden()
         logits = mx.concatenate([ahead.group.logits[:, None], further], axis=1)
         group = LogitRows(logits.reshape(-1, self._n_vocab))
-        result.fresh.extend([group.best.tokens, *hidden])
+        result.fresh.append(group.best.tokens)
         for row, part in enumerate(parts):
             n_drafts = len(drafts[row])
             part.take(group, row * (1 + longest) + 1 + n_drafts)
@@ -464,6 +467,14 @@ def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:
     for array in arrays:
         known += [(array, row, at) for at in range(min(n, int(array.shape[1])))]
     return known
+
+
+def _read_apart(hidden: list[Any], part: ChunkOutput) -> list[Any]:
+    """Return those hidden rows that are not computed with the logits of `part`."""
+    chunk = part.chunk
+    if chunk.outputs and len(chunk.tokens) <= WHOLE_TOKENS:
+        return []
+    return hidden
 
 
 def _gathered(parts: Sequence[tuple[Any, int]]) -> Any:

@@ -23,6 +23,8 @@ from localllm_backends.contract import Backend, BackendFailure, Chunk
 Drafts = dict[str, tuple[list[int], list[Distribution] | None]]
 # Weight of a new measurement in the average cost of a drafted token.
 _SMOOTHING = 0.2
+# A draft counts as at most so many times the average.
+_MAX_SLOWER = 2.0
 # A probe uses the minimum of this many measurements.
 _PROBES = 3
 
@@ -90,8 +92,15 @@ class Drafter(ABC):
             self.backend.drop(sequence)
 
     def record(self, seconds: float) -> None:
-        """Record the time of one drafted token (or of one draft, if it is made `at_once`)."""
-        self.token_s += _SMOOTHING * (seconds - self.token_s) if self.token_s else seconds
+        """Record the time of one drafted token (or of one draft, if it is made `at_once`).
+
+        A draft after a pause also reads the tokens since the last one, so a slow draft counts only
+        in part.
+        """
+        if not self.token_s:
+            self.token_s = seconds
+        seconds = min(seconds, _MAX_SLOWER * self.token_s)
+        self.token_s += _SMOOTHING * (seconds - self.token_s)
 
     def forget(self, job: RunningRequest) -> None:  # noqa: B027 (optional hook)
         """Drop the data of a request that left the context."""

@@ -1,7 +1,7 @@
 """Chooses how many tokens to draft.
 
 It measures the cost of verifying n tokens (with probes while idle, refined by every step) and the
-hit rate of drafts. It also decides when a drafter that lost time may try again.
+hit rate of drafts.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def all_gain(
 
 
 _EDGES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-_PRIOR_WEIGHT = 4.0
+PRIOR_WEIGHT = 4.0
 # Averages over about 200 guesses for the engine, and about 12 within one request.
-_SLOW_DECAY = 0.995
-_FAST_DECAY = 0.92
+SLOW_DECAY = 0.995
+FAST_DECAY = 0.92
 _MIN_SURVIVAL = 0.05
 # The gain of drafting is averaged over about 30 steps. Three good drafts show that a copy has
 # begun.
@@ -136,7 +136,7 @@ class HitRates:
 
     def __init__(self, shared: HitRates | None = None) -> None:
         self._shared = shared
-        decay = _SLOW_DECAY if shared is None else _FAST_DECAY
+        decay = SLOW_DECAY if shared is None else FAST_DECAY
         self._averages = [DecayedRatio(decay) for _ in range(len(_EDGES) + 1)]
 
     def observe(self, match: int, *, hit: bool) -> None:
@@ -151,7 +151,7 @@ class HitRates:
             prior = self._shared.rate(match)
         else:
             prior = _prior(match)
-        return self._averages[bisect_right(_EDGES, match)].rate(prior, _PRIOR_WEIGHT)
+        return self._averages[bisect_right(_EDGES, match)].rate(prior, PRIOR_WEIGHT)
 
     def survival(self, match: int, length: int) -> list[float]:
         """P(the first k of `length` drafted tokens are all right), for k = 1, 2, …
@@ -167,67 +167,6 @@ class HitRates:
                 break
             out.append(alive)
         return out
-
-
-class Acceptance:
-    """Acceptance rate of a drafter in one request (a draft model's tokens), with the
-    engine-wide rate as prior.
-
-    `average` is the share of right guesses among those observed. Older guesses have less weight.
-    """
-
-    def __init__(self, shared: Acceptance | None = None, prior: float = 0.6) -> None:
-        self._shared = shared
-        self._prior = prior
-        self.average = DecayedRatio(_SLOW_DECAY if shared is None else _FAST_DECAY)
-
-    def observe(self, accepted: int, drafted: int) -> None:
-        """Record that the first `accepted` of `drafted` tokens were right.
-
-        Tokens after the first wrong one are not counted.
-        """
-        for hit in [True] * accepted + [False] * (accepted < drafted):
-            self.average.add(hit)
-        if self._shared is not None:
-            self._shared.observe(accepted, drafted)
-
-    @property
-    def rate(self) -> float:
-        """Probability that the next drafted token is accepted."""
-        return self.average.rate(
-            self._shared.rate if self._shared is not None else self._prior, _PRIOR_WEIGHT
-        )
-
-    def survival(self, length: int) -> list[float]:
-        """P(the first k are all accepted) = a^k for k = 1 … length.
-
-        Their sum is (1 − a^(g+1))/(1 − a) − 1.
-        """
-        return [self.rate**k for k in range(1, length + 1)]
-
-
-# A draft model (or the model's own heads) that lost time is tried again after this many tokens,
-# then after twice as many, and so on.
-RETRY_TOKENS = 24
-_MAX_RETRIES = 6
-
-
-@dataclass
-class BackOff:
-    """The acceptance of one drafter in one request, and when it may try again after losing time."""
-
-    acceptance: Acceptance
-    retry_at: int = 0
-    retries: int = 0
-
-    def learn(self, accepted: int, drafted: int, n_generated: int) -> None:
-        """Record that the first `accepted` of `drafted` tokens were right."""
-        self.acceptance.observe(accepted, drafted)
-        if accepted < drafted:
-            self.retries = min(self.retries + 1, _MAX_RETRIES)
-        else:
-            self.retries = 0
-        self.retry_at = n_generated + RETRY_TOKENS * 2**self.retries
 
 
 def recent_gain() -> DecayedRatio:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from localllm.engine.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import Drafter, longest_draft, registered
 from localllm.engine.speculation.controller import (
-    RETRY_TOKENS,
-    Acceptance,
-    BackOff,
     CostProbe,
     DraftCandidate,
     HitRates,
     all_gain,
     choose_lengths,
-    recent_gain,
 )
 from localllm.engine.speculation.ngram import PromptLookup, RecentOutputs
-from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
+from localllm.engine.speculation.stream_drafts import (
+    MAX_STEPS_UNPAID,
+    MIN_GAIN,
+    PAID_GAIN,
+    DraftState,
+    Proposal,
+    StreamDraft,
+)
+from localllm.engine.speculation.trials import PATIENCE_TOKENS, BackOff, DrafterAccount
+from localllm.engine.step_costs import PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure
 
 # Acceptance rate of text that a grammar forces: the model nearly always follows it token by token.
@@ -38,32 +43,6 @@ _MAX_STEPS_TOGETHER = 1.5
 # request would wait for an entire long step. So a stream that is alone again gets longer steps
 # only gradually: the limit grows by this factor per step.
 _ALONE_AGAIN = 1.5
-# Readers notice a long step as a pause. So a lookup draft may lengthen a step only if the drafts of
-# this stream have saved enough time: the stream must stay faster by this factor even if only very
-# likely tokens (_LIKELY) of the draft are accepted. Otherwise the step may take at most
-# _MAX_STEPS_UNPAID decode steps without drafts.
-#
-# With a limit less than two (1.75), copies were not detected if the second row was expensive and
-# further rows cheap. On one of ten random machines they ran at under half their best speed.
-#
-# The rule does not apply to text that a grammar forces, which is not a guess, or to drafters that
-# compute, which back off by themselves.
-#
-# The factor is 1.2 because very likely tokens are sometimes wrong. In 250 simulated streams of
-# random text, half of it predictable, every stream kept a gain of 9 %. With 1.15, one of 30 did
-# not.
-_PAID_GAIN = 1.2
-_LIKELY = 0.9
-_MAX_STEPS_UNPAID = 2.0
-# A copy is detected only if a long step accepts many tokens. So once in this many steps, a lookup
-# draft may lengthen a step before earlier drafts have saved the time. Readers do not notice one
-# long step in this many, which is above the 95th percentile of the gaps. Such a trial step may take
-# at most _MAX_STEPS_TRIED decode steps without drafts.
-_TRIED_EVERY = 24
-_MAX_STEPS_TRIED = 8.0
-# Such trials cost a stream at most this many decode steps without drafts, plus 1.5 % of its time.
-_MAX_STEPS_LOST = 6.0
-_MIN_GAIN = 0.985
 # Drafters that compute cost a stream at most this many decode steps without drafts, plus 1.5 % of
 # its time. Over the first 24 tokens that is 1.15 times the time without drafts, and over
 # 200 tokens a speed of 0.97.
@@ -71,66 +50,13 @@ _MAX_STEPS_TRIAL = 3.0
 # Steps with drafts do not measure the cost of a step without drafts. So one step in this many has no
 # drafts.
 _PLAIN_EVERY = 64
-# Length of a trial draft that measures the acceptance of a draft model (or of the model's own
-# heads).
-_TRIAL_TOKENS = 2
+# Acceptance rate of a drafter that is always right. It is below 1, so that `choose_lengths` gives
+# all streams equally long drafts.
+_NEARLY_RIGHT = 0.999
 # Guesses needed to judge a drafter.
 _MIN_SEEN = 4
 # Salts whose recent answers are kept.
 _MAX_RECENT_SALTS = 64
-
-
-def _gain_overall() -> DecayedRatio:
-    return DecayedRatio(1.0)
-
-
-@dataclass
-class _DraftState:
-    """Draft state of one decoding request: its lookup, the back-off of every drafter, and recent
-    gains.
-
-        `drafter`: the last drafter used.
-        `stopped_at`: the length at which that drafter stopped early, unsure of the next token
-            (-1: it did not).
-        `since_long_step`: steps since the last one longer than `_MAX_STEPS_UNPAID`.
-    """
-
-    lookup: PromptLookup
-    back_offs: dict[str, BackOff]
-    drafter: str = ""
-    stopped_at: int = -1
-    recent: DecayedRatio = field(default_factory=recent_gain)
-    overall: DecayedRatio = field(default_factory=_gain_overall)
-    since_long_step: int = _TRIED_EVERY
-
-    def learn(self, tokens: int, steps: float) -> None:
-        """Record a step that emitted `tokens` and took as long as `steps` decode steps without
-        drafts.
-        """
-        self.recent.add(tokens, steps)
-        self.overall.add(tokens, steps)
-        if steps > _MAX_STEPS_UNPAID:
-            self.since_long_step = 0
-        else:
-            self.since_long_step += 1
-
-    def allowed_steps(self, tokens: int) -> float:
-        """The most decode steps without drafts that the next step may take if it emits `tokens`.
-
-        `tokens` are those that it emits very likely. Within this time the stream stays faster by
-        `_PAID_GAIN`, either recently or overall.
-        """
-        return max(gain.total_for(_PAID_GAIN, tokens) for gain in (self.recent, self.overall))
-
-    def trial_steps(self) -> float:
-        """The most decode steps without drafts that a step with a trial draft may take.
-
-        It is 0 until _TRIED_EVERY steps after the last long step. It is limited by the time that
-        this stream may lose.
-        """
-        if self.since_long_step < _TRIED_EVERY:
-            return 0.0
-        return min(_MAX_STEPS_TRIED, _MAX_STEPS_LOST + self.overall.total_for(_MIN_GAIN, 1))
 
 
 @dataclass
@@ -151,7 +77,7 @@ class Speculator:
     cost: StepCost = field(default_factory=StepCost)
 
     def __post_init__(self) -> None:
-        self._states: dict[str, _DraftState] = {}
+        self._states: dict[str, DraftState] = {}
         self._rates = HitRates()
         kinds = registered()
         given = (self.backend, self.draft_backend, self.mode, self.clock)
@@ -159,13 +85,17 @@ class Speculator:
         self.drafters: dict[str, Drafter] = {
             drafter.name: drafter for drafter in made if drafter is not None
         }
-        self._acceptance = {name: Acceptance() for name in self.drafters}
+        self._accounts = {name: DrafterAccount() for name in self.drafters}
+        # The last step: its streams, and its drafts by drafter (StreamDraft).
+        self._emitted = 0
+        self._used: dict[str, list[StreamDraft]] = {}
         # One per salt. Otherwise the speed of an answer would reveal the text of other users.
         self._recent = lru_cache(_MAX_RECENT_SALTS)(lambda salt: RecentOutputs())
         names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
         self._drafted = dict.fromkeys(names, 0)
         self._accepted = dict.fromkeys(names, 0)
         self._since_plain = 0
+        self._streams = 1
         self._max_steps = math.inf
         self._drafting_s = self._undrafted_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
@@ -189,6 +119,7 @@ class Speculator:
         """
         if self.off_because:
             return
+        self._settle()
         decoding = [j for j in running if not j.prefilling and j.compilation is None]
         for job in decoding:
             job.draft = []
@@ -203,16 +134,39 @@ class Speculator:
         rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
         if rows < 1:
             return
+        self._streams = len(decoding)
         proposals = [self._proposal(job, min(rows, self._most)) for job in decoding]
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
         self._fill_in(decoding, proposals, self._lengths(decoding, proposals))
 
+    def _settle(self) -> None:
+        """Charge the drafters for the last step."""
+        for name, account in self._accounts.items():
+            used = self._used.get(name, [])
+            gained = lost = 0.0
+            if used:
+                gained = sum(draft.accepted for draft in used) / self._emitted
+                rows = sum(draft.drafted for draft in used)
+                lost = self._lost_steps(name, self._emitted, rows, max(d.computed for d in used))
+            account.step(gained, lost)
+        self._emitted = 0
+        self._used = {}
+
+    def _lost_steps(self, name: str, streams: int, rows: int, computed: int) -> float:
+        """Decode steps without drafts that `rows` wrong tokens take. The drafter computes
+        `computed` tokens in lockstep.
+        """
+        drafter = self.drafters[name]
+        drafting_s = DraftCandidate((), drafter.token_s, drafter.at_once).drafting_s(computed)
+        plain_s = self.cost.seconds(streams)
+        return (self.cost.seconds(streams + rows) + drafting_s) / plain_s - 1.0
+
     def _fill_in(
         self,
         decoding: Sequence[RunningRequest],
-        proposals: Sequence[_Proposal],
+        proposals: Sequence[Proposal],
         lengths: Sequence[int],
     ) -> None:
         """Give every job a draft of its length, from its lookup or from the drafter, which
@@ -242,10 +196,12 @@ class Speculator:
         self._max_steps = max(_MAX_STEPS_TOGETHER, _MAX_STEPS_SHARED * single)
 
     def _lengths(
-        self, decoding: Sequence[RunningRequest], proposals: Sequence[_Proposal]
+        self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal]
     ) -> list[int]:
         """Choose how many tokens of each proposal to draft."""
         max_steps = self._max_steps
+        for name in {p.drafter for p in proposals if p.drafter in self.drafters and p.survival}:
+            max_steps = min(max_steps, 1.0 + self._accounts[name].balance)
         pay = choose_lengths(proposals, self.cost.seconds, max_steps)
         guesses = [
             (job, p, n)
@@ -257,11 +213,11 @@ class Speculator:
         states = [self._states[job.id] for job, _, _ in guesses]
         likely = [p.likely(n) for _, p, n in guesses]
         allowed_steps = min(state.allowed_steps(n) for state, n in zip(states, likely, strict=True))
-        allowed_steps = max(allowed_steps, _MAX_STEPS_UNPAID)
+        allowed_steps = max(allowed_steps, MAX_STEPS_UNPAID)
         trial_steps = min(max_steps, *[state.trial_steps() for state in states])
         if trial_steps > allowed_steps:
             lengths = choose_lengths(proposals, self.cost.seconds, trial_steps)
-            if all_gain(proposals, lengths, self.cost.seconds, _PAID_GAIN):
+            if all_gain(proposals, lengths, self.cost.seconds, PAID_GAIN):
                 return lengths
         return choose_lengths(proposals, self.cost.seconds, min(max_steps, allowed_steps))
 
@@ -283,7 +239,7 @@ class Speculator:
             if drafter.stops_when_unsure and len(job.draft) < length and not ends:
                 state.stopped_at = len(job.draft)
 
-    def _proposal(self, job: RunningRequest, most: int) -> _Proposal:
+    def _proposal(self, job: RunningRequest, most: int) -> Proposal:
         state = self._state(job)
         most = min(
             most,
@@ -291,7 +247,7 @@ class Speculator:
             self.backend.info.n_ctx - len(job.tokens) - 1,
         )
         if not job.drafts or most < 1:
-            return _Proposal(())
+            return Proposal(())
         tokens, match = state.lookup.propose(most)
         constraint = job.sampler.constraint
         if constraint is not None and tokens:
@@ -301,10 +257,10 @@ class Speculator:
             forced = constraint.forced_tokens()[:most]
         if forced:
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(forced))]
-            best = _Proposal(survival, drafter="grammar", tokens=forced)
+            best = Proposal(survival, drafter="grammar", tokens=forced)
         else:
             survival = state.lookup.rates.survival(match, len(tokens))
-            best = _Proposal(survival, drafter="ngram", tokens=tokens)
+            best = Proposal(survival, drafter="ngram", tokens=tokens)
         if self.mode != "ngram" and job.request.draft != "ngram":
             for name, drafter in self.drafters.items():
                 best = self._better_of(job, state.back_offs[name], best, most, name, drafter)
@@ -314,11 +270,11 @@ class Speculator:
         self,
         job: RunningRequest,
         back_off: BackOff,
-        best: _Proposal,
+        best: Proposal,
         most: int,
         name: str,
         drafter: Drafter,
-    ) -> _Proposal:
+    ) -> Proposal:
         """Return this drafter's proposal if it promises more than `best` for this job alone, else
         `best`.
         """
@@ -326,26 +282,47 @@ class Speculator:
             return best
         most = min(most, drafter.most, _MAX_MODEL_TOKENS)
         # The longest draft that can be rejected entirely while the stream keeps its minimum speed.
-        steps = _MAX_STEPS_TRIAL + self._states[job.id].overall.total_for(_MIN_GAIN, 1)
+        steps = _MAX_STEPS_TRIAL + self._states[job.id].overall.total_for(MIN_GAIN, 1)
         length = next((n for n in range(most, 0, -1) if self._steps(name, n) <= steps), 0)
         survival = back_off.acceptance.survival(length)
-        turn = _Proposal(survival, drafter.token_s, drafter.at_once, name)
-        (alone,) = choose_lengths([turn], self.cost.seconds)
-        if not alone and job.n_generated >= back_off.retry_at:
-            turn = replace(turn, trial=min(_TRIAL_TOKENS, length))
+        turn = Proposal(survival, drafter.token_s, drafter.at_once, name)
+        account = back_off.account
+        alone = 0
+        if account.trusted:
+            (alone,) = choose_lengths([turn], self.cost.seconds, 1.0 + account.balance)
+        if not alone and not account.wait and job.n_generated >= back_off.retry_at:
+            trial = self._trial_length(name, account, length)
+            turn = Proposal((), drafter.token_s, drafter.at_once, name, trial=trial)
         (instead,) = choose_lengths([best], self.cost.seconds)
         # A trial promises no gain, so it replaces `best` only if `best` has no gain either.
         if turn.trial:
             better = not instead
         else:
             better = turn.speed(alone, self.cost.seconds) > best.speed(instead, self.cost.seconds)
-        if not (alone or turn.trial) or not better:
+        if not (alone or turn.trial) or not better or not drafter.ready(job):
             return best
-        if drafter.ready(job):
-            return turn
-        return best
+        if turn.trial:
+            # One stream at a time.
+            account.wait = 1
+        return turn
 
-    def _state(self, job: RunningRequest) -> _DraftState:
+    def _trial_length(self, name: str, account: DrafterAccount, most: int) -> int:
+        """The tokens of a trial draft now (0: no trial). Drafts that would not pay even if they were
+        always right need no trial.
+        """
+        drafter = self.drafters[name]
+        survival = [_NEARLY_RIGHT ** (k + 1) for k in range(most)]
+        right = DraftCandidate(survival, drafter.token_s, drafter.at_once)
+        if not any(choose_lengths([right] * self._streams, self.cost.seconds, self._max_steps)):
+            account.wait = PATIENCE_TOKENS
+            return 0
+
+        def lost(n: int) -> float:
+            return self._lost_steps(name, self._streams, n, n)
+
+        return account.trial_length(most, lost)
+
+    def _state(self, job: RunningRequest) -> DraftState:
         state = self._states.get(job.id)
         if state is None:
             lookup = PromptLookup(
@@ -355,10 +332,10 @@ class Speculator:
                 job.predicted,
             )
             back_offs = {
-                name: BackOff(Acceptance(shared), RETRY_TOKENS * self._is_unprofitable(name))
-                for name, shared in self._acceptance.items()
+                name: BackOff(account, PATIENCE_TOKENS * self._is_unprofitable(name))
+                for name, account in self._accounts.items()
             }
-            state = self._states[job.id] = _DraftState(lookup, back_offs)
+            state = self._states[job.id] = DraftState(lookup, back_offs)
         return state
 
     def _is_unprofitable(self, name: str) -> bool:
@@ -367,7 +344,7 @@ class Speculator:
         If so, a new request does not try it at once, because a short answer can't pay for a trial.
         """
         drafter = self.drafters[name]
-        shared = self._acceptance[name]
+        shared = self._accounts[name].acceptance
         candidate = DraftCandidate(
             shared.survival(_MAX_MODEL_TOKENS), drafter.token_s, drafter.at_once
         )
@@ -386,6 +363,7 @@ class Speculator:
         state = self._states.get(job.id)
         if state is None:
             return
+        self._emitted += 1
         state.lookup.advance(tokens)
         # A token that the heads were unsure of counts as wrong: they computed it in vain.
         unsure = state.stopped_at == drafted
@@ -397,6 +375,8 @@ class Speculator:
         self._drafted[state.drafter] += drafted
         self._accepted[state.drafter] += accepted
         if state.drafter in state.back_offs:
+            draft = StreamDraft(drafted, accepted, drafted + unsure)
+            self._used.setdefault(state.drafter, []).append(draft)
             state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
     def _steps(self, drafter: str, drafted: int, unsure: bool = False) -> float:
@@ -479,19 +459,3 @@ class Speculator:
             "verify_8_cost": self.cost.seconds(8) / plain,
             "verify_16_cost": self.cost.seconds(16) / plain,
         }
-
-
-@dataclass(frozen=True)
-class _Proposal(DraftCandidate):
-    """A draft that one drafter could make for one job.
-
-    `trial`: tokens to draft in order to learn, although the draft does not promise to pay.
-    """
-
-    drafter: str = ""
-    tokens: Sequence[int] = ()
-    trial: int = 0
-
-    def likely(self, length: int) -> int:
-        """Tokens that a step emits very likely if it drafts `length` tokens."""
-        return 1 + sum(chance >= _LIKELY for chance in self.survival[:length])

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.speculation.controller import (
-    Acceptance,
     DraftCandidate,
     HitRates,
     choose_lengths,
 )
+from localllm.engine.speculation.trials import Acceptance
 from localllm.engine.step_costs import KNOTS, StepCost
 
 RATES = st.floats(0.0, 1.0)

@@ -1,0 +1,131 @@
+"""When a drafter that computes may draft: its acceptance rate, and the time that it gained and lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from localllm.engine.speculation.controller import FAST_DECAY, PRIOR_WEIGHT, SLOW_DECAY
+from localllm.engine.step_costs import DecayedRatio
+
+
+class Acceptance:
+    """Acceptance rate of a drafter in one request (a draft model's tokens), with the
+    engine-wide rate as prior.
+
+    `average` is the share of right guesses among those observed. Older guesses have less weight.
+    """
+
+    def __init__(self, shared: Acceptance | None = None, prior: float = 0.6) -> None:
+        self._shared = shared
+        self._prior = prior
+        self.average = DecayedRatio(SLOW_DECAY if shared is None else FAST_DECAY)
+
+    def observe(self, accepted: int, drafted: int) -> None:
+        """Record that the first `accepted` of `drafted` tokens were right.
+
+        Tokens after the first wrong one are not counted.
+        """
+        for hit in [True] * accepted + [False] * (accepted < drafted):
+            self.average.add(hit)
+        if self._shared is not None:
+            self._shared.observe(accepted, drafted)
+
+    @property
+    def rate(self) -> float:
+        """Probability that the next drafted token is accepted."""
+        return self.average.rate(
+            self._shared.rate if self._shared is not None else self._prior, PRIOR_WEIGHT
+        )
+
+    def survival(self, length: int) -> list[float]:
+        """P(the first k are all accepted) = a^k for k = 1 … length.
+
+        Their sum is (1 − a^(g+1))/(1 − a) − 1.
+        """
+        return [self.rate**k for k in range(1, length + 1)]
+
+
+# The time that a drafter may lose in this engine, in decode steps without drafts: so many steps, and
+# this share of all further steps. 250 tokens of streams that begin together then keep 0.99 of their
+# speed if every draft is wrong.
+_CREDIT = 1.25
+_SHARE = 0.003
+# Gains of a drafter allow longer drafts, up to this many steps.
+_MOST_GAINED = 16.0
+# Tokens of a trial draft, which measures the acceptance rate.
+_TRIAL_TOKENS = 2
+_MAX_FAILURES = 9
+
+
+@dataclass
+class DrafterAccount:
+    """The gains and losses of one drafter in one engine. All streams share them, because a draft for
+    one of them lengthens the steps of all.
+
+    `balance`: decode steps without drafts that it may lose now.
+    `trusted`: False until a token is accepted. Before that, all drafts are trials.
+    `failures`: drafts in a row of which no token was accepted.
+    `wait`: steps until a trial may be made. Each failure doubles it.
+    """
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    balance: float = _CREDIT
+    trusted: bool = False
+    failures: int = 0
+    wait: int = 0
+
+    def step(self, gained: float, lost: float) -> None:
+        """Record a step: the decode steps that its drafts saved, and those that they took."""
+        self.wait = max(self.wait - 1, 0)
+        if self.balance < _CREDIT:
+            self.balance = min(self.balance + _SHARE, _CREDIT)
+        if gained and not self.trusted:
+            # The first success is no loss, so drafts that are long enough to pay can follow.
+            self.trusted = True
+            lost = 0.0
+        self.balance = min(self.balance + gained - lost, _MOST_GAINED)
+
+    def learn(self, accepted: int) -> None:
+        """Record a draft of which `accepted` tokens were right."""
+        if accepted:
+            self.failures = 0
+            return
+        self.failures = min(self.failures + 1, _MAX_FAILURES)
+        self.wait = 2**self.failures
+
+    def trial_length(self, most: int, lost: Callable[[int], float]) -> int:
+        """The tokens of a trial now; 0: no trial. `lost(n)`: decode steps that n wrong tokens take.
+
+        A trial that costs more than the credit needs the whole credit.
+        """
+        for length in range(min(most, _TRIAL_TOKENS), 0, -1):
+            if lost(length) <= self.balance:
+                return length
+        return min(most, int(self.balance >= _CREDIT))
+
+
+# A drafter that did not pay in earlier answers is tried in a new one only after this many tokens,
+# because a short answer can't pay for a trial.
+PATIENCE_TOKENS = 24
+
+
+@dataclass
+class BackOff:
+    """The acceptance of one drafter in one request, and when a trial may be made for it: after
+    `retry_at` generated tokens. Each failure in a row doubles the pause.
+    """
+
+    account: DrafterAccount
+    retry_at: int = 0
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.acceptance = Acceptance(self.account.acceptance)
+
+    def learn(self, accepted: int, drafted: int, n_generated: int) -> None:
+        """Record that the first `accepted` of `drafted` tokens were right."""
+        self.acceptance.observe(accepted, drafted)
+        self.account.learn(accepted)
+        self.failures = 0 if accepted else min(self.failures + 1, _MAX_FAILURES)
+        self.retry_at = n_generated + 2**self.failures
