@@ -24,6 +24,8 @@ FLAGS = frozenset(
         "--ui-mcp-proxy", "--backend_sampling",
     }
 )  # fmt: skip
+# localllm refuses a smaller context.
+LEAST_CONTEXT = 256
 # Local models by a part of the hub's name. Any other name is main.gguf.
 MODELS = {
     "bert-bge": "bert.gguf",
@@ -79,7 +81,7 @@ def command(found: dict[str, list[str]], model: Path | None) -> list[str]:
     if context is not None:
         # llama-server divides its context among the slots, localllm does not.
         slots = 1 if "--kv-unified" in found else int(last(found, "--parallel") or 1)
-        made += ["--context", str(int(context) // slots)]
+        made += ["--context", str(max(int(context) // slots, LEAST_CONTEXT))]
     for theirs, ours in (
         ("--parallel", "--parallel"),
         ("--api-key", "--api-key"),
