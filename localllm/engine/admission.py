@@ -36,6 +36,9 @@ from localllm_backends.contract import Backend, NoCellsError
 _ANSWER_RESERVE_TOKENS = 128
 # If a running prefill will provide at least this many tokens of a prefix, the request waits for it.
 _WORTH_WAITING_TOKENS = 16
+# While a stream decodes, no further part of a prefix is imported in a step that imported this many
+# tokens.
+_STEP_TOKENS = 128
 # If no stream decodes, this many blocks of other servers may be imported before the next step.
 _MOST_BLOCKS = 64
 
@@ -248,36 +251,46 @@ class Admission:
         self.jobs.pool.evict_idle(n_tokens, live=len(running), clock=self.jobs.clock)
 
     def restore(self) -> None:
-        """Import cached prefixes of admitted requests, then KV of other servers: one piece per step
-        while any request decodes, otherwise all of them. Does not wait for pieces that have not
-        arrived."""
+        """Import cached prefixes of admitted requests, then KV of other servers: about one piece
+        per step while any request decodes, otherwise all of them. Requests of the tenant with the
+        fewest tokens come first. Does not wait for pieces that have not arrived."""
         streams = self.jobs.decoding
-        imported = False
+        imported = 0
         jobs = self.jobs.running.values()
-        for job in jobs:
+        shares = self.jobs.shares
+        for job in sorted(jobs, key=lambda j: shares.tokens_computed(j.share_key) or 0):
             restoring = job.restoring
             if restoring is None:
                 continue
-            while restoring.ready and not (streams and imported):
-                if restoring.next_tokens:
-                    # In addition to the cells that running requests are about to compute.
-                    cells = restoring.next_tokens + sum(j.to_compute for j in jobs)
-                    self.jobs.pool.make_room(cells, live=len(jobs))
-                restoring.step()
-                imported = True
+            imported += self._import_parts(restoring, imported if streams else None)
             self.awaits_disk |= restoring.importing
             coming = False
             if restoring.done:
                 before = job.fetched_tokens
                 most = _MOST_BLOCKS
                 if streams:
-                    most = 1 - imported
+                    most = int(not imported)
                 coming = self.receiver.receive(job, restoring, most, streams=streams)
-                imported |= job.fetched_tokens > before
+                imported += job.fetched_tokens - before
             self.awaits_disk |= coming
             job.n_kv = restoring.n_tokens
             if restoring.done and not coming:
                 self._begin(job, restoring)
+
+    def _import_parts(self, restoring: Restoration, imported: int | None) -> int:
+        """Import the parts that have arrived, until this step has imported `_STEP_TOKENS`. Returns
+        the number of tokens. `imported`: tokens so far in this step (None: no limit)."""
+        running = self.jobs.running.values()
+        found = 0
+        while restoring.ready and (imported is None or imported + found < _STEP_TOKENS):
+            if restoring.next_tokens:
+                # In addition to the cells that running requests are about to compute.
+                cells = restoring.next_tokens + sum(j.to_compute for j in running)
+                self.jobs.pool.make_room(cells, live=len(running))
+            before = restoring.n_tokens
+            restoring.step()
+            found += restoring.n_tokens - before or _STEP_TOKENS
+        return found
 
     def _begin(self, job: RunningRequest, restoring: Restoration) -> None:
         """Start the prefill, after all available parts of the prefix are restored."""

@@ -92,6 +92,8 @@ class RequestTable:
 
     def enter(self, job: RunningRequest) -> None:
         """Add a request to the waiting ones."""
+        present = (*self.waiting.values(), *self.running.values())
+        self.shares.keep_only(other.share_key for other in present)
         self.waiting[job.id] = job
         self.shares.add_requester(job.share_key)
         self.metrics.requests += 1

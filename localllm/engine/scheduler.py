@@ -112,11 +112,10 @@ def _prefill_grants(prefilling: Sequence[StepDemand], used: int, limits: Limits)
 
 
 def _shortest(prefilling: Sequence[StepDemand]) -> StepDemand:
-    """The prompt with the fewest tokens, among the first one and others that have as much right to
-    the step: those of its tenant, but not those of low priority."""
-    first = prefilling[0]
-    equal = [d for d in prefilling if d.computed == first.computed and d.waited_s >= 0]
-    return min([first, *equal], key=lambda d: d.prefill)
+    """The prompt with the fewest tokens, of any tenant. Only the first one may have a low
+    priority."""
+    normal = [d for d in prefilling if d.waited_s >= 0]
+    return min([prefilling[0], *normal], key=lambda d: d.prefill)
 
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:

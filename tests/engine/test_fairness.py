@@ -88,6 +88,39 @@ def test_prompts_are_read_for_the_newcomer_first() -> None:
     assert steps_to_first_token(engine, outcome, request) <= 3
 
 
+def test_who_was_alone_before_owes_nothing() -> None:
+    """Tokens from a time when no other tenant had requests don't count against a newcomer."""
+    engine = scripted()
+    for i in range(8):
+        run(engine, asked(f"before {i}", f"earlier {i} {LONG}", "other", 40))
+    outcome = crowded(engine, 8, n_steps=1)
+    request = asked("b", "x" * 60, "other", 4)
+    assert steps_to_first_token(engine, outcome, request) <= 4
+
+
+def test_cached_prefixes_of_a_newcomer_come_before_those_of_a_crowd() -> None:
+    """All import KV from the cache, while one request decodes."""
+    engine = scripted()
+    outcome = crowded(engine, 8, n_tokens=4, n_steps=0)
+    drain(engine, outcome)
+    run(engine, asked("a", "a question with a long beginning", "other", 4))
+    crowd = crowded(engine, 60, n_tokens=4, n_steps=0)
+    drain(engine, crowd)
+    one = asked("decoding", "y", "greedy", 400)
+    outcome.take(engine.submit(one, prompt_tokens(engine, one)))
+    for _ in range(5):
+        outcome.take(engine.step())
+    for i in range(7):
+        request = asked(f"again {i}", f"{i} {LONG}", "greedy", 40)
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    outcome.take(engine.step())
+    newcomer = asked("b", "a question with a long beginning", "other", 1)
+    restored = engine.pool.restored_tokens
+    n = steps_to_first_token(engine, outcome, newcomer)
+    assert engine.pool.restored_tokens > restored
+    assert n <= 2
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one_on_a_slow_machine() -> None:
     """Both are of one tenant, and 128 tokens take longer than age counts for them."""
     ticks = itertools.count(0.0, 1.0)
