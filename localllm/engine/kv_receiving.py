@@ -52,7 +52,8 @@ class KvReceiver:
         able = self.conductor.backend.capabilities
         fetch.yields = streams and able.threaded and not able.kv_on_device
         error = self._import(job, restoring, fetch, most)
-        if error is None and not fetch.done:
+        # The thread that receives may have failed after the import looked: the next call sees that.
+        if error is None and (not fetch.complete or fetch.ready):
             return True
         self._end_fetch(job, restoring, error)
         if error is not None and error.reason != "no_cells":

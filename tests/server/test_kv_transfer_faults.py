@@ -33,6 +33,8 @@ from support.until import until
 
 KEYS = (NamedKey("mac", digest_of(MAC.encode()), kv=True),)
 TOKENS = 1200
+# Difference of two log-probabilities that rounding may reverse. The median of the best two is 0.17.
+TIE = 0.02
 
 
 def prompt(seed: int) -> list[int]:
@@ -47,6 +49,23 @@ def read_there(here: Running, draw: random.Random) -> bool:
 
 def passed(relay: Relay, n_bytes: int, answer: Future[httpx.Response]) -> bool:
     return relay.passed_bytes > n_bytes or answer.done()
+
+
+def same(answer: httpx.Response, alone: httpx.Response) -> bool:
+    """True if the answers are equal up to a tie.
+
+    A request that is cut and asked again shares steps on the other server with its first attempt.
+    Steps of another shape round KV in other ways, so the better one of two nearly equal tokens may
+    change. After such a token, the answers are of different texts.
+    """
+    if text(answer) == text(alone):
+        return True
+    tops = (each.json()["choices"][0]["logprobs"]["top_logprobs"] for each in (answer, alone))
+    for ours, theirs in zip(*tops, strict=True):
+        our_token = max(ours, key=ours.__getitem__)
+        if our_token != max(theirs, key=theirs.__getitem__):
+            return our_token in theirs and max(theirs.values()) - theirs[our_token] < TIE
+    return False
 
 
 def check(n_faults: int, path: Path) -> dict[str, float]:
@@ -78,13 +97,13 @@ def check(n_faults: int, path: Path) -> dict[str, float]:
                 relay.arm(fault, after_bytes, draw.choice([1, 99]))
             fetched = metric(here, "kv_fetched_tokens_total")
             before = relay.passed_bytes
-            answer = pool.submit(ask, here, asked)
+            answer = pool.submit(ask, here, asked, logprobs=3)
             arrived_bytes = after_bytes
             if pid:
                 until(partial(passed, relay, before + after_bytes // 2, answer))
                 arrived_bytes = relay.passed_bytes - before
                 os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-            assert text(answer.result()) == text(ask(alone, asked)), fault
+            assert same(answer.result(), ask(alone, asked, logprobs=3)), fault
             fetched = metric(here, "kv_fetched_tokens_total") - fetched
             arrived_blocks = arrived_bytes // block_bytes
             assert fetched >= min(BLOCK_TOKENS * (arrived_blocks - 1), TOKENS - 1), fault
