@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from cli.test_narrow_terminals import WITH_A_MODEL
 
 CODE = """
 import os, sys
@@ -23,3 +26,30 @@ def test_a_command_ends_without_an_error(words: list[str], closed: list[int]) ->
     code = CODE.format(closed=closed, words=words)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("words", WITH_A_MODEL)
+def test_a_command_that_loads_a_model_ends_on_a_full_disk_and_without_output(
+    words: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = words.replace("MODEL", str(tiny_model)).split()
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "localllm", *given]
+        done = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "the output can't be used: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    (tmp_path / "q.gguf").unlink(missing_ok=True)
+    code = CODE.format(closed=[1], words=given)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,15 @@ COMMANDS = (
     "chat -m nosuch hi", "serve nosuch", "serve --port 99999", "pull nosuch", "rm nosuch", "ps",
     "search words", "update", "recommend --device m4-max-64gb", "nosuch",
 )  # fmt: skip
+# Commands that load a model.
+WITH_A_MODEL = (
+    "chat -m MODEL --own --context 512 --max-tokens 8 hi", "doctor MODEL",
+    "quality MODEL --kv q8_0 --blocks 1 --block 64", "quantize MODEL --to Q8_0 --anyway -o q.gguf",
+)  # fmt: skip
 
 
-def on_a_terminal(columns: int, environment: dict[str, str]) -> str:
-    """The output of all commands, and of their errors, on a terminal that is `columns` wide."""
+def on_a_terminal(columns: int, environment: dict[str, str], commands: Sequence[str]) -> str:
+    """The output of these commands, and of their errors, on a terminal that is `columns` wide."""
     import fcntl
     import struct
     import termios
@@ -43,7 +49,7 @@ def on_a_terminal(columns: int, environment: dict[str, str]) -> str:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     child = subprocess.Popen(
-        [sys.executable, "-c", CODE.format(commands=COMMANDS)],
+        [sys.executable, "-c", CODE.format(commands=[*commands])],
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=theirs,
@@ -61,17 +67,15 @@ def on_a_terminal(columns: int, environment: dict[str, str]) -> str:
     return written.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("columns", [20, 79])
-def test_no_line_is_wider_than_the_terminal_and_nothing_needs_a_writable_home(
-    columns: int, tmp_path: Path
-) -> None:
+def check(columns: int, commands: Sequence[str]) -> None:
+    """Run the commands with a home that can't be written, and measure their lines."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LOCALLLM_")}
     # No folder can be made in /proc, not even by root.
     environment |= {"HOME": "/proc/nosuch", "TERM": "xterm", "LOCALLLM_OFFLINE": "1"}
     for name in ("COLUMNS", "HF_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
         environment.pop(name, None)
-    parts = on_a_terminal(columns, environment).split("\x1e")[1:]
-    assert len(parts) == len(COMMANDS)
+    parts = on_a_terminal(columns, environment, commands).split("\x1e")[1:]
+    assert len(parts) == len(commands)
     for part in parts:
         text, _, code = part.partition("\x1f")
         lines = [line.rpartition("\r")[2] for line in text.split("\n")[1:]]
@@ -80,3 +84,19 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_needs_a_writable_home(
         assert wide == [], part
         assert code.strip().isdigit(), part
         assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("columns", [20, 79])
+def test_no_line_is_wider_than_the_terminal_and_nothing_needs_a_writable_home(columns: int) -> None:
+    check(columns, COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "columns", [20, *(pytest.param(width, marks=pytest.mark.long) for width in (33, 79, 120, 200))]
+)
+def test_commands_that_load_a_model_keep_to_the_terminal(
+    columns: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check(columns, [command.replace("MODEL", str(tiny_model)) for command in WITH_A_MODEL])
+    assert (tmp_path / "q.gguf").is_file()
