@@ -226,6 +226,37 @@ def test_presets_with_adapters_are_models_of_their_own_over_one_copy_of_the_weig
         assert scales == {"base": 0.0, "styled": 1.0, "faint": 0.0}
 
 
+@pytest.mark.mlx
+@needs_mlx
+def test_mlx_presets_share_one_copy_of_the_weights_unless_an_adapter_does_not_fit(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "library"
+    base = tiny_mlx.write_4bit(folder / "base")
+    config = {**tiny_mlx.LLAMA, "hidden_size": 128}
+    wide = tiny_mlx.write(tmp_path / "wide-model", config)
+    laid = {
+        "formal": tiny_lora.write_mlx(tmp_path / "formal", base, seed=1),
+        "short": tiny_lora.write_mlx(tmp_path / "short", base, seed=2),
+        "wide": tiny_lora.write_mlx(tmp_path / "wide", wide),
+    }
+    store.adopt(folder)
+    paths.config_dir().mkdir(parents=True, exist_ok=True)
+    (paths.config_dir() / "config.toml").write_text(
+        "".join(f'[models.{n}]\nmodel = "base"\nlora = ["{path}"]\n' for n, path in laid.items())
+    )
+    models = router_of(["base"], (), Settings({"context": 512}))
+    with running_server(models) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        said = {m: text(completion(http, m)) for m in ("base", "formal", "short")}
+        assert len(set(said.values())) == 3, "equal answers would prove nothing"
+        assert len({models.resolve(name).worker for name in said}) == 1
+        for number, name in enumerate(("formal", "short")):
+            own = [{"id": number, "scale": 1.0}]
+            assert text(completion(http, "base", lora=own)) == said[name]
+        assert "is not a LoRA adapter for this model" in completion(http, "wide").text
+        assert text(completion(http, "base")) == said["base"]
+
+
 def test_each_adapter_is_a_model_name_and_a_number_of_requests(tmp_path: Path) -> None:
     base = tiny_gguf.write_llama(tmp_path / "base.gguf")
     formal, short = (

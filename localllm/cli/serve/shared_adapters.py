@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from pathlib import Path
 
 from localllm.engine.worker import backends
 from localllm.errors import LocalLLMError
 from localllm.library.catalog import load_catalog, open_model
 from localllm.library.types import LocalModel
+from localllm.load import mlx_adapters
 from localllm.load.adapters import adapter_named, file_and_scale
 from localllm.settings import Settings
 from localllm_catalog import kinds
+from localllm_catalog.gguf import GgufHeader
 
 # As in the `lora` setting: FILE[:SCALE].
 Lora = tuple[str, ...]
@@ -46,24 +49,27 @@ def numbered(lora: Lora, loaded: Lora) -> tuple[tuple[int, float], ...] | None:
 def can_share(local: LocalModel, loras: Sequence[Lora], settings: Settings) -> list[Lora]:
     """Return those of `loras` that a worker of `local` can load with others.
 
-    An adapter that does not fit the model must not prevent the other names from loading. Only the
-    headers of GGUF files show whether an adapter fits. A model that is split over machines has no
-    adapters.
+    An adapter that does not fit the model must not prevent the other names from loading. So the
+    headers must show that it fits. A model that is split over machines has no adapters.
     """
     engine = backends.for_path(str(local.path), settings.value("backend")).declaration
-    if not loras or engine.adapters != "file" or settings.value("workers"):
+    if not loras or not engine.adapters or settings.value("workers"):
         return []
     opened = open_model(local, load_catalog())
-    header = opened.header
-    if header is None or kinds.of_header(header.metadata, len(header.tensors)) != "model":
+    if engine.adapters == "file" and not _is_text_model(opened.header):
         return []
     fitting = []
     for lora in loras:
         try:
-            for text in lora:
-                adapter_named(text, opened, engine)
+            adapters = [adapter_named(text, opened, engine) for text in lora]
         except LocalLLMError:
             # The names that use it report this when they are loaded.
             continue
-        fitting.append(lora)
+        paths = [Path(adapter.path) for adapter in adapters]
+        if all(path.is_file() or mlx_adapters.fits(path, local.path) for path in paths):
+            fitting.append(lora)
     return fitting
+
+
+def _is_text_model(header: GgufHeader | None) -> bool:
+    return header is not None and kinds.of_header(header.metadata, len(header.tensors)) == "model"
