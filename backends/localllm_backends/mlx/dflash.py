@@ -8,7 +8,7 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -17,14 +17,12 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
 
 from localllm_backends.contract import SequenceId
 from localllm_backends.draft_head_state import CANDIDATES, MIN_PROBABILITY
 from localllm_backends.drafter_config import DrafterConfig
 from localllm_backends.mlx.draft_heads import HeadMemory, joined, share_of_best
-from localllm_backends.mlx.draft_target import Target, read_module
+from localllm_backends.mlx.draft_target import Target, TrainedModule, read_module
 from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.stepping import Stepper
 
@@ -107,20 +105,14 @@ class _BestTokens:
         return self(scores)
 
 
-class DflashModule:
+class DflashModule(TrainedModule):
     """See DraftModule."""
 
     kind: ClassVar[str] = "dflash"
-    first: ClassVar[int] = 1
-    free_rewind: ClassVar[bool] = True
 
     def __init__(self, weights: Any, known: DrafterConfig, target: Target, mark: str) -> None:
-        self._weights = weights
-        self._target = target
-        self._layers = known.layers
+        super().__init__(weights, target, known.layers, mark)
         self._design = known.design
-        self.mark = mark
-        self.width = target.width * len(known.layers)
         self.longest = known.block - 1
         if weights.embed_tokens is None:
             weights.embed_tokens = target.embeddings
@@ -133,19 +125,8 @@ class DflashModule:
             self._n_rows -= 1
             self._begin = 0
 
-    @property
-    def caches(self) -> list[Any]:
-        return [KVCache() for _ in self._weights.layers]
-
-    @property
-    def arrays(self) -> list[Any]:
-        return self._target.without_own([a for _, a in tree_flatten(self._weights.parameters())])
-
     def open(self, stepper: Stepper, identity: str, n_batch: int) -> BlockHeads:
         return BlockHeads(self, stepper, identity, n_batch=n_batch)
-
-    def tap(self, callback: Callable[[Any], None]) -> None:
-        self._target.tap(self._layers, callback)
 
     def _context(self, rows: Any) -> Any:
         weights = self._weights

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 
@@ -49,6 +50,31 @@ class Target:
 
         for layer in set(layers):
             _tap_layer(self.layers[layer], layer, keep)
+
+
+class TrainedModule:
+    """The memory and weights of a drafter that reads the outputs of `layers`. See DraftModule."""
+
+    first: ClassVar[int] = 1
+    free_rewind: ClassVar[bool] = True
+
+    def __init__(self, weights: Any, target: Target, layers: tuple[int, ...], mark: str) -> None:
+        self._weights = weights
+        self._target = target
+        self._layers = layers
+        self.mark = mark
+        self.width = target.width * len(layers)
+
+    @property
+    def caches(self) -> list[Any]:
+        return [KVCache() for _ in self._weights.layers]
+
+    @property
+    def arrays(self) -> list[Any]:
+        return self._target.without_own([a for _, a in tree_flatten(self._weights.parameters())])
+
+    def tap(self, callback: Callable[[Any], None]) -> None:
+        self._target.tap(self._layers, callback)
 
 
 def _tap_layer(layer: Any, number: int, keep: Callable[[int, Any], None]) -> None:

@@ -6,13 +6,11 @@ vocabulary may be a part of the model's (`d2t` maps it back).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_vlm.speculative.drafters.eagle3 import Eagle3DraftModel
 from mlx_vlm.speculative.drafters.eagle3 import ModelConfig as Eagle3Config
@@ -20,7 +18,7 @@ from mlx_vlm.speculative.drafters.eagle3 import ModelConfig as Eagle3Config
 from localllm_backends.draft_head_state import LONGEST_DRAFT
 from localllm_backends.drafter_config import DrafterConfig, eagle3_text
 from localllm_backends.mlx.draft_heads import LockstepHeads
-from localllm_backends.mlx.draft_target import Target, read_module
+from localllm_backends.mlx.draft_target import Target, TrainedModule, read_module
 from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.stepping import Stepper
 
@@ -41,39 +39,22 @@ class _Weights(Eagle3DraftModel):  # type: ignore[misc]
         return found
 
 
-class Eagle3Module:
+class Eagle3Module(TrainedModule):
     """See DraftModule."""
 
     kind: ClassVar[str] = "eagle3"
-    first: ClassVar[int] = 1
-    free_rewind: ClassVar[bool] = True
     longest = LONGEST_DRAFT
 
     def __init__(self, weights: Any, target: Target, layers: tuple[int, ...], mark: str) -> None:
-        self._weights = weights
-        self._target = target
-        self._layers = layers
-        self.mark = mark
-        self.width = target.width * len(layers)
+        super().__init__(weights, target, layers, mark)
         if weights.embed_tokens is None:
             weights.embed_tokens = target.embeddings
         self._output = weights.lm_head
         if self._output is None:
             self._output = target.output
 
-    @property
-    def caches(self) -> list[Any]:
-        return [KVCache() for _ in self._weights.layers]
-
-    @property
-    def arrays(self) -> list[Any]:
-        return self._target.without_own([a for _, a in tree_flatten(self._weights.parameters())])
-
     def open(self, stepper: Stepper, identity: str, n_batch: int) -> LockstepHeads:
         return LockstepHeads(self, stepper, identity, n_batch=n_batch)
-
-    def tap(self, callback: Callable[[Any], None]) -> None:
-        self._target.tap(self._layers, callback)
 
     def __call__(self, tokens: Any, rows: Any, caches: Sequence[Any]) -> Any:
         """Return the hidden rows after `tokens` [sequences, n].
