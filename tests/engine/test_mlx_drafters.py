@@ -142,7 +142,7 @@ def test_text_is_that_of_plain_decoding_and_of_mlx_vlms_loop(memory: str, tmp_pa
         assert own_loop(theirs, str(drafter), prompt) == expected, design
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("kind", tiny_mlx_drafters.DESIGNS)
 def test_a_full_disk_and_a_restart_change_no_answer(kind: str, tmp_path: Path) -> None:
     spec = pair(tmp_path, kind, "full")
     rng = random.Random(8)
