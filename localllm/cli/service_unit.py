@@ -17,11 +17,11 @@ from typing import TextIO, TypeAlias, cast
 import psutil
 
 from localllm import paths
+from localllm.addresses import is_address
 from localllm.cli.serve.running import SAME_START_S, running
 from localllm.errors import UsageError
 from localllm.formatting import gb
 from localllm.plain_output import PlainOutput
-from localllm.server.http.settings import is_address
 from localllm.server.http.sockets import has_ipv6_loopback
 from localllm.service.launchd import Launchd
 from localllm.service.systemd import Systemd

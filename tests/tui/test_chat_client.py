@@ -199,6 +199,21 @@ def listing(entries: list[dict[str, Any]]) -> ChatClient:
     return ChatClient("http://test/v1", transport=transport)
 
 
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://localhost:8080/v1", True),
+        ("http://127.0.0.2:8080/v1", True),
+        ("http://[::1]:8080/v1", True),
+        ("http://localhost.localdomain/v1", True),
+        ("https://example.org/v1", False),
+        ("http://10.0.0.7:8080/v1", False),
+    ],
+)
+def test_a_server_on_this_machine_is_known_by_its_address(url: str, local: bool) -> None:
+    assert ChatClient(url).is_local is local
+
+
 def test_the_key_is_sent() -> None:
     keys: list[str | None] = []
 

@@ -171,7 +171,7 @@ def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
     server, its stored key is used. That key is sent to no other server.
     """
 
-    from localllm.server.http.settings import is_loopback
+    from localllm.addresses import is_loopback
 
     if "://" not in url:
         url = f"http://{url}"

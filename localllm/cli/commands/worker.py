@@ -41,7 +41,7 @@ def worker(
     Only loopback is allowed unless --allow names other machines, because the protocol has no
     authentication.
     """
-    from localllm.server.http.settings import is_loopback
+    from localllm.addresses import is_loopback
     from localllm_backends.llamacpp.binding.engine_files import library_path
 
     allowed = networks(allow or ())

@@ -9,16 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from localllm.addresses import is_loopback
 from localllm.cli.serve.api_keys import kept_key, load_keys
 from localllm.errors import UsageError
 from localllm.library.hub import is_offline
-from localllm.server.http.settings import (
-    CONNECTION_LIMITS,
-    ServerSettings,
-    TlsFiles,
-    image_host,
-    is_loopback,
-)
+from localllm.server.http.settings import CONNECTION_LIMITS, ServerSettings, TlsFiles, image_host
 from localllm.server.http.sockets import bind, bind_unix, check_tls, inherited, unix_file
 from localllm.settings import Settings
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from localllm.addresses import is_loopback
 from localllm.cli.serve.config_tables import read_table, variable
 from localllm.errors import UsageError
-from localllm.server.http.settings import is_loopback
 from localllm.server.proxy.upstreams import Dialect, Upstream, Upstreams
 from localllm.settings import Settings, config_path, read_config
 

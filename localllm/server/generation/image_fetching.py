@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from localllm.addresses import address_kind
+from localllm.addresses import address_kind, is_address, is_loopback
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError
 from localllm.server.http.accounts import caller
 from localllm.server.http.recent import RecentlyUsed
-from localllm.server.http.settings import is_address, is_loopback
 from localllm.server.http.sockets import trusted_certificates
 
 if TYPE_CHECKING:

@@ -22,11 +22,12 @@ from urllib.parse import quote
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from localllm.addresses import is_loopback
 from localllm.errors import BusyError
 from localllm.server.http.accounts import Account, RateLimitError
 from localllm.server.http.asgi import CONNECTION, App, Receive, Scope, Send
 from localllm.server.http.peer_user import is_own_user
-from localllm.server.http.settings import ServerSettings, is_loopback
+from localllm.server.http.settings import ServerSettings
 
 _LOOK_S = 1.0
 _BEGINNING = b"HTTP/1.1 "

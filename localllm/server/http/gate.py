@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from starlette.responses import Response
 
+from localllm.addresses import is_loopback
 from localllm.errors import AuthError, RequestError
 from localllm.server.http.accounts import CALLER, DELEGATION, NOBODY, Account, Accounts
 from localllm.server.http.asgi import CONNECTION, App, Message, Receive, Scope, Send
@@ -35,7 +36,6 @@ from localllm.server.http.settings import (
     ServerSettings,
     below_localhost,
     host_name,
-    is_loopback,
     served_with_key,
 )
 

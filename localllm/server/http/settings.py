@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from localllm.addresses import is_address, is_loopback
 from localllm.errors import UsageError
 from localllm.server.http.accounts import NamedKey
 from localllm.server.http.peer_user import reports_users
 
-_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 # The host's name inside containers of Docker and Podman.
 _CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
 # Browsers resolve these names to this machine (RFC 6761). Other resolvers may not.
@@ -39,25 +38,6 @@ def host_name(authority: str) -> str:
     if authority.count(":") == 1:
         return authority.rpartition(":")[0]
     return authority
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
-    if host.lower() in _LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def is_address(name: str) -> bool:
-    """Return whether `name` is an IP address. DNS rebinding can't change an IP address."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def below_localhost(name: str) -> bool:

@@ -8,6 +8,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm.addresses import is_loopback
 from localllm.engine.adapters import adapted_weights, set_name
 from localllm.engine.messages import MAX_ADAPTERS, Generation, Sampling
 from localllm.engine.transfer.frames import (
@@ -26,7 +27,7 @@ from localllm.server.dialects.paths import Paths
 from localllm.server.http.accounts import caller, salt_of
 from localllm.server.http.errors import BodyTooLargeError
 from localllm.server.http.json_body import read_json
-from localllm.server.http.settings import ServerSettings, is_loopback
+from localllm.server.http.settings import ServerSettings
 from localllm.server.kv_transfer.sending import KvResponse, KvSending
 from localllm.server.models.served import ServedModel
 from localllm.server.serving import Server

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from localllm import foreign_json
+from localllm.addresses import is_loopback
 from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
 from localllm.foreign_json import JsonPart, MalformedError, parse, well_formed
 from localllm.sse import DONE, LineBuffer, data_of
@@ -113,8 +114,8 @@ class ChatClient:
     @property
     def is_local(self) -> bool:
         """True if the server is on this machine, by its address."""
-        host = urlsplit(self.base_url).hostname
-        return self.engine is not None or host in ("localhost", "127.0.0.1", "::1")
+        host = urlsplit(self.base_url).hostname or ""
+        return self.engine is not None or is_loopback(host)
 
     async def move_to(self, engine: ChatEngine) -> None:
         """Send later requests to this engine."""
