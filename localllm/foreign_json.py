@@ -86,7 +86,7 @@ def check_plain(coding: str | None) -> None:
 
 def well_formed(text: str) -> str:
     """`text` with each surrogate pair as one character, and U+FFFD for each lone surrogate."""
-    if _SURROGATE.search(text) is None:
+    if text.isascii() or _SURROGATE.search(text) is None:
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 

@@ -289,6 +289,21 @@ class History:
         with self._locked("read") as db:
             return history_search.typed_questions(db, query, limit)
 
+    def newest_turns(self, conv_id: str, n: int) -> Sequence[history_search.TurnText]:
+        """The last `n` turns of the branch that is shown, oldest first."""
+        with self._locked("read") as db:
+            return history_search.newest_turns(db, conv_id, n)
+
+    def turn_text(self, conv_id: str, turn_id: int) -> Sequence[history_search.TurnText]:
+        """This turn; nothing if it was removed."""
+        with self._locked("read") as db:
+            return history_search.one_turn(db, conv_id, turn_id)
+
+    def questions(self, conv_id: str, most_chars: int) -> Sequence[history_search.TurnText]:
+        """The first characters of all questions of all branches, oldest first."""
+        with self._locked("read") as db:
+            return history_search.beginnings(db, conv_id, most_chars)
+
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
         """Change the title. `titled` is 1 for a model's title, 2 for a person's.
 

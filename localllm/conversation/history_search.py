@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
+from localllm.conversation import stored_rows
+
 # The index does not contain shorter words.
 _INDEXED_CHARS = 3
 # The characters of a snippet before the first hit, and its total length.
@@ -47,6 +49,65 @@ def turns(db: sqlite3.Connection, query: str, limit: int) -> list[SearchHit]:
         snippet, at, end = _around(str(text), word)
         hits.append(SearchHit(conversation_id, message_id, role, created_s, snippet, at, end))
     return hits
+
+
+@dataclass(frozen=True, slots=True)
+class TurnText:
+    """A turn's text as it was typed, without attached files."""
+
+    turn_id: int
+    role: str
+    created_s: float
+    text: str
+
+
+_TYPED = (
+    "COALESCE(CASE WHEN m.role = 'user' AND json_valid(m.meta)"
+    " THEN json_extract(m.meta, '$.typed') END, m.content)"
+)
+# UNION without ALL ends the recursion if rows form a cycle.
+_BRANCH = (
+    "WITH RECURSIVE up(id, n) AS (SELECT head_id, 1 FROM conversations WHERE id = ?"
+    " UNION SELECT m.parent_id, n + 1 FROM messages m JOIN up ON m.id = up.id WHERE n < ?) "
+)
+
+
+def newest_turns(db: sqlite3.Connection, conv_id: str, n: int) -> list[TurnText]:
+    """The last `n` turns of the branch that is shown, oldest first. Raises sqlite3.Error."""
+    where = "m.id IN (SELECT id FROM up)"
+    return _turn_texts(db, _BRANCH, where, (conv_id, n, conv_id), most_chars=None)
+
+
+def one_turn(db: sqlite3.Connection, conv_id: str, turn_id: int) -> list[TurnText]:
+    """This turn, or nothing. Raises sqlite3.Error."""
+    return _turn_texts(db, "", "m.id = ?", (turn_id, conv_id), most_chars=None)
+
+
+def beginnings(db: sqlite3.Connection, conv_id: str, most_chars: int) -> list[TurnText]:
+    """The first characters of all questions of all branches, oldest first. Raises sqlite3.Error."""
+    return _turn_texts(db, "", "m.role = 'user'", (conv_id,), most_chars=most_chars)
+
+
+def _turn_texts(
+    db: sqlite3.Connection,
+    before: str,
+    where: str,
+    args: tuple[str | int, ...],
+    *,
+    most_chars: int | None,
+) -> list[TurnText]:
+    typed = _TYPED
+    if most_chars is not None:
+        typed = f"substr({_TYPED}, 1, {most_chars})"
+    rows = db.execute(
+        f"{before}SELECT m.id, m.role, m.created_s, {typed} FROM messages m"
+        f" WHERE {where} AND m.conversation_id = ? AND m.role <> 'system' ORDER BY m.id",
+        args,
+    )
+    return [
+        TurnText(n, stored_rows.role(role), stored_rows.number(at), stored_rows.text(text))
+        for n, role, at, text in rows
+    ]
 
 
 def typed_questions(db: sqlite3.Connection, query: str, limit: int) -> list[str]:

@@ -33,6 +33,25 @@ def test_messages_come_back_in_order_with_all_their_parts(history: History) -> N
     assert user.id < answer.id
 
 
+def test_turns_are_read_as_they_were_typed_without_the_rest(history: History) -> None:
+    conv = history.create("Greetings", "m")
+    history.append(conv, "system", "be brief")
+    first = history.append(conv, "user", "a file: " + "x" * 900, meta={"typed": "read this"})
+    history.append(conv, "assistant", "done")
+    last = history.append(conv, "user", "thank you")
+    other = history.create("another", "m")
+    history.append(other, "user", "elsewhere")
+    assert [turn.text for turn in history.newest_turns(conv, 2)] == ["done", "thank you"]
+    assert [turn.text for turn in history.newest_turns(conv, 9)] == [
+        "read this", "done", "thank you"
+    ]  # fmt: skip
+    assert [(t.turn_id, t.text) for t in history.questions(conv, 4)] == [
+        (first, "read"), (last, "than")
+    ]  # fmt: skip
+    assert [turn.text for turn in history.turn_text(conv, first)] == ["read this"]
+    assert history.turn_text(other, first) == []
+
+
 def test_the_list_is_newest_first_and_touching_moves_up(history: History) -> None:
     first, second = history.create("one", "m"), history.create("two", "m")
     assert [c.id for c in history.list()] == [second, first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich import cells
 from localllm.conversation.history import History
 from localllm_tui.control import formatting
 from localllm_tui.screens.picking import QuestionPicker
+from localllm_tui.widgets.answer import ToolFold
 from localllm_tui.widgets.markdown import LONGEST_BLOCK, MarkdownRows
 from localllm_tui.widgets.text import GrowingText
 from tui.conftest import Driver
@@ -100,6 +102,51 @@ def test_a_paragraph_without_end_is_copied_as_one_line() -> None:
     for row in MarkdownRows(text).at(60):
         copied += (row.gap if row.soft else "") + row.text.plain.rstrip()
     assert copied == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_laid_out_text_leaves_no_work_to_the_garbage_collector(kind: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        MarkdownRows((kind * 8_000)[:8_000]).at(80)
+        assert gc.collect() < 1_000
+    finally:
+        gc.enable()
+
+
+def test_a_tools_long_result_is_one_text_that_grows(drive: Any, history: History) -> None:
+    conv_id = history.create("long", "scripted")
+    history.append(conv_id, "user", "read it")
+    ran = {
+        "name": "read",
+        "arguments": "x" * 50_000,
+        "result": "a line\n" * 20_000,
+        "allowed": True,
+    }
+    history.append(conv_id, "assistant", "done", meta={"tools": [ran]})
+
+    async def play(d: Driver) -> None:
+        await d.press("ctrl+t")
+        text = d.app.screen.query_one(ToolFold).query_one(GrowingText)
+        await d.until(lambda: text.rows.complete)
+        await d.until(lambda: text.size.height > 20_000)
+
+    drive(play, resume=conv_id)
+
+
+def test_a_hit_far_into_a_long_answer_is_shown(drive: Any, history: History) -> None:
+    conv_id = history.create("long", "scripted")
+    history.append(conv_id, "user", "go on")
+    history.append(conv_id, "assistant", "some words in a line\n\n" * 2_500 + "the needle")
+
+    async def play(d: Driver) -> None:
+        await d.press("ctrl+f", *"needle")
+        await d.until(lambda: "1 turn" in d.screen())
+        await d.press("enter")
+        await d.until(lambda: "the needle" in d.screen() and "turn 1 of 1" in d.screen())
+
+    drive(play, resume=conv_id)
 
 
 def test_eliding_counts_each_character_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:

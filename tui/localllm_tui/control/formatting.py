@@ -30,11 +30,11 @@ def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
 
 def elide(text: str, cells: int) -> str:
     """`text` in at most `cells` terminal cells, with … in place of the rest."""
-    if cell_len(text) <= cells:
+    begin = text[: _CHARS_PER_CELL * (max(0, cells) + 1)]
+    if len(begin) == len(text) and cell_len(text) <= cells:
         return text
     if cells <= 0:
         return ""
-    begin = text[: _CHARS_PER_CELL * (cells + 1)]
     fits = bisect_right(range(len(begin)), cells - 1, key=partial(_cells_of_first, begin))
     return begin[: max(0, fits - 1)] + "…"
 

@@ -114,6 +114,7 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
 
 
 LISTED = 200
+_LINE_CHARS = 2_000
 
 
 class QuestionPicker(Picker[str]):
@@ -126,7 +127,8 @@ class QuestionPicker(Picker[str]):
     def fill(self, query: str) -> None:
         rows = []
         for question in self._history.typed_questions(query, limit=LISTED):
-            rows.append((RichText(elide(one_line(question), self.width)), question))
+            line = elide(one_line(question[:_LINE_CHARS]), self.width)
+            rows.append((RichText(line), question))
         self.show(rows, how_many(len(rows), "question") if rows else "no matching question")
 
 

@@ -26,6 +26,8 @@ from localllm_tui.widgets.transcript import Transcript, TurnView
 DRAW_EVERY_S = 1 / 15
 DRAW_SHARE = 0.1
 DRAW_AT_LEAST_EVERY_S = 1.0
+# The characters of a tool's arguments that may be in its headline.
+_CALL_CHARS = 1_000
 FOLDED: dict[str, Any] = {"collapsed": True, "collapsed_symbol": "▸", "expanded_symbol": "▾"}
 
 
@@ -48,6 +50,7 @@ class AnswerView(TurnView):
         super().__init__(str(turn.meta.get("model") or model), turn.id, place)
         self._answer = GrowingText(printable(turn.content))
         self._thought = GrowingText(printable(turn.reasoning or ""), plain=True, classes="thinking")
+        self._thought_words = len(self._thought.source.split())
         self._pending = self._pending_thought = ""
         self._note = note_under(turn)
         self._ran: Sequence[Mapping[str, Any]] = turn.meta.get("tools") or ()
@@ -166,12 +169,15 @@ class AnswerView(TurnView):
         new = self._pending_thought
         self._pending_thought = ""
         if new:
+            self._thought_words += len(new.split())
+            if self._thought.source[-1:].strip() and new[:1].strip():
+                self._thought_words -= 1  # the new text begins within a word
             self._thought.add(new)
         self._thinking.display = bool(self._thought.source) and not self._hides_thinking
         self._set_reasoning_title(done=done)
 
     def _set_reasoning_title(self, *, done: bool) -> None:
-        words = len(self._thought.source.split())
+        words = self._thought_words
         if done:
             self._thinking.title = f"Thought ({words:,} words, Ctrl+T)"
         else:
@@ -195,8 +201,8 @@ class ToolFold(Fold):
     def __init__(self, ran: Mapping[str, Any]) -> None:
         arguments = str(ran.get("arguments", ""))
         result = str(ran.get("result", ""))
-        call = elide(one_line(f"{ran.get('name', '')} {arguments}"), 60)
-        inside = Static(printable(f"{arguments}\n→ {result}"), markup=False)
+        call = elide(one_line(f"{ran.get('name', '')} {arguments[:_CALL_CHARS]}"), 60)
+        inside = GrowingText(printable(f"{arguments}\n→ {result}"), plain=True)
         # Collapsible expects a string, but accepts Content, which is not parsed. There is no escape
         # that Textual always undoes.
         head = frame_title(f"tool: {call} · did not run")

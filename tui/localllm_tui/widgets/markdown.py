@@ -8,6 +8,7 @@ out once, and only the rows on screen are drawn.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,13 +30,13 @@ CODE_LINES = 60
 # So many brackets without a closing one are no link. The parser's time for links is quadratic in the
 # number of open brackets.
 _OPEN_BRACKETS = re.compile(r"(?:\[[^\[\]]*){64}")
-# The characters of a part of the text, of the parts that are laid out at once, and of the longest
-# block that is laid out whole.
-_SLICE_CHARS = 4_000
+# The characters that are laid out at once, if that takes no more than so much processor time.
 FIRST_CHARS = 16_000
+_FIRST_S = 0.05
 # Longer lines of prose are hard to read.
 PROSE_CELLS = 102
-LONGEST_BLOCK = 8_000
+# The characters of the longest block that is laid out whole.
+LONGEST_BLOCK = 4_000
 _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike", "link": "link"}
@@ -43,6 +44,7 @@ _ADDRESSES = {"image": "src", "link": "href"}
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
+_NO_END = 1 << 62
 _KEEPS_LINES = ("fence", "code_block", "table", "line", "html_block")
 
 
@@ -103,8 +105,16 @@ class MarkdownRows:
 
     def _lay_out_first(self) -> None:
         end = self._taken + FIRST_CHARS
+        self.lay_out_for(_FIRST_S, end)
+
+    def lay_out_for(self, cpu_s: float, end: int = _NO_END) -> None:
+        """Lay out the next parts, up to the character `end`, until so many seconds of processor
+        time are over. At least one part is laid out."""
+        begun_s = time.thread_time()
         while not self.complete and self._taken < end:
             self.lay_out_more()
+            if time.thread_time() - begun_s > cpu_s:
+                break
 
     def _begin(self) -> None:
         self._rows: list[MarkdownRow] = []
@@ -120,21 +130,26 @@ class MarkdownRows:
         self._lay_out()
 
     def lay_out_more(self) -> None:
-        """Lay out the next part of the text."""
-        new = self.source[self._taken : self._taken + _SLICE_CHARS]
+        """Lay out the next part of the text. A part ends where the tail is too long for a block, so
+        a text has the same parts however it arrives."""
+        room = LONGEST_BLOCK + 1 - len(self._tail)
+        new = self.source[self._taken : self._taken + room]
         self._taken += len(new)
         self._tail += new
         self._lay_out()
-        while len(self._tail) > LONGEST_BLOCK:
-            self._shorten_tail()
+        if len(self._tail) > LONGEST_BLOCK:
+            self._cut()
 
     def _lay_out(self) -> None:
-        """Lay out the last piece again, and those after it."""
+        """Lay out the tail again: the last block, and those after it."""
         del self._rows[self.finished :]
         lines, pieces = self._parsed()
+        self._kind = pieces[0].kind if pieces else ""
         # The kind of a line is only known at its end: "-" may become "---", or belong to the
         # previous line.
         begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
+        if not begun and len(pieces) > 1 and len(self._tail) > LONGEST_BLOCK:
+            begun = 1
         for n, piece in enumerate(pieces):
             if n == begun and n:
                 self._finish(piece.number, "".join(lines[piece.line :]))
@@ -155,21 +170,9 @@ class MarkdownRows:
         self._gap = gap
         self._continued = self._opening = ""
 
-    def _shorten_tail(self) -> None:
-        """Finish the first piece of a long tail, or a part of this piece that is as long as a block
-        may be."""
-        lines, pieces = self._parsed()
-        first = "".join(lines[: pieces[1].line]) if len(pieces) > 1 else ""
-        if 0 < len(first) <= LONGEST_BLOCK:
-            del self._rows[self.finished :]
-            self._rows += pieces[0].rows
-            self._finish(pieces[1].number, "".join(lines[pieces[1].line :]))
-        else:
-            self._cut(pieces[0].kind if pieces else "")
-        self._lay_out()
-
-    def _cut(self, kind: str) -> None:
-        """Cut the first piece of the tail: after a line, else after a word."""
+    def _cut(self) -> None:
+        """Cut the only block of a tail that is too long: after a line, else after a word."""
+        kind = self._kind
         tail = self._tail
         opening = self._opening or _opening(kind, tail)
         at = tail.rfind("\n", len(opening) + 1, LONGEST_BLOCK) + 1
@@ -186,6 +189,7 @@ class MarkdownRows:
         self._finish(None, tail[at:], gap)
         self._continued = kind
         self._opening = opening
+        self._lay_out()
 
     def _joined(self, pieces: list[_Piece]) -> list[_Piece]:
         """`pieces`, the first of which may continue the row before it."""
@@ -213,6 +217,7 @@ class MarkdownRows:
                 pieces[0] = replace(pieces[0], rows=[EMPTY, *pieces[0].rows])
             above = above or any(piece.rows for piece in pieces)
             yield from pieces
+        _free(nodes)
 
     def _nodes(self) -> Sequence[SyntaxTreeNode]:
         """Parse the tail, and number its code blocks."""
@@ -241,6 +246,14 @@ class MarkdownRows:
             rows = [*_item(node, item, number, self._width)]
             begins_list = begun is None and number == first
             yield _Piece(rows, _line(item), None if begins_list else number, "paragraph")
+
+
+def _free(nodes: Iterable[SyntaxTreeNode]) -> None:
+    """Remove the references of nodes to their parents. Else only the garbage collector frees the
+    trees, and it would stop the chat for long."""
+    for node in nodes:
+        for inside in node.walk():
+            inside.parent = None
 
 
 def _opening(kind: str, text: str) -> str:

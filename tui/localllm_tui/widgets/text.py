@@ -23,11 +23,29 @@ from localllm_tui.widgets.markdown import MarkdownRows
 from localllm_tui.widgets.rows import MarkdownRow, copied
 
 _OPENED = ("http", "https", "mailto")
-# A long text is laid out in parts, between which keys are handled.
-_PART_S = 0.03
+# A long text is laid out in parts, one text at a time. Between the parts keys are handled.
+_PART_S = 0.02
 _NEXT_PART_S = 1 / 60
-# A search lays out a shorter text whole.
-_SEARCHED_CHARS = 100_000
+# A search lays out a text for at most so long at once. It is in seconds of processor time.
+_SEARCH_S = 0.1
+
+
+class _Turns:
+    """Which text may lay out its next part: one at a time, with a pause after each part."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def taken(self) -> bool:
+        """True if another text laid out a part just now."""
+        return time.monotonic() < self._next_s
+
+    def done(self) -> None:
+        """Note that a part is laid out."""
+        self._next_s = time.monotonic() + _NEXT_PART_S
+
+
+_turns = _Turns()
 
 
 class GrowingText(Widget):
@@ -60,31 +78,41 @@ class GrowingText(Widget):
             self.refresh()
         if searched is None or not self.size.width:
             return []
+        self._rows(self.size.width)
+        self._lay_out_for(_SEARCH_S)
         rows = self._rows(self.size.width)
-        if len(self.source) <= _SEARCHED_CHARS:
-            rows = self.rows.at(self.size.width)
         return [y for y, row in enumerate(rows) if searched.search(row.text.plain)]
 
     def _rows(self, width: int) -> list[MarkdownRow]:
         """The rows that are laid out. The rest follows later."""
         rows = self.rows.so_far(width)
+        self._go_on()
+        return rows
+
+    def _go_on(self) -> None:
         if not self.rows.complete and not self._goes_on:
             self._goes_on = True
             self.set_timer(_NEXT_PART_S, self._lay_out_part)
-        return rows
 
     def _lay_out_part(self) -> None:
         self._goes_on = False
-        width = self.size.width
-        if not width or self.rows.complete:
+        if not self.size.width:
             return
+        if not _turns.taken():
+            self._lay_out_for(_PART_S)
+            _turns.done()
+        self._go_on()
+
+    def _lay_out_for(self, cpu_s: float) -> None:
+        """Lay out the next parts for so many seconds of processor time."""
+        if self.rows.complete:
+            return
+        width = self.size.width
         first = self.rows.finished
-        height = len(self._rows(width))
-        end_s = time.monotonic() + _PART_S
-        while not self.rows.complete and time.monotonic() < end_s:
-            self.rows.lay_out_more()
+        height = len(self.rows.so_far(width))
+        self.rows.lay_out_for(cpu_s)
         self._drop_strips(first)
-        self.post_message(TextGrew(self, len(self._rows(width)) - height))
+        self.post_message(TextGrew(self, len(self.rows.so_far(width)) - height))
         self.refresh(layout=True)
 
     def _drop_strips(self, first: int) -> None:

@@ -67,6 +67,11 @@ class TurnView(Vertical):
                 rows += [top + y for y in found]
         return rows
 
+    @property
+    def complete(self) -> bool:
+        """True if all of its visible texts are laid out."""
+        return all(text.rows.complete for text in self.query(GrowingText) if text.region.height)
+
     def on_click(self, event: events.Click) -> None:
         # a single click starts a text selection
         if self.turn_id and event.chain == 2 and isinstance(self.parent, Transcript):
@@ -88,6 +93,7 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
     searched: re.Pattern[str] | None = None
     _anchored_here = _wanted_more = False
     _found_at = 0  # index of the current hit among those of the selected turn
+    _entering = 0  # the step to a hit in a turn whose text is not laid out yet
 
     # -- the turn that is selected -----------------------------------------------------------------
 
@@ -106,6 +112,7 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
 
     def select(self, view: TurnView | None) -> None:
         """Select a turn, which gets the keys; None: back to the input."""
+        self._entering = 0
         for other in self._turns:
             other.set_class(other is view, "-selected")
         self.can_focus = view is not None
@@ -133,6 +140,7 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
     def search(self, words: str) -> None:
         """Mark each of these words in every turn; "" removes the marks."""
         self.searched = None
+        self._entering = 0
         if words.strip():
             parts = "|".join(re.escape(word) for word in words.split())
             self.searched = re.compile(parts, re.IGNORECASE)
@@ -151,6 +159,9 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
         at = self._found_at + step
         if entering:
             at = 0 if step > 0 else len(rows) - 1
+            if not view.complete and (step < 0 or not rows):
+                self._entering = step
+                return False
         if not 0 <= at < len(rows):
             return False
         self._found_at = at
@@ -191,6 +202,10 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
         """Keep what is on screen in its place while a text above it grows."""
         if not self.following and event.text.region.bottom <= self.region.y:
             self.call_after_refresh(self.scroll_relative, y=event.rows, animate=False)
+        if self._entering:
+            step = self._entering
+            self._entering = 0
+            self.show_found(step, entering=True)
 
     def _anchor_when_full(self) -> None:
         # Textual would push content shorter than the screen down to its end.
