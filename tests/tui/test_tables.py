@@ -4,6 +4,7 @@ palette and in plain mode, and works."""
 from __future__ import annotations
 
 import io
+import itertools
 from typing import Any, get_args
 
 import pytest
@@ -76,6 +77,9 @@ def test_the_palette_has_every_command_with_a_title(drive: Any) -> None:
         titled = {(c.palette, c.help) for c in COMMANDS if c.palette}
         assert len(titled) > 5
         assert titled <= offered
+        titles = sorted(title for title, _ in titled)
+        for title, following in itertools.pairwise(titles):
+            assert not following.startswith(title)
 
     drive(play)
 

@@ -96,6 +96,7 @@ def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
         await d.pilot.pause()
         assert "clock: time – what time it is" in d.screen()
         assert '"zone": "CET"' in d.screen()
+        assert d.app.screen.children[0].region.bottom <= d.app.page.composer.region.y
         assert host.asked == []
         await d.press("y")
         await d.until(lambda: not d.app.chat.answering)

@@ -311,7 +311,9 @@ async def _model_named(chat: ChatController, name: str) -> ListedModel:
     models = {m.name: m for m in await chat.client.models()}
     found = models.get(name) or await chat.client.model(name)  # it may be new, or an alias
     if found is None:
-        raise UsageError(f"this server has no model {name!r}", hint="it has " + ", ".join(models))
+        raise UsageError(
+            f"this server has no model {name!r}", hint="it has these: " + ", ".join(models)
+        )
     return replace(found, name=name)
 
 

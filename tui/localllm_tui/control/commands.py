@@ -89,7 +89,7 @@ _CONVERSATIONS = (
     Command(
         "continue", actions.resume_last,
         "continue a stopped answer; else open the last conversation", "",
-        "Continue", ("resume",)
+        "Continue the last conversation", ("resume",)
     ),
 )  # fmt: skip
 _TURNS = (
@@ -100,7 +100,7 @@ _TURNS = (
     ),
     Command(
         "more", partial(actions.on_last, "more"), "continue an answer that was stopped or cut",
-        palette="Continue the answer"
+        palette="Continue the stopped answer"
     ),
 )  # fmt: skip
 _VERSIONS = (

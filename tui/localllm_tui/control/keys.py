@@ -136,7 +136,7 @@ _WRITING = (
         "new line (Shift+Enter if the terminal reports it)",
         hints={"writing": "new line"},
     ),
-    Key(COMPOSER, "up", "↑↓, Up, Down", "earlier", "in an empty input: earlier questions", caught=True,
+    Key(COMPOSER, "up", "↑↓", "earlier", "in an empty input: earlier questions", caught=True,
     hints={"commands": "chooses", "filing": "chooses"}),
     Key(COMPOSER, "down", "Down", "later", caught=True),
 )  # fmt: skip
@@ -214,7 +214,7 @@ _COPYING = (
 )  # fmt: skip
 _VERSIONS = (
     Key(
-        TURN, "left", "←→, Left, Right", "screen.turn('version', -1)", "its other versions",
+        TURN, "left", "←→", "screen.turn('version', -1)", "its other versions",
         hints={"selecting": "version"}
     ),
     Key(TURN, "right", "Right", "screen.turn('version', 1)"),
@@ -223,10 +223,10 @@ _VERSIONS = (
     hints={"selecting": "back", "found": "back"}),
 )  # fmt: skip
 _APPROVING = (
-    Key(APPROVAL, "y", "Y", "yes", hints={"approving": "runs it", "approving a tool": "runs it"}),
-    Key(APPROVAL, "a", "A", "always", hints={"approving a tool": "always, until /tools off"}),
+    Key(APPROVAL, "y", "Y", "yes", hints={"approving": "runs it", "approving a tool": "once"}),
+    Key(APPROVAL, "a", "A", "always", hints={"approving a tool": "in this chat"}),
     Key(APPROVAL, "n,escape,q", "N", "no",
-    hints={"approving": "does not", "approving a tool": "does not"}),
+    hints={"approving": "does not", "approving a tool": "no"}),
 )  # fmt: skip
 _PLANNING = (
     Key(MODELS, "enter", "Enter",
@@ -271,14 +271,14 @@ _PANELS = (
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={"help": "closes"}),
     Key(FILES, "enter", "Enter",
     hints={"asked": "brings it back"}),
-    Key(FILES, "up", "↑↓, Up, Down", hints={"asked": "newer, older"}),
+    Key(FILES, "up", "↑↓", hints={"asked": "newer, older"}),
     Key(FILES, "escape", "Esc", "close",
     hints={"asked": "closes"}),
 )  # fmt: skip
 _PICKING = (
     Key(PICKER, "enter", "Enter",
     hints={"choosing": "opens", "finding": "goes there"}),
-    Key(PICKER, "up", "↑↓, Up, Down", hints={"finding": "the one before, after"}),
+    Key(PICKER, "up", "↑↓", hints={"finding": "the one before, after"}),
     Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True,
     hints={"choosing": "removes"}),
     Key(PICKER, "escape", "Esc", "close",

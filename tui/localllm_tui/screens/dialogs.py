@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar, Generic, TypeVar
 
-from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
+from textual import events
 from textual.app import App, ComposeResult
-from textual.containers import VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm_tui.bindings import HasKeys
@@ -19,12 +19,19 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.commands import HelpSection, help_sections
 from localllm_tui.control.comparison import compared
 from localllm_tui.control.face import Allowed
+from localllm_tui.control.formatting import fitted
 from localllm_tui.control.keys import APPROVAL, HELP, KeyContext, hints
 from localllm_tui.control.terminal import printable
 from localllm_tui.widgets.figures import GlassPanel
 from localllm_tui.widgets.line_filters import frame_title
+from localllm_tui.widgets.rows import wrapped
+from localllm_tui.widgets.text import GrowingText
 
 T = TypeVar("T")
+# An approval has at least so many rows.
+_APPROVAL_ROWS = 8
+# The help has two columns from this width.
+_TWO_COLUMNS = 56
 
 
 class Dialog(HasKeys, ModalScreen[T], Generic[T]):
@@ -41,7 +48,7 @@ class Dialog(HasKeys, ModalScreen[T], Generic[T]):
     """
     KEYS: ClassVar[KeyContext] = "help"
 
-    def __init__(self, title: str, *contents: RenderableType) -> None:
+    def __init__(self, title: str, *contents: str | Widget) -> None:
         super().__init__()
         self._title = title
         self._contents = contents
@@ -49,9 +56,9 @@ class Dialog(HasKeys, ModalScreen[T], Generic[T]):
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = frame_title(self._title)
-            box.border_subtitle = hints(self.KEYS)
+            box.border_subtitle = fitted(hints(self.KEYS), self.app.size.width * 24 // 25 - 4)
             for content in self._contents:
-                yield Static(content, markup=False)
+                yield GrowingText(content, plain=True) if isinstance(content, str) else content
 
     def action_close(self) -> None:
         self.dismiss(None)
@@ -64,36 +71,60 @@ class TextDialog(Dialog[None], keys=HELP):
 class WideDialog(Dialog[None], keys=HELP):
     """A dialog that uses all of the screen."""
 
-    DEFAULT_CSS = "WideDialog > VerticalScroll { max-width: 100%; }"
+    DEFAULT_CSS = """
+    WideDialog > VerticalScroll { max-width: 100%; }
+    WideDialog Horizontal, WideDialog Vertical { height: auto; }
+    WideDialog Vertical { padding-right: 2; }
+    """
 
 
 class HelpScreen(Dialog[None], keys=HELP):
     DEFAULT_CSS = """
     HelpScreen > VerticalScroll { height: 90%; }
-    HelpScreen Static { margin-bottom: 1; }
     """
 
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = frame_title(self._title)
+            box.border_subtitle = hints(self.KEYS)
+            for section in help_sections():
+                yield KeyList(section)
 
-def _key_table(section: HelpSection) -> Table:
+
+class KeyList(Static):
+    """Keys or commands and their effects, below a title: in two columns if there is room."""
+
+    def __init__(self, section: HelpSection) -> None:
+        super().__init__("", markup=False)
+        self._section = section
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.update(_key_lines(self._section, event.size.width))
+
+
+def _key_lines(section: HelpSection, width: int) -> Text:
     title, entries = section
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=title)
-    table.title_justify = "left"
-    table.title_style = "bold"
-    table.add_column(ratio=1, overflow="fold")
-    table.add_column(ratio=2, overflow="fold")
+    indent = width // 3
+    in_columns = width >= _TWO_COLUMNS
+    if not in_columns:
+        indent = 2
+    lines = [Text(title, "bold" if in_columns else "bold underline")]
     for how, help_text in entries:
-        table.add_row(how, help_text)
-    return table
+        rows = [row.text for row in wrapped(Text(help_text), max(1, width - indent))]
+        if in_columns and len(how) < indent:
+            lines.append(Text(how.ljust(indent)) + rows.pop(0))
+        else:
+            lines.append(Text(how, "" if in_columns else "bold"))
+        lines += [Text(" " * indent) + row for row in rows]
+    return Text("\n").join([*lines, Text("")])
 
 
 async def open_comparison(screen: Screen[Any], chat: ChatController, argument: str) -> None:
     """/compare: two versions of the last answer, next to each other."""
-    (title, text), (shown_title, shown_text) = compared(chat.session, argument)
-    table = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    for heading in (title, shown_title):
-        table.add_column(Text(heading), ratio=1, overflow="fold")
-    table.add_row(Text(text), Text(shown_text))
-    await screen.app.push_screen(WideDialog("two versions of the answer", table))
+    columns = []
+    for title, text in compared(chat.session, argument):
+        columns.append(Vertical(Static(title, markup=False), GrowingText(text, plain=True)))
+    await screen.app.push_screen(WideDialog("two versions of the answer", Horizontal(*columns)))
 
 
 class Approval(Dialog[Allowed], keys=APPROVAL):
@@ -101,12 +132,21 @@ class Approval(Dialog[Allowed], keys=APPROVAL):
 
     DEFAULT_CSS = """
     Approval { align: center bottom; }
-    Approval > VerticalScroll { max-height: 70%; border: heavy $warning; border-title-color: $foreground; }
+    Approval > VerticalScroll { max-height: 100%; border: heavy $warning; border-title-color: $foreground; }
     """
     KEYS: ClassVar[KeyContext] = "approving"
 
     def __init__(self, about: str, *said: str) -> None:
         super().__init__(about, *(printable(text) for text in said))
+
+    def on_resize(self) -> None:
+        """Stay above the message box, so that both frames are whole."""
+        boxes = self.app.screen_stack[0].query("#composer, #slash")
+        tops = [box.region.y for box in boxes if box.region.height]
+        below = self.size.height - min(tops, default=self.size.height)
+        if self.size.height - below < _APPROVAL_ROWS:
+            below = 0
+        self.query_one(VerticalScroll).styles.margin = (0, 0, below, 0)
 
     def action_yes(self) -> None:
         self.dismiss("once")
@@ -140,8 +180,7 @@ async def approved(app: App[Any], about: str, *texts: str, tool: bool) -> Allowe
 
 
 async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:
-    tables = [_key_table(section) for section in help_sections()]
-    await screen.app.push_screen(HelpScreen("keys and commands", *tables))
+    await screen.app.push_screen(HelpScreen("keys and commands"))
 
 
 async def open_glass(screen: Screen[Any], _: ChatController, __: str) -> None:

@@ -300,6 +300,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                 start(self, partial(self._weigh, model), "fit")
         self._write("#keys", in_lines(keys, self._columns))
         most = min(_MAX_DETAILS, self.size.height // _ROWS_PER_DETAIL)
+        if self.rows.shows_disk:
+            most = _MAX_DETAILS  # there are no sliders
         self._write("#details", "\n".join(islice(self._details(), most)))
 
     def _details(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,11 +14,10 @@ from rich.text import Text as RichText
 from textual import events
 from textual.widgets import Input, Static
 
-from localllm.conversation.history import ConversationSummary, History, StoredMessage
-from localllm.conversation.history_search import SearchHit
+from localllm.conversation.history import ConversationSummary, History
+from localllm.conversation.history_search import SearchHit, TurnText
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import command_actions
-from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import PICKER
@@ -31,6 +31,12 @@ MIN_PREVIEW_LINES = 20
 _MIN_WITH_MODEL = 64
 # Hits shown per conversation. A search in one conversation shows all hits.
 HITS_SHOWN = 3
+# The characters of a turn that are read for its line in the list, and for its preview.
+_LINE_CHARS = 400
+_GAPS = re.compile(" {2,}")
+_AFTER_HIT = 6  # a line has room for so many characters after its hit
+_MARKS = re.compile(r"```\w*|`|\*\*")
+_EXCERPT_CHARS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,8 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
         except LocalLLMError as e:
             status = e.message
         self.show(rows, status)
-        self._preview(self.highlighted)
+        if not rows:
+            self._preview(None)
 
     def _conversations(self, query: str) -> tuple[Rows, str]:
         found = self.history.list(query.strip() or None, limit=LISTED)
@@ -134,10 +141,9 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
     def _turns(self, query: str, conv_id: str) -> tuple[Rows, str]:
         rows: Rows = []
         if not query.strip():
-            for turn in self.history.tree(conv_id)[0]:
-                if turn.role == "user":
-                    line = RichText(elide(one_line(typed_in(turn)[:400]), self.width))
-                    rows.append((line, TurnPlace(conv_id, turn.id)))
+            for turn in self.history.questions(conv_id, _LINE_CHARS):
+                line = RichText(elide(one_line(turn.text), self.width))
+                rows.append((line, TurnPlace(conv_id, turn.turn_id)))
             return rows, "type words to find, or choose a question"
         found = self.history.search(query, limit=10 * LISTED)
         hits = [hit for hit in found if hit.conversation_id == conv_id]
@@ -154,10 +160,9 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
             return
         try:
             about = self.history.get(place.conversation_id)
-            turns = self.history.messages(place.conversation_id)[-2:]
+            turns = self.history.newest_turns(place.conversation_id, 2)
             if place.turn_id:
-                everything, _ = self.history.tree(place.conversation_id)
-                turns = [t for t in everything if t.id == place.turn_id]
+                turns = self.history.turn_text(place.conversation_id, place.turn_id)
         except LocalLLMError:
             return  # another window removed it
         last_s = turns[-1].created_s if turns else about.updated_s
@@ -170,16 +175,16 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
             shown.append("\n" + elide(self._excerpt(turn, place.words.split()), cells))
         self.query_one("#preview", Static).update(shown)
 
-    def _excerpt(self, turn: StoredMessage, words: Sequence[str]) -> str:
+    def _excerpt(self, turn: TurnText, words: Sequence[str]) -> str:
         """A turn in a line. If the last of these words is far from its beginning, the line begins
         shortly before that word."""
         who = "You" if turn.role == "user" else "Answer"
-        text = one_line(typed_in(turn))
-        at_word = max([text.lower().find(word.lower()) for word in words], default=0)
+        lower = turn.text.lower()
+        at_word = max([lower.find(word.lower()) for word in words], default=0)
         if at_word <= self.width:
-            return f"{who}: {text[:2_000]}"
+            return f"{who}: {_unmarked(turn.text[:_EXCERPT_CHARS])}"
         start = at_word - self.width // 2
-        return f"{who}: …{text[start : start + 2_000]}"
+        return f"{who}: …{_unmarked(turn.text[start : start + _EXCERPT_CHARS])}"
 
 
 def _line(summary: ConversationSummary, width: int) -> RichText:
@@ -191,12 +196,21 @@ def _line(summary: ConversationSummary, width: int) -> RichText:
     return RichText(title + " " * max(2, width - len(facts) - cell_len(title)) + facts)
 
 
+def _unmarked(text: str) -> str:
+    """Markdown in a line, without its marks of code and of emphasis."""
+    return one_line(_MARKS.sub("", text))
+
+
 def _hit(hit: SearchHit, width: int) -> RichText:
     who = "You: " if hit.role == "user" else "Answer: "
     line = RichText(who)
-    line.append(printable(hit.snippet[: hit.at]))
+    before = _GAPS.sub(" ", _MARKS.sub("", printable(hit.snippet[: hit.at])))
+    room = max(0, width - len(who) - (hit.end - hit.at) - _AFTER_HIT)
+    if len(before) > room:
+        before = "…" + before[len(before) - room :]
+    line.append(before)
     line.append(printable(hit.snippet[hit.at : hit.end]), "bold underline")
-    line.append(printable(hit.snippet[hit.end :]))
+    line.append(_MARKS.sub("", printable(hit.snippet[hit.end :])))
     line.truncate(width, overflow="ellipsis")
     return line
 

@@ -47,7 +47,7 @@ class SlashMenu(OptionList, can_focus=False):
 
     DEFAULT_CSS = """
     SlashMenu {
-        height: auto; max-height: 8; margin: 0 2; padding: 0; border: none; display: none;
+        height: auto; max-height: 8; padding: 0 2; border: none; display: none;
         background: $surface; text-wrap: nowrap; text-overflow: ellipsis;
         &:focus { border: none; }
     }
@@ -62,7 +62,9 @@ class SlashMenu(OptionList, can_focus=False):
         if found != self._offered:
             self._offered = found
             self.display = bool(found)
-            rows = (f"{command.usage:<{_NAME_CELLS}} {command.help}" for command in found)
+            longest = max((len(command.usage) for command in found), default=0)
+            cells = min(_NAME_CELLS, longest + 1)
+            rows = (f"{command.usage:<{cells}} {command.help}" for command in found)
             self.set_options([Option(Text(row, no_wrap=True, overflow="ellipsis")) for row in rows])
             self.highlighted = 0 if found else None
         if self.highlighted is not None:

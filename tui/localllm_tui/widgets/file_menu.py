@@ -41,7 +41,7 @@ class FileMenu(OptionList, can_focus=False):
 
     DEFAULT_CSS = """
     FileMenu {
-        height: auto; max-height: 8; margin: 0 2; padding: 0; border: none; display: none;
+        height: auto; max-height: 8; padding: 0 2; border: none; display: none;
         background: $surface; text-wrap: nowrap; text-overflow: ellipsis;
         &:focus { border: none; }
     }

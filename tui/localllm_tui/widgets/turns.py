@@ -4,6 +4,7 @@ first run."""
 from __future__ import annotations
 
 import re
+import textwrap
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -120,6 +121,7 @@ UNANSWERED = (
 
 
 _LOOK_S = 0.2
+_KEY_LINE = re.compile(r"  F\d+  ")
 
 
 class FirstRunPage(Static):
@@ -138,6 +140,19 @@ class FirstRunPage(Static):
         self.set_interval(_LOOK_S, self._look)
 
     def _look(self) -> None:
-        text = printable("\n".join(self._first_run.lines()))
+        width = self.size.width
+        text = "\n".join(_hung(printable(line), width) for line in self._first_run.lines())
         if text != self.content:
             self.update(text)
+
+    def on_resize(self) -> None:
+        self._look()
+
+
+def _hung(line: str, width: int) -> str:
+    """A line wrapped at `width`. What follows after a key begins below its text."""
+    key = _KEY_LINE.match(line)
+    if key is None or not width:
+        return line
+    indent = " " * key.end()
+    return textwrap.fill(line, max(width, 2 * key.end()), subsequent_indent=indent)
