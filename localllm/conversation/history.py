@@ -295,7 +295,7 @@ class History:
             return history_search.newest_turns(db, conv_id, n)
 
     def turn_text(self, conv_id: str, turn_id: int) -> Sequence[history_search.TurnText]:
-        """This turn; nothing if it was removed."""
+        """This turn. The list is empty if it was removed."""
         with self._locked("read") as db:
             return history_search.one_turn(db, conv_id, turn_id)
 

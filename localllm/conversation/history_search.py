@@ -79,7 +79,7 @@ def newest_turns(db: sqlite3.Connection, conv_id: str, n: int) -> list[TurnText]
 
 
 def one_turn(db: sqlite3.Connection, conv_id: str, turn_id: int) -> list[TurnText]:
-    """This turn, or nothing. Raises sqlite3.Error."""
+    """This turn. The list is empty if there is no such turn. Raises sqlite3.Error."""
     return _turn_texts(db, "", "m.id = ?", (turn_id, conv_id), most_chars=None)
 
 

@@ -31,7 +31,7 @@ _SEARCH_S = 0.1
 
 
 class _Turns:
-    """Which text may lay out its next part: one at a time, with a pause after each part."""
+    """Lets one text at a time work on its next part, with a pause after each part."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
