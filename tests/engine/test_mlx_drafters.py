@@ -135,7 +135,10 @@ def test_text_is_that_of_plain_decoding_and_of_mlx_vlms_loop(memory: str, tmp_pa
         engine = drafting(replace(spec, drafter=str(drafter)), EngineSettings(draft="auto"))
         assert answer(engine, prompt) == expected, design
         kind = "eagle3" if design == "eagle3" else "dflash"
-        assert int(engine.snapshot()[f"accepted_{kind}_tokens"]) > 0
+        snapshot = engine.snapshot()
+        assert int(snapshot[f"drafted_{kind}_tokens"]) > 0
+        # Without a selector, DFlash knows no token of these texts.
+        assert design == "dflash" or int(snapshot[f"accepted_{kind}_tokens"]) > 0, design
         # The same seed gives the same text, so drafts do not change the distribution.
         assert answer(engine, prompt, **warm) == sampled, design
         engine.close()
