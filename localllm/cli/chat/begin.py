@@ -63,9 +63,9 @@ def answer(stack: ExitStack, invocation: ChatInvocation, question: str) -> None:
         return
     for model in (invocation.wanted.model, invocation.other):
         print(f"{model}:", flush=True)
-        with ExitStack() as stack:
-            single = replace(invocation, wanted=replace(invocation.wanted, model=model), other="")
-            answer_once(stack, single, question)
+        single = replace(invocation, wanted=replace(invocation.wanted, model=model), other="")
+        with ExitStack() as engine_of_one:
+            answer_once(engine_of_one, single, question)
 
 
 def answer_once(stack: ExitStack, invocation: ChatInvocation, question: str) -> None:
