@@ -2,8 +2,9 @@
 
 python folder_writer.py FOLDER DISK_BYTES FIRST N [STOPS]
 
-It reads the prompts FIRST … FIRST + N - 1 and prints the number of each. With STOPS it stops for ever
-in the middle of a write of the last one, after it printed "writing".
+It reads the prompts FIRST … FIRST + N - 1 and prints the number of each. Before the last one it waits for
+a line on standard input. With STOPS it stops for ever in the middle of a write of the last one, after it
+printed "writing".
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ def main() -> None:
     folder, disk_bytes, first, n, *stops = sys.argv[1:]
     engine = engine_of(Path(folder), int(disk_bytes))
     for number in range(int(first), int(first) + int(n)):
-        if stops and number == int(first) + int(n) - 1:
-            Path.replace = _stop  # type: ignore[method-assign, assignment]
+        if number == int(first) + int(n) - 1:
+            sys.stdin.readline()
+            if stops:
+                Path.replace = _stop  # type: ignore[method-assign, assignment]
         cached_of(engine, number)
         print(number, flush=True)
     engine.close()

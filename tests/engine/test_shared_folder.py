@@ -23,12 +23,26 @@ WRITER = Path(__file__).parent / "folder_writer.py"
 def writer(folder: Path, first: int, n: int, *stops: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(WRITER), str(folder), str(DISK_BYTES), str(first), str(n)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([*command, *stops], stdout=subprocess.PIPE, text=True, env=environment)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *stops], stdin=pipe, stdout=pipe, text=True, env=environment)
 
 
-def printed(process: subprocess.Popen[str]) -> list[str]:
+def printed(process: subprocess.Popen[str], last: str = "") -> list[str]:
+    """The lines of a process up to `last`, else all."""
     assert process.stdout is not None
-    return [line.strip() for line in process.stdout]
+    lines = []
+    for line in iter(process.stdout.readline, ""):
+        lines.append(line.strip())
+        if lines[-1] == last:
+            break
+    return lines
+
+
+def read_last(process: subprocess.Popen[str]) -> None:
+    """Let it read its last prompt."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def files(folder: Path) -> list[Path]:
@@ -36,14 +50,17 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_two_processes_write_one_folder_and_one_is_killed_in_a_write(tmp_path: Path) -> None:
-    with writer(tmp_path, 0, 4, "stops") as killed, writer(tmp_path, 20, 6) as other:
-        assert killed.stdout is not None
-        lines = iter(killed.stdout.readline, "")
-        assert "writing" in map(str.strip, lines)
+    with writer(tmp_path, 0, 4, "stops") as killed, writer(tmp_path, 20, 2) as other:
+        # There is room for one more prompt, so `killed` need not remove files that were just used.
+        assert printed(killed, "2") == ["0", "1", "2"]
+        assert printed(other, "20") == ["20"]
+        read_last(killed)
+        assert printed(killed, "writing") == ["writing"]
         (part,) = tmp_path.glob(f"*/*.{killed.pid}.part")
+        read_last(other)
         killed.kill()
         killed.wait()
-        assert printed(other) == [str(n) for n in range(20, 26)]
+        assert printed(other) == ["21"]
         assert other.wait() == 0
     kept = files(tmp_path)
     assert kept
@@ -57,7 +74,7 @@ def test_two_processes_write_one_folder_and_one_is_killed_in_a_write(tmp_path: P
     engine = engine_of(tmp_path, DISK_BYTES)
     assert not part.exists(), "the process that wrote it has ended"
     # The newest of either process: which one wrote last is open.
-    assert any(cached_of(engine, number) > 500 for number in (25, 2, 1))
+    assert any(cached_of(engine, number) > 500 for number in (21, 20, 2))
     engine.check_integrity()
     engine.close()
 
