@@ -130,11 +130,14 @@ class EngineThread:
         return self._tokenizer.tokens(text, special=special, add_bos=add_bos)
 
     async def snapshot(self) -> dict[str, Any]:
-        found: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
-        self._calls.put(
-            lambda: loop.call_soon_threadsafe(found.set_result, dict(self._engine.snapshot()))
-        )
+        found: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+        def hear(values: dict[str, Any]) -> None:
+            if not found.done():
+                found.set_result(values)
+
+        self._calls.put(lambda: _call(loop, hear, dict(self._engine.snapshot())))
         return await found
 
 
