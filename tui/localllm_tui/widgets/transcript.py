@@ -69,8 +69,9 @@ class TurnView(Vertical):
 
     @property
     def complete(self) -> bool:
-        """True if all of its visible texts are laid out."""
-        return all(text.rows.complete for text in self.query(GrowingText) if text.region.height)
+        """True if it has visible texts, and all are laid out."""
+        texts = [text for text in self.query(GrowingText) if text.region.height]
+        return bool(texts) and all(text.rows.complete for text in texts)
 
     def on_click(self, event: events.Click) -> None:
         # a single click starts a text selection
@@ -197,11 +198,17 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
         """The content has a new height: anchor it once it is taller than the screen."""
         if self.following and not self._anchored_here:
             self.call_after_refresh(self._anchor_when_full)
+        if self._entering:
+            self.call_after_refresh(self._enter_again)
 
     def on_text_grew(self, event: TextGrew) -> None:
         """Keep what is on screen in its place while a text above it grows."""
         if not self.following and event.text.region.bottom <= self.region.y:
             self.call_after_refresh(self.scroll_relative, y=event.rows, animate=False)
+        self._enter_again()
+
+    def _enter_again(self) -> None:
+        """Try again to go to a hit, after more text was laid out."""
         if self._entering:
             step = self._entering
             self._entering = 0
